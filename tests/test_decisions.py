@@ -363,6 +363,33 @@ def test_what_each_branch_keeps_is_refused(keep: Callable[[Kept, bool], Any]) ->
     assert kept == fresh_kept()
 
 
+@pytest.mark.parametrize("by_callback", [False, True])
+def test_a_list_that_is_read_and_emptied_is_named(by_callback: bool) -> None:
+    """As the buffers of PPO are; what the refusal says to do is exact."""
+    model, rewards = nn.Linear(2, 1), [1.0, 2.0]
+
+    @graphopt.compile
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).sum() * sum(rewards)
+        if loss > 1000:
+            return loss * 2
+        if by_callback:
+            graphopt.callback(rewards.clear)
+        else:
+            del rewards[:]
+        return loss
+
+    if not by_callback:
+        with pytest.raises(CaptureError, match=r"changes rewards outside.*\n.*del rewards"):
+            step(torch.ones(1, 2))
+        return
+    for _ in range(3):
+        rewards[:] = [1.0, 2.0]
+        assert torch.equal(step(torch.ones(1, 2)), model(torch.ones(1, 2)).sum() * 3)
+        assert rewards == []
+    assert len(step.captures) == 1
+
+
 def test_a_branch_that_raises() -> None:
     @graphopt.compile
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:

@@ -132,6 +132,9 @@ def arrays(kept: Any, loss: Tensor, x: Tensor) -> Any:
     kept.numbers[0] += loss.item()
     kept.numbers[1:4] += x.numpy().mean(0)[:3]
     kept.rows.extend(found.tolist())
+    kept.rows.append(x.square().numpy())
+    kept.double = (x * 2).numpy()
+    torch.from_numpy(kept.double).add_(1)
     kept.accuracy = np.diag(kept.confusion).sum() / kept.confusion.sum()
     return (found == wanted).mean(), found
 
@@ -189,8 +192,9 @@ def keeps_the_array(kept: Any, loss: Tensor, x: Tensor) -> None:
 
 def writes_to_its_tensor(kept: Any, loss: Tensor, x: Tensor) -> None:
     double = x * 2
-    kept.rows.append(double.numpy())
+    array = double.numpy()
     double.add_(1)
+    kept.rows.append(array.sum())
 
 
 def adds_to_an_array_with_two_names(kept: Any, loss: Tensor, x: Tensor) -> None:

@@ -107,6 +107,12 @@ class HostCall:
             leaf for _, leaves in self._arguments for leaf in leaves if leaf is not _VALUE_OF_GRAPH
         ]
 
+    @property
+    def parts_of_nests(self) -> list[Any]:
+        """Constants in arguments that are put together in each call."""
+        nests = [leaves for spec, leaves in self._arguments if spec is not None]
+        return [leaf for leaves in nests for leaf in leaves if leaf is not _VALUE_OF_GRAPH]
+
     def __call__(self, *values: Any) -> None:
         """Call the function with copies of `values` that nobody else has.
 

@@ -27,6 +27,10 @@ def _nothing(value: object) -> bool:
     return False
 
 
+def _none(value: object) -> None:
+    return None
+
+
 class Given:
     """A list or dictionary among the arguments of the step: where it is among those of a call."""
 
@@ -40,16 +44,40 @@ class Given:
         return given
 
 
-class HeldByFunction:
-    """What a function holds: cells with their contents, and containers.
+class FoundObject:
+    """An object outside the step, in whose place there may be another one in each call.
 
-    Args:
-        is_outside: whether an object was there before the step.
-        given: the containers among the arguments of the trace, by id.
+    Attributes:
+        find: gives that of a call; None: it is the same one in each.
     """
 
-    def __init__(self, is_outside: Callable[[Any], bool], given: Mapping[int, Given]) -> None:
-        self._is_outside, self._given = is_outside, given
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.find: Callable[[], Any] | None = None
+
+    def now(self) -> Any:
+        """That of the call."""
+        return self.value if self.find is None else self.find()
+
+
+class HeldByFunction:
+    """What a function holds: cells with their contents, default arguments, containers, and objects.
+
+    Args:
+        is_outside: whether an object was there before the step: each call needs this very one.
+        given: the containers among the arguments of the trace, by id.
+        find: says which objects may be others in each call; None of other values.
+    """
+
+    def __init__(
+        self,
+        is_outside: Callable[[Any], bool],
+        given: Mapping[int, Given],
+        find: Callable[[Any], FoundObject | None],
+    ) -> None:
+        self._is_outside, self._given, self._find = is_outside, given, find
+        self.found: dict[int, FoundObject] = {}
+        self.defaults: list[tuple[FunctionType, tuple[Any, ...], dict[str, Any]]] = []
         self.cells: dict[int, tuple[CellType, Any]] = {}
         self.of_trace: dict[int, Given] = {}
         self._seen: set[int] = set()
@@ -57,7 +85,13 @@ class HeldByFunction:
 
     def add(self, value: Any) -> None:
         """The function is this one, or is given it."""
-        if id(value) in self._seen or self._is_outside(value):
+        if id(value) in self._seen or id(value) in self.found:
+            return
+        found = self._find(value)
+        if found is not None:
+            self.found[id(value)] = found
+            return
+        if self._is_outside(value):
             return
         self._seen.add(id(value))
         if id(value) in self._given:
@@ -67,6 +101,8 @@ class HeldByFunction:
             self._copies[id(value)] = (value, self._copied(value))
             for each in value.values() if isinstance(value, dict) else value:
                 self.add(each)
+                if isinstance(value, set):
+                    self._is_outside(each)
         else:
             self._add_parts(value)
 
@@ -74,6 +110,11 @@ class HeldByFunction:
         if isinstance(value, FunctionType):
             for cell in value.__closure__ or ():
                 self._add_cell(cell)
+            defaults, named = value.__defaults__ or (), value.__kwdefaults__ or {}
+            if defaults or named:
+                self.defaults.append((value, defaults, named))
+            for each in (*defaults, *named.values()):
+                self.add(each)
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self.add(part)
@@ -97,17 +138,17 @@ class HeldByFunction:
 
     def finish(self) -> None:
         """Everything has been added; the trace is let go."""
-        self._is_outside, self._given = _nothing, {}
+        self._is_outside, self._given, self._find = _nothing, {}, _none
         self._seen.clear()
 
     def __bool__(self) -> bool:
-        return bool(self.cells or self._copies)
+        return bool(self.cells or self._copies or self.found)
 
     # ------------------------------------------------------------------ a call
 
     def prepared(self, fn: Any, arguments: Sequence[Any], given: Any) -> Prepared:
         """The function and its arguments for one call."""
-        return Prepared(self.cells, self._copies, self.of_trace, given, fn, arguments)
+        return Prepared(self, self._copies, given, fn, arguments)
 
 
 class Prepared:
@@ -115,18 +156,21 @@ class Prepared:
 
     def __init__(
         self,
-        cells: Mapping[int, tuple[CellType, Any]],
+        held: HeldByFunction,
         copies: Mapping[int, tuple[Any, Any]],
-        of_trace: Mapping[int, Given],
         given: Any,
         fn: Any,
         arguments: Sequence[Any],
     ) -> None:
-        self._copies, self._of_trace, self._given = copies, of_trace, given
+        self._copies, self._of_trace, self._given = copies, held.of_trace, given
+        self._found = held.found
         self._made: dict[int, tuple[Any, Any]] = {}
-        self._cells = [(cell, self.now(content)) for cell, content in cells.values()]
+        self._cells = [(cell, self.now(content)) for cell, content in held.cells.values()]
         for cell, content in self._cells:
             cell.cell_contents = content
+        for function, defaults, named in held.defaults:
+            function.__defaults__ = tuple(map(self.now, defaults))
+            function.__kwdefaults__ = {name: self.now(each) for name, each in named.items()}
         self.fn = self.now(fn)
         self.arguments = [self.now(each) for each in arguments]
 
@@ -134,8 +178,12 @@ class Prepared:
         """What stands in this call for something that the function holds."""
         if id(value) in self._made:
             return self._made[id(value)][0]
+        if id(value) in self._found:
+            return self._found[id(value)].now()
         if id(value) in self._of_trace:
             return self._of_trace[id(value)].made(self._given)
+        if isinstance(value, MethodType) and id(value.__self__) in self._found:
+            return MethodType(value.__func__, self.now(value.__self__))
         if isinstance(value, BuiltinMethodType) and id(value.__self__) in self._copies:
             return getattr(self.now(value.__self__), value.__name__)
         if isinstance(value, functools.partial):

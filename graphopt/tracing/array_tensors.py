@@ -21,9 +21,10 @@ from graphopt.tracing.draws.items import LiveItems, is_numeric
 from graphopt.tracing.draws.recorder import SHARING, tensor_over
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.known_functions import is_in
-from graphopt.tracing.later import Later, is_later
+from graphopt.tracing.later import Later, is_later, is_numpy_of_tensor
 from graphopt.tracing.number_expressions import Application
 from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.running_trace import current_trace
 
 _JOINING: dict[str, Callable[..., torch.Tensor]] = {"stack": torch.stack, "concatenate": torch.cat}
 
@@ -38,8 +39,13 @@ def made_of_array(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None
         return None
 
     def make(array: Any, dtype: Any = None, **options: Any) -> torch.Tensor:
-        copied = callee is torch.tensor
-        found = tensor.to(dtype=dtype or tensor.dtype, copy=copied, **_placed(options))
+        whole = array.shared and array.shared.as_tensor()
+        is_first = whole is None and not is_numpy_of_tensor(array.made_by[0])
+        of, copied = tensor if whole is None else whole, callee is torch.tensor
+        found = of.to(dtype=dtype or of.dtype, copy=copied or is_first, **_placed(options))
+        is_same = (found.dtype, found.device) == (tensor.dtype, tensor.device)
+        if is_first and is_same and not copied:  # which has the memory of the array from here on
+            array.lies_in(current_trace().memory_of(found))
         return found.requires_grad_(options.get("requires_grad", False))
 
     return make
@@ -55,7 +61,7 @@ def _tensor_of(value: Any) -> torch.Tensor | None:
         return None
     function, args = value.made_by
     name = getattr(function, "__name__", "")
-    if isinstance(function, Method) and name == "numpy" and isinstance(args[0], torch.Tensor):
+    if is_numpy_of_tensor(function) and isinstance(args[0], torch.Tensor):
         return args[0]
     if isinstance(function, Method) and name in ("astype", "copy"):
         tensor = _tensor_of(args[0])

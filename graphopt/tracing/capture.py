@@ -139,12 +139,13 @@ def finish(
     """
     kinds = list(inputs.kinds_and_names(call))
     if inputs.answers and is_told(raw.effects):
+        what, line = raw.effects.first_change(raw.outside)
         raise CaptureError(
-            "it decides by the value of a tensor, and changes a list, a counter or the like outside"
-            " the model, which would happen at capture only",
-            location=str(definition_of(call)),
-            hint="let a function do it that is called in every step: graphopt.callback(function,"
-            " loss), or return what decides and do it outside the step",
+            f"it decides by the value of a tensor, and changes {what} outside the model, which"
+            " would happen at capture only",
+            location=str(line or definition_of(call)),
+            hint="do it behind the step, or let a function do it that is called in every step:"
+            " graphopt.callback(rows.clear)",
         )
     mark = fingerprint(raw.graph_module, kinds)
     steady = steady_step(call, inputs, communication, raw) if lasts else None

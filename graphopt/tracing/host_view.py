@@ -19,7 +19,7 @@ from graphopt import _compat
 from graphopt._compat.untraced import without_overrides
 from graphopt.errors import CaptureError
 from graphopt.host import HostCall
-from graphopt.host.held import Given, HeldByFunction
+from graphopt.host.held import FoundObject, Given, HeldByFunction
 from graphopt.host.seen import (
     ChangedBefore,
     GivenValue,
@@ -36,6 +36,7 @@ from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.later import is_later, nest_of
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.behind import Behind
+from graphopt.tracing.outside.moving import is_object
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, same
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.reachable import Reach, reached_from
@@ -73,6 +74,7 @@ class HostView:
         self._live = {id(traced.by_id[id(entry.tensor)]): entry for entry in inputs.module_tensors}
         self._calls: list[tuple[HostCall, Reach]] = []
         self._lines: list[SourceLine | None] = []
+        self._objects: dict[int, FoundObject] = {}
         self._known: dict[Any, tuple[int, Any, int]] = {}
         self.given = GivenContainers((), {})
         self._before: dict[Any, tuple[Any, Any]] = {}
@@ -115,10 +117,12 @@ class HostView:
     def _held(self, call: HostCall) -> HeldByFunction | None:
         """What the function of a call, and what it is given, hold of the step's own."""
         given = {id(value): Given(path) for value, path in self.given.paths()}
-        held = HeldByFunction(self._is_used, given)
+        held = HeldByFunction(self._is_used, given, self._found)
         held.add(call.fn)
         for argument in call.constants:
             held.add(argument)
+        for part in call.parts_of_nests:
+            self._record.pin(part)
         held.finish()
         return held or None
 
@@ -126,6 +130,13 @@ class HostView:
         """Whether an object of a call was there before the step: each call uses this very one."""
         self._record.pin(value)
         return self._record.is_outside(value)
+
+    def _found(self, value: Any) -> FoundObject | None:
+        """An object outside, where all that it does to the step is seen: each call may find another
+        one in its place."""
+        if not is_object(value) or not self._record.is_outside(value):
+            return None
+        return self._objects.setdefault(id(value), FoundObject(value))
 
     def steps(self, optimizer: Any) -> None:
         """The step steps an optimizer, which reads its settings."""
@@ -225,6 +236,7 @@ class HostView:
         """Let each call know what its function finds: what each call of the step leaves there, or
         takes back; and what is read behind it."""
         signature.stamps = self._last
+        signature.found_by_functions = list(self._objects.values())
         taken = {each.place.identity for each in signature.placed}
         taken |= {each.place.identity for each in signature.attributes}
         for setting in signature.settings:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from graphopt.host.changes import ChangeByMethod
-from graphopt.tracing.later import Later
+from graphopt.tracing.later import Later, is_later
 from graphopt.tracing.outside.places import FollowedPlace
 from graphopt.tracing.running_trace import current_trace
 
@@ -25,6 +25,11 @@ class PieceOfText(str):
 
     def __str__(self) -> str:
         return self
+
+
+def as_piece(text: str) -> str:
+    """A text that stands for a value as one that knows that; any other text itself."""
+    return PieceOfText(text) if is_later(text) else text
 
 
 class KeptItems:

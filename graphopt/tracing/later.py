@@ -31,6 +31,7 @@ from graphopt.tracing.nests import parts
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.running_trace import current_trace, is_running
 from graphopt.tracing.scheduled import ScheduledSetting, is_scheduled
+from graphopt.tracing.shared_memory import SharedMemory
 
 BEGIN, ESCAPED = "\udc81", "\\udc81"
 """What a piece of text begins with that stands for a value; and what that becomes where a text is
@@ -49,6 +50,11 @@ class Later(FoundByGraph):
         is_number: it is a number, which nothing changes in place.
         is_changed: it is a part of an array, which the step only changes in place.
         shares: it is an array in the memory of an argument or a tensor of the model.
+        memory: it is an array in that of a tensor.
+
+    Attributes:
+        memories: those of tensors in which it lies.
+        shared: that of the tensor that it is the array of, in its whole; None otherwise.
     """
 
     __slots__ = (
@@ -57,8 +63,10 @@ class Later(FoundByGraph):
         "_function",
         "_is_changed",
         "_is_number",
-        "_shares",
         "_size",
+        "memories",
+        "shared",
+        "shares",
     )
 
     def __init__(
@@ -68,18 +76,36 @@ class Later(FoundByGraph):
         is_number: bool = False,
         is_changed: bool = False,
         shares: bool = False,
+        memory: SharedMemory | None = None,
     ) -> None:
         self._function, self._args = function, tuple(map(argument, args))
         self._is_number, self._is_changed = is_number, is_changed
-        self._shares = shares
+        self.shares = shares
         laters = [a for a in _compat.tree_leaves(self._args) if isinstance(a, Later)]
-        self._shares |= not is_fresh(function) and any(each._shares for each in laters)
+        for each in laters:
+            each.is_used()
+        within = () if is_fresh(function) else tuple(laters)
+        self.shares |= any(each.shares for each in within)
+        self.memories: set[SharedMemory] = {each for other in within for each in other.memories}
+        self.shared: SharedMemory | None = None
+        if memory is not None:
+            self.lies_in(memory)
         self._size: int = 1 + sum(each._size for each in laters)
         if self._size > _AT_MOST:
             raise refusal(
                 f"a value is computed by more than {_AT_MOST} functions of Python",
                 "compute it with tensors, or in graphopt.callback(function, …)",
             )
+
+    def is_used(self) -> None:
+        """The step uses it here."""
+        for memory in self.memories:
+            memory.is_used()
+
+    def lies_in(self, memory: SharedMemory) -> None:
+        """From here on, it is an array in the memory of a tensor."""
+        self.shared = memory
+        self.memories.add(memory)
 
     @property
     def made_by(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -169,6 +195,11 @@ _OF_TIMES = frozenset(
 """Attributes of dates, times and what lies between them."""
 
 
+def is_numpy_of_tensor(function: Any) -> bool:
+    """Whether a function gives the array in the memory of a tensor."""
+    return isinstance(function, Method) and function.__name__ == "numpy"
+
+
 def applied(
     function: Callable[..., Any],
     args: Sequence[Any],
@@ -236,7 +267,15 @@ def letters(text: str) -> list[str]:
 
 
 def nest_of(value: Any) -> Any:
-    """A nest in which functions stand for what they give: what makes it anew calls them."""
+    """A nest in which functions stand for what they give: what makes it anew calls them. The step
+    uses what is in it here."""
+    for leaf in _compat.tree_leaves(value):
+        if type(leaf) is Later:
+            leaf.is_used()
+    return _nest_of(value)
+
+
+def _nest_of(value: Any) -> Any:
     return _compat.tree_map(_opened, value)
 
 
@@ -246,25 +285,7 @@ def _opened(leaf: Any) -> Any:
         return _compat.Applied(value.read_later(), [])
     if type(value) is not Later:
         return value
-    return _compat.Applied(value._function, [nest_of(each) for each in value._args])
-
-
-def refuse_shared(value: Later) -> None:
-    """Refuse to keep or return an array in the memory of what the step is given."""
-    if value._shares:
-        raise refusal(
-            "it keeps or returns an array in the memory of an argument or of a tensor of the model",
-            "keep a copy: tensor.numpy().copy()",
-        )
-
-
-def refuse_written(arrays: Sequence[torch.Tensor]) -> None:
-    """Refuse a step that writes to tensors in whose memory arrays lie, which it keeps or shows."""
-    if any(map(_compat.may_be_written, arrays)):
-        raise refusal(
-            "it updates a tensor in place in whose memory an array lies",
-            "convert a copy: tensor.clone().numpy()",
-        )
+    return _compat.Applied(value._function, [_nest_of(each) for each in value._args])
 
 
 def evaluated(value: Any, known: Callable[[Any], Any], replaced: Callable[[Any], Any]) -> Any:

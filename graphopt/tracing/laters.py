@@ -18,6 +18,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from graphopt import _compat
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.array_tensors import made_of_array
 from graphopt.tracing.callback import callback
@@ -62,12 +65,13 @@ from graphopt.tracing.live_arrays import LiveArrays
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.numpy_lists import of_list
 from graphopt.tracing.outside import kept_lists
+from graphopt.tracing.outside.formats import Percent, gives_objects_a_width
 from graphopt.tracing.outside.places import FollowedPlace, is_value
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
-from graphopt.tracing.running_trace import current_trace
 from graphopt.tracing.said import saying
 from graphopt.tracing.scheduled import computing, is_scheduled
+from graphopt.tracing.shared_memory import SharedMemory
 
 _END = "\udc82"
 _PIECE = re.compile(f"{BEGIN}(\\d+){_END}")
@@ -87,6 +91,7 @@ class Laters:
         self._record, self._ask = record, ask
         self._texts: list[Later] = []
         self.arrays = LiveArrays(record)
+        self.memories: list[SharedMemory] = []
         self.lists: dict[int, Any] = {}
         self._kept: dict[int, list[KeptItems]] = {}
 
@@ -100,6 +105,11 @@ class Laters:
     def text_of(self, function: Callable[..., str], args: Sequence[Any]) -> str:
         """What stands for the text that a function gives."""
         return self.text(Later(function, args))
+
+    def memory_of(self, tensor: torch.Tensor) -> SharedMemory:
+        """The memory of a tensor, in which an array lies from here on."""
+        self.memories.append(SharedMemory(tensor, _compat.current_tracer().graph))
+        return self.memories[-1]
 
     def number_of(self, function: Callable[..., Any], args: Sequence[Any]) -> Later | None:
         """What stands for the number that a function gives of numbers; None if one is none."""
@@ -325,10 +335,6 @@ class Laters:
             return None
         return self.items(container, line, key)
 
-    def piece(self, text: str) -> str | None:
-        """A text that stands for a value as one that knows that; None: no such text."""
-        return PieceOfText(text) if is_later(text) else None
-
     def operand(self, value: Any, line: SourceLine, texts: bool = False) -> Any:
         """What stands for a list that an instruction goes through, or for what it compares, if that
         is a text or holds one; None: itself."""
@@ -346,20 +352,13 @@ class Laters:
 
     def percent(self, text: Any, values: Any, line: SourceLine) -> Any:
         """What stands for the left side of `text % values`."""
-        if isinstance(text, str) and (is_later(text) or holds_unknown(values, of_host=True)):
-            self._reads(values, line)
-            return _Percent(text)
-        return None
-
-
-class _Percent:
-    """The left side of `text % values`."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __mod__(self, values: Any) -> str:
-        return current_trace().text(Later(operator.mod, (self._text, values)))
+        if not isinstance(text, str):
+            return None
+        unknown = is_later(text) or holds_unknown(values, of_host=True)
+        if not unknown and not gives_objects_a_width(text, values):
+            return None
+        self._reads(values, line)
+        return Percent(text)
 
 
 def functions_in(value: Any) -> list[Callable[..., Any]]:

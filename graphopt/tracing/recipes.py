@@ -11,14 +11,14 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
-from graphopt.tracing.draws.arguments import is_known
+from graphopt.tracing.draws.arguments import Method, is_known
 from graphopt.tracing.draws.live import as_later as later_of
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.inputs import Inputs, is_exact, is_number
-from graphopt.tracing.later import Later, as_later, holds_later, is_later, nest_of, refuse_shared
+from graphopt.tracing.later import Later, as_later, holds_later, is_later, nest_of
 from graphopt.tracing.marks import AttributeChange
-from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.scheduled import ScheduledSetting
@@ -167,8 +167,7 @@ class Recipes:
 
     def _of_later(self, value: Later) -> Recipe:
         """How every call makes a value that only Python computes."""
-        refuse_shared(value)
-        leaves, spec = _compat.tree_flatten(nest_of(value))
+        leaves, spec = _compat.tree_flatten(nest_of(as_left(value)))
         return Nested(spec, tuple(map(self._of_leaf, leaves)))
 
     def _real(self, leaf: Any) -> Any:
@@ -180,6 +179,27 @@ class Recipes:
         if live is None or live.module_tensor is None:
             return None
         return self._inputs.module_tensors[live.module_tensor].tensor
+
+
+def as_left(value: Later) -> Later:
+    """A value that the step keeps or returns, as it is at its end.
+
+    Raises:
+        CaptureError: it is an array in the memory of what the step is given, or a part of one in
+            the memory of a tensor that it has updated since.
+    """
+    if value.shares:
+        raise refusal(
+            "it keeps or returns an array in the memory of an argument or of a tensor of the model",
+            "keep a copy: tensor.numpy().copy()",
+        )
+    written = [memory for memory in value.memories if memory.is_written]
+    if not written:
+        return value
+    tensor = None if value.shared is None else value.shared.as_tensor()
+    if tensor is None or written != [value.shared]:
+        written[0].refuse()
+    return Later(Method("numpy"), (tensor,))
 
 
 def _referent(value: Any) -> Any:

@@ -42,6 +42,7 @@ from graphopt.tracing.draws.arrays import HostArray
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.packed import Packing
 from graphopt.tracing.rebinding import Rebinding
+from graphopt.tracing.running_trace import current_trace
 from graphopt.tracing.source import current_user_line, is_installed
 from graphopt.tracing.substitute import Traced
 from graphopt.tracing.tagging import Tagger
@@ -78,7 +79,6 @@ class Redirect(TorchFunctionMode):
 
     Attributes:
         gradients_first: the step looks at gradients before it computes any, as `zero_grad` does.
-        shared: tensors in whose memory arrays of the step's lie.
 
     Args:
         traced: stand-ins of the real tensors.
@@ -112,7 +112,6 @@ class Redirect(TorchFunctionMode):
         self._packing = Packing(lambda tensor: untraced(made.decider.values, tensor))
         self._differentiated = False
         self.gradients_first = False
-        self.shared: list[torch.Tensor] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -174,8 +173,8 @@ class Redirect(TorchFunctionMode):
         elif self._packing.takes(func, args):
             return self._packing.call(func, args, kwargs)
         elif func is torch.Tensor.numpy and _has_array(args[0]):
-            self.shared.append(args[0])
-            return later.Later(Method("numpy"), args, shares=not self._is_apart(args[0]))
+            apart, memory = self._is_apart(args[0]), current_trace().memory_of(args[0])
+            return later.Later(Method("numpy"), args, shares=not apart, memory=memory)
         elif func is torch.Tensor.__deepcopy__:
             return copies.deepcopied(*args)
         elif func == _SET_DATA:

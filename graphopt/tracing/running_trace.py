@@ -7,8 +7,11 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+import torch
+
 from graphopt.host.context import while_set
 from graphopt.tracing.numbers import refusal
+from graphopt.tracing.shared_memory import SharedMemory
 
 
 class Trace(Protocol):
@@ -26,6 +29,9 @@ class Trace(Protocol):
     def number_of(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         """What stands for the number that a function gives of numbers when the graph has run; None
         where something else is among them."""
+
+    def memory_of(self, tensor: torch.Tensor) -> SharedMemory:
+        """The memory of a tensor, in which an array lies from here on."""
 
     def parts(self, text: str) -> Sequence[Any]:
         """Texts and values that a text is put together of."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graphopt.host.changes import ChangeByMethod
+from graphopt.host.held import FoundObject
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.inputs import ModuleTensor
 from graphopt.tracing.optimizer_state import OfNone
@@ -209,6 +210,7 @@ class Signature:
             the identity of the place; see `graphopt.host.seen`.
         restored: those of them in which it leaves what it has found there.
         dead_gradients: module tensors whose gradient is dropped before anyone reads it.
+        found_by_functions: objects outside that functions on the host hold.
     """
 
     output_spec: Any
@@ -231,6 +233,7 @@ class Signature:
     flags_of_parameters: dict[int, bool] = field(default_factory=dict)
     stamps: dict[Hashable, int] = field(default_factory=dict)
     restored: dict[Hashable, int] = field(default_factory=dict)
+    found_by_functions: list[FoundObject] = field(default_factory=list)
 
     def recipes(self) -> Iterator[Recipe]:
         """How each thing that the step returns or leaves behind is found."""

@@ -19,6 +19,7 @@ from graphopt.ir.source import SourceLine
 _TORCH = str(Path(torch.__file__).resolve().parent) + "/"
 _GRAPHOPT = str(Path(__file__).resolve().parent.parent) + "/"
 _STEP_RUN = _GRAPHOPT + "tracing/step_run.py"
+_FORMATS = _GRAPHOPT + "tracing/outside/formats.py"
 _FORWARD_CODE = _compat.module_call_code()
 
 
@@ -106,6 +107,13 @@ def inside_step(frame: types.FrameType | None) -> SourceLine | None:
         if not is_library_file(current.f_code.co_filename):
             return SourceLine(current.f_code.co_filename, current.f_lineno, current.f_code.co_name)
     return None
+
+
+def asking_frame(frame: types.FrameType) -> types.FrameType:
+    """The frame that asks an object for its text, where `outside.formats` does so for one."""
+    while frame.f_code.co_filename == _FORMATS and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def is_around_step(frame: types.FrameType) -> bool:

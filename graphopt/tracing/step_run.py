@@ -35,7 +35,7 @@ from graphopt.tracing.host_view import HostView
 from graphopt.tracing.inference import inference_as_no_grad
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber
 from graphopt.tracing.keyed import identified, keyed_by_stand_ins
-from graphopt.tracing.later import refuse_keys, refuse_written
+from graphopt.tracing.later import refuse_keys
 from graphopt.tracing.laters import Laters
 from graphopt.tracing.leftovers import HostState
 from graphopt.tracing.lengths import Lengths
@@ -57,6 +57,7 @@ from graphopt.tracing.running_trace import values_of
 from graphopt.tracing.scaling import TracedScaling
 from graphopt.tracing.scheduled import computing
 from graphopt.tracing.schedulers import traced_schedulers
+from graphopt.tracing.shared_memory import refuse_written
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.stand_ins import arguments_of, stand_ins_of
 from graphopt.tracing.substitute import Traced, insert
@@ -240,7 +241,7 @@ class StepRun:
                     returned = self._call.fn(*args, **kwargs)
                 scalers.finish()
                 arrays.finish()
-                refuse_written(redirect.shared)
+                refuse_written(self.outside.laters.memories, _compat.current_tracer().graph)
                 self._give(returned)
                 outside = self._left_outside(traced, held, draws)
             self.gradients_first = redirect.gradients_first

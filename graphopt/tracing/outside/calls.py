@@ -14,6 +14,7 @@ import torch
 
 from graphopt.host.changes import changes_of
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.callback import callback
 from graphopt.tracing.draws.arguments import plain
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.numbers import ReadFloat, ReadInt
@@ -118,7 +119,10 @@ class NativeCalls:
         """A function whose instructions are not observed."""
         record = self._record
         self._all(args, line)
-        self._give(args, line)
+        if function is callback:  # the host view knows what is done with them
+            self._note_given(args, line)
+        else:
+            self._give(args, line)
         if native.is_changing_call(function, args) and record.is_outside(args[0]):
             record.unrepeated.add(record.path(args[0], type(args[0]).__name__), line)
         if native.logs(function, args) and not is_library_file(line.file):

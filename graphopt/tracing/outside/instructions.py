@@ -349,7 +349,7 @@ class Instructions(LaterOperands):
         for each in args:
             if is_container(each):
                 self._record.read_container(id(at.frame), each)
-        if at.takes(at.place_of_callee(), self._done_later(callee, args, at)):
+        if at.takes(at.place_of_callee(), self._instead(callee, args, at)):
             return
         args = self._taken(callee, args, at)
         self._calls.call(callee, args, at.line, at.step.discarded)
@@ -366,7 +366,7 @@ class Instructions(LaterOperands):
         callee = at.top(place)
         self._read_contents(at.frame, args, at.line)
         given = [*(args if isinstance(args, (tuple, list)) else ()), *given]
-        if at.takes(place, self._done_later(callee, given, at)):
+        if at.takes(place, self._instead(callee, given, at)):
             return
         self._record.laters.not_taken(callee, given)
         self._calls.call(callee, given, at.line)

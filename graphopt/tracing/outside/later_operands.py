@@ -6,10 +6,18 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+import torch
+
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.kept_items import as_piece
 from graphopt.tracing.later import is_later_text, letters
+from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.callees import NAMED_CALLS, Instruction
+from graphopt.tracing.outside.formats import Converted, formatting
 from graphopt.tracing.outside.record import Record
+
+_SAYING_THEMSELVES = (str, int, float, torch.Tensor, *SYMBOLIC)
+"""What gives a text that knows whether it stands for a value."""
 
 
 class LaterOperands:
@@ -34,12 +42,15 @@ class LaterOperands:
             self._exact(at, place, at.top(place))
 
     def _formatted(self, at: Instruction) -> None:
-        with_spec = at.step.instruction == "FORMAT_VALUE" and at.step.argument & 4
-        place = 2 if with_spec or at.step.instruction == "FORMAT_WITH_SPEC" else 1
-        laters, value = self._record.laters, at.top(place)
-        text = laters.piece(value) if type(value) is str else None
-        if not at.takes(place, text) and not self._stands_later(at, place):
+        both = at.step.instruction == "FORMAT_VALUE" and at.step.argument & 4
+        place = 2 if both or at.step.instruction == "FORMAT_WITH_SPEC" else 1
+        value = at.top(place)
+        if type(value) is str:
+            at.put(place, as_piece(value))
+        elif not self._stands_later(at, place):
             self._read_contents(at.frame, value, at.line)
+            if both and at.step.argument & 3 and not isinstance(value, _SAYING_THEMSELVES):
+                at.put(place, Converted(value))
 
     def _stands_later(self, at: Instruction, place: int, texts: bool = False) -> bool:
         """Whether something stands from now on for what an instruction takes."""
@@ -67,14 +78,13 @@ class LaterOperands:
         if is_later_text(at.top(place)):
             at.put(place, tuple(letters(at.top(place))))
 
-    def _done_later(
+    def _instead(
         self, callee: Any, args: Sequence[Any], at: Instruction
     ) -> Callable[..., Any] | None:
-        """What is called in place of a function that each call of the step has to call itself."""
-        other: Callable[..., Any] | None = self._record.laters.called(
-            callee, args, at.line, at.step.discarded
-        )
-        return other
+        """What is called in place of a function that reads places by their names in a text, or that
+        each call of the step has to call itself."""
+        other: Callable[..., Any] | None = formatting(callee, args, at.line)
+        return other or self._record.laters.called(callee, args, at.line, at.step.discarded)
 
 
 class Gives:

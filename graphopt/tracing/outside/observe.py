@@ -29,7 +29,7 @@ from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.functions import called_by_torch
 from graphopt.tracing.outside.instructions import Instructions
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.source import is_library_file
+from graphopt.tracing.source import asking_frame, is_library_file
 
 _MODULE_CALL = _compat.module_call_code()
 _COUNTING = frozenset({Counter.update.__code__, Counter.subtract.__code__})
@@ -113,11 +113,11 @@ class Observer:
 
 def _called_by_user(frame: FrameType) -> bool:
     """Whether a library's function reads for the user, rather than for torch."""
-    caller = frame.f_back
+    caller = frame.f_back and asking_frame(frame.f_back)
     while caller is not None and _is_generic(caller.f_code.co_filename):
         if not is_observed(caller.f_code.co_filename):
             return False
-        caller = caller.f_back
+        caller = caller.f_back and asking_frame(caller.f_back)
     return caller is not None
 
 

@@ -1,0 +1,90 @@
+"""Arrays in the memory of tensors, which a step makes by `tensor.numpy()`.
+
+array = s.numpy()       what is in it is taken here
+mean = array.mean()     eager code finds the same
+s.add_(1)               and other values from here on: no use of the array may follow
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.ir.metadata import source_line, storages_of
+from graphopt.ir.operators import written
+from graphopt.ir.source import SourceLine
+
+
+class SharedMemory:
+    """The memory of one tensor, in which an array lies.
+
+    Args:
+        graph: of the trace, so far.
+
+    Attributes:
+        is_written: the step updates it where it does not use the array any more.
+    """
+
+    def __init__(self, tensor: torch.Tensor, graph: fx.Graph) -> None:
+        self._tensor = tensor
+        self._graph: fx.Graph | None = graph
+        self._key = _compat.storage_key(tensor)
+        self._begun = self._used = _last(graph)
+        self._line: SourceLine | None = None
+        self.is_written = False
+
+    def as_tensor(self) -> torch.Tensor | None:
+        """A tensor over it; None where the tensor has got another one."""
+        is_there = _compat.storage_key(self._tensor) == self._key
+        return self._tensor.detach() if is_there else None
+
+    def is_used(self) -> None:
+        """The step uses the array here."""
+        if self._graph is not None:
+            self._used = _last(self._graph)
+
+    def finish(self, places: dict[fx.Node, int], writes: Sequence[fx.Node]) -> None:
+        """The step is over.
+
+        Args:
+            places: of all nodes of the graph.
+            writes: nodes that update tensors.
+
+        Raises:
+            CaptureError: it has updated the tensor, and used the array behind that.
+        """
+        behind = [node for node in writes if places[node] > places.get(self._begun, -1)]
+        own = [node for node in behind if any(self._key in storages_of(n) for n in written(node))]
+        self._graph = None
+        if own:
+            self.is_written, self._line = True, source_line(own[0])
+            if places[own[0]] <= places.get(self._used, len(places)):
+                self.refuse()
+
+    def refuse(self) -> None:
+        """Refuse a step that uses the array where the tensor has been updated."""
+        raise CaptureError(
+            "it updates a tensor in place in whose memory an array lies that it uses afterwards",
+            location=None if self._line is None else str(self._line),
+            hint="convert it once more where it is used; or a copy, which keeps the values:"
+            " tensor.clone().numpy()",
+        )
+
+
+def refuse_written(memories: Sequence[SharedMemory], graph: fx.Graph) -> None:
+    """Refuse a step that uses arrays in the memory of tensors that it has updated since."""
+    if not memories:
+        return
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    writes = [node for node in places if node.op == "call_function" and written(node)]
+    for each in memories:
+        each.finish(places, writes)
+
+
+def _last(graph: fx.Graph) -> fx.Node:
+    found: fx.Node = next(iter(reversed(graph.nodes)))
+    return found
