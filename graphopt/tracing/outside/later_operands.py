@@ -7,7 +7,7 @@ from types import FrameType
 from typing import Any
 
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.later import is_later_text, letters
+from graphopt.tracing.later import Later, is_later_text, letters
 from graphopt.tracing.outside.callees import NAMED_CALLS, Instruction
 from graphopt.tracing.outside.record import Record
 
@@ -36,6 +36,8 @@ class LaterOperands:
     def _formatted(self, at: Instruction) -> None:
         with_spec = at.step.instruction == "FORMAT_VALUE" and at.step.argument & 4
         place = 2 if with_spec or at.step.instruction == "FORMAT_WITH_SPEC" else 1
+        if place == 2:
+            self._known(at, 1)
         laters, value = self._record.laters, at.top(place)
         text = laters.piece(value) if type(value) is str else None
         if not at.takes(place, text) and not self._stands_later(at, place):
@@ -51,6 +53,18 @@ class LaterOperands:
         if exact is not key:
             at.put(place, exact)
         return exact
+
+    def _known(self, at: Instruction, place: int) -> None:
+        """Let an instruction find a text that the program changes between calls as it is now."""
+        value = at.top(place)
+        known = self._record.laters.known(value) if isinstance(value, str) else value
+        if known is not value:
+            at.put(place, known)
+
+    def _known_beside(self, at: Instruction, place: int, other: int) -> None:
+        """The same where the other operand is no text, whose own code may look at it."""
+        if isinstance(at.top(place), str) and not isinstance(at.top(other), (str, int, Later)):
+            self._known(at, place)
 
     def _taken(self, callee: Any, args: list[Any], at: Instruction) -> list[Any]:
         """Let a call take what stands for values that are not known in this trace."""
