@@ -72,6 +72,7 @@ from graphopt._compat.modules import (
     is_compiled_module,
     is_fsdp,
     module_call_code,
+    module_call_codes,
     moved_where_needed,
     own_buffers,
     own_modules,

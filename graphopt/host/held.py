@@ -144,6 +144,10 @@ class HeldByFunction:
     def __bool__(self) -> bool:
         return bool(self.cells or self._copies or self.found)
 
+    def contents(self) -> list[Any]:
+        """What is in the cells, and the containers."""
+        return [*(each for _, each in self.cells.values()), *(v for v, _ in self._copies.values())]
+
     # ------------------------------------------------------------------ a call
 
     def prepared(self, fn: Any, arguments: Sequence[Any], given: Any) -> Prepared:

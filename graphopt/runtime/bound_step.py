@@ -134,6 +134,8 @@ class BoundStep:
                 flat = self.values(call)
             self._late.settle_others(flat)
             state, self.captured.state = self.captured.state, None
+            for text in self.captured.signature.texts:
+                text.take()
             host = self._host_run(flat, step, call)
             self._running = True
             generators, drawn = self._before_drawing(begun)

@@ -90,22 +90,24 @@ class CapturedGraphs(Sequence["BoundStep"]):
             self._entries.pop(position).close()
 
     def with_counted(self, call: Call, cause: Cause | None) -> Call:
-        """A call with the places as inputs whose numbers the step is known to change.
+        """A call with the places as inputs whose numbers the step is known to change, and with
+        those of texts that the program changes.
 
         Args:
             cause: why another graph is needed for it.
         """
-        from graphopt.tracing.besides import Besides
         from graphopt.tracing.found_places import changing
 
         for entry in self._entries:
             entry.guards.look(call)
-        places = changing(entry.captured.found for entry in self._entries)
+        found = changing(entry.captured.found for entry in self._entries)
         if cause is not None and cause.kind != MODE and self._entries:
-            places += self._entries[0].guards.counted_for(call)
+            found.carried += self._entries[0].guards.counted_for(call)
         # What is in objects that are taken apart is an argument already.
-        places = [each for each in places if not call.objects.contains(each.place.holder)]
-        return call.using(call.besides.joined(Besides(carried=places))) or call
+        found.carried = [
+            each for each in found.carried if not call.objects.contains(each.place.holder)
+        ]
+        return call.using(call.besides.joined(found)) or call
 
     def drop_unusable(self) -> None:
         """Drop the graphs whose models are gone or whose collectives the ranks have changed."""

@@ -67,6 +67,8 @@ class Besides:
             is refused otherwise, for this reason.
         exchanged: dictionaries and sets, by id, in which stand-ins take the place of keys.
         carried: places in which the step finds a tensor or a number, and leaves another one.
+        texts: places of texts that the program changes between calls; see
+            `outside.changing_texts`.
         made: attributes that the first call gives tensors, which are among `tensors`: of which
             object, name, tensor.
     """
@@ -82,12 +84,13 @@ class Besides:
     as_traced: str = ""
     exchanged: frozenset[int] = frozenset()
     carried: list[CarriedPlace] = field(default_factory=list)
+    texts: list[OutsidePlace] = field(default_factory=list)
     made: list[tuple[dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         found = self.objects or self.tensors or self.counts or self.carried or self.exchanged
         otherwise = self.plain or self.plain_arrays or self.shuffles or self.as_traced
-        return bool(found or otherwise or self.whole_objects)
+        return bool(found or otherwise or self.whole_objects or self.texts)
 
     def live(self) -> list[tuple[str, Any]] | None:
         """The objects; None where one is gone."""
@@ -108,6 +111,7 @@ class Besides:
             self.as_traced or other.as_traced,
             self.exchanged | other.exchanged,
             [*self.carried, *other.carried],
+            [*self.texts, *other.texts],
             [*self.made, *other.made],
         )
 

@@ -220,7 +220,7 @@ def _rewritten(
         found.lasting,
         guard,
         _casts(functional.graph_module.graph),
-        call.besides,
+        replace(call.besides, texts=[]),  # which would keep alive what they are in
         _made_beforehand(call, found.state),
         Manual() if communication is None else communication.parallel,
         tuple(found_places(found.outside, call, guard)),
@@ -349,6 +349,10 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
         return knowing
     if isinstance(error, MoreInputs):
         more = error.besides
+    elif call.besides.texts:
+        extended = call.using(replace(call.besides, texts=[]))
+        assert extended is not None, "what a trace has just used is alive"
+        return extended
     elif _may_be_told(call, inputs):
         more = Besides(as_traced=error.reason)
     elif array_arguments(call) or not all(each.counted for each in live_arrays(call.besides)):

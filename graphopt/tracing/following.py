@@ -14,6 +14,7 @@ from typing import Any
 
 from graphopt.tracing.besides import Besides
 from graphopt.tracing.draws.live import is_array
+from graphopt.tracing.found_places import texts_read
 from graphopt.tracing.inputs import Inputs, PlacedNumber
 from graphopt.tracing.number_tuples import TupleTable
 from graphopt.tracing.outside.guard import OutsideGuard
@@ -33,7 +34,7 @@ def following(
             record.need(each.place.holder)
     places = list(_places(signature, inputs, besides))
     pin_others(record, places)
-    guard = OutsideGuard(record, places)
+    guard = OutsideGuard(record, places, texts_read(record))
     for found in signature.found_by_functions:
         found.find = guard.holder_of(found.value)
     signature.placed = [replace(each, place=guard.moved(each.place)) for each in signature.placed]
@@ -61,6 +62,7 @@ def _places(signature: Signature, inputs: Inputs, besides: Besides) -> Iterator[
 def _followed(signature: Signature) -> Iterator[FollowedPlace]:
     """The places of containers in which, or in what is in them, the step changes anything."""
     found = [each.within for each in signature.placed]
+    yield from (each.followed for each in signature.texts)
     for within in (*found, *(each.within for each in signature.changed)):
         while within is not None:
             yield within

@@ -1,4 +1,4 @@
-"""Where steps find tensors and numbers; what is another one in later calls becomes an input."""
+"""Where steps find tensors, numbers and texts; what is another one later becomes an input."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphopt.tracing.besides import CarriedPlace
+from graphopt.tracing.besides import Besides, CarriedPlace
 from graphopt.tracing.call import Call
 from graphopt.tracing.draws.live import digest_of, is_array
 from graphopt.tracing.inputs import is_exact
 from graphopt.tracing.outside.guard import OutsideGuard
-from graphopt.tracing.outside.places import OutsidePlace, attributes_of
+from graphopt.tracing.outside.places import OutsidePlace, attributes_of, is_plain_text
 from graphopt.tracing.outside.record import Record
 
 _LISTS = (list, deque)
@@ -23,12 +23,13 @@ _LISTS = (list, deque)
 
 class FoundPlace(NamedTuple):
     """An item of a dictionary, or a variable of a closure, in which a step has found a tensor, a
-    number or, of the former, an array; or the length of a list. Neither the object whose attribute
-    it is nor the tensor is kept alive.
+    number, a text or, of the former, an array; or the length of a list. Neither the object whose
+    attribute it is nor the tensor is kept alive.
 
     Attributes:
         holder: gives that object, or the dictionary, the list or the variable.
-        value: the number, a weak reference to the tensor, or what tells an array from others.
+        value: the number or the text, a weak reference to the tensor, or what tells an array from
+            others; True: any text.
     """
 
     path: str
@@ -56,6 +57,11 @@ class FoundPlace(NamedTuple):
             return 0
         return 1 if is_exact(now) and not isinstance(self.holder(), _LISTS) else 2
 
+    @property
+    def is_text(self) -> bool:
+        """Whether it holds a text."""
+        return type(self.value) is str or self.value is True
+
     def _is_changed(self, now: Any) -> bool:
         if isinstance(self.holder(), _LISTS):
             return bool(now != self.value)
@@ -65,7 +71,16 @@ class FoundPlace(NamedTuple):
             return is_array(now) and digest_of(now) != self.value
         if isinstance(self.value, weakref.ref):
             return isinstance(now, torch.Tensor) and now is not self.value()
+        if self.is_text:
+            return is_plain_text(now) and now != self.value
         return type(now) is type(self.value) and is_exact(now) and now != self.value
+
+
+def texts_read(record: Record) -> Iterator[OutsidePlace]:
+    """Where a step has found texts for which its graph holds."""
+    for read in record.reads.values():
+        if is_plain_text(read.value) and (read.place.is_item or read.place.kind == "cell"):
+            yield read.place
 
 
 def found_places(record: Record, call: Call, guard: OutsideGuard) -> Iterator[FoundPlace]:
@@ -78,12 +93,16 @@ def found_places(record: Record, call: Call, guard: OutsideGuard) -> Iterator[Fo
             continue
         if is_array(value) and read.place.is_item:
             kept: Any = digest_of(value)
-        elif is_exact(value) or _is_in_one_place(record, value):
+        elif is_exact(value) or is_plain_text(value) or _is_in_one_place(record, value):
             kept = weakref.ref(value) if isinstance(value, torch.Tensor) else value
         else:
             continue
         found = guard.holder_of(holder) or _holder(record, holder)
         yield FoundPlace(read.path, found, read.place.key, kept)
+    for read, given in record.texts.any():
+        place = given.followed.place
+        found = guard.holder_of(read.place.holder) or _holder(record, place.holder)
+        yield FoundPlace(read.path, found, place.key, True)
     for name, module in call.named_submodules():
         for key, value in vars(module).items():
             if is_exact(value):
@@ -109,15 +128,20 @@ def _holder(record: Record, holder: Any) -> Callable[[], Any]:
         return lambda: owner
 
 
-def changing(captured: Iterable[Sequence[FoundPlace]]) -> list[CarriedPlace]:
+def changing(captured: Iterable[Sequence[FoundPlace]]) -> Besides:
     """Places to be inputs from now on: those of tensors and arrays, and lengths of lists, that are
-    others than in an earlier graph, and those of numbers that are others than in two."""
+    others than in an earlier graph, and those of numbers that are others than in two. And those of
+    texts that are others than in one."""
     times: Counter[tuple[Any, ...]] = Counter()
     found: dict[tuple[Any, ...], CarriedPlace] = {}
+    texts: dict[tuple[Any, ...], OutsidePlace] = {}
     for places in captured:
         for each in places:
             place, more = each.place, each.times
-            if more:
+            if more and each.is_text:
+                texts[place.identity] = place
+            elif more:
                 times[place.identity] += more
                 found[place.identity] = CarriedPlace(each.path, place)
-    return [place for known, place in found.items() if times[known] > 1]
+    carried = [place for known, place in found.items() if times[known] > 1]
+    return Besides(carried=carried, texts=list(texts.values()))

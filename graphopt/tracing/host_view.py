@@ -45,7 +45,7 @@ from graphopt.tracing.setting_place import SettingPlace
 from graphopt.tracing.signature import Constant, Signature
 from graphopt.tracing.source import current_user_line
 from graphopt.tracing.substitute import Traced
-from graphopt.tracing.told import told
+from graphopt.tracing.told import holds_text, told
 
 Tables = Sequence[tuple[dict[str, Any], dict[str, Any]]]
 """Attributes of objects, with what they were when the step began."""
@@ -124,6 +124,9 @@ class HostView:
         for part in call.parts_of_nests:
             self._record.pin(part)
         held.finish()
+        kept = [*held.contents(), call.fn, *call.constants]
+        if self._record.texts and any(holds_text(self._record, each) for each in kept):
+            self._record.texts.note_taken_apart()
         return held or None
 
     def _is_used(self, value: Any) -> bool:

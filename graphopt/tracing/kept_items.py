@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from graphopt.host.changes import ChangeByMethod
@@ -18,6 +18,7 @@ class PieceOfText(str):
     __slots__ = ()
 
     def __format__(self, spec: str) -> str:
+        format("", spec)  # which raises an exception where it is none for texts
         return current_trace().text(Later(format, (self, spec))) if spec else str(self)
 
     def __repr__(self) -> str:
@@ -30,6 +31,27 @@ class PieceOfText(str):
 def as_piece(text: str) -> str:
     """A text that stands for a value as one that knows that; any other text itself."""
     return PieceOfText(text) if is_later(text) else text
+
+
+class PieceOfOutside(PieceOfText):
+    """A text outside the step, which functions without Python code may look up or compare."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return hash(current_trace().exact(self))
+
+    def __bool__(self) -> bool:
+        return bool(current_trace().exact(self))
+
+
+def _compared(name: str) -> Callable[[Any, Any], Any]:
+    compare = getattr(str, name)
+    return lambda one, other: compare(current_trace().exact(one), current_trace().exact(other))
+
+
+for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
+    setattr(PieceOfOutside, _name, _compared(_name))
 
 
 class KeptItems:

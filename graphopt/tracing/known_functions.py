@@ -9,12 +9,15 @@ import json
 import math
 import statistics
 import types
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from graphopt.tracing.draws.arrays import CHANGING
 from graphopt.tracing.replace import original
+from graphopt.tracing.running_trace import BEGIN
+from graphopt.tracing.source import is_library_file
 
 FUNCTIONS = frozenset(
     {builtins.sum, builtins.min, builtins.max, builtins.len, builtins.sorted, builtins.abs, round,
@@ -61,6 +64,15 @@ def is_followed(callee: Any) -> bool:
     return isinstance(callee, functools.partial) or hasattr(code, "__code__")
 
 
+def is_of_library(callee: Any) -> bool:
+    """Whether a class, or a module of torch's, is one whose own code is not observed."""
+    if isinstance(callee, functools.partial):
+        return not is_followed(callee.func) or is_of_library(callee.func)
+    method = getattr(callee, "__init__" if isinstance(callee, type) else "forward", None)
+    code = getattr(method, "__code__", None)
+    return code is not None and is_library_file(code.co_filename)
+
+
 def is_in(callee: Any, functions: frozenset[Any]) -> bool:
     try:
         return callee in functions
@@ -104,6 +116,48 @@ _TEXTS = frozenset(
      "replace", "zfill", "removeprefix", "removesuffix", "capitalize", "expandtabs"}
 )  # fmt: skip
 """Methods of texts that give a text."""
+
+
+def is_total(callee: Any, args: Sequence[Any]) -> bool:
+    """Whether it does not depend on what a text says whether a function raises an exception."""
+    if getattr(callee, "__objclass__", None) is str:
+        name = callee.__name__
+        if name == "format":
+            return type(args[0]) is str and BEGIN not in args[0] and "[" not in args[0]
+        return name in _TEXTS or name in _ASKING_TEXTS
+    return _is_one_of(callee, (len, str, repr, format, bool, list, tuple, sorted))
+
+
+_ASKING_TEXTS = frozenset(
+    {"startswith", "endswith", "find", "rfind", "count", "isdigit", "isalpha", "isupper", "islower",
+     "splitlines", "casefold", "swapcase"}
+)  # fmt: skip
+
+
+def takes_apart(callee: Any, args: Sequence[Any]) -> bool:
+    """Whether a function may look at values that it is not given itself: it calls another one, or
+    goes through an iterator, and is not observed."""
+    name = getattr(callee, "__name__", "")
+    if _is_one_of(callee, _HANDING_ON) or name == "join" or _is_harmless(callee):
+        return False
+    if is_followed(callee) and not (_is_one_of(callee, (dict, filter)) or name == "update"):
+        return False
+    return any(callable(each) or isinstance(each, Iterator) for each in args)
+
+
+_HANDING_ON = (
+    *(list, tuple, str, repr, format, print, isinstance, issubclass, getattr, hasattr, len, next),
+    *(map, zip, enumerate, iter, type, id, callable, super),
+)
+
+
+def _is_harmless(callee: Any) -> bool:
+    """Whether a function looks at no texts."""
+    return str(getattr(callee, "__module__", "")).partition(".")[0] in ("torch", "graphopt")
+
+
+def _is_one_of(callee: Any, functions: Sequence[Any]) -> bool:
+    return any(callee is each for each in functions)
 
 
 def is_fresh(function: Any) -> bool:

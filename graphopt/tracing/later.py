@@ -29,13 +29,12 @@ from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.known_functions import is_fresh
 from graphopt.tracing.nests import parts
 from graphopt.tracing.numbers import SYMBOLIC, refusal
-from graphopt.tracing.running_trace import current_trace, is_running
+from graphopt.tracing.running_trace import BEGIN, current_trace, is_running
 from graphopt.tracing.scheduled import ScheduledSetting, is_scheduled
 from graphopt.tracing.shared_memory import SharedMemory
 
-BEGIN, ESCAPED = "\udc81", "\\udc81"
-"""What a piece of text begins with that stands for a value; and what that becomes where a text is
-escaped."""
+ESCAPED = "\\udc81"
+"""What the beginning of a piece becomes where a text is escaped."""
 _AT_MOST = 5000
 """Functions that one value may be made by."""
 

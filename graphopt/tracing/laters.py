@@ -11,7 +11,6 @@ import functools
 import json
 import math
 import operator
-import re
 import statistics
 import types
 from collections import deque
@@ -23,11 +22,8 @@ import torch
 from graphopt import _compat
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.array_tensors import made_of_array
-from graphopt.tracing.callback import callback
 from graphopt.tracing.draws.arguments import Method
 from graphopt.tracing.draws.arrays import METHODS
-from graphopt.tracing.draws.items import LiveItems
-from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.kept_items import KeptItems, PieceOfText
 from graphopt.tracing.known_functions import (
     CALLING,
@@ -40,11 +36,13 @@ from graphopt.tracing.known_functions import (
     is_followed,
     is_in,
     is_of,
+    is_of_library,
     is_of_numpy,
+    is_total,
     of_floats,
 )
+from graphopt.tracing.known_texts import KnownTexts, functions_in, hands_on
 from graphopt.tracing.later import (
-    BEGIN,
     ESCAPED,
     Later,
     applied,
@@ -59,25 +57,24 @@ from graphopt.tracing.later import (
     leaves_in,
     letters,
     numbers_in,
-    refuse_keys,
 )
 from graphopt.tracing.live_arrays import LiveArrays
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.numpy_lists import of_list
 from graphopt.tracing.outside import kept_lists
+from graphopt.tracing.outside.changing_texts import TextOutside
 from graphopt.tracing.outside.formats import Percent, gives_objects_a_width
+from graphopt.tracing.outside.held import is_plain_class
 from graphopt.tracing.outside.places import FollowedPlace, is_value
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
+from graphopt.tracing.running_trace import BEGIN, END, PIECE
 from graphopt.tracing.said import saying
 from graphopt.tracing.scheduled import computing, is_scheduled
 from graphopt.tracing.shared_memory import SharedMemory
 
-_END = "\udc82"
-_PIECE = re.compile(f"{BEGIN}(\\d+){_END}")
 
-
-class Laters:
+class Laters(KnownTexts):
     """Such values of one trace.
 
     Args:
@@ -100,7 +97,7 @@ class Laters:
     def text(self, value: Later) -> str:
         """What stands for a value that is a text."""
         self._texts.append(value)
-        return PieceOfText(f"{BEGIN}{len(self._texts) - 1}{_END}")
+        return PieceOfText(f"{BEGIN}{len(self._texts) - 1}{END}")
 
     def text_of(self, function: Callable[..., str], args: Sequence[Any]) -> str:
         """What stands for the text that a function gives."""
@@ -122,19 +119,29 @@ class Laters:
                 "it escapes a text in which there is a number that the graph gives",
                 "make the text in graphopt.callback(function, number)",
             )
-        pieces = _PIECE.split(text)
+        pieces = PIECE.split(text)
         found = [
             self._texts[int(piece)] if index % 2 else piece for index, piece in enumerate(pieces)
         ]
+        if any(BEGIN in each for each in pieces[::2]):
+            self._record.texts.note_taken_apart()
         return [piece for piece in found if not isinstance(piece, str) or piece] or [""]
 
     def decide(self, value: Later, kind: type) -> Any:
         """What a value is in this call."""
-        for each in filter(is_scheduled, numbers_in(value)):
+        numbers = numbers_in(value)
+        for each in filter(is_scheduled, numbers):
             each.refuse_asked()
+        texts = [each for each in functions_in(value) if isinstance(each, TextOutside)]
+        for text in texts:
+            self._record.texts.holds_for(text)
+        if texts and not numbers and self._is_exact(value):
+            return kind(self.exact(value))
         return self._ask(value, kind, self._at_trace)
 
     def _at_trace(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if isinstance(function, TextOutside):
+            return lambda: self._record.texts.holds_for(function)
         if not isinstance(function, KeptItems):
             return function
         before, _ = self._record.kept(function.container) or (function.container, [])
@@ -167,6 +174,8 @@ class Laters:
         if of_list(callee, args) is not None and not self.is_kept(args[0]):
             return None  # a number of the graph
         function = self._function(callee, args)
+        if function is not None and not is_total(callee, args) and self._is_known(list(args)):
+            return functools.partial(self._called_now, callee)
         if function is not None:
             lists = any(map(self.is_kept, args)) and kept_lists.folded(self._record, callee, args)
             if not lists and (self._needs(callee, args) or any(map(self.is_kept, args))):
@@ -186,6 +195,8 @@ class Laters:
         def apply(*args: Any, **options: Any) -> Any:
             args = tuple(self.items(arg, line) if self.is_kept(arg) else arg for arg in args)
             value = applied(function, args, options, is_number and not options)
+            if self._is_known(value) and not numbers_in(value):
+                evaluated(value, lambda number: number, lambda each: each)  # it may raise
             if callee is isinstance:
                 return bool(value)
             return self.text(value) if gives_text(callee) else value
@@ -201,6 +212,8 @@ class Laters:
 
     def _function(self, callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
         """A function as one that is called in each call; None where that may not be."""
+        if callee is isinstance and args and is_later_text(args[0]):
+            return None  # it is a text
         kind = getattr(callee, "__objclass__", None)
         if args and self.arrays.is_written(args[0]) and callee.__name__ in METHODS:
             return Method(callee.__name__)
@@ -225,6 +238,15 @@ class Laters:
         is not followed gets texts as they are in this call, and no other values."""
         callee = original(callee)
         name = getattr(callee, "__name__", "")
+        if callee is isinstance and args and is_later_text(args[0]):
+            return args
+        if callee in (len, bool) and args and self.is_kept(args[0]):
+            return args  # an input of the graph
+        self._note_taken_apart(callee, args)
+        if callee is id or is_of_library(callee):
+            args = [self.known(each) for each in args]
+        if name == "join" and args and is_later_text(args[-1]):
+            args = [*args[:-1], letters(args[-1])]
         if name in ("extend", "extendleft") and is_later(args[-1]):
             return [*args[:-1], list(as_later(args[-1]))]
         if callee is range:
@@ -235,49 +257,13 @@ class Laters:
             return args
         if is_in(callee, CALLING) and not is_followed(args[0]):
             return [args[0], *map(self.exact, args[1:])]
+        if callee is setattr and not is_plain_class(type(args[0])):
+            args = [*args[:-1], self.known(args[-1])]
         if callee is setattr or name == "setdefault":
             return [args[0], self.key(args[1]), *args[2:]]
-        if _hands_on(callee):
+        if hands_on(callee):
             return args
         return [self.exact(each) for each in args]
-
-    def not_taken(self, callee: Any, args: Sequence[Any]) -> None:
-        """Refuse to give such values to a function that is not followed."""
-        if not _hands_on(original(callee)) and any(self.exact(each) is not each for each in args):
-            raise refusal(
-                "it gives a text with numbers in it to a function by *args, which is not followed",
-                "give the arguments one by one",
-            )
-
-    def key(self, text: str) -> str:
-        """A key as it is in this call."""
-        if not is_later(text) or self._is_exact(as_later(text)):
-            return self.exact(text)  # type: ignore[no-any-return]
-        refuse_keys({text: None})
-        return text
-
-    def exact(self, value: Any) -> Any:
-        """A text as it is in this call, for which the graph holds alone; others themselves."""
-        if type(value) in (list, tuple) and holds_later(value):
-            return type(value)(map(self.exact, value))
-        if type(value) is dict and holds_later(value):
-            return {key: self.exact(each) for key, each in value.items()}
-        if not is_later(value):
-            return value
-        value = as_later(value)
-        if not self._is_exact(value):
-            raise refusal(
-                "it gives a value that only Python computes, of what the graph gives or of a list"
-                " that it changes, to code that is not followed",
-                "let a function do it that is called in every step: graphopt.callback(function,"
-                " value)",
-            )
-        return evaluated(value, lambda number: number.exactly(), self._at_trace)
-
-    def _is_exact(self, value: Later) -> bool:
-        """Whether a value is known before each call."""
-        lists = any(isinstance(f, (KeptItems, LiveItems)) for f in functions_in(value))
-        return not lists and all(map(is_host_number, numbers_in(value)))
 
     def is_kept(self, value: Any) -> bool:
         """Whether a value is a list or a queue of numbers and texts outside, to which the step has
@@ -352,24 +338,14 @@ class Laters:
 
     def percent(self, text: Any, values: Any, line: SourceLine) -> Any:
         """What stands for the left side of `text % values`."""
-        if not isinstance(text, str):
+        known = self.known(text)
+        if not isinstance(known, str):
             return None
-        unknown = is_later(text) or holds_unknown(values, of_host=True)
-        if not unknown and not gives_objects_a_width(text, values):
-            return None
+        unknown = is_later(known) or holds_unknown(values, of_host=True)
+        if not unknown and not gives_objects_a_width(known, values):
+            return None if known is text else known
         self._reads(values, line)
-        return Percent(text)
-
-
-def functions_in(value: Any) -> list[Callable[..., Any]]:
-    """The functions that a value is made by."""
-    found: list[Callable[..., Any]] = []
-    evaluated(value, lambda number: number, lambda f: lambda *args: found.append(f))
-    return found
-
-
-def _hands_on(callee: Any) -> bool:
-    return callee is callback or is_followed(callee)
+        return Percent(known)
 
 
 def _is_plain(value: Any) -> bool:

@@ -24,6 +24,7 @@ from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.reachable import reachable
+from graphopt.tracing.running_trace import has_piece
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def check_effects(effects: OutsideChanges) -> None:
     """Refuse what cannot be left behind once.
 
     Raises:
-        CaptureError: it is the value of a tensor, or a mode of torch.
+        CaptureError: it is the value of a tensor, a text with one, or a mode of torch.
     """
     for change in effects.changes:
         if change.kind is contents.MODES:
@@ -151,7 +152,7 @@ def check_effects(effects: OutsideChanges) -> None:
                 " deterministic algorithms)",
                 hint="set it outside the step, or for a part of the step by a context manager",
             )
-        if any(isinstance(value, SYMBOLIC) for value in _flat(change.after)):
+        if any(isinstance(value, SYMBOLIC) or has_piece(value) for value in _flat(change.after)):
             raise CaptureError(
                 "it keeps the value of a tensor outside its return value, which would happen at"
                 " capture only",

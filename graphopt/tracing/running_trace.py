@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -36,8 +37,20 @@ class Trace(Protocol):
     def parts(self, text: str) -> Sequence[Any]:
         """Texts and values that a text is put together of."""
 
+    def exact(self, value: Any) -> Any:
+        """A text as it is in this call, for which the graph holds alone; others themselves."""
+
+
+BEGIN, END = "\udc81", "\udc82"
+"""What a piece of text that stands for a value begins and ends with."""
+PIECE = re.compile(f"{BEGIN}(\\d+){END}")
 
 _current: ContextVar[Trace | None] = ContextVar("trace", default=None)
+
+
+def has_piece(value: Any) -> bool:
+    """Whether a value is a text with a piece that stands for another one."""
+    return isinstance(value, str) and BEGIN in value and PIECE.search(value) is not None
 
 
 def is_running() -> bool:

@@ -11,6 +11,7 @@ from graphopt.host.held import FoundObject
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.inputs import ModuleTensor
 from graphopt.tracing.optimizer_state import OfNone
+from graphopt.tracing.outside.changing_texts import TextOutside
 from graphopt.tracing.outside.places import MISSING, FollowedPlace, OutsidePlace
 
 
@@ -200,6 +201,7 @@ class Signature:
         settings: numbers of parameter groups that the step changes.
         containers: lists and dictionaries among the arguments that it changes.
         placed, changed, selected: what it leaves outside its arguments.
+        texts: those outside that the step shows, found anew in each call.
         rebound: module tensors that get other storage in each call, with what the step has written
             to the storage that they had, None where it has not; see `rebinding`.
         data: gradients and arguments that get other storage (`.data = …`), by their placeholder.
@@ -226,6 +228,7 @@ class Signature:
     placed: list[PlacedResult] = field(default_factory=list)
     changed: list[ChangedResult] = field(default_factory=list)
     selected: list[SelectedResult] = field(default_factory=list)
+    texts: list[TextOutside] = field(default_factory=list)
     rebound: dict[int, Computed | None] = field(default_factory=dict)
     data: dict[int, Computed] = field(default_factory=dict)
     reshaped: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)

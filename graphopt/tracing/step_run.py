@@ -44,6 +44,7 @@ from graphopt.tracing.marks import Marks, marks_kept
 from graphopt.tracing.noticed_steps import notice_steps
 from graphopt.tracing.numpy_lists import of_list, of_queue
 from graphopt.tracing.obtained import ObtainedValues
+from graphopt.tracing.outside.changing_texts import ChangingTexts
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.pinned import nest_parts, pin_changes, pin_held
 from graphopt.tracing.placed import take_placed
@@ -172,6 +173,8 @@ class StepRun:
             yield _compat.sizes_given(self.mode, self.made.decider.sized)
         yield marks_kept(self._inputs)
         self.outside.laters = Laters(self.outside, self.made.decide_computed)
+        piece = self.outside.laters.piece_of
+        self.outside.texts = ChangingTexts(self.outside, self._call.besides.texts, piece)
         yield values_of(self.outside.laters)
 
     def _is_told(self) -> bool:
@@ -351,6 +354,7 @@ class StepRun:
         signature = self.signature = collector.collect(ran, held.left(), counted)
         pin_held(self.outside, self._call.objects, (table for table, _ in held.tables))
         signature.attributes += collector.attributes(marked)
+        signature.texts = [given for _, given in self.outside.texts.any()]
         self._view.settle(signature)
         signature.data.update(recipes.computed(rebinding.given))
         signature.reshaped = rebinding.reshaping.reshaped

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
 from graphopt import _compat
 from graphopt.tracing.draws.arguments import is_known
-from graphopt.tracing.later import Later, as_later, holds_later, is_later, refuse_keys
+from graphopt.tracing.later import (
+    Later,
+    as_later,
+    holds_later,
+    is_later,
+    is_later_text,
+    refuse_keys,
+)
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
@@ -61,12 +69,27 @@ def told(
 
 def holds_traced(record: Record, value: Any) -> bool:
     """Whether an object that the step has made holds what is traced, itself or in its own."""
+
+    def is_traced(each: Any) -> bool:
+        return _compat.is_fake(each) or isinstance(each, SYMBOLIC) or is_later(each)
+
+    return _holds(record, value, is_traced, (type, ModuleType, FunctionType))
+
+
+def holds_text(record: Record, value: Any) -> bool:
+    """Whether such an object, or a function, holds a text that stands for another one."""
+    return _holds(record, value, is_later_text, (type, ModuleType))
+
+
+def _holds(
+    record: Record, value: Any, is_wanted: Callable[[Any], bool], others: tuple[type, ...]
+) -> bool:
     seen, pending = {id(value)}, [value]
     while pending and len(seen) < _NEAR:
         each = pending.pop()
-        if _compat.is_fake(each) or isinstance(each, SYMBOLIC) or is_later(each):
+        if is_wanted(each):
             return True
-        if isinstance(each, (type, ModuleType, FunctionType)) or record.is_outside(each):
+        if isinstance(each, others) or record.is_outside(each):
             continue
         inner = [held for held in gc.get_referents(each) if id(held) not in seen]
         seen.update(map(id, inner))

@@ -147,7 +147,8 @@ def _traced(
         if run.finder.found:
             raise MoreInputs(run.finder.found) from error
         own = raised_by_step(error)
-        if own is not None and inputs.answers and inputs.guessed is None:
+        texts = call.besides.texts  # something may take what stands for one for another text
+        if own is not None and inputs.answers and inputs.guessed is None and not texts:
             raise own from None  # as eager code raises it for these values
         raise
     finally:
@@ -166,6 +167,7 @@ def _run_once(run: StepRun, call: Call, fakes: list[torch.Tensor]) -> tuple[RawT
             graph_module = _compat.make_fx(run)(*fakes)
         _inputs_first(graph_module)
         refuse_counts(graph_module.graph)
+        run.outside.texts.refuse_taken_apart()
         drawn = generators.advanced()
         _refuse_kept_numbers(run.made, call, _numbers_of(call) | run.kept_numbers)
     if run.finder.found:

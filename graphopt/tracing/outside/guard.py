@@ -30,12 +30,18 @@ class OutsideGuard:
     Args:
         places: what the graph reads and changes outside, some of it in objects that may be others
             in each call (`moved`).
+        looked_at: what it reads in such objects, and may find changed there (`holder_of`).
 
     Attributes:
         given: positions of objects among the arguments in whose place others may be.
     """
 
-    def __init__(self, record: Record, places: Iterable[OutsidePlace] = ()) -> None:
+    def __init__(
+        self,
+        record: Record,
+        places: Iterable[OutsidePlace] = (),
+        looked_at: Iterable[OutsidePlace] = (),
+    ) -> None:
         self._gone: str | None = None
         self._entries: list[GuardedPlace] = []
         self._followed: set[GuardedObject] = set()
@@ -44,6 +50,7 @@ class OutsideGuard:
         self._entries = entries.found
         self._moving = {id(each.holder): entries.held(each.holder) for each in places}
         self._changed = {held.root for held in self._moving.values()}
+        self._moving.update((id(each.holder), entries.held(each.holder)) for each in looked_at)
         self._given = record.given
         self.given = tuple(e.key for e in self._entries if e.holder.get() is record.given)
         self._followed = {entry.held for entry in self._entries if entry.held is not None}

@@ -11,7 +11,7 @@ import operator
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from types import CellType, FrameType
+from types import CellType, FrameType, ModuleType
 from typing import Any
 
 from graphopt._compat.frames import NULL
@@ -31,6 +31,7 @@ from graphopt.tracing.outside.attributes import (
 )
 from graphopt.tracing.outside.callees import Instruction, Substitute
 from graphopt.tracing.outside.calls import NativeCalls
+from graphopt.tracing.outside.held import is_plain_class
 from graphopt.tracing.outside.later_operands import Gives, LaterOperands
 from graphopt.tracing.outside.native import is_large_array, set_by_c
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_container, is_read
@@ -60,7 +61,10 @@ class Instructions(LaterOperands):
         at = Instruction(frame, step)
         record = self._record
         if step.feeding is None:
+            loaded = record.texts.looked_for(at)
             handler(at)
+            if loaded is not None:
+                record.texts.show(loaded, frame)
             if step.counting:
                 record.read_loaded((id(frame), step.offset))
             return
@@ -151,6 +155,8 @@ class Instructions(LaterOperands):
 
     def _set_attribute(self, at: Instruction) -> None:
         owner = at.top(1)
+        if not (isinstance(owner, ModuleType) or is_plain_class(type(owner))):
+            self._known(at, 2)  # torch's own code may read it
         read_setting(self._record, owner, at.step.name, at.line)
         self._stored(at, attribute_place(owner, at.step.name), owner)
 
@@ -161,6 +167,8 @@ class Instructions(LaterOperands):
 
     def _item(self, at: Instruction) -> None:
         record, key = self._record, at.top(1)
+        if type(key) is not slice:
+            self._known(at, 2)
         container = record.viewed(at.top(2))
         is_found = any_known((key,)) or takes_items(container, key)
         other = self._substitute(operator.getitem, (container, key)) if is_found else None
@@ -223,6 +231,8 @@ class Instructions(LaterOperands):
 
     def _set_item(self, at: Instruction) -> None:
         container, key = at.top(2), self._exact(at, 1, plain(at.top(1)))
+        if not isinstance(container, (list, dict)) and not is_plain_class(type(container)):
+            self._known(at, 3)
         if not self._record.is_outside(container):
             return
         arrays = self._record.laters.arrays
@@ -260,11 +270,15 @@ class Instructions(LaterOperands):
         laters = self._record.laters
         if is_percent and at.takes(2, laters.percent(at.top(2), at.top(1), at.line)):
             return
+        self._known_beside(at, 1, 2)
+        self._known_beside(at, 2, 1)
         for place in (1, 2):
             if not self._stands_later(at, place, at.step.handler == "_compared"):
                 self._read_contents(at.frame, at.top(place), at.line)
 
     def _in_place(self, at: Instruction) -> None:
+        self._known_beside(at, 1, 2)
+        self._known_beside(at, 2, 1)
         changed, value = at.top(2), at.top(1)
         arrays = self._record.laters.arrays
         if at.takes(2, arrays.changer(changed, at.step.name, value, at.line)):
@@ -284,6 +298,8 @@ class Instructions(LaterOperands):
             self._record.unrepeated.watches(value, self._path(at.frame, value), at.line)
 
     def _same_object(self, at: Instruction) -> None:
+        self._known(at, 1)
+        self._known(at, 2)
         self._pin_both(at)
         if at.top(1) is not at.top(2):
             self._record.compares(at.top(1), at.top(2), at.line)
@@ -312,6 +328,7 @@ class Instructions(LaterOperands):
         self._calls.contains(at.top(1), key, at.line)
 
     def _truth(self, at: Instruction) -> None:
+        self._known(at, 1)
         value = at.top(1)
         if is_container(value) and self._record.is_outside(value):
             path = self._path(at.frame, value)
@@ -346,6 +363,7 @@ class Instructions(LaterOperands):
 
     def _call(self, at: Instruction) -> None:
         callee, args = at.called_with()
+        self._record.texts.calls(at, callee)
         for each in args:
             if is_container(each):
                 self._record.read_container(id(at.frame), each)
@@ -364,6 +382,7 @@ class Instructions(LaterOperands):
         self._spread(at)
         place, args, given = at.expanded_call()
         callee = at.top(place)
+        self._record.texts.calls(at, callee)
         self._read_contents(at.frame, args, at.line)
         given = [*(args if isinstance(args, (tuple, list)) else ()), *given]
         if at.takes(place, self._instead(callee, given, at)):

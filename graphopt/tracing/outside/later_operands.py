@@ -10,7 +10,7 @@ import torch
 
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.kept_items import as_piece
-from graphopt.tracing.later import is_later_text, letters
+from graphopt.tracing.later import Later, is_later_text, letters
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.callees import NAMED_CALLS, Instruction
 from graphopt.tracing.outside.formats import Converted, formatting
@@ -44,6 +44,8 @@ class LaterOperands:
     def _formatted(self, at: Instruction) -> None:
         both = at.step.instruction == "FORMAT_VALUE" and at.step.argument & 4
         place = 2 if both or at.step.instruction == "FORMAT_WITH_SPEC" else 1
+        if place == 2:
+            self._known(at, 1)
         value = at.top(place)
         if type(value) is str:
             at.put(place, as_piece(value))
@@ -62,6 +64,18 @@ class LaterOperands:
         if exact is not key:
             at.put(place, exact)
         return exact
+
+    def _known(self, at: Instruction, place: int) -> None:
+        """Let an instruction find a text that the program changes between calls as it is now."""
+        value = at.top(place)
+        known = self._record.laters.known(value) if isinstance(value, str) else value
+        if known is not value:
+            at.put(place, known)
+
+    def _known_beside(self, at: Instruction, place: int, other: int) -> None:
+        """The same where the other operand is no text, whose own code may look at it."""
+        if isinstance(at.top(place), str) and not isinstance(at.top(other), (str, int, Later)):
+            self._known(at, place)
 
     def _taken(self, callee: Any, args: list[Any], at: Instruction) -> list[Any]:
         """Let a call take what stands for values that are not known in this trace."""

@@ -57,6 +57,7 @@ class Observer:
     def entered(self, frame: FrameType) -> dict[int, OutsideAccess] | None:
         """A function begins. Returns which of its instructions to look at; None for none."""
         code = frame.f_code
+        self.record.texts.put_back()
         if id(code) in self.ignored or code in _FORGETTING:
             return None
         if not is_observed(code.co_filename):
@@ -160,6 +161,7 @@ class _FrameTracer:
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "opcode":
+            self._observer.record.texts.put_back()
             step = self._steps.get(frame.f_lasti)
             if step is not None:
                 self._observer.before(frame, step)
@@ -225,6 +227,7 @@ def _monitored(observer: Observer) -> Iterator[None]:
         return monitoring.DISABLE if id(code) in observer.ignored else None
 
     def executed(code: CodeType, offset: int) -> None:
+        observer.record.texts.put_back()
         step = looked_at[code].get(offset)
         if step is not None:
             observer.before(sys._getframe(1), step)

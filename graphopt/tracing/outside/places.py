@@ -19,6 +19,7 @@ from graphopt._compat.untraced import without_overrides
 from graphopt.ir.same_values import same_value
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.guard_values import is_plain, tensor_kind
+from graphopt.tracing.running_trace import BEGIN
 
 MISSING = object()
 """Stands for what is not there."""
@@ -58,7 +59,8 @@ class OutsidePlace:
             front; "last", the number so many from its end, where there are so many more; "keys" of
             a dictionary in order; "cell" of a closure; "whole" contents; "kind" of a tensor: all
             that is known of it but its values; "target" of a weak reference; "remembers", whether a
-            function with a cache has not been made to forget since the cache was so full.
+            function with a cache has not been made to forget since the cache was so full; "text",
+            whether a text is in an item of a dictionary or a variable of a closure.
     """
 
     kind: str
@@ -187,6 +189,16 @@ def _kind(holder: torch.Tensor, key: Any) -> Any:
         return (*tensor_kind(holder), holder.is_leaf, holder.is_leaf and holder.grad is None)
 
 
+def is_plain_text(value: Any) -> bool:
+    """Whether a value is a text, and no part of it stands for another one."""
+    return type(value) is str and BEGIN not in value
+
+
+def _is_text(holder: Any, key: Any) -> bool:
+    found = _cell(holder, key) if isinstance(holder, CellType) else _item(holder, key)
+    return is_plain_text(found)
+
+
 _READERS: Mapping[str, Any] = {
     "class": lambda holder, key: vars(holder)[key],
     "item": _item,
@@ -205,6 +217,7 @@ _READERS: Mapping[str, Any] = {
     "kind": _kind,
     "target": lambda holder, key: holder(),
     "remembers": _remembers,
+    "text": _is_text,
 }
 
 

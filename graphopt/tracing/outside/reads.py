@@ -17,6 +17,7 @@ from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.behind import Behind
 from graphopt.tracing.outside.changed_containers import ContainerChanges
+from graphopt.tracing.outside.changing_texts import ChangingTexts
 from graphopt.tracing.outside.loads import Load, Loads, Store
 from graphopt.tracing.outside.places import (
     MISSING,
@@ -53,11 +54,13 @@ class OutsideReads(ContainerChanges):
             itself; None: it draws none.
         item_setter: what stands for a list where the step puts an item into it; None: itself.
         behind: what it reads behind calls of functions on the host; None before the first.
+        texts: those that the program changes between calls.
     """
 
     def __init__(self, own: Iterable[dict[str, Any]], inputs: Set[Any]) -> None:
         super().__init__(own)
         self.laters: Any = None
+        self.texts = ChangingTexts(self)
         self._inputs = inputs
         self.refused: CaptureError | None = None
         self._written: set[tuple[Any, ...]] = set()

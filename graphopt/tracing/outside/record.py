@@ -79,6 +79,7 @@ class Record(OutsideReads):
 
     def finish(self) -> None:
         """The step is over: look for what it changed."""
+        self.texts.finish()
         self._settle_trimmed()
         self._forget_contents(self.laters.arrays)
         self.unrepeated.finish()
@@ -95,9 +96,14 @@ class Record(OutsideReads):
 
     def close(self) -> None:
         """Let go of what only observing needs, which is nearly everything."""
+        self.texts.put_back()
         self._paths.clear()
         self._forget_values()
         self.optimizers.clear()
+
+    def mutated(self, container: Any, *how: Any) -> None:
+        self.texts.changes(container)
+        super().mutated(container, *how)
 
     def _forget_values(self) -> None:
         """Let go of what was in places that the step has written."""
@@ -150,6 +156,7 @@ class Record(OutsideReads):
         identity = place.identity
         if self.unrepeated.is_of_others():
             return
+        self.texts.written(place)
         if self._is_its_own(place):
             self.mutated(place.holder, line or SourceLine("", 0, ""))
             return
@@ -225,6 +232,10 @@ class Record(OutsideReads):
                     known = self.unrepeated.written_at(table)
                     line, text = known and known[1], f"{path}[{key_text(key)}]"
                     yield WrittenPlace(self._outside(place), was, None, text, line)
+
+    def has_changed(self, place: OutsidePlace) -> bool:
+        """Whether the step has written to a place, or changed what the place is in."""
+        return place.identity in self._written or id(place.holder) in self._mutated
 
     def is_changed(self, container: Any) -> bool:
         """Whether the step has written to a container."""

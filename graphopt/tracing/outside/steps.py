@@ -12,7 +12,6 @@ from graphopt.ir.source import SourceLine
 from graphopt.tracing.besides import Besides, CarriedPlace, MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.failures import definition_of
-from graphopt.tracing.later import BEGIN
 from graphopt.tracing.outside.attributes import read_method
 from graphopt.tracing.outside.callees import Substitute
 from graphopt.tracing.outside.guard import shown
@@ -20,6 +19,7 @@ from graphopt.tracing.outside.moving import is_object
 from graphopt.tracing.outside.observe import Observer, observed
 from graphopt.tracing.outside.places import OutsidePlace, Read, is_container
 from graphopt.tracing.outside.record import Record
+from graphopt.tracing.running_trace import BEGIN
 
 _HINT = (
     "keep what changes from step to step in a buffer of the model (register_buffer), or pass it as"
