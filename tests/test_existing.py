@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import gc
 import time
 import weakref
@@ -118,6 +119,27 @@ def test_what_others_have_the_collector_call_is_no_part_of_a_step() -> None:
     finally:
         gc.callbacks.remove(tell)
     assert all(type(each) is float for each in told)
+
+
+@pytest.mark.usefixtures("frozen")
+def test_classes_that_a_step_makes_are_its_own() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: Tensor) -> tuple[float, str, int]:
+        kinds = enum.Enum("Kinds", ["FIRST", "SECOND"])  # which counts its members in a list
+        table = type("Table", (), {"rows": []})
+        table.rows.append(kinds.FIRST.name)  # type: ignore[attr-defined]
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.item(), table.rows[0], len(table.rows)  # type: ignore[attr-defined]
+
+    compiled = graphopt.compile(step)
+    for _ in range(3):
+        assert compiled(torch.ones(1, 3))[1:] == ("FIRST", 1)
+    assert len(compiled.captures) == 1
 
 
 @pytest.mark.parametrize("enabled", [False, True])

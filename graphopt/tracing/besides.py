@@ -71,6 +71,7 @@ class Besides:
             `outside.changing_texts`.
         made: attributes that the first call gives tensors, which are among `tensors`: of which
             object, name, tensor.
+        rounds: how many traces have found some of all that.
     """
 
     objects: list[tuple[str, weakref.ref[Any]]] = field(default_factory=list)
@@ -86,6 +87,7 @@ class Besides:
     carried: list[CarriedPlace] = field(default_factory=list)
     texts: list[OutsidePlace] = field(default_factory=list)
     made: list[tuple[dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
+    rounds: int = 0
 
     def __bool__(self) -> bool:
         found = self.objects or self.tensors or self.counts or self.carried or self.exchanged
@@ -113,6 +115,7 @@ class Besides:
             [*self.carried, *other.carried],
             [*self.texts, *other.texts],
             [*self.made, *other.made],
+            self.rounds + other.rounds,
         )
 
     @contextmanager

@@ -220,7 +220,7 @@ def _rewritten(
         found.lasting,
         guard,
         _casts(functional.graph_module.graph),
-        replace(call.besides, texts=[]),  # which would keep alive what they are in
+        replace(call.besides, texts=[], rounds=0),  # texts would keep alive what they are in
         _made_beforehand(call, found.state),
         Manual() if communication is None else communication.parallel,
         tuple(found_places(found.outside, call, guard)),
@@ -348,7 +348,7 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     if knowing is not None:
         return knowing
     if isinstance(error, MoreInputs):
-        more = error.besides
+        more = _once_more(call, error.besides)
     elif call.besides.texts:
         extended = call.using(replace(call.besides, texts=[]))
         assert extended is not None, "what a trace has just used is alive"
@@ -366,6 +366,25 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     extended = call.using(call.besides.joined(more))
     assert extended is not None, "what a trace has just used is alive"
     return extended
+
+
+def _once_more(call: Call, more: Besides) -> Besides:
+    """What another trace has found.
+
+    Raises:
+        CaptureError: each finds something else.
+    """
+    if call.besides.rounds == _ROUNDS:
+        paths = [each[0] for each in (*more.carried, *more.tensors, *more.objects)]
+        raise CaptureError(
+            f"each of {_ROUNDS} traces of it finds something else that it works on: {paths[:1]}",
+            location=str(definition_of(call)),
+            hint="make what it works on once, outside the step",
+        )
+    return replace(more, rounds=1)
+
+
+_ROUNDS = 100
 
 
 def _alone(error: CaptureError) -> CaptureError:

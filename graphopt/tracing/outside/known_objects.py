@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -53,8 +54,8 @@ class KnownObjects:
 
     def is_outside(self, value: Any) -> bool:
         """Whether an object existed before the step."""
-        known = id(value) in self._paths or isinstance(value, type)
-        return known or value in self._existing
+        built_in = isinstance(value, type) and not gc.is_tracked(value)
+        return built_in or id(value) in self._paths or value in self._existing
 
     def viewed(self, value: Any) -> Any:
         """`places.viewed`; the step gets to that container by the view or the method."""
