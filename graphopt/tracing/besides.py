@@ -14,7 +14,7 @@ themselves.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -69,6 +69,7 @@ class Besides:
         carried: places in which the step finds a tensor or a number, and leaves another one.
         made: attributes that the first call gives tensors, which are among `tensors`: of which
             object, name, tensor.
+        whole_lists: places, by their identities, in which it needs the list itself that is there.
     """
 
     objects: list[tuple[str, weakref.ref[Any]]] = field(default_factory=list)
@@ -83,11 +84,12 @@ class Besides:
     exchanged: frozenset[int] = frozenset()
     carried: list[CarriedPlace] = field(default_factory=list)
     made: list[tuple[dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
+    whole_lists: frozenset[Hashable] = frozenset()
 
     def __bool__(self) -> bool:
         found = self.objects or self.tensors or self.counts or self.carried or self.exchanged
         otherwise = self.plain or self.plain_arrays or self.shuffles or self.as_traced
-        return bool(found or otherwise or self.whole_objects)
+        return bool(found or otherwise or self.whole_objects or self.whole_lists)
 
     def live(self) -> list[tuple[str, Any]] | None:
         """The objects; None where one is gone."""
@@ -109,6 +111,7 @@ class Besides:
             self.exchanged | other.exchanged,
             [*self.carried, *other.carried],
             [*self.made, *other.made],
+            self.whole_lists | other.whole_lists,
         )
 
     @contextmanager

@@ -226,6 +226,10 @@ class Record(OutsideReads):
                     line, text = known and known[1], f"{path}[{key_text(key)}]"
                     yield WrittenPlace(self._outside(place), was, None, text, line)
 
+    def times_found(self, value: Any) -> int:
+        """In how many places that it has written the step has found an object."""
+        return sum(each.before is value for each in self._places.values())
+
     def is_changed(self, container: Any) -> bool:
         """Whether the step has written to a container."""
         written = any(each.place.holder is container for each in self._places.values())
