@@ -14,7 +14,7 @@ themselves.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -71,6 +71,7 @@ class Besides:
             `outside.changing_texts`.
         made: attributes that the first call gives tensors, which are among `tensors`: of which
             object, name, tensor.
+        whole_lists: places, by their identities, in which it needs the list itself that is there.
         rounds: how many traces have found some of all that.
     """
 
@@ -87,12 +88,14 @@ class Besides:
     carried: list[CarriedPlace] = field(default_factory=list)
     texts: list[OutsidePlace] = field(default_factory=list)
     made: list[tuple[dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
+    whole_lists: frozenset[Hashable] = frozenset()
     rounds: int = 0
 
     def __bool__(self) -> bool:
         found = self.objects or self.tensors or self.counts or self.carried or self.exchanged
         otherwise = self.plain or self.plain_arrays or self.shuffles or self.as_traced
-        return bool(found or otherwise or self.whole_objects or self.texts)
+        held = self.texts or self.whole_lists
+        return bool(found or otherwise or self.whole_objects or held)
 
     def live(self) -> list[tuple[str, Any]] | None:
         """The objects; None where one is gone."""
@@ -115,6 +118,7 @@ class Besides:
             [*self.carried, *other.carried],
             [*self.texts, *other.texts],
             [*self.made, *other.made],
+            self.whole_lists | other.whole_lists,
             self.rounds + other.rounds,
         )
 

@@ -8,8 +8,9 @@ See `outside.moving`. Where the guard cannot find another object, each call need
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from graphopt.tracing.besides import Besides
@@ -21,7 +22,7 @@ from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.moving import MovingTable, pin_others
 from graphopt.tracing.outside.places import FollowedPlace, OutsidePlace
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.signature import Signature
+from graphopt.tracing.signature import PlacedResult, Signature
 
 
 def following(
@@ -40,8 +41,11 @@ def following(
     signature.placed = [replace(each, place=guard.moved(each.place)) for each in signature.placed]
     for followed in _followed(signature):
         followed.place = guard.moved(followed.place)
+    apart = tuple(_lists_changed(signature))
     inputs.hyperparameters = [
-        replace(each, place=guard.moved(each.place)) if isinstance(each, PlacedNumber) else each
+        replace(each, place=guard.moved(each.place), apart=apart)
+        if isinstance(each, PlacedNumber)
+        else each
         for each in inputs.hyperparameters
     ]
     for entry in inputs.module_tensors:
@@ -57,6 +61,17 @@ def _places(signature: Signature, inputs: Inputs, besides: Besides) -> Iterator[
     for found in signature.found_by_functions:
         yield OutsidePlace("attribute", found.value, "__dict__")
     yield from (each.place for each in inputs.hyperparameters if isinstance(each, PlacedNumber))
+
+
+def _lists_changed(signature: Signature) -> Iterator[Callable[[], Any]]:
+    """What gives the lists that the step changes in place."""
+    yield from (each.now for each in signature.changed)
+    placed = (each for each in signature.placed if type(each.place.holder) is list)
+    yield from (partial(_holder, each) for each in placed)
+
+
+def _holder(placed: PlacedResult) -> Any:
+    return placed.now().holder
 
 
 def _followed(signature: Signature) -> Iterator[FollowedPlace]:

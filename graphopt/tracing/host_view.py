@@ -91,6 +91,7 @@ class HostView:
         self._record.behind.calls()
         with without_overrides():
             reach = reached_from(call.fn, call.constants)
+        self._record.needed_lists |= reach.among(self._record.number_lists)
         self._calls.append((call, reach))
         self._lines.append(current_user_line())
         call.held = self._held(call)

@@ -6,7 +6,7 @@ parameters, optimizer state and learning rate as they are now.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -161,21 +161,26 @@ class PlacedNumber:
 
     Attributes:
         counted: the step itself changes it.
-        element: which number of a tuple that is there, and how the tuple is nested.
+        element: which number of a tuple or a list that is there, and how it is nested.
+        apart: give lists that the step changes in place, none of which it may be.
     """
 
     place: OutsidePlace
     fqn: str
     counted: bool = False
     element: tuple[int, Any] | None = None
+    apart: tuple[Callable[[], Any], ...] = field(default=(), compare=False)
 
     def read(self, call: Call) -> Any:
         """The number; None where another tuple is there."""
+        value = self.place.now()
         if self.element is None:
-            return self.place.now()
+            return value
         position, spec = self.element
-        found = leaves_of(self.place.now(), is_exact)
-        return None if found is None or found[1] != spec else found[0][position]
+        found = leaves_of(value, is_exact)
+        if found is None or found[1] != spec or any(other() is value for other in self.apart):
+            return None
+        return found[0][position]
 
 
 Number = Hyperparameter | StateNumber | ArgumentNumber | PlacedNumber

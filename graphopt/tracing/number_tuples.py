@@ -14,9 +14,13 @@ import torch
 from graphopt import _compat
 from graphopt.tracing.outside.places import OutsidePlace
 
+_AT_MOST = 100
+"""Numbers of a list."""
+
 
 def leaves_of(value: Any, is_one: Callable[[Any], bool]) -> tuple[list[Any], Any] | None:
-    """What is in a tuple or a named tuple, of such perhaps, and how it is nested.
+    """What is in a tuple or a named tuple, of such perhaps, or in a short list of numbers, and how
+    it is nested.
 
     Args:
         is_one: whether a leaf is one of those that are looked for.
@@ -24,7 +28,8 @@ def leaves_of(value: Any, is_one: Callable[[Any], bool]) -> tuple[list[Any], Any
     Returns:
         None for everything else, and where there are other leaves.
     """
-    if not isinstance(value, tuple):
+    is_list = type(value) is list and is_one is not is_tensor and len(value) <= _AT_MOST
+    if not isinstance(value, tuple) and not (is_list and all(map(is_one, value))):
         return None
     leaves, spec = _compat.tree_flatten(value)
     return (leaves, spec) if leaves and all(map(is_one, leaves)) else None

@@ -105,7 +105,8 @@ class _Places:
         refuse_keys({place.key: None} if isinstance(place.key, str) else {})
         alone = _is_left_alone(written)
         if record.depends_on(place) and not alone:
-            if note_counted(self.finder, written.path, place, before, value):
+            changed = type(before) is list and record.is_changed(before)
+            if not changed and note_counted(self.finder, written.path, place, before, value):
                 place.write(before)  # the step is traced anew, and not everything is put back
                 return None
             if is_exact(before) and isinstance(value, torch.Tensor) and record.counts_in(place):

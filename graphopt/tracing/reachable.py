@@ -15,7 +15,7 @@ import array
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from functools import partial
 from types import (
     BuiltinFunctionType,
@@ -221,6 +221,10 @@ class Reach:
 
     def __init__(self, known: set[int] | None) -> None:
         self._known = known
+
+    def among(self, known: Set[int]) -> Set[int]:
+        """Those of some objects, given by id, that were reached."""
+        return known if self._known is None else known & self._known
 
     def has(self, value: object) -> bool:
         """Whether a value is among what was reached."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -42,6 +42,7 @@ from graphopt.tracing.lengths import Lengths
 from graphopt.tracing.made_arrays import MadeArrays
 from graphopt.tracing.marks import Marks, marks_kept
 from graphopt.tracing.noticed_steps import notice_steps
+from graphopt.tracing.number_lists import NumberLists, places_of_lists
 from graphopt.tracing.numpy_lists import of_list, of_queue
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.changing_texts import ChangingTexts
@@ -112,6 +113,7 @@ class StepRun:
         self.gradients_first = False
         self._marker: reduction.GradientMarker | None = None
         self._arrays: dict[int, Any] = {}
+        self._lists = NumberLists(())
         self._view: HostView
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
@@ -124,7 +126,10 @@ class StepRun:
             _compat.copy_hooks(
                 (entry.tensor, traced.by_id[id(entry.tensor)]) for entry in self._inputs.parameters
             )
+            self._lists = NumberLists(places_of_lists(self._inputs.hyperparameters))
             insert(self._call, self._inputs, traced)
+            self._lists.begin()
+            self.outside.number_lists = self._lists.known
             insert_arrays(self._call.besides, self.made.calls, self._inputs)
             self._arrays = given_arrays(self._call, self._inputs, self.made.calls)
             marks, held = Marks(self._call, self._inputs, traced), HeldBefore(self._call)
@@ -242,6 +247,7 @@ class StepRun:
                 exchanged = self._call.besides.exchanged
                 with keyed_by_stand_ins(self._keyed, self.outside, traced.by_id, exchanged):
                     returned = self._call.fn(*args, **kwargs)
+                self._needs_lists(self._lists.needed(self.outside))
                 scalers.finish()
                 arrays.finish()
                 refuse_written(self.outside.laters.memories, _compat.current_tracer().graph)
@@ -256,6 +262,13 @@ class StepRun:
         changes = list(given.changes())
         pin_changes(self.outside, changes)
         return Ran(*flat, stepped, outside, changes, rebinding)
+
+    def _needs_lists(self, places: frozenset[Hashable]) -> None:
+        self.finder.found.whole_lists |= places
+
+    def needs_all_lists(self) -> None:
+        """Let the step have the lists themselves, whose numbers would be inputs."""
+        self._needs_lists(self._lists.places)
 
     def _drawing(self) -> Substitutes:
         """What is called in place of functions that draw, and finds items outside in each call."""

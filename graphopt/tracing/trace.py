@@ -144,6 +144,8 @@ def _traced(
         if run.outside.unrepeated.once:
             with explained(call):
                 refuse_unrepeated(run.outside)
+        if not run.finder.found:
+            run.needs_all_lists()
         if run.finder.found:
             raise MoreInputs(run.finder.found) from error
         own = raised_by_step(error)

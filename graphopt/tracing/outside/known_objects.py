@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class KnownObjects:
         exchanged: those that have stand-ins for keys.
         gone_through: of the former, those of which the step asks for more than one item.
         compared: where it asks whether a tensor is one that has a stand-in.
+        number_lists: what stands for lists of numbers, by id; see `tracing.number_lists`.
+        needed_lists: those of them that the step uses as such.
     """
 
     def __init__(self, own: Iterable[dict[str, Any]]) -> None:
@@ -51,6 +53,8 @@ class KnownObjects:
         self.exchanged: set[int] = set()
         self.gone_through: set[int] = set()
         self.compared: SourceLine | None = None
+        self.number_lists: Set[int] = frozenset()
+        self.needed_lists: set[int] = set()
 
     def is_outside(self, value: Any) -> bool:
         """Whether an object existed before the step."""
@@ -103,6 +107,8 @@ class KnownObjects:
         """The step uses an object as such, by code that is not observed, or by its identity."""
         if is_value(value) or _compat.is_fake(value) or type(value) is Later:
             return  # what stands for a value is not outside
+        if id(value) in self.number_lists:
+            self.needed_lists.add(id(value))
         if self.is_outside(value):
             self._pinned[id(value)] = value
 

@@ -87,7 +87,7 @@ class OutsideReads(ContainerChanges):
         if self.pending is not None:
             self.pending.append((place, path, line))
             return value
-        if identity in self._inputs and (identity in self._written or _is_symbolic(value)):
+        if identity in self._inputs and (identity in self._written or self._is_symbolic(value)):
             return value
         if self.is_own(place.holder):
             self.reached(value, path)
@@ -113,6 +113,12 @@ class OutsideReads(ContainerChanges):
             elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
                 self._reads_bytes(value, path, line)
         return value
+
+    def _is_symbolic(self, value: Any) -> bool:
+        """Whether a value is a number of the trace, or a tuple or a list of such."""
+        if isinstance(value, tuple):
+            return bool(value) and all(map(self._is_symbolic, value))
+        return isinstance(value, SYMBOLIC) or is_known(value) or id(value) in self.number_lists
 
     def _begins_in(self, identity: tuple[Any, ...]) -> bool:
         """Whether the graph holds where nothing is in a place."""
@@ -302,10 +308,3 @@ def is_stand_in(value: Any) -> bool:
     if isinstance(value, tuple):
         return bool(value) and all(map(is_stand_in, value))
     return _compat.is_fake(value) or is_host_number(value) or is_known(value)
-
-
-def _is_symbolic(value: Any) -> bool:
-    """Whether a value is a number of the trace, or a tuple of such."""
-    if isinstance(value, tuple):
-        return bool(value) and all(map(_is_symbolic, value))
-    return isinstance(value, SYMBOLIC) or is_known(value)

@@ -237,6 +237,10 @@ class Record(OutsideReads):
         """Whether the step has written to a place, or changed what the place is in."""
         return place.identity in self._written or id(place.holder) in self._mutated
 
+    def times_found(self, value: Any) -> int:
+        """In how many places that it has written the step has found an object."""
+        return sum(each.before is value for each in self._places.values())
+
     def is_changed(self, container: Any) -> bool:
         """Whether the step has written to a container."""
         written = any(each.place.holder is container for each in self._places.values())
