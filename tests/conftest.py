@@ -68,7 +68,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         of_all = cases is quickest.get(cases[0].path.stem)
         _mark_rest(cases, "full", durations.NORMAL, each, of_all)
         _mark_rest(cases, "slow", 0 if _starts_ranks(cases[0]) else durations.CHECK, each, False)
-    left_out = [item for cases in tests.values() for item in _left_out(cases, config)]
+    left_out = [
+        item
+        for cases in tests.values()
+        for item in _left_out(cases, seconds[_function(cases[0])], config)
+    ]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = set(map(id, left_out))
@@ -107,15 +111,19 @@ def _mark_rest(
             item.add_marker(mark)
 
 
-def _left_out(cases: list[pytest.Item], config: pytest.Config) -> list[pytest.Item]:
-    """Of the cases of one test, those that no run has with this seed."""
-    mark = cases[0].get_closest_marker("covering")
-    if mark is None:
-        return []
-    kept = [n for n, item in enumerate(cases) if item.get_closest_marker("full") is None]
-    chosen = slices.covering(
-        [_parameters(item) for item in cases], *mark.args, config.getoption("--seed"), kept
-    )
+def _left_out(cases: list[pytest.Item], each: float, config: pytest.Config) -> list[pytest.Item]:
+    """Of the cases of one test, those that no run has with this seed.
+
+    Args:
+        each: seconds of one case.
+    """
+    mark, seed = cases[0].get_closest_marker("covering"), config.getoption("--seed")
+    kept = {n for n, item in enumerate(cases) if item.get_closest_marker("full") is None}
+    parameters = [_parameters(item) for item in cases]
+    if mark is not None:
+        chosen = slices.covering(parameters, *mark.args, seed, kept)
+    else:
+        chosen = kept | slices.sample(parameters, max(1, int(durations.WHOLE / each)), seed)
     return [item for number, item in enumerate(cases) if number not in chosen]
 
 

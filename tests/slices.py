@@ -43,6 +43,13 @@ def spread(cases: Sequence[Mapping[str, Any]], count: int) -> set[int]:
     return set(chosen)
 
 
+def sample(cases: Sequence[Mapping[str, Any]], count: int, seed: int) -> set[int]:
+    """Numbers of so many cases, chosen as by `spread` out of an order that the seed gives."""
+    order = list(range(len(cases)))
+    Random(seed).shuffle(order)
+    return {order[place] for place in spread([cases[number] for number in order], count)}
+
+
 def covering(
     cases: Sequence[Mapping[str, Any]], together: int, seed: int, kept: Iterable[int] = ()
 ) -> set[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slices import covering, spread
+from slices import covering, sample, spread
 
 Case = dict[str, Any]
 MATRIX: list[Case] = [
@@ -34,6 +34,17 @@ def test_a_slice_shows_what_it_can() -> None:
 def test_a_slice_of_one_parameter_has_equal_distances() -> None:
     assert spread([{"x": [number]} for number in range(9)], 3) == {0, 3, 6}
     assert spread([{}], 4) == {0} and spread([{}], 0) == set()
+
+
+def test_the_seed_chooses_a_sample() -> None:
+    samples = [sample(MATRIX, 5, seed) for seed in range(40)]
+    assert all(len(numbers) == 5 for numbers in samples)
+    assert all(
+        shown([MATRIX[number] for number in numbers], 1) == shown(MATRIX, 1) for numbers in samples
+    )
+    assert len(set().union(*samples)) > len(MATRIX) // 2
+    assert sample(MATRIX, 5, 3) == samples[3]
+    assert sample(MATRIX, len(MATRIX), 0) == set(range(len(MATRIX)))
 
 
 @pytest.mark.parametrize("together", [1, 2, 3])
