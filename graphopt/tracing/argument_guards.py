@@ -17,6 +17,7 @@ from graphopt.tracing.guard_values import (
     tensor_kind,
 )
 from graphopt.tracing.inputs import ArgumentNumber, Inputs
+from graphopt.tracing.nests import containers_in
 from graphopt.tracing.tensor_guards import TensorGuards
 
 
@@ -31,6 +32,7 @@ class ArgumentGuards:
     def __init__(
         self, call: Call, inputs: Inputs, tensors: TensorGuards, others: Iterable[int] = ()
     ) -> None:
+        self._same = _same_containers(call)
         self._tensors = tensors
         self._treespec = call.treespec
         self._positions = _positions(call)
@@ -77,6 +79,8 @@ class ArgumentGuards:
             return array
         if _aliases(call, self._tensors.storages()) != self._aliases:
             return "which tensor arguments are the same changed"
+        if _same_containers(call) != self._same:
+            return "which lists and dictionaries are the same changed"
         return None
 
     def identity_mismatch(self, call: Call) -> str | None:
@@ -99,6 +103,13 @@ class ArgumentGuards:
 
 def _positions(call: Call) -> tuple[list[Any], ...]:
     return (call.modules, call.optimizers, call.tensors, call.constants, call.repeats)
+
+
+def _same_containers(call: Call) -> list[int]:
+    """For each list and dictionary among the arguments the first of them that it is."""
+    first: dict[int, int] = {}
+    found = (container for _, container in containers_in(*call.given))
+    return [first.setdefault(id(each), number) for number, each in enumerate(found)]
 
 
 def _aliases(call: Call, module_storages: frozenset[int]) -> tuple[int, ...]:

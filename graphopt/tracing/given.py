@@ -8,19 +8,15 @@ what they were when the step is over.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from graphopt.errors import CaptureError
 from graphopt.tracing.given_objects import AttributesOf, OpenedObjects
+from graphopt.tracing.nests import Path, containers_in
 from graphopt.tracing.outside.reads import is_stand_in
 
-Path = tuple[Any, ...]
-"""Positions and keys that lead from `(args, kwargs)` to a container."""
-
-_TABLES = frozenset({dict, OrderedDict, defaultdict})
 _NO_ITEM = object()
 
 
@@ -59,12 +55,8 @@ class GivenContainers:
     def __init__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], objects: OpenedObjects | None = None
     ) -> None:
-        nested: list[tuple[Path, Any]] = [((0, i), value) for i, value in enumerate(args)]
-        nested += [((1, key), value) for key, value in kwargs.items()]
         self._before = [
-            (path, container, container.copy())
-            for start, value in nested
-            for path, container in _containers(start, value)
+            (path, container, container.copy()) for path, container in containers_in(args, kwargs)
         ]
         for each in () if objects is None else objects.tables:
             path = (InObject(each.root), *each.path)
@@ -116,17 +108,6 @@ def _refuse_others(container: list[Any], before: list[Any]) -> None:
 
 def _is(a: Any, b: Any) -> bool:
     return a is b
-
-
-def _containers(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    if type(value) is list or type(value) in _TABLES:
-        yield path, value
-    if type(value) in _TABLES:
-        for key, item in value.items():
-            yield from _containers((*path, key), item)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _containers((*path, index), item)
 
 
 def make_change(

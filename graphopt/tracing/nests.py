@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
+
+Path = tuple[Any, ...]
+"""Positions and keys that lead from `(args, kwargs)` to a container."""
+
+_TABLES = frozenset({dict, OrderedDict, defaultdict})
 
 
 def parts(value: Any, is_nest: Callable[[Any], bool]) -> Iterator[Any]:
@@ -21,3 +27,22 @@ def parts(value: Any, is_nest: Callable[[Any], bool]) -> Iterator[Any]:
             seen.add(id(each))
             yield each
             pending.extend(each.values() if isinstance(each, dict) else each)
+
+
+def containers_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """The lists and dictionaries among arguments, each with where it is."""
+    for position, value in enumerate(args):
+        yield from _containers((0, position), value)
+    for key, value in kwargs.items():
+        yield from _containers((1, key), value)
+
+
+def _containers(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    if type(value) is list or type(value) in _TABLES:
+        yield path, value
+    if type(value) in _TABLES:
+        for key, item in value.items():
+            yield from _containers((*path, key), item)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _containers((*path, index), item)

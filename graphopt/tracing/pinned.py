@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from graphopt.errors import CaptureError
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.given_objects import OpenedObjects
-from graphopt.tracing.nests import parts
+from graphopt.tracing.nests import containers_in, parts
 from graphopt.tracing.outside.record import Record
 
 
@@ -20,6 +22,35 @@ def pin_changes(record: Record, changes: Iterable[ContainerChange]) -> None:
     """The step leaves objects in containers among its arguments."""
     for each in nest_parts([value for change in changes for _, value in change.items]):
         record.pin(each)
+
+
+def refuse_found_twice(
+    record: Record,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    changes: Iterable[ContainerChange],
+) -> None:
+    """Refuse a step that changes a container among its arguments which it also finds outside, or
+    as another argument: the trace has another one in the place of each argument.
+
+    Args:
+        given: positional and keyword arguments of the call.
+
+    Raises:
+        CaptureError: it does.
+    """
+    paths = {change.path for change in changes}
+    found = list(containers_in(*given))
+    times = Counter(id(container) for _, container in found)
+    changed = {id(container) for path, container in found if path in paths}
+    for _, container in found:
+        outside = record.path_to(container)
+        twice = outside is not None or times[id(container)] > 1
+        if twice and (id(container) in changed or record.is_changed(container)):
+            where = "that stands there twice" if outside is None else f"that it finds at {outside}"
+            raise CaptureError(
+                f"it changes a {type(container).__name__} among its arguments {where}",
+                hint="let the step get to it in one way alone",
+            )
 
 
 def pin_held(record: Record, objects: OpenedObjects, tables: Iterable[dict[str, Any]]) -> None:

@@ -47,7 +47,7 @@ from graphopt.tracing.numpy_lists import of_list, of_queue
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.changing_texts import ChangingTexts
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
-from graphopt.tracing.pinned import nest_parts, pin_changes, pin_held
+from graphopt.tracing.pinned import nest_parts, pin_changes, pin_held, refuse_found_twice
 from graphopt.tracing.placed import take_placed
 from graphopt.tracing.positions import Positions
 from graphopt.tracing.rebinding import Rebinding
@@ -249,6 +249,7 @@ class StepRun:
                     returned = self._call.fn(*args, **kwargs)
                 self._needs_lists(self._lists.needed(self.outside))
                 scalers.finish()
+                refuse_found_twice(self.outside, self._call.given, given.changes())
                 arrays.finish()
                 refuse_written(self.outside.laters.memories, _compat.current_tracer().graph)
                 self._give(returned)
