@@ -81,7 +81,7 @@ class HeldByFunction:
         self.cells: dict[int, tuple[CellType, Any]] = {}
         self.of_trace: dict[int, Given] = {}
         self._seen: set[int] = set()
-        self._copies: dict[int, tuple[Any, Any]] = {}
+        self.copies: dict[int, tuple[Any, Any]] = {}
 
     def add(self, value: Any) -> None:
         """The function is this one, or is given it."""
@@ -96,9 +96,9 @@ class HeldByFunction:
         self._seen.add(id(value))
         if id(value) in self._given:
             self.of_trace[id(value)] = self._given[id(value)]
-            self._copies[id(value)] = (value, None)
+            self.copies[id(value)] = (value, None)
         elif type(value) in _NESTS:
-            self._copies[id(value)] = (value, self._copied(value))
+            self.copies[id(value)] = (value, self._copied(value))
             for each in value.values() if isinstance(value, dict) else value:
                 self.add(each)
                 if isinstance(value, set):
@@ -142,31 +142,24 @@ class HeldByFunction:
         self._seen.clear()
 
     def __bool__(self) -> bool:
-        return bool(self.cells or self._copies or self.found)
+        return bool(self.cells or self.copies or self.found)
 
     def contents(self) -> list[Any]:
         """What is in the cells, and the containers."""
-        return [*(each for _, each in self.cells.values()), *(v for v, _ in self._copies.values())]
+        return [*(each for _, each in self.cells.values()), *(v for v, _ in self.copies.values())]
 
     # ------------------------------------------------------------------ a call
 
     def prepared(self, fn: Any, arguments: Sequence[Any], given: Any) -> Prepared:
         """The function and its arguments for one call."""
-        return Prepared(self, self._copies, given, fn, arguments)
+        return Prepared(self, given, fn, arguments)
 
 
 class Prepared:
     """One call of a function with what it holds made anew."""
 
-    def __init__(
-        self,
-        held: HeldByFunction,
-        copies: Mapping[int, tuple[Any, Any]],
-        given: Any,
-        fn: Any,
-        arguments: Sequence[Any],
-    ) -> None:
-        self._copies, self._of_trace, self._given = copies, held.of_trace, given
+    def __init__(self, held: HeldByFunction, given: Any, fn: Any, arguments: Sequence[Any]) -> None:
+        self._copies, self._of_trace, self._given = held.copies, held.of_trace, given
         self._found = held.found
         self._made: dict[int, tuple[Any, Any]] = {}
         self._cells = [(cell, self.now(content)) for cell, content in held.cells.values()]

@@ -46,8 +46,12 @@ class KnownTexts:
 
     def piece_of(self, text: TextOutside) -> str:
         """What stands for a text outside the step."""
-        self._texts.append(Later(text, ()))
-        return PieceOfOutside(f"{BEGIN}{len(self._texts) - 1}{END}")
+        return PieceOfOutside(self._noted(Later(text, ())))
+
+    def _noted(self, value: Later) -> str:
+        """What stands in texts for a value."""
+        self._texts.append(value)
+        return f"{BEGIN}{len(self._texts) - 1}{END}"
 
     def key(self, text: str) -> str:
         """A key as it is in this call."""

@@ -68,7 +68,7 @@ from graphopt.tracing.outside.held import is_plain_class
 from graphopt.tracing.outside.places import FollowedPlace, is_value
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
-from graphopt.tracing.running_trace import BEGIN, END, PIECE
+from graphopt.tracing.running_trace import BEGIN, PIECE
 from graphopt.tracing.said import saying
 from graphopt.tracing.scheduled import computing, is_scheduled
 from graphopt.tracing.shared_memory import SharedMemory
@@ -96,8 +96,7 @@ class Laters(KnownTexts):
 
     def text(self, value: Later) -> str:
         """What stands for a value that is a text."""
-        self._texts.append(value)
-        return PieceOfText(f"{BEGIN}{len(self._texts) - 1}{END}")
+        return PieceOfText(self._noted(value))
 
     def text_of(self, function: Callable[..., str], args: Sequence[Any]) -> str:
         """What stands for the text that a function gives."""
