@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class GraphOptError(Exception):
     """Base of all graphopt errors.
@@ -67,7 +69,7 @@ class AssumptionFailedError(GraphOptError, RuntimeError):
     graphopt.errors.AssumptionFailedError: the graph was captured for another outcome ...
     """
 
-    def __init__(self, index: int, found: bool | int | tuple[int, ...], place: str) -> None:
+    def __init__(self, index: int, found: Any, place: str) -> None:
         self.index, self.found, self.place = index, found, place
         self.handed_out: tuple[object, ...] = ()
         self.alone = self.voted = False

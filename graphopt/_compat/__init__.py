@@ -13,6 +13,7 @@ from graphopt._compat.fakes import (
     errors_raised_once,
     fake_laid_out,
     fake_like,
+    fake_mode_around,
     fake_mode_of,
     foreach_accepts_fakes,
     has_symbolic_shape,
@@ -138,6 +139,7 @@ from graphopt._compat.tracers import (
     record_known,
     record_number,
     record_truth,
+    recorded,
 )
 from graphopt._compat.trees import (
     ONE_VALUE,

@@ -209,6 +209,14 @@ def fake_mode_of(tensors: Sequence[torch.Tensor]) -> Any | None:
     return next((t.fake_mode for t in tensors if is_fake(t)), None)  # type: ignore[attr-defined]
 
 
+def fake_mode_around(values: Sequence[Any]) -> Any | None:
+    """The FakeTensorMode that is active, or that values live in; None: they are real."""
+    from graphopt._compat.functionalization import from_functional
+
+    active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return fake_mode_of(list(map(from_functional, values))) if active is None else active
+
+
 def to_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` in `mode`: same metadata, leaf and requires_grad; `.grad` is not carried over."""
     if is_fake(tensor) and tensor.fake_mode is mode:  # type: ignore[attr-defined]

@@ -184,8 +184,20 @@ def is_recording() -> bool:
     return before_autograd is not None or torch._C._get_dispatch_mode(_PROXY) is not None
 
 
-def record_call(function: Callable[..., Any], values: Sequence[Any]) -> None:
-    """Record a call of `function` with traced tensors and numbers, which returns nothing."""
+def recorded(
+    function: Callable[..., Any], values: Sequence[Any], result: torch.Tensor
+) -> torch.Tensor:
+    """A fake tensor, which a call of `function` gives where one is traced."""
+    from torch.fx.experimental.proxy_tensor import track_tensor_tree
+
+    if is_recording():
+        proxy: Any = record_call(function, values)
+        track_tensor_tree(result, proxy, constant=None, tracer=proxy.tracer)
+    return result
+
+
+def record_call(function: Callable[..., Any], values: Sequence[Any]) -> fx.Proxy:
+    """Record a call of `function` with traced tensors and numbers."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
     mode = get_proxy_mode()
@@ -198,7 +210,7 @@ def record_call(function: Callable[..., Any], values: Sequence[Any]) -> None:
             proxies.append(get_proxy_slot(value, mode.tracer).force())
         else:
             proxies.append(value)
-    mode.tracer.create_proxy("call_function", function, tuple(proxies), {})
+    return mode.tracer.create_proxy("call_function", function, tuple(proxies), {})
 
 
 def forward_sequence_number() -> int:

@@ -21,6 +21,7 @@ from torch.fx.node import has_side_effect
 
 from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta
+from graphopt.host.computed import NUMBERS
 from graphopt.host.counts import Place, TimesReached
 from graphopt.host.functions import is_same, name_of
 from graphopt.host.held import HeldByFunction
@@ -30,9 +31,6 @@ from graphopt.host.seen import Outside
 from graphopt.ir.metadata import phase_of, set_phase
 
 __all__ = ["HostCall", "host_call_of", "host_calls", "insert_callback", "is_host_call"]
-
-NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
-"""What Python numbers are that a graph computes, while it is traced."""
 
 
 class _ValueOfGraph:

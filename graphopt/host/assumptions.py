@@ -12,19 +12,16 @@ the step has changed nothing. The step then runs again as the graph of the other
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
-import torch
 from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import AssumptionFailedError
-from graphopt.host import NUMBERS, HostCall, is_host_call
+from graphopt.host import HostCall, is_host_call
+from graphopt.host.computed import Form, OpenNest, form_of
 
-Answer = bool | int | tuple[int, ...]
-
-TRACED = (torch.Tensor, *NUMBERS)
-"""Values of a graph, while it is traced."""
+Answer = bool | int | tuple[int, ...] | Form
 
 _HANDED_OUT = "handed_out"
 """Metadata of an assumption: how many of its last arguments are values for another branch."""
@@ -58,7 +55,7 @@ class Assumption(HostCall):
 
     def run(self, values: Sequence[Any]) -> None:
         """Raise `AssumptionFailedError` where the first value is not as it was at capture."""
-        found: Answer = type(self.answer)(values[0])
+        found = cast(Any, type(self.answer))(values[0])
         if found != self.answer:
             raise self.failed(found, values)
 
@@ -98,26 +95,38 @@ class ComputedAssumption(Assumption):
 
     def __init__(self, index: int, place: str, nest: Any) -> None:
         super().__init__(index, place)
-        self._leaves, self._spec = _compat.tree_flatten(nest)
-        self._given = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, TRACED)]
-        self.values = [self._leaves[i] for i in self._given]
-        self._leaves = [None if i in self._given else x for i, x in enumerate(self._leaves)]
-        self.count = len(self.values)
+        self._nest = OpenNest(nest)
+        self.count = self._nest.count
 
     __call__ = HostCall.__call__
 
+    def take_values(self) -> list[Any]:
+        return self._nest.take_values()
+
     def run(self, values: Sequence[Any]) -> None:
-        leaves = list(self._leaves)
-        for position, value in zip(self._given, values[: self.count], strict=True):
-            leaves[position] = value
-        found = type(self.answer)(_compat.tree_unflatten(leaves, self._spec))
+        found = cast(Any, type(self.answer))(self._nest.made_of(values))
         if found != self.answer:
             raise self.failed(found, values)
 
     def repeats(self, other: HostCall) -> bool:
         if not isinstance(other, ComputedAssumption):
             return False
-        return super().repeats(other) and self._spec == other._spec
+        return super().repeats(other) and self._nest.repeats(other._nest)
+
+
+class FormAssumption(Assumption):
+    """Compares what is known of a tensor that Python computes with what it was at capture."""
+
+    def run(self, values: Sequence[Any]) -> None:
+        assert isinstance(self.answer, Form)
+        found = form_of(values[0])
+        assert found is not None
+        found = found._replace(kind=self.answer.kind)
+        if found != self.answer:
+            raise self.failed(found, values)
+
+    def repeats(self, other: HostCall) -> bool:
+        return isinstance(other, FormAssumption) and super().repeats(other)
 
 
 def _nothing() -> None:

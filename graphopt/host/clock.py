@@ -32,6 +32,10 @@ class ClockReading:
     def __call__(self) -> Any:
         return self.clock()
 
+    def repeats(self, other: ClockReading) -> bool:
+        """Whether another trace of the same step has read the same clock."""
+        return self.clock is other.clock
+
     def __repr__(self) -> str:
         return f"graphopt.clock({self.__name__})"
 

@@ -66,6 +66,8 @@ def is_same(one: Any, other: Any, depth: int = _DEPTH, given: Mapping[int, Any] 
         return False
     if isinstance(one, _PLAIN):
         return repr(one) == repr(other)
+    if hasattr(one, "tobytes") and getattr(one, "ndim", None) == 0:  # a scalar of numpy's
+        return bool((one.dtype, one.tobytes()) == (other.dtype, other.tobytes()))
     mine, theirs = parts_of(one), parts_of(other)
     if mine is None or theirs is None or mine[0] != theirs[0]:
         return _is_same_container(one, other, depth)

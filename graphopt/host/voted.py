@@ -12,7 +12,7 @@ anything, and all begin the call once more, that rank with the graph of its othe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
@@ -28,7 +28,7 @@ class VotedAssumption(Assumption):
 
     def run(self, values: Sequence[Any]) -> None:
         if not bool(values[1].item()):
-            error = self.failed(type(self.answer)(values[0]), values)
+            error = self.failed(cast(Any, type(self.answer))(values[0]), values)
             error.voted = True
             raise error
 

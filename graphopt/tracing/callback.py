@@ -15,9 +15,9 @@ from graphopt.host import HostCall, insert_call
 from graphopt.host.counts import EagerCounts, place_of
 from graphopt.host.functions import traced_in
 from graphopt.host.seen import current_view
+from graphopt.tracing.computations import nest_of
 from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.host_numbers import scalar_of_numpy
-from graphopt.tracing.later import nest_of
 from graphopt.tracing.replace import original
 from graphopt.tracing.source import current_user_line, is_around_step
 

@@ -27,7 +27,14 @@ from graphopt._compat.sizes import (
     with_sizes,
 )
 from graphopt.errors import CaptureError
-from graphopt.host.assumptions import Answer, Assumption, ComputedAssumption, ValuesAssumption
+from graphopt.host.assumptions import (
+    Answer,
+    Assumption,
+    ComputedAssumption,
+    FormAssumption,
+    ValuesAssumption,
+)
+from graphopt.host.computed import ComputedTensor, Form, form_of
 from graphopt.host.sizes import Relations, SizeAssumption, Sizes
 from graphopt.host.used import Used, UsedAnywhere
 from graphopt.host.voted import VotedAssumption
@@ -36,9 +43,10 @@ from graphopt.parallel.markers import Group
 from graphopt.runtime.budget import WITHOUT_BRANCHES
 from graphopt.tracing.alike import is_alike
 from graphopt.tracing.call import SizesKept
+from graphopt.tracing.computations import evaluated, nest_of
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.known import KnownValues
-from graphopt.tracing.later import Later, evaluated, nest_of
+from graphopt.tracing.later import Later
 from graphopt.tracing.source import current_user_line
 from graphopt.tracing.values import Values, ValuesBeforeCollectives
 
@@ -140,14 +148,52 @@ class Decider:
             raise another_on_each_rank(line)
         assumption = ComputedAssumption(self._count, str(line), nest_of(value))
         if self._count == len(known):
-
-            def known_value(of: Any) -> Any:
-                return values.of(_compat.node_of(self._tracer, _compat.from_functional(of)))
-
-            with _compat.without_modes():
-                known.append(cast(Answer, kind(evaluated(value, known_value, replaced))))
+            known.append(self._evaluated(value, replaced, kind))
         _compat.record_call(assumption, assumption.take_values())
         return self._assumed(assumption)
+
+    def _evaluated(
+        self,
+        value: Later,
+        replaced: Callable[[Any], Callable[..., Any]],
+        told: Callable[[Any], Any],
+    ) -> Any:
+        """What is told of what Python computes of the values of this call."""
+        values = self._values
+
+        def known_value(of: Any) -> Any:
+            return values.of(_compat.node_of(self._tracer, _compat.from_functional(of)))
+
+        with _compat.without_modes():
+            return told(evaluated(value, known_value, replaced))
+
+    def in_graph(
+        self, value: Later, replaced: Callable[[Any], Callable[..., Any]]
+    ) -> tuple[torch.Tensor, str] | None:
+        """A tensor of the graph that Python computes, with the form that it has in this call, which
+        the graph assumes from now on; and what Python has there: a tensor, array or number. None
+        where it has something else.
+
+        Args:
+            replaced: see `computations.evaluated`.
+        """
+        line = current_user_line()
+        self._refuse_many(line)
+        if type(self._values) is not Values:
+            raise _computed_on_each_rank(line)
+        known = self._inputs.answers
+        if self._count == len(known):
+            form = self._evaluated(value, replaced, form_of)
+            if form is None:
+                return None
+            known.append(form)
+        form = cast(Form, known[self._count])
+        target = ComputedTensor(nest_of(value), form)
+        tensor = target(*target.take_values())
+        assumption = FormAssumption(self._count, str(line))
+        _compat.record_call(assumption, [tensor])
+        self._assumed(assumption)
+        return tensor, form.kind
 
     def values(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """The integers that a traced tensor holds in this call, which the graph assumes.
@@ -306,6 +352,15 @@ def vote_of(number: Any, answer: Answer, group: Group) -> torch.Tensor:
         mine = torch.full((1,), integer, dtype=torch.int64, device=device)
         held: torch.Tensor = functional.wait_tensor(functional.all_reduce(mine, "min", group.name))
     return held
+
+
+def _computed_on_each_rank(line: Any) -> CaptureError:
+    return CaptureError(
+        "it makes a tensor of what Python computes of values of the graph, whose shape may be"
+        " another one on each rank",
+        location=str(line),
+        hint="compute it with tensors; or outside the step, and pass the result",
+    )
 
 
 class OwnDecisionError(CaptureError):

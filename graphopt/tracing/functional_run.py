@@ -16,6 +16,7 @@ from graphopt._compat.sizes import laid_out_like
 from graphopt.graph_utils import is_operator
 from graphopt.host import HostCall
 from graphopt.host.clock import ClockReading
+from graphopt.host.computed import ComputedTensor
 from graphopt.ir import inplace
 from graphopt.ir.metadata import OF_TRACE, fake_value, known_value, some_of
 from graphopt.ir.operators import fused_optimizer, rounds_a_list_in_place, updated_lists
@@ -51,7 +52,7 @@ class RawGraphRunner(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self._running = n
-        as_it_is = self._untouched.stays(n)
+        as_it_is = self._untouched.stays(n) or isinstance(n.target, ComputedTensor)
         refuse_unusual_writes(n)
         for source in n.all_input_nodes:
             self._prepare(source, as_it_is or n.op == "output" or n.target is operator.getitem)

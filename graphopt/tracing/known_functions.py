@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from graphopt import _compat
 from graphopt.tracing.draws.arrays import CHANGING
 from graphopt.tracing.replace import original
 from graphopt.tracing.running_trace import BEGIN
@@ -22,10 +23,21 @@ from graphopt.tracing.source import is_library_file
 FUNCTIONS = frozenset(
     {builtins.sum, builtins.min, builtins.max, builtins.len, builtins.sorted, builtins.abs, round,
      builtins.float, builtins.int, builtins.bool, list, tuple, any, all, divmod, pow, json.dumps,
-     isinstance, repr, str, format, torch.tensor, torch.as_tensor, torch.FloatTensor,
-     torch.LongTensor, torch.stack, torch.mean, torch.median}
+     isinstance, repr, str, format}
 )  # fmt: skip
-"""Functions that change nothing, and whose result nothing else has."""
+"""Functions that change nothing."""
+MAKING_TENSORS = frozenset(
+    {
+        torch.tensor,
+        torch.as_tensor,
+        torch.asarray,
+        torch.from_numpy,
+        torch.stack,
+        torch.mean,
+        torch.median,
+    }
+)
+"""Functions of torch that make tensors of arrays, lists and numbers, and change nothing."""
 NUMBERS = frozenset({sum, min, max, len, float, int})
 """What gives a number."""
 MODULES = (math, statistics)
@@ -85,6 +97,23 @@ def is_of(callee: Any, module: Any) -> bool:
     name = getattr(callee, "__name__", None)
     defined = getattr(callee, "__module__", None) == module.__name__
     return defined and isinstance(name, str) and original(getattr(module, name, None)) is callee
+
+
+def makes_tensor(callee: Any) -> bool:
+    """Whether a callee makes a tensor of arrays, lists and numbers: also `torch.FloatTensor`."""
+    return is_in(callee, MAKING_TENSORS) or _compat.made_by_legacy(callee) is not None
+
+
+def is_of_torch(callee: Any) -> bool:
+    """Whether a callee is a function of torch's, or a method of tensors."""
+    bound = getattr(callee, "__self__", None)
+    if isinstance(bound, torch.Tensor) or getattr(callee, "__objclass__", None) is _TENSOR:
+        return True
+    module = getattr(callee, "__module__", None) or getattr(bound, "__module__", None)
+    return str(module or getattr(bound, "__name__", "")).partition(".")[0] == "torch"
+
+
+_TENSOR = torch.Tensor.__mro__[1]
 
 
 def is_of_numpy(callee: Any) -> bool:
@@ -164,6 +193,8 @@ def is_fresh(function: Any) -> bool:
     """Whether a function never gives a part of its arguments."""
     name = getattr(function, "__name__", "")
     module = str(getattr(function, "__module__", ""))
+    if type(function).__module__ == "numpy" and type(function).__name__ == "ufunc":
+        return True
     return name in _FRESH or (module in ("_operator", "builtins", "math") and name != "getitem")
 
 

@@ -13,20 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from graphopt.tracing.callback import callback
+from graphopt.tracing.computations import evaluated, functions_in, numbers_in
 from graphopt.tracing.draws.items import LiveItems
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.kept_items import KeptItems, PieceOfOutside
 from graphopt.tracing.known_functions import is_followed, is_of_library, takes_apart
-from graphopt.tracing.later import (
-    Later,
-    as_later,
-    evaluated,
-    holds_later,
-    is_later,
-    leaves_in,
-    numbers_in,
-    refuse_keys,
-)
+from graphopt.tracing.later import Later, as_later, holds_later, is_later, leaves_in, refuse_keys
 from graphopt.tracing.numbers import refusal
 from graphopt.tracing.outside.changing_texts import TextOutside
 from graphopt.tracing.outside.record import Record
@@ -126,13 +118,6 @@ class KnownTexts:
     def _called_now(self, callee: Any, /, *args: Any, **options: Any) -> Any:
         """What a function gives for texts as they are in this call, or raises."""
         return callee(*map(self.known, args), **{k: self.known(v) for k, v in options.items()})
-
-
-def functions_in(value: Any) -> list[Callable[..., Any]]:
-    """The functions that a value is made by."""
-    found: list[Callable[..., Any]] = []
-    evaluated(value, lambda number: number, lambda f: lambda *args: found.append(f))
-    return found
 
 
 def hands_on(callee: Any) -> bool:

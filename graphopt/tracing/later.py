@@ -35,8 +35,6 @@ from graphopt.tracing.shared_memory import SharedMemory
 
 ESCAPED = "\\udc81"
 """What the beginning of a piece becomes where a text is escaped."""
-_AT_MOST = 5000
-"""Functions that one value may be made by."""
 
 
 class Later(FoundByGraph):
@@ -52,6 +50,7 @@ class Later(FoundByGraph):
         memory: it is an array in that of a tensor.
 
     Attributes:
+        parts: other such values that it is made of.
         memories: those of tensors in which it lies.
         shared: that of the tensor that it is the array of, in its whole; None otherwise.
     """
@@ -62,8 +61,8 @@ class Later(FoundByGraph):
         "_function",
         "_is_changed",
         "_is_number",
-        "_size",
         "memories",
+        "parts",
         "shared",
         "shares",
     )
@@ -89,12 +88,7 @@ class Later(FoundByGraph):
         self.shared: SharedMemory | None = None
         if memory is not None:
             self.lies_in(memory)
-        self._size: int = 1 + sum(each._size for each in laters)
-        if self._size > _AT_MOST:
-            raise refusal(
-                f"a value is computed by more than {_AT_MOST} functions of Python",
-                "compute it with tensors, or in graphopt.callback(function, …)",
-            )
+        self.parts = tuple(laters)
 
     def is_used(self) -> None:
         """The step uses it here."""
@@ -115,17 +109,28 @@ class Later(FoundByGraph):
         if name.startswith("_"):
             raise AttributeError(name)
         if name in METADATA or name in VIEWS:
-            return Later(Attribute(name), (self,))
+            known = current_trace().takes(self)
+            return self._of_tensor(name) if known else Later(Attribute(name), (self,))
         if name in _OF_TIMES:
             return Later(Attribute(name), (self,), is_number=True)
         if name not in METHODS and name not in _OF_TENSORS and name not in _TEXTS_OF_TIMES:
-            raise _refused(f"uses its {name}")
+            return self._of_tensor(name)
 
         def method(*args: Any, **options: Any) -> Any:
             found = applied(Method(name), (self, *args), options, is_number=name in _GIVING_NUMBERS)
             return current_trace().text(found) if name in _TEXTS_OF_TIMES else found
 
         return method
+
+    def _of_tensor(self, name: str) -> Any:
+        """What only a tensor has, which is one of the graph from here on."""
+        if not current_trace().takes(self):
+            raise self.refused(f"uses its {name}")
+        return getattr(current_trace().of_graph(self), name)
+
+    def refused(self, what: str) -> CaptureError:
+        """The refusal of a step that does something else with it than Python can do later."""
+        return _refused(what)
 
     def __getitem__(self, key: Any) -> Any:
         return Later(operator.getitem, (self, key), self._is_number)
@@ -169,8 +174,11 @@ class Later(FoundByGraph):
         return self
 
     @classmethod
-    def __torch_function__(cls, *args: Any, **options: Any) -> NoReturn:
-        raise _refused("computes with it and tensors of the graph")
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        given, named = map(current_trace().of_graph, (args, options or {}))
+        return function(*given, **named)
 
     def _not_known(self, *args: Any, **options: Any) -> NoReturn:
         raise _refused("gives it to code that is not followed, or changes it in place")
@@ -263,54 +271,6 @@ def is_number_later(value: Any) -> bool:
 def letters(text: str) -> list[str]:
     """The letters of a text that is made when the graph has run, as many as in this call."""
     return [current_trace().text(letter) for letter in as_later(text)]
-
-
-def nest_of(value: Any) -> Any:
-    """A nest in which functions stand for what they give: what makes it anew calls them. The step
-    uses what is in it here."""
-    for leaf in _compat.tree_leaves(value):
-        if type(leaf) is Later:
-            leaf.is_used()
-    return _nest_of(value)
-
-
-def _nest_of(value: Any) -> Any:
-    return _compat.tree_map(_opened, value)
-
-
-def _opened(leaf: Any) -> Any:
-    value = as_later(leaf)
-    if is_scheduled(value):
-        return _compat.Applied(value.read_later(), [])
-    if type(value) is not Later:
-        return value
-    return _compat.Applied(value._function, [_nest_of(each) for each in value._args])
-
-
-def evaluated(value: Any, known: Callable[[Any], Any], replaced: Callable[[Any], Any]) -> Any:
-    """What a value is in this call.
-
-    Args:
-        known: gives numbers and tensors of the trace.
-        replaced: says what is called in place of a function.
-    """
-    if type(value) is Later:
-        args = [evaluated(each, known, replaced) for each in value._args]
-        return replaced(value._function)(*args)
-    if isinstance(value, (torch.Tensor, ScheduledSetting, *SYMBOLIC)):
-        return known(value)
-    if type(value) in (list, tuple):
-        return type(value)(evaluated(each, known, replaced) for each in value)
-    if type(value) is dict:
-        return {key: evaluated(each, known, replaced) for key, each in value.items()}
-    return value
-
-
-def numbers_in(value: Later) -> list[Any]:
-    """The numbers and tensors of the trace that a value is made of, and settings of schedulers."""
-    found: list[Any] = []
-    evaluated(value, found.append, lambda function: lambda *args: None)
-    return found
 
 
 def refuse_keys(value: Any) -> None:
@@ -429,7 +389,7 @@ def _refused(what: str, hint: str = _HINT) -> CaptureError:
 def _forward(function: Callable[..., Any], in_place: bool = False) -> Callable[..., Any]:
     def method(self: Later, *others: Any) -> Any:
         if any(isinstance(other, torch.Tensor) for other in others):
-            raise _refused("computes with it and tensors of the graph")
+            return function(current_trace().of_graph(self), *others)
         if in_place and self._is_changed:
             return Later(getattr(operator, f"i{function.__name__}"), (self, *others), False, True)
         if in_place and not self._is_number:

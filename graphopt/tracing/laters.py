@@ -22,8 +22,10 @@ import torch
 from graphopt import _compat
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.array_tensors import made_of_array
+from graphopt.tracing.computations import evaluated, functions_in, numbers_in
 from graphopt.tracing.draws.arguments import Method
 from graphopt.tracing.draws.arrays import METHODS
+from graphopt.tracing.in_graph import GraphValues, ItemsOfTensor
 from graphopt.tracing.kept_items import KeptItems, PieceOfText
 from graphopt.tracing.known_functions import (
     CALLING,
@@ -38,10 +40,12 @@ from graphopt.tracing.known_functions import (
     is_of,
     is_of_library,
     is_of_numpy,
+    is_of_torch,
     is_total,
+    makes_tensor,
     of_floats,
 )
-from graphopt.tracing.known_texts import KnownTexts, functions_in, hands_on
+from graphopt.tracing.known_texts import KnownTexts, hands_on
 from graphopt.tracing.later import (
     ESCAPED,
     Later,
@@ -49,14 +53,12 @@ from graphopt.tracing.later import (
     are_numbers,
     as_later,
     containers_in,
-    evaluated,
     holds_later,
     holds_unknown,
     is_later,
     is_later_text,
     leaves_in,
     letters,
-    numbers_in,
 )
 from graphopt.tracing.live_arrays import LiveArrays
 from graphopt.tracing.numbers import SYMBOLIC, refusal
@@ -80,12 +82,22 @@ class Laters(KnownTexts):
     Args:
         record: of what the step does outside its arguments.
         ask: the value of something, by `evaluated`, and the kind of the answer.
+        compute: makes a tensor of the graph of a value; see `GraphValues`.
+        alone: no other rank runs the same step.
     """
 
     def __init__(
-        self, record: Record, ask: Callable[[Later, type, Callable[[Any], Any]], Any]
+        self,
+        record: Record,
+        ask: Callable[[Later, type, Callable[[Any], Any]], Any],
+        compute: Callable[[Later, Callable[[Any], Any]], Any],
+        alone: bool,
     ) -> None:
         self._record, self._ask = record, ask
+        self._values = GraphValues(
+            lambda value: compute(value, self._at_trace), self.memory_of, alone
+        )
+        self.of_graph, self.takes = self._values.of, self._values.takes
         self._texts: list[Later] = []
         self.arrays = LiveArrays(record)
         self.memories: list[SharedMemory] = []
@@ -110,6 +122,10 @@ class Laters(KnownTexts):
     def number_of(self, function: Callable[..., Any], args: Sequence[Any]) -> Later | None:
         """What stands for the number that a function gives of numbers; None if one is none."""
         return Later(function, args, is_number=True) if are_numbers(args) else None
+
+    def finish(self) -> None:
+        """The step is over; see `GraphValues`."""
+        self._values.finish()
 
     def parts(self, text: str) -> Sequence[Any]:
         """Texts and values that a text is put together of."""
@@ -181,6 +197,8 @@ class Laters(KnownTexts):
                 return self._applying(function, callee, args, line)
         if is_in(callee, GOING_THROUGH) and any(map(self.is_kept, args)):
             return lambda *given: callee(*(self._gone_through(e, line) for e in given))
+        if is_of_torch(callee) and any(self._is_value(each) for each in args):
+            return lambda *given, **named: callee(*self.of_graph(given), **self.of_graph(named))
         return None
 
     def _applying(
@@ -220,7 +238,9 @@ class Laters(KnownTexts):
             return None  # an input of the graph
         if kind is str or (kind in (list, deque) and callee.__name__ in OF_LISTS):
             return None if callee.__name__ == "join" else Method(callee.__name__)
-        if is_in(callee, FUNCTIONS) or any(is_of(callee, module) for module in MODULES):
+        if is_in(callee, FUNCTIONS) or makes_tensor(callee):
+            return callee  # type: ignore[no-any-return]
+        if any(is_of(callee, module) for module in MODULES):
             return callee  # type: ignore[no-any-return]
         return callee if is_of_numpy(callee) else None
 
@@ -331,6 +351,17 @@ class Laters(KnownTexts):
         if kind in (list, tuple, dict):
             return Later(kind, (value,))
         return as_later(value) if is_later_text(value) else None
+
+    def _is_value(self, value: Any) -> bool:
+        """Whether a value is, or holds, something else than texts that only Python computes."""
+        return any(type(each) is Later for each in leaves_in(value))
+
+    def taking_items(self, container: Any, key: Any, value: Any = None) -> Any:
+        """What stands for a tensor whose items are taken, or set, by what only Python computes;
+        None: itself."""
+        if isinstance(container, torch.Tensor) and self._is_value((key, value)):
+            return ItemsOfTensor(container, self.of_graph)
+        return None
 
     def _gone_through(self, value: Any, line: SourceLine) -> Any:
         return self.items(value, line) if self.is_kept(value) else value

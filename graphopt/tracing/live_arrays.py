@@ -18,8 +18,9 @@ from typing import Any
 from graphopt.host import HostCall
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.callback import record as record_call
+from graphopt.tracing.computations import nest_of
 from graphopt.tracing.draws.items import LiveItems
-from graphopt.tracing.later import Later, argument, holds_unknown, nest_of
+from graphopt.tracing.later import Later, argument, holds_unknown
 from graphopt.tracing.numbers import refusal
 from graphopt.tracing.outside.record import Record
 

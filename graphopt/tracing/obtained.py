@@ -96,6 +96,10 @@ class ObtainedValues:
         """What a value is in this call that Python computes of what the graph gives."""
         return untraced(self.decider.computed, value, kind, replaced)
 
+    def in_graph(self, value: Later, replaced: Callable[[Any], Callable[..., Any]]) -> Any:
+        """A tensor of the graph that Python computes; see `Decider.in_graph`."""
+        return untraced(self.decider.in_graph, value, replaced)
+
     def kept_number(self, known: set[int]) -> tuple[SourceLine | None] | None:
         """The line of the first such number that something still holds, other than `known` (by id);
         None where nothing does."""

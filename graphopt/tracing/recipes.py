@@ -11,12 +11,13 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
+from graphopt.tracing.computations import nest_of
 from graphopt.tracing.draws.arguments import Method, is_known
 from graphopt.tracing.draws.live import as_later as later_of
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.inputs import Inputs, is_exact, is_number
-from graphopt.tracing.later import Later, as_later, holds_later, is_later, nest_of
+from graphopt.tracing.later import Later, as_later, holds_later, is_later
 from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.obtained import ObtainedValues

@@ -34,6 +34,12 @@ class Trace(Protocol):
     def memory_of(self, tensor: torch.Tensor) -> SharedMemory:
         """The memory of a tensor, in which an array lies from here on."""
 
+    def of_graph(self, value: Any, index: bool = False) -> Any:
+        """A value as the graph has it; see `GraphValues`."""
+
+    def takes(self, value: Any) -> bool:
+        """Whether a value is known to be a tensor that may be one of the graph."""
+
     def parts(self, text: str) -> Sequence[Any]:
         """Texts and values that a text is put together of."""
 

@@ -19,7 +19,8 @@ import torch
 from graphopt.host import HostCall
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.callback import record as record_call
-from graphopt.tracing.later import Later, Named, holds_unknown, is_later, nest_of, refuse_keys
+from graphopt.tracing.computations import nest_of
+from graphopt.tracing.later import Later, Named, holds_unknown, is_later, refuse_keys
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record

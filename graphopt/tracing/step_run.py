@@ -177,7 +177,8 @@ class StepRun:
         if self._inputs.sizes is not SizesKept.UNKNOWN:
             yield _compat.sizes_given(self.mode, self.made.decider.sized)
         yield marks_kept(self._inputs)
-        self.outside.laters = Laters(self.outside, self.made.decide_computed)
+        made = self.made
+        self.outside.laters = Laters(self.outside, made.decide_computed, made.in_graph, self._alone)
         piece = self.outside.laters.piece_of
         self.outside.texts = ChangingTexts(self.outside, self._call.besides.texts, piece)
         yield values_of(self.outside.laters)
@@ -251,6 +252,7 @@ class StepRun:
                 scalers.finish()
                 refuse_found_twice(self.outside, self._call.given, given.changes())
                 arrays.finish()
+                self.outside.laters.finish()
                 refuse_written(self.outside.laters.memories, _compat.current_tracer().graph)
                 self._give(returned)
                 outside = self._left_outside(traced, held, draws)

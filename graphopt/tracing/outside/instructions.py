@@ -167,6 +167,8 @@ class Instructions(LaterOperands):
 
     def _item(self, at: Instruction) -> None:
         record, key = self._record, at.top(1)
+        if at.takes(2, record.laters.taking_items(at.top(2), key)):
+            return
         if type(key) is not slice:
             self._known(at, 2)
         container = record.viewed(at.top(2))
@@ -231,6 +233,8 @@ class Instructions(LaterOperands):
 
     def _set_item(self, at: Instruction) -> None:
         container, key = at.top(2), self._exact(at, 1, plain(at.top(1)))
+        if at.takes(2, self._record.laters.taking_items(container, at.top(1), at.top(3))):
+            return
         if not isinstance(container, (list, dict)) and not is_plain_class(type(container)):
             self._known(at, 3)
         if not self._record.is_outside(container):
