@@ -76,6 +76,8 @@ class GraphValues:
         return self._alone and _gives_tensor(value) and _is_of_graph(value)
 
     def _of_one(self, value: Later, index: bool) -> Any:
+        value = value.as_it_is()
+        value.is_used()
         if id(value) not in self._found:
             found = self._compute(value) if _is_of_graph(value) else None
             if found is None:
@@ -96,6 +98,8 @@ class GraphValues:
             while sharing:
                 each = sharing.pop()
                 each.memories.add(memory)
+                if each.own is not None:
+                    each.own.is_exported = True
                 sharing += () if is_fresh(each.made_by[0]) else each.parts
         return tensor, kind == "array"
 
@@ -105,7 +109,8 @@ class GraphValues:
         Raises:
             CaptureError: it has changed such a tensor.
         """
-        for tensor, version, line in self._tensors:
+        tensors, self._tensors, self._found = self._tensors, [], {}
+        for tensor, version, line in tensors:
             if _compat.version_of(tensor) != version or tensor.requires_grad:
                 raise CaptureError(
                     "it changes a tensor that Python has computed of values of the graph, or asks"

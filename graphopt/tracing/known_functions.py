@@ -205,6 +205,7 @@ _FRESH = frozenset(
      "any", "nanmean", "nonzero", "count_nonzero", "astype", "tolist", "item", "prod", "take",
      "array_equal", "tensor", "add", "subtract", "multiply", "divide", "equal", "not_equal",
      "power", "maximum", "minimum", "logical_and", "logical_or", "logical_not", "norm", "str",
-     "format", "repr", "dumps", "arange"}
+     "format", "repr", "dumps", "arange", "on_copy", "copied_item", "zeros_like", "ones_like",
+     "empty_like", "full_like", "zeros", "ones", "full", "eye"}
 )  # fmt: skip
 """Functions and methods that give values of their own."""

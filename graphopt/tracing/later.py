@@ -16,6 +16,7 @@ import time
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -31,7 +32,7 @@ from graphopt.tracing.nests import parts
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.running_trace import BEGIN, current_trace, is_running
 from graphopt.tracing.scheduled import ScheduledSetting, is_scheduled
-from graphopt.tracing.shared_memory import SharedMemory
+from graphopt.tracing.shared_memory import OwnMemory, SharedMemory
 
 ESCAPED = "\\udc81"
 """What the beginning of a piece becomes where a text is escaped."""
@@ -51,7 +52,9 @@ class Later(FoundByGraph):
 
     Attributes:
         parts: other such values that it is made of.
-        memories: those of tensors in which it lies.
+        memories: those of tensors and arrays in which it lies.
+        own: its own memory; None where it may be a part of something else.
+        dimensions: of what is known to be an array, -1 where nobody knows how many; None otherwise.
         shared: that of the tensor that it is the array of, in its whole; None otherwise.
     """
 
@@ -61,7 +64,10 @@ class Later(FoundByGraph):
         "_function",
         "_is_changed",
         "_is_number",
+        "_known_as",
+        "dimensions",
         "memories",
+        "own",
         "parts",
         "shared",
         "shares",
@@ -82,9 +88,15 @@ class Later(FoundByGraph):
         laters = [a for a in _compat.tree_leaves(self._args) if isinstance(a, Later)]
         for each in laters:
             each.is_used()
-        within = () if is_fresh(function) else tuple(laters)
+        self.own = OwnMemory() if is_fresh(function) and not is_number else None
+        within = () if is_number or self.own else tuple(laters)
         self.shares |= any(each.shares for each in within)
-        self.memories: set[SharedMemory] = {each for other in within for each in other.memories}
+        self.memories: set[SharedMemory | OwnMemory] = set()
+        for each in within:
+            self.memories |= each.memories if each.own is None else {*each.memories, each.own}
+        of_tensor = is_numpy_of_tensor(function) and isinstance(args[0], torch.Tensor)
+        self.dimensions: int | None = args[0].ndim if of_tensor else None
+        self._known_as: Later | None = None
         self.shared: SharedMemory | None = None
         if memory is not None:
             self.lies_in(memory)
@@ -100,6 +112,31 @@ class Later(FoundByGraph):
         self.shared = memory
         self.memories.add(memory)
 
+    def as_it_is(self) -> Later:
+        """What stands for the value as it is here, also where the step changes the array behind."""
+        if self.own is None:
+            return self
+        if self._known_as is None:
+            known = self._known_as = Later(self._function, ())
+            known._args, known.parts, known.own = self._args, self.parts, self.own
+            known.memories, known.shares = self.memories, self.shares
+            known.dimensions = self.dimensions
+        return self._known_as
+
+    def changes(self, function: Callable[..., Any], *args: Any) -> Later:
+        """From here on, it is the array as a function that changes it in place leaves it."""
+        if self.own is None or self.own.is_exported:
+            raise _refused("changes it in place", "make another one: x = x + y, not x += y")
+        new = Later(OnCopy(function), (self, *args))
+        self.own.is_written = True
+        self._function, self._args, self.parts = new._function, new._args, new.parts
+        self.own, self._known_as = new.own, None
+        self.dimensions = -1 if self.dimensions is None else self.dimensions
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.changes(operator.setitem, _without_ranges(key), value)
+
     @property
     def made_by(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The function that gives it, with its arguments."""
@@ -113,6 +150,8 @@ class Later(FoundByGraph):
             return self._of_tensor(name) if known else Later(Attribute(name), (self,))
         if name in _OF_TIMES:
             return Later(Attribute(name), (self,), is_number=True)
+        if name in _CHANGING and self.own is not None:
+            return partial(_changed, self, Method(name))
         if name not in METHODS and name not in _OF_TENSORS and name not in _TEXTS_OF_TIMES:
             return self._of_tensor(name)
 
@@ -133,7 +172,11 @@ class Later(FoundByGraph):
         return _refused(what)
 
     def __getitem__(self, key: Any) -> Any:
-        return Later(operator.getitem, (self, key), self._is_number)
+        left = _dimensions_left(self.dimensions, key if type(key) is tuple else (key,))
+        is_number = self._is_number or left == 0
+        item = Later(operator.getitem, (self, _without_ranges(key)), is_number)
+        item.dimensions = left or None
+        return item
 
     def __len__(self) -> int:
         return int(current_trace().decide(Later(len, (self,)), int))
@@ -183,7 +226,7 @@ class Later(FoundByGraph):
     def _not_known(self, *args: Any, **options: Any) -> NoReturn:
         raise _refused("gives it to code that is not followed, or changes it in place")
 
-    __float__ = __complex__ = __hash__ = __setitem__ = __delitem__ = _not_known
+    __float__ = __complex__ = __hash__ = __delitem__ = _not_known
     __array__ = __array_function__ = __reduce_ex__ = _not_known
 
 
@@ -193,6 +236,8 @@ _OF_TENSORS = frozenset(
      "date"}
 )  # fmt: skip
 """Methods of tensors, lists and times that change nothing."""
+_CHANGING = frozenset({"sort", "fill"})
+"""Methods of arrays, and of lists, that change them and give nothing."""
 _GIVING_NUMBERS = frozenset({"item", "total_seconds", "timestamp"})
 _TEXTS_OF_TIMES = frozenset({"strftime", "isoformat", "ctime"})
 _OF_TIMES = frozenset(
@@ -214,9 +259,29 @@ def applied(
     is_number: bool = False,
 ) -> Later:
     """What a function gives for these arguments, in each call."""
+    if options.get("out") is not None:
+        raise _refused("writes it into an array")
     if options:
         function, args = Named(function, tuple(options)), (*args, *options.values())
     return Later(function, args, is_number)
+
+
+class OnCopy:
+    """Gives a copy of an array as a function leaves it that changes it in place."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.__name__ = function, "on_copy"
+
+    def __call__(self, array: Any, *args: Any) -> Any:
+        array = array.copy()
+        self.function(array, *args)
+        return array
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and bool(vars(other) == vars(self))
+
+    def __hash__(self) -> int:
+        return hash(self.function)
 
 
 class Named:
@@ -324,7 +389,9 @@ _CONTAINERS = (list, dict, set, deque)
 def argument(value: Any) -> Any:
     """An argument as it is now: what the step changes afterwards is another one."""
     value = as_later(value)
-    if isinstance(value, (Later, ScheduledSetting, *SYMBOLIC)):
+    if type(value) is Later:
+        return value.as_it_is()
+    if isinstance(value, (ScheduledSetting, *SYMBOLIC)):
         return value
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
@@ -332,8 +399,10 @@ def argument(value: Any) -> Any:
         return type(value)(map(argument, value))
     if type(value) is dict:
         return {key: argument(each) for key, each in value.items()}
-    if type(value) is slice and holds_unknown((value.start, value.stop, value.step), True):
-        return Later(slice, (value.start, value.stop, value.step))
+    if type(value) is slice:
+        bounds = value.start, value.stop, value.step
+        if holds_unknown(bounds, True) or any(map(is_known, bounds)):
+            return Later(slice, bounds)
     if is_known(value):
         return _known_before(value)
     if is_of_numpy(value) and not value.dtype.hasobject:
@@ -341,6 +410,48 @@ def argument(value: Any) -> Any:
     if is_constant(value):
         return value
     raise _refused(f"computes it of a {type(value).__name__}")
+
+
+def _dimensions_left(dimensions: int | None, keys: Sequence[Any]) -> int | None:
+    """How many dimensions items of an array have that are taken by integers and slices; None where
+    that is not known."""
+    numbers = [each for each in keys if type(each) is not slice]
+    if dimensions is None or dimensions < len(keys) or not are_numbers(numbers):
+        return None
+    return dimensions - len(numbers)
+
+
+def _changed(value: Later, method: Callable[..., Any], *args: Any) -> None:
+    value.changes(method, *args)
+
+
+def _without_ranges(key: Any) -> Any:
+    if type(key) is tuple:
+        return tuple(map(_without_ranges, key))
+    return list(key) if type(key) is range else key
+
+
+class FedItems:
+    """Gives items of an array that an operator changes in place, and that go back there."""
+
+    def __init__(self, array: Later) -> None:
+        self._array = array
+
+    def __getitem__(self, key: Any) -> Later:
+        return Later(copied_item, (self._array, _without_ranges(key)), is_changed=True)
+
+
+def copied_item(array: Any, key: Any) -> Any:
+    """A part of an array of its own."""
+    item = array[key]
+    return item.copy() if hasattr(item, "copy") else item
+
+
+def array_of(value: Any) -> Later:
+    """What stands for an array that the step has made, which it changes from here on."""
+    found = Later(Method("copy"), (argument(value),))
+    found.dimensions = value.ndim
+    return found
 
 
 def _known_before(value: Any) -> Later:
@@ -392,6 +503,8 @@ def _forward(function: Callable[..., Any], in_place: bool = False) -> Callable[.
             return function(current_trace().of_graph(self), *others)
         if in_place and self._is_changed:
             return Later(getattr(operator, f"i{function.__name__}"), (self, *others), False, True)
+        if in_place and self.dimensions is not None:
+            return self.changes(getattr(operator, f"i{function.__name__}"), *others)
         if in_place and not self._is_number:
             raise _refused("changes it in place", "make another one: x = x + y, not x += y")
         return Later(function, (self, *others), are_numbers((self, *others)))

@@ -48,6 +48,7 @@ from graphopt.tracing.known_functions import (
 from graphopt.tracing.known_texts import KnownTexts, hands_on
 from graphopt.tracing.later import (
     ESCAPED,
+    FedItems,
     Later,
     applied,
     are_numbers,
@@ -356,9 +357,16 @@ class Laters(KnownTexts):
         """Whether a value is, or holds, something else than texts that only Python computes."""
         return any(type(each) is Later for each in leaves_in(value))
 
-    def taking_items(self, container: Any, key: Any, value: Any = None) -> Any:
-        """What stands for a tensor whose items are taken, or set, by what only Python computes;
-        None: itself."""
+    def taking_items(self, container: Any, key: Any, feeding: bool) -> Any:
+        """What stands for a tensor of which items are taken that only Python knows, or for an array
+        of which it takes one that goes back there, changed; None: itself."""
+        if feeding and type(container) is Later and container.dimensions is not None:
+            return FedItems(container)
+        return self.setting_items(container, key, None)
+
+    def setting_items(self, container: Any, key: Any, value: Any) -> Any:
+        """What stands for a tensor whose items are set to, or by, what only Python computes; None:
+        itself."""
         if isinstance(container, torch.Tensor) and self._is_value((key, value)):
             return ItemsOfTensor(container, self.of_graph)
         return None

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 from graphopt.host import HostCall
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.callback import record as record_call
 from graphopt.tracing.computations import nest_of
+from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.draws.items import LiveItems
-from graphopt.tracing.later import Later, argument, holds_unknown
+from graphopt.tracing.draws.live import is_array
+from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.later import Later, argument, array_of, holds_unknown, leaves_in
 from graphopt.tracing.numbers import refusal
 from graphopt.tracing.outside.record import Record
 
@@ -68,6 +71,39 @@ class LiveArrays:
             return None
         return _Sets(self, array, line)
 
+    def made(
+        self,
+        array: Any,
+        like: object,
+        values: Sequence[Any],
+        variables: dict[str, Any],
+        stacked: int = 1,
+    ) -> Any:
+        """What stands from now on, in the variable that alone has it, for an array that the step
+        has made, where it is changed by what only the graph knows, or a draw; None: itself.
+
+        Args:
+            like: held as the array is, but for a variable of the function that changes it, and its
+                stack.
+            values: that it is changed by.
+            variables: of that function.
+            stacked: how often the array is on the stack.
+        """
+        if not is_array(array) or self._record.is_outside(array):
+            return None
+        leaves = [leaf for value in values for leaf in _with_bounds(value)]
+        unknown = holds_unknown(leaves)
+        if not (unknown or any(map(_is_drawn, leaves))):
+            return None
+        names = [name for name, other in variables.items() if other is array]
+        in_variables = 1 + int(sys.version_info < (3, 13))  # which has no snapshot of them
+        held = sys.getrefcount(array) - sys.getrefcount(like)
+        is_view = array.base is not None and sys.getrefcount(array.base) > 2
+        if len(names) != 1 or held > stacked + in_variables or is_view:
+            return _HeldElsewhere() if unknown else None
+        variables[names[0]] = found = array_of(array)
+        return found
+
     def changer(self, array: Any, sign: str, value: Any, line: SourceLine) -> Any:
         """What stands for an array that an operator changes in place; None: itself."""
         if not self.is_array(array) or sign not in _IN_PLACE:
@@ -113,6 +149,30 @@ class LiveArrays:
 def _ufunc_of(callee: Any) -> Any:
     of = getattr(callee, "__self__", None)
     return of if type(of).__module__ == "numpy" else None
+
+
+def _with_bounds(value: Any) -> Iterator[Any]:
+    """A key or a value, and what is in it."""
+    for leaf in leaves_in(value):
+        yield from (leaf.start, leaf.stop, leaf.step) if type(leaf) is slice else (leaf,)
+
+
+def _is_drawn(value: Any) -> bool:
+    return is_known(value) or (is_host_number(value) and value.is_drawn)
+
+
+class _HeldElsewhere:
+    """Is changed in place of an array that the step holds elsewhere as well."""
+
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise refusal(
+            "it changes an array by what only the graph knows, and holds the array, or a part of"
+            " it, elsewhere as well",
+            "change it in the function that makes it, before anything else has it",
+        )
+
+    __setitem__ = __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = _refuse
+    __imod__ = __ipow__ = __iand__ = __ior__ = __ixor__ = __imatmul__ = _refuse
 
 
 class _Sets:

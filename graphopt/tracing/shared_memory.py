@@ -8,6 +8,7 @@ s.add_(1)               and other values from here on: no use of the array may f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import fx
@@ -17,6 +18,7 @@ from graphopt.errors import CaptureError
 from graphopt.ir.metadata import source_line, storages_of
 from graphopt.ir.operators import written
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.numbers import refusal
 
 
 class SharedMemory:
@@ -65,13 +67,38 @@ class SharedMemory:
             if places[own[0]] <= places.get(self._used, len(places)):
                 self.refuse()
 
-    def refuse(self) -> None:
+    def refuse(self) -> NoReturn:
         """Refuse a step that uses the array where the tensor has been updated."""
         raise CaptureError(
             "it updates a tensor in place in whose memory an array lies that it uses afterwards",
             location=None if self._line is None else str(self._line),
             hint="convert it once more where it is used; or a copy, which keeps the values:"
             " tensor.clone().numpy()",
+        )
+
+
+class OwnMemory:
+    """The memory of an array that nothing else is made of, but views of it.
+
+    Attributes:
+        is_written: the step has changed the array since; no view that it has taken before may be
+            used any more.
+        is_exported: a tensor of the graph stands for the array, or for a view, and does not change.
+    """
+
+    def __init__(self) -> None:
+        self.is_written = self.is_exported = False
+
+    def is_used(self) -> None:
+        """The step uses a view here."""
+        if self.is_written:
+            self.refuse()
+
+    def refuse(self) -> NoReturn:
+        """Refuse a step that uses a view where the array has been changed."""
+        raise refusal(
+            "it uses a part of an array behind a line that changes the array",
+            "take a copy of the part, or take it behind that line",
         )
 
 

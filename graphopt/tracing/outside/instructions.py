@@ -167,7 +167,10 @@ class Instructions(LaterOperands):
 
     def _item(self, at: Instruction) -> None:
         record, key = self._record, at.top(1)
-        if at.takes(2, record.laters.taking_items(at.top(2), key)):
+        feeding = at.step.feeding is not None
+        if feeding and at.top(4) is at.top(2):
+            self._fed(at)
+        if at.takes(2, record.laters.taking_items(at.top(2), key, feeding)):
             return
         if type(key) is not slice:
             self._known(at, 2)
@@ -206,6 +209,13 @@ class Instructions(LaterOperands):
         else:
             read_method(record, type(container), "__getitem__", at.line)
 
+    def _fed(self, at: Instruction) -> None:
+        """An item is taken that goes back to where it comes from: the container is there twice."""
+        container, like, variables = at.top(2), object(), at.frame.f_locals
+        made = self._record.laters.arrays.made(container, like, (at.top(1),), variables, stacked=2)
+        if at.takes(2, made):
+            at.put(4, made)
+
     def _slice(self, at: Instruction) -> None:
         container, key = at.top(3), slice(at.top(2), at.top(1))
         if self._is_trimmed(at.frame, container):
@@ -233,13 +243,15 @@ class Instructions(LaterOperands):
 
     def _set_item(self, at: Instruction) -> None:
         container, key = at.top(2), self._exact(at, 1, plain(at.top(1)))
-        if at.takes(2, self._record.laters.taking_items(container, at.top(1), at.top(3))):
+        if at.takes(2, self._record.laters.setting_items(container, at.top(1), at.top(3))):
             return
         if not isinstance(container, (list, dict)) and not is_plain_class(type(container)):
             self._known(at, 3)
+        arrays, like, variables = self._record.laters.arrays, object(), at.frame.f_locals
+        if at.takes(2, arrays.made(container, like, (at.top(1), at.top(3)), variables)):
+            return
         if not self._record.is_outside(container):
             return
-        arrays = self._record.laters.arrays
         if at.takes(2, self._record.item_setter(container, at.top(1))):
             return
         if at.takes(2, arrays.setter(container, at.top(1), at.top(3), at.line)):
@@ -284,7 +296,9 @@ class Instructions(LaterOperands):
         self._known_beside(at, 1, 2)
         self._known_beside(at, 2, 1)
         changed, value = at.top(2), at.top(1)
-        arrays = self._record.laters.arrays
+        arrays, like, variables = self._record.laters.arrays, object(), at.frame.f_locals
+        if at.takes(2, arrays.made(changed, like, (value,), variables)):
+            return
         if at.takes(2, arrays.changer(changed, at.step.name, value, at.line)):
             return
         self._read_contents(at.frame, value, at.line)
