@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+import graphopt
 from graphopt.errors import CaptureError
 from tests.test_in_graph import shown_as, trained
 
@@ -143,6 +144,118 @@ def test_it_is_as_in_eager_code(use: Use) -> None:
     found, step = trained(use, compiled=True)
     assert shown_as(found) == shown_as(eager)
     assert len(step.captures) == 1
+
+
+def returns(model: Any, x: Any) -> Any:
+    rewards, running = x[:, 0], 0
+    found = np.zeros_like(rewards)
+    for t in reversed(range(8)):
+        running = running * 0.99 + rewards[t]
+        found[t] = running
+    found -= found.mean()
+    found /= found.std()
+    return (model(torch.from_numpy(x))[:, 0] * torch.from_numpy(found)).sum(), found
+
+
+def advantages_of_arrays(model: Any, x: Any) -> Any:
+    scores, rewards = model(torch.from_numpy(x)), x[:, 0]
+    values, last = scores.detach().numpy()[:, 0], 0
+    found = np.zeros_like(rewards)
+    for t in reversed(range(7)):
+        found[t] = last = rewards[t] + 0.99 * values[t + 1] - values[t] + 0.9 * last
+    return (scores[:, 1] * torch.from_numpy((found - found.mean()) / found.std())).sum(), found
+
+
+def noise(model: Any, x: Any) -> Any:
+    drawn = np.random.randn(8, 4).astype(np.float32)
+    row = drawn[1]
+    drawn[0] = 0
+    drawn *= 0.1
+    drawn[np.random.rand(8) < 0.5] = 1
+    drawn += x
+    return model(torch.from_numpy(drawn)).sum(), row.sum()
+
+
+def read_before_and_behind(model: Any, x: Any) -> Any:
+    column = x[:, 0].copy()
+    first, second, part = column[0], float(column[1]), column[:2]
+    column[0], column[1] = 7, 8
+    return (model(torch.from_numpy(x)) * first * second).sum(), first, second, part.sum()
+
+
+def a_tensor_of_a_copy(model: Any, x: Any) -> Any:
+    own = x.copy()
+    tensor = torch.tensor(own)
+    own[0] = 1
+    return model(tensor).sum() + torch.from_numpy(own).sum()
+
+
+GIVEN: tuple[Callable[[Any, Any], Any], ...] = (
+    *(returns, advantages_of_arrays, noise, read_before_and_behind, a_tensor_of_a_copy),
+)
+
+
+def trained_on_arrays(use: Callable[[Any, Any], Any], compiled: bool) -> tuple[list[Any], Any]:
+    """The same with arrays among the arguments."""
+    numbers = np.random.RandomState(3)
+    np.random.seed(0)
+
+    def step(model: Any, x: Tensor, y: Tensor, scores: Tensor) -> Any:
+        return use(model, numbers.randn(8, 4).astype(np.float32))
+
+    if not compiled:
+        return trained(step, compiled=False)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    @graphopt.compile
+    def captured(x: Any) -> Any:
+        found = use(model, x)
+        loss = found[0] if isinstance(found, tuple) else found
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return found
+
+    seen: list[Any] = []
+    for _ in range(5):
+        torch.randn(8, 4), torch.randint(0, 3, (8,))
+        given = numbers.randn(8, 4).astype(np.float32)
+        before = given.copy()
+        seen.append(captured(given))
+        seen.append([p.detach().clone() for p in model.parameters()])
+        assert (given == before).all()
+    return [*seen, torch.get_rng_state()], captured
+
+
+@pytest.mark.parametrize("use", GIVEN, ids=lambda use: use.__name__)
+def test_arrays_that_are_known_before_are_changed_as_by_numpy(use: Callable[..., Any]) -> None:
+    eager, _ = trained_on_arrays(use, compiled=False)
+    found, step = trained_on_arrays(use, compiled=True)
+    assert shown_as(found) == shown_as(eager)
+    assert len(step.captures) == 1
+
+
+def a_tensor_in_its_memory(model: Any, x: Any) -> Any:
+    own = np.random.randn(8, 4).astype(np.float32)
+    tensor = torch.from_numpy(own)
+    scores = model(tensor)
+    own[0] = 1
+    return scores.sum() + tensor.sum()
+
+
+def by_the_graph_with_a_view(model: Any, x: Any) -> Any:
+    own = np.random.randn(8, 4).astype(np.float32)
+    row, scores = own[0], model(torch.from_numpy(x))
+    own[0, 0] = scores.detach().numpy().max()
+    return scores.sum(), row
+
+
+@pytest.mark.parametrize("use", [a_tensor_in_its_memory, by_the_graph_with_a_view])
+def test_what_lies_in_a_known_array_is_refused(use: Callable[..., Any]) -> None:
+    with pytest.raises(CaptureError, match="writes into it"):
+        trained_on_arrays(use, compiled=True)
 
 
 def a_view_from_before(highest: Any) -> Any:

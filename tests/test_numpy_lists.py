@@ -84,3 +84,27 @@ def test_they_are_numpys_own_of_known_numbers(function: Function) -> None:
 def test_others_are_refused(function: Function) -> None:
     with pytest.raises(CaptureError, match="numpy is given the value of a tensor"):
         run(function, True, known=False)
+
+
+MAKERS: dict[str, Callable[[Any, float, int], Tensor]] = {
+    "read": lambda x, drawn, chosen: torch.FloatTensor([x[0, 0].item(), 2.0]),
+    "of a tuple": lambda x, drawn, chosen: torch.Tensor((drawn, 1)),
+    "nested": lambda x, drawn, chosen: torch.DoubleTensor([[drawn], [x[1, 1].item()]]),
+    "integers": lambda x, drawn, chosen: torch.LongTensor((chosen, 3)),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_classes_of_tensors_take_numbers_of_the_step(make: Callable[..., Tensor]) -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        made = make(x, np.random.rand(), np.random.randint(5))
+        return model(x).sum() * made
+
+    seen = []
+    for wrapped in (step, graphopt.compile(step)):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        model = nn.Linear(4, 1)
+        seen.append([wrapped(model, x) for x in torch.randn(4, 5, 4)])
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(*seen, strict=True))
+    assert len(wrapped.captures) == 1

@@ -24,7 +24,14 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.draws.arguments import FoundByGraph, Method, is_known
-from graphopt.tracing.draws.arrays import METADATA, METHODS, VIEWS, Attribute, is_of_numpy
+from graphopt.tracing.draws.arrays import (
+    CHANGING_METHODS,
+    METADATA,
+    METHODS,
+    VIEWS,
+    Attribute,
+    is_of_numpy,
+)
 from graphopt.tracing.draws.program import ArrayConstant
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.known_functions import is_fresh
@@ -150,7 +157,7 @@ class Later(FoundByGraph):
             return self._of_tensor(name) if known else Later(Attribute(name), (self,))
         if name in _OF_TIMES:
             return Later(Attribute(name), (self,), is_number=True)
-        if name in _CHANGING and self.own is not None:
+        if name in CHANGING_METHODS and self.own is not None:
             return partial(_changed, self, Method(name))
         if name not in METHODS and name not in _OF_TENSORS and name not in _TEXTS_OF_TIMES:
             return self._of_tensor(name)
@@ -236,8 +243,6 @@ _OF_TENSORS = frozenset(
      "date"}
 )  # fmt: skip
 """Methods of tensors, lists and times that change nothing."""
-_CHANGING = frozenset({"sort", "fill"})
-"""Methods of arrays, and of lists, that change them and give nothing."""
 _GIVING_NUMBERS = frozenset({"item", "total_seconds", "timestamp"})
 _TEXTS_OF_TIMES = frozenset({"strftime", "isoformat", "ctime"})
 _OF_TIMES = frozenset(

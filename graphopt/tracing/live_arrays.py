@@ -24,6 +24,7 @@ from graphopt.tracing.draws.items import LiveItems
 from graphopt.tracing.draws.live import is_array
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.later import Later, argument, array_of, holds_unknown, leaves_in
+from graphopt.tracing.number_expressions import Leaf
 from graphopt.tracing.numbers import refusal
 from graphopt.tracing.outside.record import Record
 
@@ -89,16 +90,18 @@ class LiveArrays:
             variables: of that function.
             stacked: how often the array is on the stack.
         """
-        if not is_array(array) or self._record.is_outside(array):
+        if not (is_array(array) and not self._record.is_outside(array)) and not _is_own(array):
             return None
         leaves = [leaf for value in values for leaf in _with_bounds(value)]
         unknown = holds_unknown(leaves)
+        if is_known(array) and not unknown:
+            return None
         if not (unknown or any(map(_is_drawn, leaves))):
             return None
         names = [name for name, other in variables.items() if other is array]
         in_variables = 1 + int(sys.version_info < (3, 13))  # which has no snapshot of them
         held = sys.getrefcount(array) - sys.getrefcount(like)
-        is_view = array.base is not None and sys.getrefcount(array.base) > 2
+        is_view = not is_known(array) and _is_part(array)
         if len(names) != 1 or held > stacked + in_variables or is_view:
             return _HeldElsewhere() if unknown else None
         variables[names[0]] = found = array_of(array)
@@ -155,6 +158,16 @@ def _with_bounds(value: Any) -> Iterator[Any]:
     """A key or a value, and what is in it."""
     for leaf in leaves_in(value):
         yield from (leaf.start, leaf.stop, leaf.step) if type(leaf) is slice else (leaf,)
+
+
+def _is_own(array: Any) -> bool:
+    """Whether an array that is known before the graph runs is the step's, with nothing in it."""
+    of_array = is_known(array) and not array.is_scalar and type(array.expression) is Leaf
+    return of_array and array.calls.may_change(array) and not array.calls.has_views(array)
+
+
+def _is_part(array: Any) -> bool:
+    return array.base is not None and sys.getrefcount(array.base) > 2
 
 
 def _is_drawn(value: Any) -> bool:

@@ -17,7 +17,8 @@ import torch
 
 from graphopt import _compat
 from graphopt.tracing.host_numbers import is_host_number
-from graphopt.tracing.later import is_later
+from graphopt.tracing.known_functions import MAKING_TENSORS, is_in
+from graphopt.tracing.later import is_later, leaves_in
 from graphopt.tracing.number_functions import OF_FLOATS_IN_NUMPY, numpy_float64
 from graphopt.tracing.numbers import SYMBOLIC, ReadFloat, TracedFloat, as_read, record, refusal
 
@@ -43,26 +44,40 @@ def of_list(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
     return compute
 
 
-def of_queue(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
-    """What is called in place of a function of torch's that makes a tensor of a queue of numbers;
-    None where that is the function itself."""
-    if len(args) == 0 or type(args[0]) is not deque or callee not in _OF_SEQUENCES:
+def of_sequence(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
+    """What is called in place of a function or a class of torch's that makes a tensor of numbers
+    that are not known in this trace; None where that is the function itself: the classes
+    (`torch.FloatTensor`) take plain numbers alone, and no function takes a queue of others."""
+    if len(args) == 0 or type(args[0]) not in (list, tuple, deque):
         return None
-    if not any(isinstance(each, SYMBOLIC) or is_later(each) for each in args[0]):
+    legacy = _compat.made_by_legacy(callee)
+    if legacy is None and not (type(args[0]) is deque and is_in(callee, MAKING_TENSORS)):
+        return None
+    is_unknown = _is_of_trace if legacy is None else _is_float_of_trace
+    if not any(is_unknown(each) or is_later(each) for each in leaves_in(list(args[0]))):
         return None
 
-    def make(queue: Any, *others: Any, **options: Any) -> Any:
-        if any(map(is_later, queue)):
+    def make(sequence: Any, *others: Any, **options: Any) -> Any:
+        if any(map(is_later, leaves_in(list(sequence)))):
             raise refusal(
                 "it makes a tensor of what only Python computes, of a list outside that it changes",
                 "let the list be one that the step makes, or compute with tensors",
             )
-        return callee(list(queue), *others, **options)
+        if legacy is None:
+            return callee(list(sequence), *others, **options)
+        dtype, device = legacy
+        return torch.tensor(list(sequence), dtype=dtype, device=device)
 
     return make
 
 
-_OF_SEQUENCES = (torch.tensor, torch.as_tensor, torch.FloatTensor, torch.Tensor)
+def _is_of_trace(value: Any) -> bool:
+    return isinstance(value, SYMBOLIC)
+
+
+def _is_float_of_trace(value: Any) -> bool:
+    """Integers are found on the host, before the graph runs."""
+    return isinstance(value, torch.SymFloat) and not isinstance(value, int)
 
 
 def is_instance_of_numpy(number: Any, kinds: Any) -> bool:

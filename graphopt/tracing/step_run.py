@@ -43,7 +43,7 @@ from graphopt.tracing.made_arrays import MadeArrays
 from graphopt.tracing.marks import Marks, marks_kept
 from graphopt.tracing.noticed_steps import notice_steps
 from graphopt.tracing.number_lists import NumberLists, places_of_lists
-from graphopt.tracing.numpy_lists import of_list, of_queue
+from graphopt.tracing.numpy_lists import of_list, of_sequence
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.changing_texts import ChangingTexts
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
@@ -296,7 +296,7 @@ class StepRun:
         lengths = Lengths(given, self.outside)
         self.outside.length_of = lengths.of
         kinds: tuple[Callable[[Any, Sequence[Any]], Any], ...] = (
-            *(computing, converting, of_list, of_queue, lengths.asked, arrays.maker, draws),
+            *(computing, converting, of_list, of_sequence, lengths.asked, arrays.maker, draws),
             stand_in_of_collective,
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ METHODS = frozenset(
      "swapaxes", "take", "tolist", "trace", "transpose", "var", "view"}
 )  # fmt: skip
 """Methods that change nothing."""
+CHANGING_METHODS = frozenset({"sort", "fill"})
+"""Methods that change an array, and give nothing."""
 CHANGING = frozenset(
     {"copyto", "put", "putmask", "place", "put_along_axis", "fill_diagonal", "save", "savez",
      "savez_compressed", "savetxt", "array2string", "array_repr", "array_str"}
@@ -150,6 +153,8 @@ class HostArray(Known):
             return self.calls.by_value(term, getattr(self.plain, name))
         if name in VIEWS:
             return self.calls.apply(Attribute(name), (self,))
+        if name in CHANGING_METHODS and not self.is_scalar:
+            return partial(_changed, self, Method(name))
         if name not in METHODS:
             if not hasattr(self.plain, name):
                 raise AttributeError(name)
@@ -174,7 +179,18 @@ class HostArray(Known):
         return self.calls.apply(operator.getitem, (self, key))
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        raise self._changed()
+        self.changes(operator.setitem, key, value)
+
+    def changes(self, function: Callable[..., Any], *args: Any) -> HostArray:
+        """A function changes it in place, and each view of it with it, now and in every call.
+
+        Raises:
+            CaptureError: it may lie in memory that is not the step's own, or a tensor lies in its.
+        """
+        if not self.calls.may_change(self) or any(isinstance(each, FoundByGraph) for each in args):
+            raise self._changed()
+        self.calls.apply(function, (self, *args))
+        return self
 
     def __bool__(self) -> bool:
         return bool(self.calls.by_value(Application(bool, (self._as_now,)), bool(self.plain)))
@@ -272,13 +288,17 @@ def _reflected(function: Callable[..., Any]) -> Callable[[HostArray, Any], Any]:
     return method
 
 
-def _in_place(function: Callable[..., Any]) -> Callable[[HostArray, Any], Any]:
+def _in_place(
+    function: Callable[..., Any], changing: Callable[..., Any]
+) -> Callable[[HostArray, Any], Any]:
     def method(self: HostArray, other: Any) -> Any:
-        if not self.is_scalar:
-            raise self._changed()
-        return function(self, other)
+        return function(self, other) if self.is_scalar else self.changes(changing, other)
 
     return method
+
+
+def _changed(array: HostArray, method: Callable[..., Any], *args: Any) -> None:
+    array.changes(method, *args)
 
 
 def _unary(function: Callable[..., Any]) -> Callable[[HostArray], Any]:
@@ -293,7 +313,7 @@ for _operator in _BINARY:
     _function = getattr(operator, _operator)
     setattr(HostArray, f"__{_name}__", _forward(_function))
     setattr(HostArray, f"__r{_name}__", _reflected(_function))
-    setattr(HostArray, f"__i{_name}__", _in_place(_function))
+    setattr(HostArray, f"__i{_name}__", _in_place(_function, getattr(operator, f"i{_name}")))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(HostArray, f"__{_name}__", _forward(getattr(operator, _name)))
 for _name in ("neg", "pos", "abs", "invert"):

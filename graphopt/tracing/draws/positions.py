@@ -46,7 +46,7 @@ def _items(calls: HostCalls, sequence: Sequence[Any], positions: Sequence[Any]) 
 
 def _shuffle(calls: HostCalls, drawing: Drawing, x: Any, *args: Any, **options: Any) -> None:
     if is_known(x) and not x.is_scalar:
-        if not calls.may_shuffle(x):
+        if not calls.may_change(x):
             raise calls.refused(
                 f"{drawing.said} changes the order of an array in whose memory a tensor, or another"
                 " array, may lie",

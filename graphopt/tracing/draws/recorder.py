@@ -361,9 +361,18 @@ class HostCalls:
                 "let the tensor be a copy: torch.tensor(array)",
             )
 
-    def may_shuffle(self, array: Known) -> bool:
+    def may_change(self, array: Known) -> bool:
         """Whether an array is the step's own, and no tensor's."""
         return self.is_fresh(array) and not self.memory.is_lent(array.plain)
+
+    def has_views(self, array: Known) -> bool:
+        """Whether something may have been made of an array that lies in its memory."""
+        index = array.expression.index
+        behind = self.program.steps[index + 1 - self.program.first :]
+        taking = (
+            step for step in behind if index in chain.from_iterable(map(leaves_of, step.args))
+        )
+        return any(not is_fresh(step.function) for step in taking)
 
     def is_fresh(self, array: Known) -> bool:
         """Whether an array lies in no memory but its own."""
