@@ -68,6 +68,8 @@ def is_same(one: Any, other: Any, depth: int = _DEPTH, given: Mapping[int, Any] 
         return repr(one) == repr(other)
     if hasattr(one, "tobytes") and getattr(one, "ndim", None) == 0:  # a scalar of numpy's
         return bool((one.dtype, one.tobytes()) == (other.dtype, other.tobytes()))
+    if hasattr(type(one), "repeats"):
+        return bool(one.repeats(other))
     mine, theirs = parts_of(one), parts_of(other)
     if mine is None or theirs is None or mine[0] != theirs[0]:
         return _is_same_container(one, other, depth)

@@ -439,7 +439,7 @@ def _without_ranges(key: Any) -> Any:
 class FedItems:
     """Gives items of an array that an operator changes in place, and that go back there."""
 
-    def __init__(self, array: Later) -> None:
+    def __init__(self, array: Any) -> None:
         self._array = array
 
     def __getitem__(self, key: Any) -> Later:

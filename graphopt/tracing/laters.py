@@ -25,6 +25,7 @@ from graphopt.tracing.array_tensors import made_of_array
 from graphopt.tracing.computations import evaluated, functions_in, numbers_in
 from graphopt.tracing.draws.arguments import Method
 from graphopt.tracing.draws.arrays import METHODS
+from graphopt.tracing.draws.live import place_of
 from graphopt.tracing.in_graph import GraphValues, ItemsOfTensor
 from graphopt.tracing.kept_items import KeptItems, PieceOfText
 from graphopt.tracing.known_functions import (
@@ -85,6 +86,7 @@ class Laters(KnownTexts):
         ask: the value of something, by `evaluated`, and the kind of the answer.
         compute: makes a tensor of the graph of a value; see `GraphValues`.
         alone: no other rank runs the same step.
+        carry: see `LiveArrays`.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Laters(KnownTexts):
         ask: Callable[[Later, type, Callable[[Any], Any]], Any],
         compute: Callable[[Later, Callable[[Any], Any]], Any],
         alone: bool,
+        carry: Callable[[str, Any], bool],
     ) -> None:
         self._record, self._ask = record, ask
         self._values = GraphValues(
@@ -100,7 +103,7 @@ class Laters(KnownTexts):
         )
         self.of_graph, self.takes = self._values.of, self._values.takes
         self._texts: list[Later] = []
-        self.arrays = LiveArrays(record)
+        self.arrays = LiveArrays(record, carry)
         self.memories: list[SharedMemory] = []
         self.lists: dict[int, Any] = {}
         self._kept: dict[int, list[KeptItems]] = {}
@@ -361,6 +364,8 @@ class Laters(KnownTexts):
         """What stands for a tensor of which items are taken that only Python knows, or for an array
         of which it takes one that goes back there, changed; None: itself."""
         if feeding and type(container) is Later and container.dimensions is not None:
+            return FedItems(container)
+        if feeding and place_of(container) is not None:
             return FedItems(container)
         return self.setting_items(container, key, None)
 

@@ -21,11 +21,12 @@ from graphopt.tracing.callback import record as record_call
 from graphopt.tracing.computations import nest_of
 from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.draws.items import LiveItems
-from graphopt.tracing.draws.live import is_array
+from graphopt.tracing.draws.live import is_array, place_of
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.later import Later, argument, array_of, holds_unknown, leaves_in
 from graphopt.tracing.number_expressions import Leaf
 from graphopt.tracing.numbers import refusal
+from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
 
 _IN_PLACE = {
@@ -35,10 +36,15 @@ _IN_PLACE = {
 
 
 class LiveArrays:
-    """The arrays of one trace."""
+    """The arrays of one trace.
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
+    Args:
+        carry: takes note of a place in which each call is to find its array, before its graph runs,
+            and says whether this is new.
+    """
+
+    def __init__(self, record: Record, carry: Callable[[str, OutsidePlace], bool]) -> None:
+        self._record, self._carry = record, carry
         self._written: dict[int, Any] = {}
         self._read: set[int] = set()
 
@@ -66,6 +72,8 @@ class LiveArrays:
 
     def setter(self, array: Any, key: Any, value: Any, line: SourceLine) -> Any:
         """What stands for an array where an instruction writes an item; None: itself."""
+        if place_of(array) is not None:
+            return _Sets(self, array, line)
         if not self.is_array(array):
             return None
         if not (holds_unknown((key, value)) or self.is_written(array)):
@@ -109,6 +117,8 @@ class LiveArrays:
 
     def changer(self, array: Any, sign: str, value: Any, line: SourceLine) -> Any:
         """What stands for an array that an operator changes in place; None: itself."""
+        if sign in _IN_PLACE and place_of(array) is not None:
+            return _Changes(self, array, _IN_PLACE[sign], line)
         if not self.is_array(array) or sign not in _IN_PLACE:
             return None
         if not (holds_unknown(value) or self.is_written(array)):
@@ -132,7 +142,11 @@ class LiveArrays:
 
     def write(self, function: Any, array: Any, args: Sequence[Any], line: SourceLine) -> None:
         """Each call calls a function that writes to an array."""
-        record = self._record
+        record, place = self._record, place_of(array)
+        if place is not None:
+            array.calls.memory.write(array.plain)
+            record_call(HostCall(_InPlace(place, function), self._nests(args)))
+            return
         if id(array) in self._read:
             raise refusal(
                 "it reads an array outside its arguments between two places where it changes it",
@@ -140,13 +154,34 @@ class LiveArrays:
             )
         path = record.path(array, "an array")
         if id(array) in record.contents_read:
+            places = [each for each in record.places_of(array) if each.is_item]
+            if sum(self._carry(path, each) for each in places):
+                return  # it is traced again
             raise refusal(
                 f"it reads {path} and then changes it by what the graph gives",
                 "read it behind that, or do it in graphopt.callback(function, …)",
             )
         record.pin(array)
         self._written[id(array)] = array
-        record_call(HostCall(function, [array, *(nest_of(argument(each)) for each in args)]))
+        record_call(HostCall(function, [array, *self._nests(args)]))
+
+    def _nests(self, args: Sequence[Any]) -> list[Any]:
+        return [nest_of(argument(each)) for each in args]
+
+
+class _InPlace:
+    """Changes the array that is in a place by then."""
+
+    def __init__(self, place: OutsidePlace, function: Callable[..., Any]) -> None:
+        self._place, self._function = place, function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(self._place.now(), *args)
+
+    def repeats(self, other: _InPlace) -> bool:
+        """Whether another trace of the same step changes the array of the same place alike."""
+        same = self._place.identity == other._place.identity
+        return same and self._function is other._function
 
 
 def _ufunc_of(callee: Any) -> Any:

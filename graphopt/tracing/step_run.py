@@ -46,6 +46,7 @@ from graphopt.tracing.number_lists import NumberLists, places_of_lists
 from graphopt.tracing.numpy_lists import of_list, of_sequence
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.changing_texts import ChangingTexts
+from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.pinned import nest_parts, pin_changes, pin_held, refuse_found_twice
 from graphopt.tracing.placed import take_placed
@@ -178,10 +179,16 @@ class StepRun:
             yield _compat.sizes_given(self.mode, self.made.decider.sized)
         yield marks_kept(self._inputs)
         made = self.made
-        self.outside.laters = Laters(self.outside, made.decide_computed, made.in_graph, self._alone)
+        self.outside.laters = Laters(
+            self.outside, made.decide_computed, made.in_graph, self._alone, self._carried
+        )
         piece = self.outside.laters.piece_of
         self.outside.texts = ChangingTexts(self.outside, self._call.besides.texts, piece)
         yield values_of(self.outside.laters)
+
+    def _carried(self, path: str, place: OutsidePlace) -> bool:
+        """Note a place in which each call finds an array; whether this is new."""
+        return self.finder.carries(path, place, counted=True)
 
     def _is_told(self) -> bool:
         """Whether libraries find out that the step is traced."""

@@ -24,7 +24,7 @@ from graphopt.tracing.draws.memory import OfTensors
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.later import Later
-from graphopt.tracing.number_expressions import Application
+from graphopt.tracing.number_expressions import Application, Leaf
 from graphopt.tracing.outside.places import OutsidePlace
 
 
@@ -36,16 +36,25 @@ class ArrayIn:
     """
 
     def __init__(self, place: OutsidePlace) -> None:
-        self._place = place
+        self.place = place
 
     def __call__(self) -> Any:
-        return self._place.now()
+        return self.place.now()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ArrayIn) and other._place.identity == self._place.identity
+        return isinstance(other, ArrayIn) and other.place.identity == self.place.identity
 
     def __hash__(self) -> int:
-        return hash(self._place.identity)
+        return hash(self.place.identity)
+
+
+def place_of(value: Any) -> OutsidePlace | None:
+    """The place outside in which a step finds an array before its graph runs; None of anything
+    else."""
+    if type(value) is not HostArray or type(value.expression) is not Leaf:
+        return None
+    function = value.calls.step_of(value).function
+    return function.place if isinstance(function, ArrayIn) else None
 
 
 def is_array(value: Any) -> bool:

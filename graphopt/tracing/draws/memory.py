@@ -36,6 +36,7 @@ class ArrayMemory:
 
     def __init__(self) -> None:
         self._outside: list[Any] = []
+        self._changed: list[Any] = []
         self._lent: list[Any] = []
         self._tensors: list[torch.Tensor] = []
         self._over_outside = False
@@ -43,6 +44,16 @@ class ArrayMemory:
     def add_outside(self, array: Any) -> None:
         """An array was there before the step."""
         self._outside.append(array)
+
+    def write(self, array: Any) -> None:
+        """The graph writes to an array that was there before."""
+        self._changed.append(array)
+
+    def is_changed(self, values: Iterable[Any]) -> bool:
+        """Whether one of these values is an array in whose memory the graph writes, which runs when
+        all is computed that is known before."""
+        arrays = [each for each in values if hasattr(each, "__array_interface__")]
+        return any(_meet(one, other) for one in arrays for other in self._changed)
 
     def lend(self, array: Any, stand_in: torch.Tensor) -> None:
         """A tensor lies in the memory of an array."""

@@ -242,6 +242,12 @@ class HostCalls:
             ) from None
         named = dict(zip(names, args[len(args) - len(names) :], strict=True))
         given = [plain(each) for each in args[: len(args) - len(names)]]
+        if self.memory.is_changed((*given, *map(plain, named.values()))):
+            raise self.refused(
+                "it reads an array outside its arguments behind a line that changes it by what the"
+                " graph gives",
+                "read it before, or in the next call; or do both in graphopt.callback(function, …)",
+            )
         with _compat.without_modes():
             value = function(*given, **{name: plain(each) for name, each in named.items()})
         index = self.program.first + len(self.program.steps)
@@ -361,6 +367,11 @@ class HostCalls:
                 "let the tensor be a copy: torch.tensor(array)",
             )
 
+    def step_of(self, array: Known) -> HostStep:
+        """What gives an array."""
+        index: int = array.expression.index
+        return self.program.steps[index - self.program.first]
+
     def may_change(self, array: Known) -> bool:
         """Whether an array is the step's own, and no tensor's."""
         return self.is_fresh(array) and not self.memory.is_lent(array.plain)
@@ -376,7 +387,7 @@ class HostCalls:
 
     def is_fresh(self, array: Known) -> bool:
         """Whether an array lies in no memory but its own."""
-        step = self.program.steps[array.expression.index - self.program.first]
+        step = self.step_of(array)
         copies = "copy" not in step.names and step.function is not operator.getitem
         return step.generator is not None or (copies and is_fresh(step.function))
 

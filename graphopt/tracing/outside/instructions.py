@@ -18,7 +18,7 @@ from graphopt._compat.frames import NULL
 from graphopt.host.changes import changes_of
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.array_tensors import takes_items
-from graphopt.tracing.draws.arguments import any_known, plain
+from graphopt.tracing.draws.arguments import any_known, is_known, plain
 from graphopt.tracing.inputs import may_be_input
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside import kept_lists
@@ -250,6 +250,8 @@ class Instructions(LaterOperands):
         arrays, like, variables = self._record.laters.arrays, object(), at.frame.f_locals
         if at.takes(2, arrays.made(container, like, (at.top(1), at.top(3)), variables)):
             return
+        if is_known(container):
+            at.takes(2, arrays.setter(container, at.top(1), at.top(3), at.line))
         if not self._record.is_outside(container):
             return
         if at.takes(2, self._record.item_setter(container, at.top(1))):
