@@ -190,8 +190,18 @@ def a_tensor_of_a_copy(model: Any, x: Any) -> Any:
     return model(tensor).sum() + torch.from_numpy(own).sum()
 
 
+def windows_drawn(model: Any, x: Any) -> Any:
+    """As the decision transformer draws batches."""
+    begin = np.random.randint(0, 9)
+    steps = np.arange(begin, begin + 4).reshape(1, -1)
+    steps[steps >= 10] = 9
+    padded = np.concatenate([np.zeros((1, 2)), steps], axis=1)
+    return (model(torch.from_numpy(x)).sum() * torch.from_numpy(padded)).sum(), padded
+
+
 GIVEN: tuple[Callable[[Any, Any], Any], ...] = (
     *(returns, advantages_of_arrays, noise, read_before_and_behind, a_tensor_of_a_copy),
+    *(windows_drawn,),
 )
 
 

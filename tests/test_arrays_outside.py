@@ -106,3 +106,33 @@ def read_through_a_view(replay: Replay, indices: Any, priorities: Any) -> None:
 def test_what_is_read_behind_is_refused(update: Update) -> None:
     with pytest.raises(CaptureError, match="behind a line that changes it"):
         trained(update, compiled=True, between=lambda replay: None)
+
+
+RATES = np.linspace(0.1, 0.01, 12)
+
+
+@pytest.mark.parametrize("begin", [0, 4])
+def test_rates_of_a_table_may_be_scaled(begin: int) -> None:
+    """As ConvNeXt, BEiT and others set them for each layer."""
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor, index: int) -> Tensor:
+        for group in optimizer.param_groups:
+            group["lr"] = RATES[begin + index // 2] * group["lr_scale"]
+        loss = model(x).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    found = []
+    for wrapped in (step, graphopt.compile(step)):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.param_groups[0]["lr_scale"] = 0.5
+        seen: list[Any] = []
+        for index, x in enumerate(torch.randn(5, 3, 4)):
+            seen += [wrapped(model, optimizer, x, index), optimizer.param_groups[0]["lr"]]
+        found.append(shown_as([*seen, model.weight]))
+    assert found[0] == found[1]
+    assert len(wrapped.captures) == 1

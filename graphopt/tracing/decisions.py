@@ -148,11 +148,11 @@ class Decider:
             raise another_on_each_rank(line)
         assumption = ComputedAssumption(self._count, str(line), nest_of(value))
         if self._count == len(known):
-            known.append(self._evaluated(value, replaced, kind))
+            known.append(self.evaluated(value, replaced, kind))
         _compat.record_call(assumption, assumption.take_values())
         return self._assumed(assumption)
 
-    def _evaluated(
+    def evaluated(
         self,
         value: Later,
         replaced: Callable[[Any], Callable[..., Any]],
@@ -183,7 +183,7 @@ class Decider:
             raise _computed_on_each_rank(line)
         known = self._inputs.answers
         if self._count == len(known):
-            form = self._evaluated(value, replaced, form_of)
+            form = self.evaluated(value, replaced, form_of)
             if form is None:
                 return None
             known.append(form)

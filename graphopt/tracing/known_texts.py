@@ -122,4 +122,4 @@ class KnownTexts:
 
 def hands_on(callee: Any) -> bool:
     """Whether a callee may be given what stands for a value."""
-    return callee is callback or is_followed(callee)
+    return callee is callback or is_followed(callee) or getattr(callee, "of_later", False)

@@ -119,6 +119,15 @@ class Later(FoundByGraph):
         self.shared = memory
         self.memories.add(memory)
 
+    @property
+    def is_number(self) -> bool:
+        """Whether it is known to be a number."""
+        return self._is_number
+
+    def becomes_number(self) -> None:
+        """It has turned out to be a number."""
+        self._is_number = True
+
     def as_it_is(self) -> Later:
         """What stands for the value as it is here, also where the step changes the array behind."""
         if self.own is None:
@@ -152,6 +161,8 @@ class Later(FoundByGraph):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
+        if name in _OF_SHAPES and self._lies_in_tensor():
+            return _OF_SHAPES[name](self._args[0])
         if name in METADATA or name in VIEWS:
             known = current_trace().takes(self)
             return self._of_tensor(name) if known else Later(Attribute(name), (self,))
@@ -166,7 +177,13 @@ class Later(FoundByGraph):
             found = applied(Method(name), (self, *args), options, is_number=name in _GIVING_NUMBERS)
             return current_trace().text(found) if name in _TEXTS_OF_TIMES else found
 
+        method.of_later = True  # type: ignore[attr-defined]
         return method
+
+    def _lies_in_tensor(self) -> bool:
+        """Whether it is the whole array in the memory of a tensor of known shape."""
+        of_tensor = is_numpy_of_tensor(self._function) and isinstance(self._args[0], torch.Tensor)
+        return of_tensor and not _compat.has_symbolic_shape(self._args[0])
 
     def _of_tensor(self, name: str) -> Any:
         """What only a tensor has, which is one of the graph from here on."""
@@ -186,6 +203,8 @@ class Later(FoundByGraph):
         return item
 
     def __len__(self) -> int:
+        if self._lies_in_tensor():
+            return len(self._args[0])
         return int(current_trace().decide(Later(len, (self,)), int))
 
     def __iter__(self) -> Iterator[Any]:
@@ -243,6 +262,12 @@ _OF_TENSORS = frozenset(
      "date"}
 )  # fmt: skip
 """Methods of tensors, lists and times that change nothing."""
+_OF_SHAPES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "shape": lambda tensor: tuple(tensor.shape),
+    "ndim": lambda tensor: tensor.ndim,
+    "size": lambda tensor: tensor.numel(),
+}
+"""What numpy's attributes of an array are that lies in the memory of a tensor."""
 _GIVING_NUMBERS = frozenset({"item", "total_seconds", "timestamp"})
 _TEXTS_OF_TIMES = frozenset({"strftime", "isoformat", "ctime"})
 _OF_TIMES = frozenset(

@@ -15,7 +15,7 @@ import statistics
 import types
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -77,29 +77,39 @@ from graphopt.tracing.said import saying
 from graphopt.tracing.scheduled import computing, is_scheduled
 from graphopt.tracing.shared_memory import SharedMemory
 
+Replaced = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Says what is called in place of a function to know a value; see `computations.evaluated`."""
+
+
+class Evaluating(Protocol):
+    """Knows values of the graph in this call, and what Python computes of them."""
+
+    def decide_computed(self, value: Later, kind: type, replaced: Replaced) -> Any:
+        """What a value is in this call, for which the graph holds; `kind`: of the answer."""
+
+    def in_graph(self, value: Later, replaced: Replaced) -> Any:
+        """A tensor of the graph that a value makes; see `GraphValues`."""
+
+    def kind_of(self, value: Later, replaced: Replaced) -> type:
+        """Of which class a value is in this call."""
+
 
 class Laters(KnownTexts):
     """Such values of one trace.
 
     Args:
         record: of what the step does outside its arguments.
-        ask: the value of something, by `evaluated`, and the kind of the answer.
-        compute: makes a tensor of the graph of a value; see `GraphValues`.
+        made: knows values of the graph.
         alone: no other rank runs the same step.
         carry: see `LiveArrays`.
     """
 
     def __init__(
-        self,
-        record: Record,
-        ask: Callable[[Later, type, Callable[[Any], Any]], Any],
-        compute: Callable[[Later, Callable[[Any], Any]], Any],
-        alone: bool,
-        carry: Callable[[str, Any], bool],
+        self, record: Record, made: Evaluating, alone: bool, carry: Callable[[str, Any], bool]
     ) -> None:
-        self._record, self._ask = record, ask
+        self._record, self._made = record, made
         self._values = GraphValues(
-            lambda value: compute(value, self._at_trace), self.memory_of, alone
+            lambda value: made.in_graph(value, self._at_trace), self.memory_of, alone
         )
         self.of_graph, self.takes = self._values.of, self._values.takes
         self._texts: list[Later] = []
@@ -126,6 +136,15 @@ class Laters(KnownTexts):
     def number_of(self, function: Callable[..., Any], args: Sequence[Any]) -> Later | None:
         """What stands for the number that a function gives of numbers; None if one is none."""
         return Later(function, args, is_number=True) if are_numbers(args) else None
+
+    def note_number(self, value: Any) -> None:
+        """Find out whether a value that may be of any kind is a number that a graph may take."""
+        value = as_later(value)
+        if type(value) is not Later or value.is_number:
+            return
+        kind = self._made.kind_of(value, self._at_trace)
+        if kind in (int, float) or kind.__name__ == "float64":
+            value.becomes_number()
 
     def finish(self) -> None:
         """The step is over; see `GraphValues`."""
@@ -156,7 +175,7 @@ class Laters(KnownTexts):
             self._record.texts.holds_for(text)
         if texts and not numbers and self._is_exact(value):
             return kind(self.exact(value))
-        return self._ask(value, kind, self._at_trace)
+        return self._made.decide_computed(value, kind, self._at_trace)
 
     def _at_trace(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(function, TextOutside):
@@ -329,16 +348,16 @@ class Laters(KnownTexts):
             for each in items:
                 each.within = found.get(identity)
 
-    def item(self, container: Any, key: Any, line: SourceLine, feeding: bool = False) -> Any:
+    def item(self, container: Any, key: Any, line: SourceLine, fed: bool = False) -> Any:
         """What stands for `container[key]`; None where that is the item itself.
 
         Args:
-            feeding: it only goes into a store to where it comes from.
+            fed: an operator changes it in place, and it goes back.
         """
         if isinstance(container, str):
             return self.text(as_later(container)[key]) if is_later(container) else None
         is_array = self.arrays.is_array(container)
-        if is_array and feeding:
+        if is_array and fed:
             return self.arrays.item(container, key)
         if not self.is_kept(container):
             return None
@@ -360,12 +379,11 @@ class Laters(KnownTexts):
         """Whether a value is, or holds, something else than texts that only Python computes."""
         return any(type(each) is Later for each in leaves_in(value))
 
-    def taking_items(self, container: Any, key: Any, feeding: bool) -> Any:
+    def taking_items(self, container: Any, key: Any, fed: bool) -> Any:
         """What stands for a tensor of which items are taken that only Python knows, or for an array
         of which it takes one that goes back there, changed; None: itself."""
-        if feeding and type(container) is Later and container.dimensions is not None:
-            return FedItems(container)
-        if feeding and place_of(container) is not None:
+        is_array = type(container) is Later and container.dimensions is not None
+        if fed and (is_array or place_of(container) is not None):
             return FedItems(container)
         return self.setting_items(container, key, None)
 

@@ -198,7 +198,9 @@ def _with_bounds(value: Any) -> Iterator[Any]:
 def _is_own(array: Any) -> bool:
     """Whether an array that is known before the graph runs is the step's, with nothing in it."""
     of_array = is_known(array) and not array.is_scalar and type(array.expression) is Leaf
-    return of_array and array.calls.may_change(array) and not array.calls.has_views(array)
+    if not of_array or not array.calls.is_fresh(array):
+        return False
+    return array.calls.may_change(array) and not array.calls.has_views(array)
 
 
 def _is_part(array: Any) -> bool:

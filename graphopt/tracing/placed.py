@@ -102,6 +102,8 @@ class _Places:
         value = place.now()
         if is_known(value):
             value = value.calls.as_float(value)
+        if record.depends_on(place) and (before is None or may_be_input(before)):
+            record.laters.note_number(value)
         refuse_keys({place.key: None} if isinstance(place.key, str) else {})
         alone = _is_left_alone(written)
         if record.depends_on(place) and not alone:
@@ -271,8 +273,9 @@ def _left_by_each_call(
                 f"it reads {written.path} outside its arguments, and then puts a text or another"
                 " value there that only Python computes, of what the graph gives",
                 location=None if written.line is None else str(written.line),
-                hint="keep it in another place than the one that is read, or let a function do it"
-                " that is called in every step: graphopt.callback(function, value)",
+                hint="keep it in another place than the one that is read; or let it be a number of"
+                " Python's, float(value); or let a function do it that is called in every step:"
+                " graphopt.callback(function, value)",
             )
             return None
     elif is_plain(value):

@@ -178,10 +178,7 @@ class StepRun:
         if self._inputs.sizes is not SizesKept.UNKNOWN:
             yield _compat.sizes_given(self.mode, self.made.decider.sized)
         yield marks_kept(self._inputs)
-        made = self.made
-        self.outside.laters = Laters(
-            self.outside, made.decide_computed, made.in_graph, self._alone, self._carried
-        )
+        self.outside.laters = Laters(self.outside, self.made, self._alone, self._carried)
         piece = self.outside.laters.piece_of
         self.outside.texts = ChangingTexts(self.outside, self._call.besides.texts, piece)
         yield values_of(self.outside.laters)

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 Substitute = Callable[..., Any]
 
 _MAKERS = frozenset({torch.from_numpy, torch.tensor, torch.as_tensor, torch.asarray})
-_MADE = ("array", "asarray", "asanyarray", "ascontiguousarray", "full", "float32", "float64",
+_MADE = ("arange", "array", "asarray", "asanyarray", "ascontiguousarray", "full",
+         "float32", "float64",
          "int32", "int64", "mean", "sum", "std", "var", "median", "max", "amax", "min", "amin",
          "average", "prod", "percentile", "nanmean", "stack", "vstack", "hstack", "concatenate",
          "column_stack", "bool_", "maximum", "minimum", "exp", "sqrt",

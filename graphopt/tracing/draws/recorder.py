@@ -24,6 +24,7 @@ from graphopt.host.assumptions import Assumption
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.draws.arguments import (
     Known,
+    Method,
     UnknownArgumentError,
     expression_of,
     is_known,
@@ -373,8 +374,17 @@ class HostCalls:
         return self.program.steps[index - self.program.first]
 
     def may_change(self, array: Known) -> bool:
-        """Whether an array is the step's own, and no tensor's."""
-        return self.is_fresh(array) and not self.memory.is_lent(array.plain)
+        """Whether an array, or the one that it is a part of, is the step's own, and no tensor's."""
+        return self._is_own(array.expression) and not self.memory.is_lent(array.plain)
+
+    def _is_own(self, expression: Any) -> bool:
+        if type(expression) is not Leaf or expression.index < self.program.first:
+            return False
+        step = self.program.steps[expression.index - self.program.first]
+        if self.is_fresh(Known(expression, None)):
+            return True
+        parts = [each for each in step.args if isinstance(each, (Leaf, Application))]
+        return step.function in _OF_PARTS and bool(parts) and self._is_own(parts[0])
 
     def has_views(self, array: Known) -> bool:
         """Whether something may have been made of an array that lies in its memory."""
@@ -422,6 +432,10 @@ class HostCalls:
 
 def nothing_more() -> None:
     """No other trace is needed."""
+
+
+_OF_PARTS = frozenset({operator.getitem, *map(Method, ("reshape", "transpose", "ravel"))})
+"""What gives a part of its first argument, or a copy, and of no other."""
 
 
 def _item(values: Sequence[Any], position: int) -> Any:

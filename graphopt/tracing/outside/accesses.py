@@ -19,6 +19,7 @@ class OutsideAccess(NamedTuple):
     Attributes:
         feeding: where the store is if it loads a value that only goes into one to the same place.
         counting: it is such a store.
+        fed: it takes an item that an operator changes in place, and that goes back.
         discarded: it is a call whose result nothing uses.
     """
 
@@ -29,6 +30,7 @@ class OutsideAccess(NamedTuple):
     offset: int
     feeding: int | None
     counting: bool
+    fed: bool
     discarded: bool
 
 
@@ -40,6 +42,7 @@ def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
     counting = set(feeding.values())
     visible = [i for i in instructions if i.opname != "CACHE"]
     discarded = {a.offset for a, b in pairwise(visible) if b.opname == "POP_TOP"}
+    fed = {b.offset for a, b in pairwise(visible) if _is_fed(a, b)}
     return {
         i.offset: OutsideAccess(
             "_in_place" if _is_in_place(i) else _HANDLERS[i.opname],
@@ -49,11 +52,18 @@ def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
             i.offset,
             feeding.get(i.offset),
             i.offset in counting,
+            i.offset in fed,
             i.offset in discarded,
         )
         for i in instructions
         if i.opname in _HANDLERS
     }
+
+
+def _is_fed(before: dis.Instruction, taking: dis.Instruction) -> bool:
+    """Whether an item is taken of a container and a key that stay on the stack."""
+    copies = before.opname == "DUP_TOP_TWO" or (before.opname, before.arg) == ("COPY", 2)
+    return taking.opname == "BINARY_SUBSCR" and copies
 
 
 def _name(instruction: dis.Instruction) -> Any:

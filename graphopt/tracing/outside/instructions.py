@@ -167,10 +167,9 @@ class Instructions(LaterOperands):
 
     def _item(self, at: Instruction) -> None:
         record, key = self._record, at.top(1)
-        feeding = at.step.feeding is not None
-        if feeding and at.top(4) is at.top(2):
+        if at.step.fed:
             self._fed(at)
-        if at.takes(2, record.laters.taking_items(at.top(2), key, feeding)):
+        if at.takes(2, record.laters.taking_items(at.top(2), key, at.step.fed)):
             return
         if type(key) is not slice:
             self._known(at, 2)
@@ -180,7 +179,7 @@ class Instructions(LaterOperands):
         laters = record.laters
         if other is not None and laters.arrays.is_array(container):
             record.contents_read.add(id(container))
-            if at.step.feeding is not None or laters.arrays.is_written(container):
+            if at.step.fed or laters.arrays.is_written(container):
                 other = None
         if at.takes(2, other):  # the item is found in each call
             return
@@ -192,7 +191,7 @@ class Instructions(LaterOperands):
             return
         trimmed = isinstance(key, slice) and self._is_trimmed(at.frame, container)
         if not trimmed:
-            item = laters.item(container, at.top(1), at.line, at.step.feeding is not None)
+            item = laters.item(container, at.top(1), at.line, at.step.fed)
             if item is not None:
                 at.put(2, Gives(item))
                 at.put(1, 0)
