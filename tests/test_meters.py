@@ -325,3 +325,37 @@ def test_an_object_that_is_a_key_is_that_very_one() -> None:
     for key, rate in rates.items():
         kept.key = key
         assert torch.equal(step(x), model(x).sum() * rate)
+
+
+def with_a_logger_in_each_epoch(compiled: bool) -> list[Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    logger: Any = None
+
+    def step(x: Tensor, epoch: int) -> Tensor:
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if epoch < 1:
+            for parameter in model[1].parameters():
+                parameter.grad = None
+        optimizer.step()
+        logger.update(loss.item())
+        return loss
+
+    used: Any = graphopt.compile(step) if compiled else step
+    seen: list[Any] = []
+    for epoch in range(3):
+        logger = MetricLogger()
+        logger.itself = logger  # only the collector lets go of it
+        for x in torch.randn(3, 5, 4):
+            seen.append(used(x, epoch).item())
+            seen += [(m.total, m.count, list(m.deque)) for m in logger.meters.values()]
+    return [*seen, model[1].weight.tolist()]
+
+
+def test_the_step_may_make_meters_in_a_logger_made_anew() -> None:
+    """Optimizer state of a layer that is frozen in the first epoch is made in the second one."""
+    found = with_a_logger_in_each_epoch(compiled=True)
+    assert found == with_a_logger_in_each_epoch(compiled=False)

@@ -97,6 +97,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
             cause: why another graph is needed for it.
         """
         from graphopt.tracing.found_places import changing
+        from graphopt.tracing.outside.places import MISSING
 
         for entry in self._entries:
             entry.guards.look(call)
@@ -105,7 +106,9 @@ class CapturedGraphs(Sequence["BoundStep"]):
             found.carried += self._entries[0].guards.counted_for(call)
         # What is in objects that are taken apart is an argument already.
         found.carried = [
-            each for each in found.carried if not call.objects.contains(each.place.holder)
+            each
+            for each in found.carried
+            if each.place.now() is not MISSING and not call.objects.contains(each.place.holder)
         ]
         return call.using(call.besides.joined(found)) or call
 

@@ -26,6 +26,7 @@ from graphopt.tracing.computations import evaluated, functions_in, numbers_in
 from graphopt.tracing.draws.arguments import Method
 from graphopt.tracing.draws.arrays import METHODS
 from graphopt.tracing.draws.live import place_of
+from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.in_graph import GraphValues, ItemsOfTensor
 from graphopt.tracing.kept_items import KeptItems, PieceOfText
 from graphopt.tracing.known_functions import (
@@ -63,6 +64,7 @@ from graphopt.tracing.later import (
     letters,
 )
 from graphopt.tracing.live_arrays import LiveArrays
+from graphopt.tracing.number_functions import numpy_float64
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.numpy_lists import of_list
 from graphopt.tracing.outside import kept_lists
@@ -83,6 +85,8 @@ Replaced = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 class Evaluating(Protocol):
     """Knows values of the graph in this call, and what Python computes of them."""
+
+    calls: HostCalls
 
     def decide_computed(self, value: Later, kind: type, replaced: Replaced) -> Any:
         """What a value is in this call, for which the graph holds; `kind`: of the answer."""
@@ -136,6 +140,10 @@ class Laters(KnownTexts):
     def number_of(self, function: Callable[..., Any], args: Sequence[Any]) -> Later | None:
         """What stands for the number that a function gives of numbers; None if one is none."""
         return Later(function, args, is_number=True) if are_numbers(args) else None
+
+    def known_number(self, number: Any) -> Any:
+        """What stands for a float of numpy's that the step sets."""
+        return self._made.calls.apply(numpy_float64, (float(number),))
 
     def note_number(self, value: Any) -> None:
         """Find out whether a value that may be of any kind is a number that a graph may take."""

@@ -37,6 +37,9 @@ class Trace(Protocol):
     def of_graph(self, value: Any, index: bool = False) -> Any:
         """A value as the graph has it; see `GraphValues`."""
 
+    def known_number(self, number: Any) -> Any:
+        """What stands for a float of numpy's, and computes with numbers of a graph."""
+
     def takes(self, value: Any) -> bool:
         """Whether a value is known to be a tensor that may be one of the graph."""
 

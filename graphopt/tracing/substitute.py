@@ -21,6 +21,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
 from graphopt.tracing.draws.arguments import is_known
+from graphopt.tracing.host_numbers import is_host_number, is_of_numpy
 from graphopt.tracing.inputs import (
     ArgumentNumber,
     Inputs,
@@ -32,6 +33,7 @@ from graphopt.tracing.inputs import (
 from graphopt.tracing.number_tuples import with_leaf
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.optimizer_state import entries_at, is_nest, mapped, of_none, tensors_of, write
+from graphopt.tracing.running_trace import current_trace
 from graphopt.tracing.source import current_user_line
 
 
@@ -240,6 +242,8 @@ class _Settings(dict[str, Any]):
     """A parameter group in which the step may change numbers only."""
 
     def __setitem__(self, key: str, value: Any) -> None:
+        if is_of_numpy(value) and not is_host_number(value):
+            value = current_trace().known_number(value)
         if is_known(value):  # the optimizer's own code takes numbers only
             value = value.calls.as_float(value)
         if is_number(value) or isinstance(value, SYMBOLIC):

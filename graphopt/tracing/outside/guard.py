@@ -118,7 +118,9 @@ class OutsideGuard:
         if self._gone is None and self._moving:
             with self._called_with(leaves):
                 following = _Following()
-                list(map(following.change, self._entries))
+                for entry in self._entries:
+                    if following.change(entry) is not None:
+                        following.lose(entry)
                 following.take()
                 self._sweeps = None
 
@@ -247,6 +249,13 @@ class _Following:
         if same(now, entry.value) if entry.held is None else self._is(entry.held, now):
             return None
         return f"{entry.path}: {shown(entry.expected())} -> {shown(now)}, read at {line}"
+
+    def lose(self, entry: GuardedPlace) -> None:
+        """An object that others may stand for is not where it was; the one of the last call may
+        still be somewhere."""
+        held = entry.held
+        if held is not None and held.followed and held.owner is None:
+            self._found.setdefault(held, MISSING)
 
     def meeting(self, changed: Set[GuardedObject]) -> str | None:
         """Which objects that were two are one by now, if any, where the step changes one after the
