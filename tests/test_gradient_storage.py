@@ -39,6 +39,17 @@ def kept(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor
     return loss
 
 
+def zeroed_by_hand(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.detach_()
+            p.grad.zero_()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 def kept_and_replaced(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     loss = F.mse_loss(model(x), y)
     loss.backward()
@@ -107,7 +118,16 @@ def of_activations(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor)
     return loss
 
 
-STEPS = [scaled, kept, kept_and_replaced, in_place, none_in_between, shared, of_activations]
+STEPS = [
+    scaled,
+    kept,
+    zeroed_by_hand,
+    kept_and_replaced,
+    in_place,
+    none_in_between,
+    shared,
+    of_activations,
+]
 
 
 def build(step: Step) -> World:

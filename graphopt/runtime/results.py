@@ -14,6 +14,7 @@ from graphopt.host.seen import PutOutside
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.given import make_change
+from graphopt.tracing.lost_history import leave
 from graphopt.tracing.optimizer_state import write
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.setting_place import SettingPlace
@@ -149,7 +150,10 @@ class StepResults:
     def _value(self, recipe: Recipe, flat: Sequence[Any], results: Sequence[Any]) -> Any:
         """What a recipe stands for, given this call's inputs and the graph's results."""
         if isinstance(recipe, Computed):
-            return results[recipe.index]
+            value = results[recipe.index]
+            if recipe.has_history:
+                leave(value)
+            return value
         if isinstance(recipe, Constant):
             return recipe.value
         if isinstance(recipe, Scheduled):

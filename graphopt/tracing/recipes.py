@@ -18,6 +18,7 @@ from graphopt.tracing.failures import definition_of
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.inputs import Inputs, is_exact, is_number
 from graphopt.tracing.later import Later, as_later, holds_later, is_later
+from graphopt.tracing.lost_history import has_history
 from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.obtained import ObtainedValues
@@ -99,7 +100,7 @@ class Recipes:
     def _result(self, value: Any) -> Computed:
         """A further result of the graph."""
         self.results.append(value)
-        return Computed(len(self.results) - 1)
+        return Computed(len(self.results) - 1, has_history(value))
 
     def computed(self, tensors: Mapping[int, torch.Tensor]) -> dict[int, Computed]:
         """Further results of the graph, by what they are known by."""

@@ -158,6 +158,8 @@ class Redirect(TorchFunctionMode):
             return grown
         elif selecting.selects(func, args):
             return selecting.selected(func, args, torch.Tensor.item)
+        elif func is torch.Tensor.detach_ and self._is_input(args[0]):
+            return args[0]  # it has no history, and may be a view where the real one is none
         elif func is torch.Tensor.__contains__:
             return bool(numbers.as_read((args[0] == args[1]).any().item()))
         elif func in _FROM_NUMBERS and _is_of_numbers(args):
@@ -196,6 +198,11 @@ class Redirect(TorchFunctionMode):
             )
             raise self._made.refuse(refusal)
         return func(*args, **kwargs)
+
+    def _is_input(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor stands for one that the step has been called with, and is no other."""
+        stand_ins = self._traced.by_id.values()
+        return not tensor.requires_grad and any(each is tensor for each in stand_ins)
 
     def _is_apart(self, tensor: torch.Tensor) -> bool:
         """Whether an array of a tensor's memory is nobody else's."""

@@ -16,6 +16,7 @@ from graphopt.tracing.draws.rows import Row
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import Inputs
+from graphopt.tracing.lost_history import is_left
 from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.optimizer_state import (
@@ -147,7 +148,7 @@ class ResultCollector:
         """Module tensors whose `requires_grad` the step has changed, by their number."""
         for index, entry in enumerate(self.inputs.module_tensors):
             stand_in = self.traced.by_id[id(entry.tensor)]
-            if stand_in.requires_grad == entry.tensor.requires_grad:
+            if stand_in.requires_grad == entry.tensor.requires_grad or is_left(entry.tensor):
                 continue
             if not stand_in.is_leaf or _compat.rank_among_several() is not None:
                 raise CaptureError(
@@ -168,7 +169,7 @@ class ResultCollector:
         entry_gradients = {id(g.owner): g for g in self.inputs.gradients}
         for index, entry in enumerate(self.inputs.module_tensors):
             stand_in = self.traced.by_id[id(entry.tensor)]
-            gradient = stand_in.grad
+            gradient = stand_in.grad if has_gradient(stand_in) else None
             existed = id(entry) in entry_gradients
             if gradient is None and not existed:
                 continue
@@ -177,7 +178,8 @@ class ResultCollector:
             yield GradientResult(index, None, self.recipes.of(gradient, "a gradient"))
         for position in self.inputs.user:
             leaf = self.call.leaves[position]
-            gradient = self.traced.by_id[id(leaf)].grad
+            stand_in = self.traced.by_id[id(leaf)]
+            gradient = stand_in.grad if has_gradient(stand_in) else None
             before = self.traced.by_id.get(id(leaf.grad)) if has_gradient(leaf) else None
             if gradient is not before:
                 yield GradientResult(None, position, self.recipes.of(gradient, "a gradient"))

@@ -17,9 +17,14 @@ from graphopt.tracing.outside.places import MISSING, FollowedPlace, OutsidePlace
 
 @dataclass(frozen=True)
 class Computed:
-    """Result number `index` of the graph."""
+    """Result number `index` of the graph.
+
+    Attributes:
+        has_history: it is a tensor that has an autograd history in eager code.
+    """
 
     index: int
+    has_history: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from graphopt import _compat
 from graphopt.tracing.call import Call
 from graphopt.tracing.host_numbers import stand_in_of_number
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage
+from graphopt.tracing.lost_history import refuse_backward
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.substitute import Traced
 
@@ -45,6 +46,9 @@ def stand_ins_of(
         by_id[id(call.leaves[position])] = next(supply)
     for leaf, stand_in in of_arguments:
         by_id[id(leaf)].grad = by_id[id(leaf.grad)] = stand_in
+    kept = [entry.tensor for entry in inputs.module_tensors]
+    kept += [call.leaves[position] for position in inputs.user]
+    refuse_backward((tensor, by_id[id(tensor)]) for tensor in kept)
     return Traced(by_id, numbers, gradients)
 
 

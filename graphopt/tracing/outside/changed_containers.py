@@ -113,6 +113,18 @@ class ContainerChanges(KnownObjects):
             return True
         return not changed.otherwise and all(how.is_of_one_item for how, _ in changed.changes)
 
+    def is_counted_past(self, container: Any, key: Any) -> bool:
+        """Whether an item of a list or a queue that the step has changed is another one where the
+        list was longer or shorter before: any but those it has put in front."""
+        changed = self._changes.get(id(container))
+        if changed is None or isinstance(container, set):
+            return False
+        in_front = all(
+            how.method == "appendleft" or (how.method == "insert" and how.before == (0,))
+            for how, _ in changed.changes
+        )
+        return changed.otherwise or not in_front or not 0 <= key < len(changed.changes)
+
     def rest(self, container: Any) -> tuple[Any, int, list[Any]] | None:
         """A list or a queue as it was before, how many items the step has taken from its front, or
         that have made room for others, and what it has added at its end; None where it has done

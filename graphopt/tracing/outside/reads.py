@@ -210,6 +210,8 @@ class OutsideReads(ContainerChanges):
         if isinstance(container, list) and isinstance(key, int) and key < 0:
             self.size(container, path, line)
             key += len(container)
+        elif self.is_counted_past(container, key) and is_stand_in(container[key]):
+            self.size(container, path, line)
         self.looks_up(container, key, line)
         self.pin(key)
         return self.read(OutsidePlace("item", container, key), f"{path}[{key_text(key)}]", line)
