@@ -51,7 +51,9 @@ class Binding:
         share_counts(module.graph, self._counts)
         captured.effects.apply()
         with captured.state_present():
-            guards = Guards(call, captured.live, mode, captured.signature, captured.outside)
+            guards = Guards(
+                call, captured.live, mode, captured.signature, captured.outside, captured.modes
+            )
         if agreed is not None:
             agreed.guards = guards
             self._warn_of_held(captured)

@@ -154,6 +154,7 @@ class BoundStep:
                 self.captured.state = state
                 raise
             except BaseException as error:
+                self._set_modes()
                 host.put.undo()
                 self._raise_explained(error, step, host, branch.module)
                 raise
@@ -161,6 +162,7 @@ class BoundStep:
                 self._running = False
                 self._late.watch()
             self._note_success(step)
+            self._set_modes()
             with without_torch_function():
                 if state is not None:
                     state.put()
@@ -184,6 +186,11 @@ class BoundStep:
             self._left.sent = noting.results(None if error.alone else self.apart)
         error.handed_out = ()
         self.tries.failures += 1
+
+    def _set_modes(self) -> None:
+        """Leave the modes of modules that the step sets."""
+        for mode in self.captured.modes:
+            mode.make()
 
     def _note_success(self, step: int) -> None:
         self._step, self.tries.failures = step, 0

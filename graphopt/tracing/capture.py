@@ -44,6 +44,8 @@ from graphopt.tracing.input_notes import (
 )
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec, Number, PlacedNumber
 from graphopt.tracing.leftovers import OutsideChanges, is_told
+from graphopt.tracing.mode_changes import are_seen, mode_changes
+from graphopt.tracing.object_guards import ModeChange
 from graphopt.tracing.outside.existing import births_noted
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.record import Record
@@ -77,6 +79,7 @@ class CapturedStep:
             run for the first time; None where there is none.
         parallel: the kind of parallelism that expands the markers of the graph.
         found: places outside that hold what may be another one in the next call.
+        modes: of modules that each call sets, and may find as they were before.
 
     >>> import graphopt, torch
     >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
@@ -99,6 +102,7 @@ class CapturedStep:
     state: NewState | None = None
     parallel: Parallel = field(default_factory=Manual)
     found: Sequence[FoundPlace] = ()
+    modes: tuple[ModeChange, ...] = ()
 
     def __repr__(self) -> str:
         return (
@@ -149,9 +153,11 @@ def finish(
         )
     mark = fingerprint(raw.graph_module, kinds)
     steady = steady_step(call, inputs, communication, raw) if lasts else None
-    if steady is not None:
+    if steady is not None and not are_seen(raw, steady.state):
         record, effects = unchanged(steady.raw.outside), raw.effects
         found = _Repeated(steady.raw, record, complete(raw), effects, steady.state)
+        modules = (module for _, module in call.named_submodules())
+        found = found._replace(modes=mode_changes(raw, steady, modules))
         with steady.state.present():
             return _rewritten(call, steady.inputs, found, mark, communication, held)
     found = _Repeated(raw, raw.outside, True, raw.effects)
@@ -173,6 +179,7 @@ class _Repeated(NamedTuple):
     lasting: bool
     effects: OutsideChanges
     state: NewState | None = None
+    modes: tuple[ModeChange, ...] = ()
 
 
 def _rewritten(
@@ -224,6 +231,7 @@ def _rewritten(
         _made_beforehand(call, found.state),
         Manual() if communication is None else communication.parallel,
         tuple(found_places(found.outside, call, guard)),
+        found.modes,
     )
 
 

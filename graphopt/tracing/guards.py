@@ -7,7 +7,7 @@ on: the arguments, the modules, the optimizers' settings and state, numbers, and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.draws.live import live_arrays
 from graphopt.tracing.inputs import Inputs, PlacedNumber
 from graphopt.tracing.number_guards import NumberGuards
-from graphopt.tracing.object_guards import ModuleGuards
+from graphopt.tracing.object_guards import ModeChange, ModuleGuards
 from graphopt.tracing.optimizer_guards import OptimizerGuard
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.signature import Signature
@@ -33,6 +33,7 @@ class Guards:
     Args:
         mode: how the step communicates.
         outside: what the step reads besides its arguments.
+        modes: of modules that each call sets.
 
     Attributes:
         besides: modules, optimizers and places that the step uses besides its arguments.
@@ -46,6 +47,7 @@ class Guards:
         mode: tuple[Any, ...],
         signature: Signature,
         outside: OutsideGuard | None = None,
+        modes: Sequence[ModeChange] = (),
     ) -> None:
         self._mode = mode
         self.besides, self.inputs = call.besides, inputs
@@ -53,10 +55,11 @@ class Guards:
         self._slot.clear()
         self._environment = environment()
         assigned, placed = _assigned(signature), _placed(inputs, call.besides)
-        self._modules = ModuleGuards(
+        modules = [
             (name, m, assigned.get(id(vars(m)), ()), placed.get(id(vars(m)), ()), assigned)
             for name, m in call.named_submodules()
-        )
+        ]
+        self._modules = ModuleGuards(modules, modes)
         # A cached graph must not keep a model alive that the user has dropped.
         self._roots = [
             (weakref.ref(call.leaves[position]), body_of(call.leaves[position]))

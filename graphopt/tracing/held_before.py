@@ -3,7 +3,7 @@ the step has set there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 from graphopt.errors import CaptureError
@@ -63,10 +63,19 @@ class HeldBefore:
             yield from registered.replaced(self._modules)
         yield from self.changes()
 
-    def note_counted(self, finder: Finder) -> None:
-        """Let the finder know of numbers in attributes that the step has changed."""
+    def note_counted(self, finder: Finder, used: Set[Any]) -> None:
+        """Let the finder know of numbers in attributes that the step has changed.
+
+        Args:
+            used: places, by their identities, that have held another number in between.
+        """
         for table, key, name, before, after in self.changes():
             note_counted(finder, name, OutsidePlace("item", table, key), before, after)
+        for name, (table, _) in zip(self._names, self.tables, strict=True) if used else ():
+            for key, value in table.items():
+                place = OutsidePlace("item", table, key)
+                if place.identity in used:
+                    note_counted(finder, f"{name}.{key}".strip("."), place, value, value, True)
 
     def counted(self, finder: Finder) -> list[tuple[int, int, str, Any]]:
         """Numbers of parameter groups that the step has changed: where, and what they are now."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,24 +25,57 @@ _OF_TORCH = frozenset({"training", "_parameters", "_buffers", "_modules", *_HOOK
 """Attributes of modules that have guards of their own."""
 
 
+class ModeChange(NamedTuple):
+    """The mode of a module that a step sets.
+
+    Attributes:
+        attributes: of the module.
+        before: whether it was in training when the step began.
+        after: whether it is when the step is over.
+    """
+
+    attributes: dict[str, Any]
+    before: bool
+    after: bool
+
+    def make(self) -> None:
+        """Set the mode."""
+        self.attributes["training"] = self.after
+
+
 class ModuleGuards:
     """All modules of a step. They are looked at one by one only where something may have changed.
 
     Args:
         modules: what each guard is made of.
+        modes: that the step sets, which may be those of before it as well.
     """
 
-    def __init__(self, modules: Iterable[tuple[Any, ...]]) -> None:
+    def __init__(
+        self, modules: Iterable[tuple[Any, ...]], modes: Sequence[ModeChange] = ()
+    ) -> None:
         self._guards = [ModuleGuard(*each) for each in modules]
+        known = {id(guard.attributes) for guard in self._guards}
+        all_known = all(id(mode.attributes) in known for mode in modes)
+        self._before = {id(m.attributes): m.before for m in modes} if all_known else {}
         self._unchanged: StateSnapshot | None = self._snapshot()
 
     def mismatches(self) -> Iterator[str]:
         """What has changed."""
         if self._unchanged is not None and self._unchanged.holds():
             return
-        reasons = [reason for guard in self._guards if (reason := guard.mismatch()) is not None]
+        modes = self._before if self._as_before() else {}
+        found = (guard.mismatch(modes.get(id(guard.attributes))) for guard in self._guards)
+        reasons = [reason for reason in found if reason is not None]
         self._unchanged = None if reasons else self._snapshot()
         yield from reasons
+
+    def _as_before(self) -> bool:
+        """Whether all modes that the step sets are those of before it."""
+        return all(
+            guard.attributes["training"] is self._before.get(id(guard.attributes), guard.training)
+            for guard in self._guards
+        )
 
     def _snapshot(self) -> StateSnapshot:
         snapshot = StateSnapshot()
@@ -92,10 +125,14 @@ class ModuleGuard:
         ]
         self.count = len(self.attributes)
 
-    def mismatch(self) -> str | None:
-        """What of the module is no longer as captured; None where nothing is."""
+    def mismatch(self, training: bool | None = None) -> str | None:
+        """What of the module is no longer as captured; None where nothing is.
+
+        Args:
+            training: the mode that it has to be in; None: that in which it was captured.
+        """
         attributes = self.attributes
-        if attributes["training"] is not self.training:
+        if attributes["training"] is not (self.training if training is None else training):
             return f"{self.name}.training became {attributes['training']}"
         modules = attributes["_modules"]
         if len(modules) != len(self.submodules):

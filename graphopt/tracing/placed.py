@@ -108,7 +108,8 @@ class _Places:
         alone = _is_left_alone(written)
         if record.depends_on(place) and not alone:
             changed = type(before) is list and record.is_changed(before)
-            if not changed and note_counted(self.finder, written.path, place, before, value):
+            used = place.identity in record.used_counts  # and set to what it was, perhaps
+            if not changed and note_counted(self.finder, written.path, place, before, value, used):
                 place.write(before)  # the step is traced anew, and not everything is put back
                 return None
             if is_exact(before) and isinstance(value, torch.Tensor) and record.counts_in(place):
@@ -229,10 +230,16 @@ def _is_left_alone(written: WrittenPlace) -> bool:
     return attributes is written.place.holder and is_shared(attributes)
 
 
-def note_counted(finder: Finder, path: str, place: OutsidePlace, before: Any, value: Any) -> bool:
+def note_counted(
+    finder: Finder, path: str, place: OutsidePlace, before: Any, value: Any, used: bool = False
+) -> bool:
     """The step finds `before` in a place, which it has used, and leaves a value: where both are
-    numbers, or tuples of numbers, the place becomes an input. Returns whether it was none."""
-    counts = _are_counts(before, value) and not same(before, value)
+    numbers, or tuples of numbers, the place becomes an input. Returns whether it was none.
+
+    Args:
+        used: there was another value in between, which the step has used.
+    """
+    counts = _are_counts(before, value) and (used or not same(before, value))
     return counts and finder.carries(path, place, counted=True)
 
 

@@ -365,7 +365,7 @@ class StepRun:
         marked = list(marks.changes())
         counted = held.counted(self.finder)
         Replacing(self._call, self._inputs, traced, self.outside, self._alone).finish()
-        held.note_counted(self.finder)
+        held.note_counted(self.finder, self.outside.used_counts)
         rebinding = ran.rebinding
         recipes = Recipes(
             *(self._call, self._inputs, traced, flat, self.made, rebinding.left_storages)

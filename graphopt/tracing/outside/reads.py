@@ -48,6 +48,7 @@ class OutsideReads(ContainerChanges):
 
     Attributes:
         refused: why no later call could do what it does to a container.
+        used_counts: places, by their identities, whose next value it has read as well.
         loads: what it has loaded to count with; read unless it is stored where it comes from.
         length_of: the length of a list, where that is an input of the graph; else None.
         draws_items: what else a call is given that draws items of a list that each call finds for
@@ -68,6 +69,7 @@ class OutsideReads(ContainerChanges):
         self._begun: dict[tuple[Any, ...], Load] = {}
         self.reads: dict[tuple[Any, ...], Read] = {}
         self.counted: Read | None = None
+        self.used_counts: set[tuple[Any, ...]] = set()
         self.advanced: tuple[str, SourceLine] | None = None
         self.pending: list[Load] | None = None
         self.loads = Loads()
@@ -90,11 +92,13 @@ class OutsideReads(ContainerChanges):
         if identity in self._inputs and (identity in self._written or self._is_symbolic(value)):
             return value
         if self.is_own(place.holder):
+            self.used_counts.update({identity} & self._derived)
             self.reached(value, path)
             self.pins_own(value)
             return value
         if identity in self._derived and not self._begins_in(identity):
             self.counted = self.counted or self._made(place, value, path, line)
+            self.used_counts.add(identity)
         if identity in self._written or id(place.holder) in self._emptied:
             return value
         if is_stand_in(value):
