@@ -111,6 +111,20 @@ def of_another_length(model: Any, x: Tensor, y: Tensor, scores: Tensor) -> Any:
     return scores[kept].sum() / 8, len(kept)
 
 
+def lengths_of_a_packed_sequence(model: Any, x: Tensor, y: Tensor, scores: Tensor) -> Any:
+    """As Tacotron 2 packs its texts."""
+    lengths = torch.tensor([4, 4, 3, 3, 2, 2, 1, 1]).cpu().numpy()
+    packed = nn.utils.rnn.pack_padded_sequence(scores[:, None] * x[..., None], lengths, True)
+    return packed.data.square().sum() * torch.from_numpy(np.abs(scores.detach().numpy())).sum()
+
+
+def of_tensors_of_one_element(model: Any, x: Tensor, y: Tensor, scores: Tensor) -> Any:
+    """As rewards are put together in lists."""
+    targets = [x[i, 0] + 0.9 * scores.detach()[i].max(0, keepdim=True)[0] for i in range(8)]
+    made = torch.tensor(targets).view(8, 1)
+    return F.mse_loss(scores[:, :1], made) * float(scores.detach().numpy().std()), made
+
+
 def behind_draws(model: Any, x: Tensor, y: Tensor, scores: Tensor) -> Any:
     dropped = F.dropout(scores, 0.5)
     made = torch.from_numpy(np.abs(dropped.detach().numpy()))
@@ -121,6 +135,7 @@ ALL: tuple[Use, ...] = (
     *(weighted, labels, of_one_row_each, numbers, tensors_of_numbers, taken_by_an_array),
     *(set_by_an_array, advantages, clusters, given_to_a_model, asked_for_its_shape, computed_on),
     *(view_beside_its_array, decided_by, of_another_length, behind_draws),
+    *(lengths_of_a_packed_sequence, of_tensors_of_one_element),
 )
 
 

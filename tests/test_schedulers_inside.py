@@ -395,3 +395,34 @@ def test_a_rate_that_is_a_tensor_is_refused() -> None:
     with pytest.raises(graphopt.CaptureError, match="a tensor") as caught:
         graphopt.compile(step)(torch.ones(4, 3))
     assert "HERE" in str(caught.value)
+
+
+@pytest.mark.parametrize("behind", [True, False], ids=["behind", "before"])
+@pytest.mark.parametrize(
+    "name", [n for n in SCHEDULERS if n not in ("plateau", "chained", "sequential")]
+)
+@pytest.mark.filterwarnings("ignore:To get the last learning rate")
+def test_get_lr_is_what_it_is_in_eager_code(name: str, behind: bool) -> None:
+    """Which programs show that are older than `get_last_lr`."""
+    if name == "one cycle" and not behind:
+        pytest.skip("it sets the momentum where it is asked for its rates")
+    found = []
+    for compiled in (False, True):
+        trained, shown = Trained("sgd", name), list[Any]()
+
+        def step(x: Tensor, trained: Any = trained, shown: Any = shown) -> Tensor:
+            loss = trained.model(x).square().sum()
+            trained.optimizer.zero_grad()
+            loss.backward()
+            trained.optimizer.step()
+            if not behind:
+                shown.append(f"{trained.scheduler.get_lr()[0]:.17f}")
+            trained.scheduler.step()
+            if behind:
+                shown.append(f"{trained.scheduler.get_lr()[0]:.17f}")
+            return loss
+
+        used: Any = graphopt.compile(step) if compiled else step
+        losses = [used(x).item() for x in torch.randn(7, 5, 3)]
+        found.append([losses, shown, trained.scheduler.get_last_lr()])
+    assert found[0] == found[1]

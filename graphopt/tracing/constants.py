@@ -27,7 +27,8 @@ def holds_tensors(value: Any) -> bool:
     if not isinstance(value, (list, tuple)):
         return False
     return any(
-        each.ndim == 0 if isinstance(each, torch.Tensor) else holds_tensors(each) for each in value
+        each.numel() == 1 if isinstance(each, torch.Tensor) else holds_tensors(each)
+        for each in value
     )
 
 
@@ -52,7 +53,7 @@ def _stacked(data: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
     if isinstance(data, (list, tuple)):
         return torch.stack([_stacked(each, dtype, device) for each in data])
     if isinstance(data, torch.Tensor):
-        return data.detach().to(dtype=dtype, device=device)
+        return data.detach().reshape(()).to(dtype=dtype, device=device)
     return torch.scalar_tensor(data, dtype=dtype, device=device)
 
 

@@ -66,7 +66,7 @@ class GraphValues:
         if kind in (list, tuple):
             return kind(self.of(each, index) for each in value)
         if kind is dict:
-            return {key: self.of(each) for key, each in value.items()}
+            return {key: self.of(each, index) for key, each in value.items()}
         if kind is slice:
             return slice(*(self.of(each) for each in (value.start, value.stop, value.step)))
         return value

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from graphopt import _compat
 from graphopt.ir.source import SourceLine
@@ -229,7 +230,10 @@ class Laters(KnownTexts):
         if is_in(callee, GOING_THROUGH) and any(map(self.is_kept, args)):
             return lambda *given: callee(*(self._gone_through(e, line) for e in given))
         if is_of_torch(callee) and any(self._is_value(each) for each in args):
-            return lambda *given, **named: callee(*self.of_graph(given), **self.of_graph(named))
+            arrays = callee is pack_padded_sequence  # which makes tensors of its lengths
+            return lambda *given, **named: callee(
+                *self.of_graph(given, arrays), **self.of_graph(named, arrays)
+            )
         return None
 
     def _applying(

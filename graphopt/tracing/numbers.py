@@ -306,6 +306,11 @@ def as_read(value: Any) -> Any:
     return noted(kind(value.node))
 
 
+def is_float_read(value: Any) -> bool:
+    """Whether a value is a float of the trace, of which only the graph knows what it is."""
+    return isinstance(value, TracedFloat) and not isinstance(value, int)
+
+
 def truth(tensor: torch.Tensor) -> bool:
     """Whether a traced tensor of one element is true in this call."""
     return bool(as_read(tensor.item()))

@@ -160,6 +160,8 @@ class Redirect(TorchFunctionMode):
             return selecting.selected(func, args, torch.Tensor.item)
         elif func is torch.Tensor.detach_ and self._is_input(args[0]):
             return args[0]  # it has no history, and may be a view where the real one is none
+        elif func in _DRAWING_WITHIN and any(map(numbers.is_float_read, (*args, *kwargs.values()))):
+            args, kwargs = self._with_plain((args, kwargs))
         elif func is torch.Tensor.__contains__:
             return bool(numbers.as_read((args[0] == args[1]).any().item()))
         elif func in _FROM_NUMBERS and _is_of_numbers(args):
@@ -204,6 +206,14 @@ class Redirect(TorchFunctionMode):
         stand_ins = self._traced.by_id.values()
         return not tensor.requires_grad and any(each is tensor for each in stand_ins)
 
+    def _with_plain(self, value: Any) -> Any:
+        """Floats that are read from tensors as they are in this call, for which the graph holds."""
+        if type(value) in (list, tuple):
+            return type(value)(map(self._with_plain, value))
+        if type(value) is dict:
+            return {key: self._with_plain(each) for key, each in value.items()}
+        return self._made.decide(value, float) if numbers.is_float_read(value) else value
+
     def _is_apart(self, tensor: torch.Tensor) -> bool:
         """Whether an array of a tensor's memory is nobody else's."""
         memory = _compat.storage_key(tensor)
@@ -233,6 +243,13 @@ class Redirect(TorchFunctionMode):
         if known is None:
             raise self._finder.unknown(tensor)
         return known
+
+
+_DRAWING_WITHIN = frozenset(
+    {torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.exponential_, torch.Tensor.cauchy_,
+     torch.Tensor.log_normal_, torch.Tensor.bernoulli_, torch.Tensor.geometric_}
+)  # fmt: skip
+"""Draws whose bounds are plain numbers, which torch looks at."""
 
 
 def _index(key: Any) -> Any:

@@ -26,6 +26,8 @@ from graphopt.errors import CaptureError
 from graphopt.host import HostCall
 from graphopt.tracing.callback import record
 from graphopt.tracing.draws.recorder import HostCalls
+from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.replace import replaced
 from graphopt.tracing.scheduled import OfGroup, OfScheduler, ScheduledSetting, used
 from graphopt.tracing.source import current_user_line
@@ -33,7 +35,8 @@ from graphopt.tracing.source import current_user_line
 _SCHEDULED = ("lr", "momentum", "betas")
 """Settings of parameter groups that schedulers change."""
 
-_FREE = frozenset({"step", "get_last_lr"})
+_READERS = ("get_last_lr", "get_lr")
+_FREE = frozenset({"step", *_READERS})
 """What a step may ask a scheduler for behind its step."""
 
 
@@ -52,10 +55,10 @@ def traced_schedulers(groups: Iterable[dict[str, Any]], calls: HostCalls) -> Ite
     classes = [c for c in _subclasses(LRScheduler) if "step" in vars(c)]
     # Set for the whole trace: what is observed of a step's objects includes their classes.
     LRScheduler.__getattribute__ = stepped.read  # type: ignore[method-assign]
-    readers = [c for c in _subclasses(LRScheduler) if "get_last_lr" in vars(c)]
+    readers = [(c, n) for c in _subclasses(LRScheduler) for n in _READERS if n in vars(c)]
     with replaced(
         *((c, "step", _recording(vars(c)["step"], stepped)) for c in classes),
-        *((c, "get_last_lr", _last_rates(vars(c)["get_last_lr"], stepped, calls)) for c in readers),
+        *((c, name, _last_rates(vars(c)[name], stepped, calls)) for c, name in readers),
     ):
         try:
             yield
@@ -88,17 +91,20 @@ class LastRate:
 
     Args:
         scheduler: whose rates.
-        read: its `get_last_lr`.
+        read: its `get_last_lr`, or `get_lr`.
     """
 
     def __init__(self, scheduler: Any, read: Callable[[Any], list[Any]]) -> None:
         self._scheduler, self._read = scheduler, read
 
     def __call__(self, index: int) -> Any:
-        return self._read(self._scheduler)[index]
+        rate = self._read(self._scheduler)[index]
+        return rate.value if is_host_number(rate) else rate  # while the step is traced
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LastRate) and other._scheduler is self._scheduler
+        if not isinstance(other, LastRate):
+            return False
+        return other._scheduler is self._scheduler and other._read is self._read
 
     def __hash__(self) -> int:
         return id(self._scheduler)
@@ -108,15 +114,19 @@ def _last_rates(
     read: Callable[[Any], list[Any]], stepped: _Stepped, calls: HostCalls
 ) -> Callable[[Any], list[Any]]:
     @functools.wraps(read)
-    def get_last_lr(self: Any) -> list[Any]:
+    def rates_of(self: Any) -> list[Any]:
         if stepped.has(self):
             return stepped.rates(self, read)
         rates = read(self)
-        if any(type(rate) is not float for rate in rates):
+        own = not read.__module__.startswith("torch.")  # the program's code, which is followed
+        kinds = (float, *SYMBOLIC) if read.__name__ == "get_lr" else float
+        if own or not all(isinstance(rate, kinds) for rate in rates):
             return rates
+        if read.__name__ == "get_lr":
+            stepped.refuse_set(self)
         return [calls.apply(LastRate(self, read), (index,)) for index in range(len(rates))]
 
-    return get_last_lr
+    return rates_of
 
 
 class _Stepped:
@@ -154,6 +164,13 @@ class _Stepped:
     def has(self, scheduler: Any) -> bool:
         """Whether a scheduler has been stepped in this trace."""
         return id(scheduler) in self._schedulers
+
+    def refuse_set(self, scheduler: Any) -> None:
+        """Refuse a step that has set rates of which a scheduler computes others before it runs."""
+        for group in vars(scheduler)["optimizer"].param_groups:
+            found = self._found.get(id(group))
+            if found is not None and group["lr"] is not found["lr"]:
+                raise used("sets 'lr' of a parameter group", type(scheduler).__name__)
 
     def rates(self, scheduler: Any, read: Callable[[Any], list[Any]]) -> list[ScheduledSetting]:
         """The rates that a scheduler will have set, by parameter group."""
