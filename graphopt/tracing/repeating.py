@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from graphopt.errors import CaptureError
+from graphopt.tracing.besides import MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.compare import GraphDifference, first_difference
 from graphopt.tracing.failures import definition_of
@@ -72,7 +73,7 @@ def complete(raw: RawTrace) -> bool:
 
 def _next_call(raw: RawTrace, retrace: Callable[[], RawTrace]) -> RawTrace | None:
     """The step traced as its effects leave everything; None where that call is refused, which is
-    said when it comes."""
+    said when it comes, or has other inputs."""
     if not raw.effects:
         return retrace()
     with raw.effects.applied():
@@ -80,6 +81,17 @@ def _next_call(raw: RawTrace, retrace: Callable[[], RawTrace]) -> RawTrace | Non
             return retrace()
         except (CaptureError, UnagreedParameterError):
             return None
+        except MoreInputs as error:
+            if works_on_what_is_left(raw, error):
+                return None
+            raise
+
+
+def works_on_what_is_left(raw: RawTrace, error: MoreInputs) -> bool:
+    """Whether the next call counts in a list or an object that this one makes, and each trace of it
+    another one: there is one to count in when this call has run."""
+    holders = [each.place.holder for each in error.besides.carried]
+    return any(not raw.outside.is_outside(holder) for holder in holders)
 
 
 def _read_next(raw: RawTrace, retrace: Callable[[], RawTrace]) -> Record:

@@ -24,6 +24,7 @@ from graphopt.errors import CaptureError
 from graphopt.graph_utils import get_output
 from graphopt.ir.inplace import uninitialised_like
 from graphopt.ir.metadata import fake_value
+from graphopt.tracing.besides import MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.collecting import collect
 from graphopt.tracing.creation import Creation, creation_of
@@ -32,6 +33,7 @@ from graphopt.tracing.guard_values import same_constant
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.optimizer_state import entries_at, has, write
 from graphopt.tracing.reduction import MarkedCommunication, UnagreedParameterError
+from graphopt.tracing.repeating import works_on_what_is_left
 from graphopt.tracing.signature import Computed, Constant
 from graphopt.tracing.trace import RawTrace, trace
 
@@ -132,6 +134,10 @@ def steady_step(
             return None
         except CaptureError:
             if first.effects:  # said when that call comes
+                return None
+            raise
+        except MoreInputs as error:
+            if works_on_what_is_left(first, error):
                 return None
             raise
     equal = repeats_but_creation(call, (first, inputs), (second, following), creation)

@@ -19,6 +19,7 @@ from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.casts import cached_casts
 from graphopt.tracing.changed import take_changed
+from graphopt.tracing.classes_asked import asking
 from graphopt.tracing.collectives import functional_collectives, stand_in_of_collective
 from graphopt.tracing.conversions import converted, converting
 from graphopt.tracing.decisions import Decider
@@ -300,6 +301,7 @@ class StepRun:
         lengths = Lengths(given, self.outside)
         self.outside.length_of = lengths.of
         kinds: tuple[Callable[[Any, Sequence[Any]], Any], ...] = (
+            asking(lambda: self.outside.stands_for),
             *(computing, converting, of_list, of_sequence, lengths.asked, arrays.maker, draws),
             stand_in_of_collective,
         )

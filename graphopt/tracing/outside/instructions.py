@@ -14,10 +14,12 @@ from collections.abc import Callable
 from types import CellType, FrameType, ModuleType
 from typing import Any
 
+from graphopt import _compat
 from graphopt._compat.frames import NULL
 from graphopt.host.changes import changes_of
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.array_tensors import takes_items
+from graphopt.tracing.classes_asked import Classed, class_of
 from graphopt.tracing.draws.arguments import any_known, is_known, plain
 from graphopt.tracing.inputs import may_be_input
 from graphopt.tracing.numbers import SYMBOLIC
@@ -145,6 +147,9 @@ class Instructions(LaterOperands):
         value = at.top(1)
         if type(value) is deque and at.step.name == "maxlen":  # which nothing changes
             self._record.pin(value)
+            return
+        if at.step.name == "__class__" and _compat.is_fake(value):
+            at.put(1, Classed(class_of(value, self._record.stands_for)))
             return
         path = f"{self._path(at.frame, value)}.{at.step.name}"
         read_attribute(self._record, value, at.step.name, path, at.line)
