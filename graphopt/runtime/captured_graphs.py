@@ -10,6 +10,7 @@ from graphopt.runtime.budget import MODE, Cause, dropped
 
 if TYPE_CHECKING:
     from graphopt.runtime.bound_step import BoundStep, Tries
+    from graphopt.tracing.besides import NumberBefore
     from graphopt.tracing.call import Call
 
 
@@ -104,6 +105,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
         found = changing(entry.captured.found for entry in self._entries)
         if cause is not None and cause.kind != MODE and self._entries:
             found.carried += self._entries[0].guards.counted_for(call)
+            found.on_host += self._on_host(call)
         # What is in objects that are taken apart is an argument already.
         found.carried = [
             each
@@ -111,6 +113,15 @@ class CapturedGraphs(Sequence["BoundStep"]):
             if each.place.now() is not MISSING and not call.objects.contains(each.place.holder)
         ]
         return call.using(call.besides.joined(found)) or call
+
+    def _on_host(self, call: Call) -> list[NumberBefore]:
+        """The numbers to which graphs of the step add what only Python computes."""
+        found: dict[Any, NumberBefore] = {}
+        for entry in self._entries:
+            for each in entry.guards.on_host_for(call):
+                found.setdefault(each.place.identity, each)
+        known = {each.place.identity for each in call.besides.on_host}
+        return [each for key, each in found.items() if key not in known]
 
     def drop_unusable(self) -> None:
         """Drop the graphs whose models are gone or whose collectives the ranks have changed."""

@@ -48,6 +48,28 @@ class CarriedPlace(NamedTuple):
     counted: bool = False
 
 
+class NumberBefore:
+    """Gives the number that was in a place when a call began.
+
+    Args:
+        path: how a message calls the place.
+        place: outside the step.
+    """
+
+    def __init__(self, path: str, place: OutsidePlace) -> None:
+        self.path, self.place = path, place
+        self._value: Any = None
+        self.__name__ = "number_before"
+
+    def take(self) -> Any:
+        """A call begins. Returns the number."""
+        self._value = self.place.now()
+        return self._value
+
+    def __call__(self) -> Any:
+        return self._value
+
+
 @dataclass
 class Besides:
     """Objects and tensors outside the arguments that a graph works on, each with its path.
@@ -67,6 +89,8 @@ class Besides:
             is refused otherwise, for this reason.
         exchanged: dictionaries and sets, by id, in which stand-ins take the place of keys.
         carried: places in which the step finds a tensor or a number, and leaves another one.
+        on_host: places of numbers to which the step adds what only Python computes; none of
+            these is among `carried`.
         texts: places of texts that the program changes between calls; see
             `outside.changing_texts`.
         made: attributes that the first call gives tensors, which are among `tensors`: of which
@@ -90,11 +114,12 @@ class Besides:
     made: list[tuple[dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
     whole_lists: frozenset[Hashable] = frozenset()
     rounds: int = 0
+    on_host: list[NumberBefore] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         found = self.objects or self.tensors or self.counts or self.carried or self.exchanged
         otherwise = self.plain or self.plain_arrays or self.shuffles or self.as_traced
-        held = self.texts or self.whole_lists
+        held = self.texts or self.whole_lists or self.on_host
         return bool(found or otherwise or self.whole_objects or held)
 
     def live(self) -> list[tuple[str, Any]] | None:
@@ -104,6 +129,9 @@ class Besides:
 
     def joined(self, other: Besides) -> Besides:
         """All that is in either."""
+        on_host = [*self.on_host, *other.on_host]
+        of_host = {each.place.identity for each in on_host}
+        carried = (*self.carried, *other.carried)
         return Besides(
             [*self.objects, *other.objects],
             [*self.tensors, *other.tensors],
@@ -115,11 +143,12 @@ class Besides:
             self.shuffles or other.shuffles,
             self.as_traced or other.as_traced,
             self.exchanged | other.exchanged,
-            [*self.carried, *other.carried],
+            [each for each in carried if each.place.identity not in of_host],
             [*self.texts, *other.texts],
             [*self.made, *other.made],
             self.whole_lists | other.whole_lists,
             self.rounds + other.rounds,
+            on_host,
         )
 
     @contextmanager
@@ -149,13 +178,11 @@ class Finder:
     Args:
         record: what the step has read outside, and how.
         known: modules and optimizers that are inputs (by id).
-        carried: places that are inputs; see `Besides`.
+        besides: whose places are inputs.
     """
 
-    def __init__(
-        self, record: Record, known: set[int], mode: Any, carried: Iterable[CarriedPlace] = ()
-    ) -> None:
-        self._carried = list(carried)
+    def __init__(self, record: Record, known: set[int], mode: Any, besides: Besides) -> None:
+        self._carried, self._on_host = list(besides.carried), besides.on_host
         self._record, self._known, self._mode = record, set(known), mode
         self._stand_ins: dict[int, torch.Tensor] = {}
         self._made: list[torch.Tensor] = []
@@ -204,6 +231,8 @@ class Finder:
         Returns:
             Whether the place is no input yet.
         """
+        if any(each.place.identity == place.identity for each in self._on_host):
+            return False
         known = [*self._carried, *self.found.carried]
         new = not any(
             each.place.identity == place.identity and each.counted == counted for each in known
@@ -211,6 +240,10 @@ class Finder:
         if new:
             self.found.carried.append(CarriedPlace(path, place, counted))
         return new
+
+    def on_host(self, path: str, place: OutsidePlace) -> None:
+        """The step adds what only Python computes to the number in a place."""
+        self.found.on_host.append(NumberBefore(path, place))
 
     def shuffles(self) -> None:
         """The step changes the order of an array that it makes."""

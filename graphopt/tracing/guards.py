@@ -13,7 +13,7 @@ from typing import Any
 
 from graphopt.graph_utils import environment
 from graphopt.tracing.argument_guards import ArgumentGuards
-from graphopt.tracing.besides import Besides, CarriedPlace
+from graphopt.tracing.besides import Besides, CarriedPlace, NumberBefore
 from graphopt.tracing.call import Call
 from graphopt.tracing.draws.live import live_arrays
 from graphopt.tracing.inputs import Inputs, PlacedNumber
@@ -165,9 +165,15 @@ class Guards:
 
     def counted_for(self, call: Call) -> list[CarriedPlace]:
         """Places in which the step counts, where a call is given the same objects."""
-        if not self._arguments.same_objects(call.using(self.besides) or call):
-            return []
-        return [each for each in self.besides.carried if each.counted]
+        return [e for e in self.besides.carried if e.counted] if self._are_same(call) else []
+
+    def on_host_for(self, call: Call) -> list[NumberBefore]:
+        """The same of numbers to which it adds what only Python computes."""
+        return self.besides.on_host if self._are_same(call) else []
+
+    def _are_same(self, call: Call) -> bool:
+        """Whether a call is given the same objects."""
+        return self._arguments.same_objects(call.using(self.besides) or call)
 
     def numbers_of(self, call: Call) -> list[Any]:
         """The hyperparameters of a call that fits, in order."""
@@ -193,7 +199,9 @@ def _placed(inputs: Inputs, besides: Besides) -> dict[int, set[str]]:
     placed: dict[int, set[str]] = {}
     numbers = (each for each in inputs.hyperparameters if isinstance(each, PlacedNumber))
     places = [each.place for each in numbers]
-    for place in [*places, *(each.place for each in live_arrays(besides))]:
+    places += [each.place for each in live_arrays(besides)]
+    places += [each.place for each in besides.on_host]
+    for place in places:
         if place.is_item:
             placed.setdefault(id(place.holder), set()).add(place.key)
     return placed

@@ -29,6 +29,7 @@ from graphopt.host.changes import MUTABLE
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.draws.live import is_array
+from graphopt.tracing.draws.on_host import is_immutable_number
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import is_exact, may_be_input
 from graphopt.tracing.later import (
@@ -111,6 +112,11 @@ class _Places:
             used = place.identity in record.used_counts  # and set to what it was, perhaps
             if not changed and note_counted(self.finder, written.path, place, before, value, used):
                 place.write(before)  # the step is traced anew, and not everything is put back
+                return None
+            of_host = is_immutable_number(before) and type(as_later(value)) is Later
+            if of_host and not record.is_input(place):
+                self.finder.on_host(written.path, place)
+                place.write(before)
                 return None
             if is_exact(before) and isinstance(value, torch.Tensor) and record.counts_in(place):
                 record.begins(place, before)
@@ -275,6 +281,7 @@ def _left_by_each_call(
         follows = (place.is_written if alone else place.may_carry) or not reads
         follows = follows or _is_traced(value, tensors=False)
         begins = is_number_later(value) and (written.before is None or written.before is MISSING)
+        begins = begins or (written.before is MISSING and record.counts_in(place))
         if reads and holds_later(value) and not (record.is_input(place) or begins):
             record.refused = record.refused or CaptureError(
                 f"it reads {written.path} outside its arguments, and then puts a text or another"

@@ -26,6 +26,7 @@ from graphopt.tracing.decisions import Decider
 from graphopt.tracing.draws.calls import Substitutes
 from graphopt.tracing.draws.given_arrays import given_arrays
 from graphopt.tracing.draws.live import insert_arrays, live_arrays, refuse_changed
+from graphopt.tracing.draws.on_host import numbers_inserted
 from graphopt.tracing.draws.picked import StoredItem
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.draws.rows import Row
@@ -105,9 +106,10 @@ class StepRun:
         self.made = ObtainedValues(self._tagger, given)
         places = [n.place for n in inputs.hyperparameters if isinstance(n, PlacedNumber)]
         places += [each.place for each in live_arrays(call.besides)]
+        places += [each.place for each in call.besides.on_host]
         self.outside = record_for(call, places)
         known = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
-        self.finder = Finder(self.outside, known, mode, call.besides.carried)
+        self.finder = Finder(self.outside, known, mode, call.besides)
         self.drawn: list[torch.Tensor] = []
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
@@ -133,6 +135,7 @@ class StepRun:
             self._lists.begin()
             self.outside.number_lists = self._lists.known
             insert_arrays(self._call.besides, self.made.calls, self._inputs)
+            stack.enter_context(numbers_inserted(self._call.besides, self.made.calls))
             self._arrays = given_arrays(self._call, self._inputs, self.made.calls)
             marks, held = Marks(self._call, self._inputs, traced), HeldBefore(self._call)
             self._marker = self._gradient_marker(traced)

@@ -12,7 +12,7 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.draws.arguments import is_known
+from graphopt.tracing.draws.arguments import FoundByGraph, is_known
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.behind import Behind
@@ -122,7 +122,8 @@ class OutsideReads(ContainerChanges):
         """Whether a value is a number of the trace, or a tuple or a list of such."""
         if isinstance(value, tuple):
             return bool(value) and all(map(self._is_symbolic, value))
-        return isinstance(value, SYMBOLIC) or is_known(value) or id(value) in self.number_lists
+        of_trace = isinstance(value, (*SYMBOLIC, FoundByGraph)) or is_known(value)
+        return of_trace or id(value) in self.number_lists
 
     def _begins_in(self, identity: tuple[Any, ...]) -> bool:
         """Whether the graph holds where nothing is in a place."""
