@@ -197,3 +197,31 @@ def test_a_step_that_raises_changes_nothing() -> None:
         return raised
 
     assert run(False) == run(True)
+
+
+def _run_anew(add: Any, compiled: bool) -> Any:
+    """Every third call finds the numbers in an object made anew."""
+    torch.manual_seed(0)
+    model, found = nn.Linear(3, 2), SimpleNamespace(state=_state())
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = model(x)
+        loss = nn.functional.cross_entropy(out, y)
+        add(found.state, loss, out, y)
+        return loss
+
+    called = graphopt.compile(step) if compiled else step
+    said = []
+    for index in range(8):
+        if index % 3 == 2:
+            found.state = _state()
+        said.append(called(torch.randn(4, 3), torch.randint(0, 2, (4,))).item())
+        shown = {key: value for key, value in vars(found.state).items() if key != "meter"}
+        said.append(repr(shown))
+        said.append(repr(vars(found.state.meter)))
+    return said
+
+
+@pytest.mark.parametrize("add", [_add, _decide, _keep, _items, _meter])
+def test_each_call_adds_to_the_object_that_is_there(add: Any) -> None:
+    assert _run_anew(add, True) == _run_anew(add, False)

@@ -33,6 +33,9 @@ def following(
     for each in besides.carried:
         if is_array(each.place.now()):
             record.need(each.place.holder)
+    for before in besides.on_host:  # found and left in this very object
+        record.need(before.place.holder)
+        record.need(record.owner(before.place.holder))
     places = list(_places(signature, inputs, besides))
     pin_others(record, places)
     guard = OutsideGuard(record, places, texts_read(record))

@@ -119,15 +119,6 @@ class Later(FoundByGraph):
         self.shared = memory
         self.memories.add(memory)
 
-    @property
-    def is_number(self) -> bool:
-        """Whether it is known to be a number."""
-        return self._is_number
-
-    def becomes_number(self) -> None:
-        """It has turned out to be a number."""
-        self._is_number = True
-
     def as_it_is(self) -> Later:
         """What stands for the value as it is here, also where the step changes the array behind."""
         if self.own is None:

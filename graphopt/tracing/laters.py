@@ -95,9 +95,6 @@ class Evaluating(Protocol):
     def in_graph(self, value: Later, replaced: Replaced) -> Any:
         """A tensor of the graph that a value makes; see `GraphValues`."""
 
-    def kind_of(self, value: Later, replaced: Replaced) -> type:
-        """Of which class a value is in this call."""
-
 
 class Laters(KnownTexts):
     """Such values of one trace.
@@ -145,15 +142,6 @@ class Laters(KnownTexts):
     def known_number(self, number: Any) -> Any:
         """What stands for a float of numpy's that the step sets."""
         return self._made.calls.apply(numpy_float64, (float(number),))
-
-    def note_number(self, value: Any) -> None:
-        """Find out whether a value that may be of any kind is a number that a graph may take."""
-        value = as_later(value)
-        if type(value) is not Later or value.is_number:
-            return
-        kind = self._made.kind_of(value, self._at_trace)
-        if kind in (int, float) or kind.__name__ == "float64":
-            value.becomes_number()
 
     def finish(self) -> None:
         """The step is over; see `GraphValues`."""

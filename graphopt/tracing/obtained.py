@@ -96,11 +96,6 @@ class ObtainedValues:
         """What a value is in this call that Python computes of what the graph gives."""
         return untraced(self.decider.computed, value, kind, replaced)
 
-    def kind_of(self, value: Later, replaced: Callable[[Any], Callable[..., Any]]) -> type:
-        """Of which class a value is in this call that Python computes."""
-        found: type = untraced(self.decider.evaluated, value, replaced, type)
-        return found
-
     def in_graph(self, value: Later, replaced: Callable[[Any], Callable[..., Any]]) -> Any:
         """A tensor of the graph that Python computes; see `Decider.in_graph`."""
         return untraced(self.decider.in_graph, value, replaced)

@@ -103,8 +103,6 @@ class _Places:
         value = place.now()
         if is_known(value):
             value = value.calls.as_float(value)
-        if record.depends_on(place) and (before is None or may_be_input(before)):
-            record.laters.note_number(value)
         refuse_keys({place.key: None} if isinstance(place.key, str) else {})
         alone = _is_left_alone(written)
         if record.depends_on(place) and not alone:
