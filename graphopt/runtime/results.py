@@ -117,7 +117,10 @@ class StepResults:
                 attribute.attributes[attribute.name] = value
         for placed, (place, value) in zip(signature.placed, left.placed, strict=True):
             if not self._is_changed(placed.place.identity, there):
+                is_new = placed.behind and place.key not in place.holder
                 place.write(value)
+                if is_new:
+                    _move_behind(place.holder, placed.behind)
         for container, made in left.changed:
             for how, value in made[there.changed(container) :]:
                 how.make(container, value)
@@ -169,3 +172,10 @@ class StepResults:
             return self._tensors[recipe.module_tensor].live()
         assert recipe.placeholder is not None
         return flat[recipe.placeholder]
+
+
+def _move_behind(table: dict[Any, Any], keys: Sequence[Any]) -> None:
+    """Keys of a dictionary that eager code puts there behind one that has just been put there."""
+    for key in keys:
+        if key in table:
+            table[key] = table.pop(key)

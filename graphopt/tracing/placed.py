@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from types import FunctionType
 from typing import Any
@@ -77,8 +77,24 @@ def take_placed(
         made: what each call makes anew, by id; see `told`.
     """
     places = _Places(record, finder, stand_ins, made, set(map(id, tables)), _exchanged(record))
-    found = [places.taken(written) for written in list(record.written_places())]
-    return [each for each in found if each is not None]
+    all_written = list(record.written_places())
+    behind = [_keys_behind(written) for written in all_written]
+    found = zip(map(places.taken, all_written), behind, strict=True)
+    return [replace(each, behind=keys) for each, keys in found if each is not None]
+
+
+def _keys_behind(written: WrittenPlace) -> tuple[Any, ...]:
+    """The keys behind one that the step has put into a dictionary: it has put them there, too."""
+    table, key = written.place.holder, written.place.key
+    if (
+        written.before is not MISSING
+        or type(table) not in (dict, defaultdict, OrderedDict)
+        or key not in table
+    ):
+        return ()
+    keys = list(table)
+    behind = keys[keys.index(key) + 1 :]
+    return tuple(behind) if all(type(each) in (str, int) for each in behind) else ()
 
 
 @dataclass(frozen=True)

@@ -151,11 +151,13 @@ class PlacedResult:
     Attributes:
         within: where each call finds the container that the place is an item of; None where it is
             the same one in each call.
+        behind: of a key that is new, those that come behind it in the dictionary.
     """
 
     place: OutsidePlace
     recipe: Recipe
     within: FollowedPlace | None = None
+    behind: tuple[Any, ...] = ()
 
     def now(self) -> OutsidePlace:
         """The place in this call, before it puts anything anywhere."""
