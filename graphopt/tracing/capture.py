@@ -155,7 +155,7 @@ def finish(
         )
     mark = fingerprint(raw.graph_module, kinds)
     steady = steady_step(call, inputs, communication, raw) if lasts else None
-    if steady is not None and not are_seen(raw, steady.state):
+    if steady is not None and not are_seen(raw, steady.state, call.optimizer_objects()):
         record, effects = unchanged(steady.raw.outside), raw.effects
         found = _Repeated(steady.raw, record, complete(raw), effects, steady.state)
         modules = (module for _, module in call.named_submodules())

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
+from torch.optim import Optimizer
 
 from graphopt.host import host_call_of, host_calls
 from graphopt.tracing.object_guards import ModeChange
@@ -41,10 +42,16 @@ def mode_changes(
     return tuple(ModeChange(of, of[name], value) for of, name, value in state.constants)
 
 
-def are_seen(first: RawTrace, state: NewState) -> bool:
+def are_seen(first: RawTrace, state: NewState, optimizers: Iterable[Optimizer]) -> bool:
     """Whether a function on the host may see attributes that a first call sets, behind the line
-    that does: the following call, which finds them set, does not show them."""
-    places = {OutsidePlace("item", of, name).identity for of, name, _ in state.constants}
+    that does: the following call, which finds them set, does not show them.
+
+    Args:
+        optimizers: of the step, whose own attributes nobody asks for.
+    """
+    own = {id(vars(optimizer)) for optimizer in optimizers}
+    set_first = [(of, name) for of, name, _ in state.constants if id(of) not in own]
+    places = {OutsidePlace("item", of, name).identity for of, name in set_first}
     calls = map(host_call_of, host_calls(first.graph_module.graph))
     left = (each.place for call in calls if call is not None for each in call.outside.left)
     return any(place.identity in places for place in left)

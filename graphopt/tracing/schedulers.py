@@ -213,10 +213,18 @@ class _Stepped:
         def read(scheduler: Any, name: str) -> Any:
             free = name in _FREE or name.startswith("__")
             if id(scheduler) in self._schedulers and not free:
+                if name == "get_lr" and _is_of_counts(scheduler):
+                    return functools.partial(self.rates, scheduler, type(scheduler).get_lr)
                 raise used(f"reads {name} of a scheduler", type(scheduler).__name__)
             return object.__getattribute__(scheduler, name)
 
         return read
+
+
+def _is_of_counts(scheduler: Any) -> bool:
+    """Whether the rates that a scheduler computes depend on nothing of the program's."""
+    of_torch = type(scheduler).get_lr.__module__ == LRScheduler.__module__
+    return of_torch and "lr_lambdas" not in vars(scheduler)
 
 
 def _subclasses(parent: type) -> set[type]:
