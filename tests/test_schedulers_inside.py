@@ -404,8 +404,8 @@ def test_a_rate_that_is_a_tensor_is_refused() -> None:
 @pytest.mark.filterwarnings("ignore:To get the last learning rate")
 def test_get_lr_is_what_it_is_in_eager_code(name: str, behind: bool) -> None:
     """Which programs show that are older than `get_last_lr`."""
-    if name == "one cycle" and not behind:
-        pytest.skip("it sets the momentum where it is asked for its rates")
+    if (name == "one cycle" and not behind) or (name in ("own", "lambda") and behind):
+        pytest.skip("it sets the momentum, or calls functions of the program, for its rates")
     found = []
     for compiled in (False, True):
         trained, shown = Trained("sgd", name), list[Any]()

@@ -115,10 +115,12 @@ def _last_rates(
 ) -> Callable[[Any], list[Any]]:
     @functools.wraps(read)
     def rates_of(self: Any) -> list[Any]:
+        own = not read.__module__.startswith("torch.")  # the program's code, which is followed
         if stepped.has(self):
+            if read.__name__ == "get_lr" and (own or "lr_lambdas" in vars(self)):
+                raise used("reads get_lr of a scheduler", stepped.name)  # which calls its functions
             return stepped.rates(self, read)
         rates = read(self)
-        own = not read.__module__.startswith("torch.")  # the program's code, which is followed
         kinds = (float, *SYMBOLIC) if read.__name__ == "get_lr" else float
         if own or not all(isinstance(rate, kinds) for rate in rates):
             return rates
