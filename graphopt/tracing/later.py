@@ -23,6 +23,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
+from graphopt.tracing.array_parts import OnCopy, without_ranges
 from graphopt.tracing.draws.arguments import FoundByGraph, Method, is_known
 from graphopt.tracing.draws.arrays import (
     CHANGING_METHODS,
@@ -142,7 +143,7 @@ class Later(FoundByGraph):
         return self
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.changes(operator.setitem, _without_ranges(key), value)
+        self.changes(operator.setitem, without_ranges(key), value)
 
     @property
     def made_by(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -189,7 +190,7 @@ class Later(FoundByGraph):
     def __getitem__(self, key: Any) -> Any:
         left = _dimensions_left(self.dimensions, key if type(key) is tuple else (key,))
         is_number = self._is_number or left == 0
-        item = Later(operator.getitem, (self, _without_ranges(key)), is_number)
+        item = Later(operator.getitem, (self, without_ranges(key)), is_number)
         item.dimensions = left or None
         return item
 
@@ -285,24 +286,6 @@ def applied(
     if options:
         function, args = Named(function, tuple(options)), (*args, *options.values())
     return Later(function, args, is_number)
-
-
-class OnCopy:
-    """Gives a copy of an array as a function leaves it that changes it in place."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.__name__ = function, "on_copy"
-
-    def __call__(self, array: Any, *args: Any) -> Any:
-        array = array.copy()
-        self.function(array, *args)
-        return array
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and bool(vars(other) == vars(self))
-
-    def __hash__(self) -> int:
-        return hash(self.function)
 
 
 class Named:
@@ -444,35 +427,6 @@ def _dimensions_left(dimensions: int | None, keys: Sequence[Any]) -> int | None:
 
 def _changed(value: Later, method: Callable[..., Any], *args: Any) -> None:
     value.changes(method, *args)
-
-
-def _without_ranges(key: Any) -> Any:
-    if type(key) is tuple:
-        return tuple(map(_without_ranges, key))
-    return list(key) if type(key) is range else key
-
-
-class FedItems:
-    """Gives items of an array that an operator changes in place, and that go back there."""
-
-    def __init__(self, array: Any) -> None:
-        self._array = array
-
-    def __getitem__(self, key: Any) -> Later:
-        return Later(copied_item, (self._array, _without_ranges(key)), is_changed=True)
-
-
-def copied_item(array: Any, key: Any) -> Any:
-    """A part of an array of its own."""
-    item = array[key]
-    return item.copy() if hasattr(item, "copy") else item
-
-
-def array_of(value: Any) -> Later:
-    """What stands for an array that the step has made, which it changes from here on."""
-    found = Later(Method("copy"), (argument(value),))
-    found.dimensions = value.ndim
-    return found
 
 
 def _known_before(value: Any) -> Later:

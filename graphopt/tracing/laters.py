@@ -51,7 +51,6 @@ from graphopt.tracing.known_functions import (
 from graphopt.tracing.known_texts import KnownTexts, hands_on
 from graphopt.tracing.later import (
     ESCAPED,
-    FedItems,
     Later,
     applied,
     are_numbers,
@@ -64,7 +63,7 @@ from graphopt.tracing.later import (
     leaves_in,
     letters,
 )
-from graphopt.tracing.live_arrays import LiveArrays
+from graphopt.tracing.live_arrays import FedItems, LiveArrays
 from graphopt.tracing.number_functions import numpy_float64
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.numpy_lists import of_list

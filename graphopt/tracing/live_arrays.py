@@ -17,13 +17,14 @@ from typing import Any, NoReturn
 
 from graphopt.host import HostCall
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.array_parts import copied_item, without_ranges
 from graphopt.tracing.callback import record as record_call
 from graphopt.tracing.computations import nest_of
-from graphopt.tracing.draws.arguments import is_known
+from graphopt.tracing.draws.arguments import Method, is_known
 from graphopt.tracing.draws.items import LiveItems
 from graphopt.tracing.draws.live import is_array, place_of
 from graphopt.tracing.host_numbers import is_host_number
-from graphopt.tracing.later import Later, argument, array_of, holds_unknown, leaves_in
+from graphopt.tracing.later import Later, argument, holds_unknown, leaves_in
 from graphopt.tracing.number_expressions import Leaf
 from graphopt.tracing.numbers import refusal
 from graphopt.tracing.outside.places import OutsidePlace
@@ -209,6 +210,23 @@ def _is_part(array: Any) -> bool:
 
 def _is_drawn(value: Any) -> bool:
     return is_known(value) or (is_host_number(value) and value.is_drawn)
+
+
+class FedItems:
+    """Gives items of an array that an operator changes in place, and that go back there."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __getitem__(self, key: Any) -> Later:
+        return Later(copied_item, (self._array, without_ranges(key)), is_changed=True)
+
+
+def array_of(value: Any) -> Later:
+    """What stands for an array that the step has made, which it changes from here on."""
+    found = Later(Method("copy"), (argument(value),))
+    found.dimensions = value.ndim
+    return found
 
 
 class _HeldElsewhere:
