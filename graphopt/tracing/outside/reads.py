@@ -288,13 +288,23 @@ class OutsideReads(ContainerChanges):
 
     def iterator(self, iterator: Any, path: str, line: SourceLine) -> None:
         """The step takes values from an iterator, which are gone then."""
-        if self.is_outside(iterator) and self.advanced is None:
-            self.advanced = (path, line)
+        if self.is_outside(iterator):
+            self.advanced = self.advanced or (path, line)
+            raise advances(*self.advanced)  # before it is advanced: no trace is to take any
 
     def _made(self, place: OutsidePlace, value: Any, path: str, line: SourceLine) -> Read:
         if self.stands_for and place.kind in ("keys", "whole") and isinstance(value, _SEVERAL):
             value = type(value)(map(self._original, value))
         return Read(self._outside(place), value, path, line)
+
+
+def advances(path: str, line: SourceLine) -> CaptureError:
+    return CaptureError(
+        f"it takes values from an iterator outside its arguments ({path}), which would happen"
+        " at capture only",
+        location=str(line),
+        hint="take them outside the step, and pass them as arguments",
+    )
 
 
 def draws_none(callee: Any, args: Sequence[Any]) -> Sequence[Any] | None:

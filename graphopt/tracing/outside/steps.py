@@ -18,6 +18,7 @@ from graphopt.tracing.outside.guard import shown
 from graphopt.tracing.outside.moving import is_object
 from graphopt.tracing.outside.observe import Observer, observed
 from graphopt.tracing.outside.places import OutsidePlace, Read, is_container
+from graphopt.tracing.outside.reads import advances
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.running_trace import BEGIN
 
@@ -99,13 +100,7 @@ def observed_step(call: Call, record: Record, substitute: Substitute) -> Iterato
             hint="compare names (model.named_parameters()) or id()",
         )
     if record.advanced is not None:
-        path, line = record.advanced
-        raise CaptureError(
-            f"it takes values from an iterator outside its arguments ({path}), which would happen"
-            " at capture only",
-            location=str(line),
-            hint="take them outside the step, and pass them as arguments",
-        )
+        raise advances(*record.advanced)
 
 
 def gives(record: Record, returned: Any, call: Call) -> None:

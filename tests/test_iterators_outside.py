@@ -1,0 +1,52 @@
+"""A step that takes values from an iterator outside it is refused before it has taken any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphopt
+from graphopt.errors import CaptureError
+
+MODEL = nn.Linear(2, 1)
+
+
+def by_next(batches: Iterator[Tensor]) -> Any:
+    return MODEL(next(batches)).sum()
+
+
+def by_a_loop(batches: Iterator[Tensor]) -> Any:
+    for batch in batches:
+        return MODEL(batch).sum()
+    return None
+
+
+def where_errors_are_caught(batches: Iterator[Tensor]) -> Any:
+    try:
+        return MODEL(next(batches)).sum()
+    except Exception:
+        return MODEL(torch.zeros(2)).sum()
+
+
+@pytest.mark.parametrize("step", [by_next, by_a_loop, where_errors_are_caught])
+@pytest.mark.parametrize("is_generator", [False, True], ids=["iterator", "generator"])
+def test_nothing_is_taken_by_a_refused_capture(
+    step: Callable[[Iterator[Tensor]], Any], is_generator: bool
+) -> None:
+    values = [torch.ones(2) * index for index in range(2)]
+    batches = (each for each in values) if is_generator else iter(values)
+    with pytest.raises(CaptureError, match=r"takes values from an iterator .*batches"):
+        graphopt.compile(step)(batches)
+    assert len(list(batches)) == 2
+
+
+def test_a_step_that_runs_eagerly_gets_them_all() -> None:
+    values = [torch.ones(2) * index for index in range(3)]
+    batches = iter(values)
+    step = graphopt.compile(by_next, fallback="eager")
+    for value in values:
+        assert torch.equal(step(batches), MODEL(value).sum())
