@@ -73,6 +73,10 @@ def _keep(s: Any, loss: torch.Tensor, out: torch.Tensor, y: torch.Tensor) -> Non
     s.items["last"] = s.sum
 
 
+def _largest(s: Any, loss: torch.Tensor, out: torch.Tensor, y: torch.Tensor) -> None:
+    s.sum = max(s.sum, loss.detach().numpy().mean())
+
+
 def _items(s: Any, loss: torch.Tensor, out: torch.Tensor, y: torch.Tensor) -> None:
     s.items["sum"] += _accuracy(out, y)
     s.items["n"] += len(y)
@@ -89,7 +93,7 @@ def _show(s: Any, loss: torch.Tensor, out: torch.Tensor, y: torch.Tensor) -> Non
     graphopt.callback(lambda: s.seen.append(s.sum))
 
 
-STYLES = [_add, _add_arrays, _add_twice, _decide, _keep, _items, _meter, _show]
+STYLES = [_add, _add_arrays, _add_twice, _decide, _keep, _largest, _items, _meter, _show]
 BETWEEN: list[Any] = [None, 0, 0.5, numpy.float64(2), numpy.float32(-1), numpy.int64(3)]
 
 

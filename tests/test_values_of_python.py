@@ -231,10 +231,6 @@ def asks_for_letters_in_c(kept: Any, loss: Tensor, x: Tensor) -> None:
     kept.rows.append(list(filter(str.isdigit, f"{loss.item():.1f}")))
 
 
-def keeps_a_short_float(kept: Any, loss: Tensor, x: Tensor) -> None:
-    kept.best = max(kept.best, loss.detach().numpy().mean())
-
-
 def adds_to_a_text(kept: Any, loss: Tensor, x: Tensor) -> None:
     kept.table["all"] = kept.table.get("all", "") + f"{loss.item():.1f}"
 
@@ -255,7 +251,6 @@ REFUSED = {
     is_a_key: "is a key",
     is_called_in_c: "to code that is not followed",
     asks_for_letters_in_c: "to code that is not followed",
-    keeps_a_short_float: "and then puts a text or another value",
     adds_to_a_text: "and then puts a text",
     computes_with_tensors: "tensors of the graph",
     shows_a_gradient: "gradient function",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +74,7 @@ class ContainerChanges(KnownObjects):
         key = id(container)
         self.unrepeated.note(container, self.path(container, type(container).__name__), line)
         if key not in self._mutated:
-            self._mutated[key] = copy.copy(container)
+            self._mutated[key] = _copied(container)
             self._goes_through(container)
             if isinstance(container, (dict, set)):
                 self._touched[key] = container
@@ -182,3 +182,11 @@ class ContainerChanges(KnownObjects):
     def changed_containers(self) -> Iterator[ChangedContainer]:
         """Lists, queues and sets that the step has changed so far by what can be done again."""
         yield from (each for each in self._changes.values() if not each.otherwise)
+
+
+def _copied(container: Any) -> Any:
+    """A container with what is in it; of a class of the program's, a plain one."""
+    known = type(container) in (*MUTABLE, dict, OrderedDict, defaultdict)
+    kinds = () if known else (dict, list, set)
+    kind = next((kind for kind in kinds if isinstance(container, kind)), copy.copy)
+    return kind(container)
