@@ -89,12 +89,12 @@ def _keys_behind(written: WrittenPlace) -> tuple[Any, ...]:
     if (
         written.before is not MISSING
         or type(table) not in (dict, defaultdict, OrderedDict)
+        or not all(type(each) in (str, int) for each in table)  # tensors compare by operators
         or key not in table
     ):
         return ()
     keys = list(table)
-    behind = keys[keys.index(key) + 1 :]
-    return tuple(behind) if all(type(each) in (str, int) for each in behind) else ()
+    return tuple(keys[keys.index(key) + 1 :])
 
 
 @dataclass(frozen=True)
