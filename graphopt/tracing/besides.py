@@ -131,7 +131,9 @@ class Besides:
         """All that is in either."""
         on_host = [*self.on_host, *other.on_host]
         of_host = {each.place.identity for each in on_host}
-        carried = (*self.carried, *other.carried)
+        carried = [*self.carried, *other.carried]
+        if of_host:  # a key that is a number of the trace has no hash
+            carried = [each for each in carried if each.place.identity not in of_host]
         return Besides(
             [*self.objects, *other.objects],
             [*self.tensors, *other.tensors],
@@ -143,7 +145,7 @@ class Besides:
             self.shuffles or other.shuffles,
             self.as_traced or other.as_traced,
             self.exchanged | other.exchanged,
-            [each for each in carried if each.place.identity not in of_host],
+            carried,
             [*self.texts, *other.texts],
             [*self.made, *other.made],
             self.whole_lists | other.whole_lists,

@@ -89,7 +89,7 @@ def _keys_behind(written: WrittenPlace) -> tuple[Any, ...]:
     if (
         written.before is not MISSING
         or type(table) not in (dict, defaultdict, OrderedDict)
-        or not all(type(each) in (str, int) for each in table)  # tensors compare by operators
+        or not all(type(each) in (str, int) for each in (key, *table))  # others may not compare
         or key not in table
     ):
         return ()
@@ -128,7 +128,8 @@ class _Places:
                 place.write(before)  # the step is traced anew, and not everything is put back
                 return None
             of_host = is_immutable_number(before) and type(as_later(value)) is Later
-            if of_host and not record.is_input(place):
+            known = not isinstance(place.key, SYMBOLIC)
+            if of_host and known and not record.is_input(place):
                 self.finder.on_host(written.path, place)
                 place.write(before)
                 return None
