@@ -46,12 +46,13 @@ def refuse_backward(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     Args:
         pairs: tensors of a call, each with what stands for it.
     """
+    apply: Any = _Computed.apply
     for tensor, stand_in in pairs:
         if is_left(tensor) and not stand_in.requires_grad:
             with torch.enable_grad(), _compat.without_modes():
                 source = torch.empty(0, requires_grad=True)
             with torch.enable_grad():
-                _Computed.apply(stand_in, source)  # type: ignore[no-untyped-call]
+                apply(stand_in, source)
 
 
 class _Computed(torch.autograd.Function):
