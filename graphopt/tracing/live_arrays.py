@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, NoReturn
 
 from graphopt.host import HostCall
@@ -82,12 +83,7 @@ class LiveArrays:
         return _Sets(self, array, line)
 
     def made(
-        self,
-        array: Any,
-        like: object,
-        values: Sequence[Any],
-        variables: dict[str, Any],
-        stacked: int = 1,
+        self, array: Any, like: object, values: Sequence[Any], frame: FrameType, stacked: int = 1
     ) -> Any:
         """What stands from now on, in the variable that alone has it, for an array that the step
         has made, where it is changed by what only the graph knows, or a draw; None: itself.
@@ -96,7 +92,7 @@ class LiveArrays:
             like: held as the array is, but for a variable of the function that changes it, and its
                 stack.
             values: that it is changed by.
-            variables: of that function.
+            frame: of that function.
             stacked: how often the array is on the stack.
         """
         if not (is_array(array) and not self._record.is_outside(array)) and not _is_own(array):
@@ -107,6 +103,7 @@ class LiveArrays:
             return None
         if not (unknown or any(map(_is_drawn, leaves))):
             return None
+        variables = frame.f_locals
         names = [name for name, other in variables.items() if other is array]
         in_variables = 1 + int(sys.version_info < (3, 13))  # which has no snapshot of them
         held = sys.getrefcount(array) - sys.getrefcount(like)

@@ -380,9 +380,10 @@ class HostCalls:
     def _is_own(self, expression: Any) -> bool:
         if type(expression) is not Leaf or expression.index < self.program.first:
             return False
-        step = self.program.steps[expression.index - self.program.first]
-        if self.is_fresh(Known(expression, None)):
+        known = Known(expression, None)
+        if self.is_fresh(known):
             return True
+        step = self.step_of(known)
         parts = [each for each in step.args if isinstance(each, (Leaf, Application))]
         return step.function in _OF_PARTS and bool(parts) and self._is_own(parts[0])
 

@@ -215,8 +215,8 @@ class Instructions(LaterOperands):
 
     def _fed(self, at: Instruction) -> None:
         """An item is taken that goes back to where it comes from: the container is there twice."""
-        container, like, variables = at.top(2), object(), at.frame.f_locals
-        made = self._record.laters.arrays.made(container, like, (at.top(1),), variables, stacked=2)
+        container, like = at.top(2), object()
+        made = self._record.laters.arrays.made(container, like, (at.top(1),), at.frame, stacked=2)
         if at.takes(2, made):
             at.put(4, made)
 
@@ -251,8 +251,8 @@ class Instructions(LaterOperands):
             return
         if not isinstance(container, (list, dict)) and not is_plain_class(type(container)):
             self._known(at, 3)
-        arrays, like, variables = self._record.laters.arrays, object(), at.frame.f_locals
-        if at.takes(2, arrays.made(container, like, (at.top(1), at.top(3)), variables)):
+        arrays, like = self._record.laters.arrays, object()
+        if at.takes(2, arrays.made(container, like, (at.top(1), at.top(3)), at.frame)):
             return
         if is_known(container):
             at.takes(2, arrays.setter(container, at.top(1), at.top(3), at.line))
@@ -302,8 +302,8 @@ class Instructions(LaterOperands):
         self._known_beside(at, 1, 2)
         self._known_beside(at, 2, 1)
         changed, value = at.top(2), at.top(1)
-        arrays, like, variables = self._record.laters.arrays, object(), at.frame.f_locals
-        if at.takes(2, arrays.made(changed, like, (value,), variables)):
+        arrays, like = self._record.laters.arrays, object()
+        if at.takes(2, arrays.made(changed, like, (value,), at.frame)):
             return
         if at.takes(2, arrays.changer(changed, at.step.name, value, at.line)):
             return
