@@ -307,8 +307,8 @@ def as_read(value: Any) -> Any:
 
 
 def is_float_read(value: Any) -> bool:
-    """Whether a value is a float of the trace, of which only the graph knows what it is."""
-    return isinstance(value, TracedFloat) and not isinstance(value, int)
+    """Whether a value is a float of the trace. Integers that are known before a call are none."""
+    return isinstance(value, torch.SymFloat) and not isinstance(value, int)
 
 
 def truth(tensor: torch.Tensor) -> bool:

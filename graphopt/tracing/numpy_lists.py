@@ -20,7 +20,15 @@ from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.known_functions import MAKING_TENSORS, is_in
 from graphopt.tracing.later import is_later, leaves_in
 from graphopt.tracing.number_functions import OF_FLOATS_IN_NUMPY, numpy_float64
-from graphopt.tracing.numbers import SYMBOLIC, ReadFloat, TracedFloat, as_read, record, refusal
+from graphopt.tracing.numbers import (
+    SYMBOLIC,
+    ReadFloat,
+    TracedFloat,
+    as_read,
+    is_float_read,
+    record,
+    refusal,
+)
 
 
 def of_list(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
@@ -53,7 +61,7 @@ def of_sequence(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
     legacy = _compat.made_by_legacy(callee)
     if legacy is None and not (type(args[0]) is deque and is_in(callee, MAKING_TENSORS)):
         return None
-    is_unknown = _is_of_trace if legacy is None else _is_float_of_trace
+    is_unknown = _is_of_trace if legacy is None else is_float_read
     if not any(is_unknown(each) or is_later(each) for each in leaves_in(list(args[0]))):
         return None
 
@@ -73,11 +81,6 @@ def of_sequence(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
 
 def _is_of_trace(value: Any) -> bool:
     return isinstance(value, SYMBOLIC)
-
-
-def _is_float_of_trace(value: Any) -> bool:
-    """Integers are found on the host, before the graph runs."""
-    return isinstance(value, torch.SymFloat) and not isinstance(value, int)
 
 
 def is_instance_of_numpy(number: Any, kinds: Any) -> bool:
