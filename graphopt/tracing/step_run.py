@@ -30,6 +30,7 @@ from graphopt.tracing.draws.on_host import numbers_inserted
 from graphopt.tracing.draws.picked import StoredItem
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.draws.rows import Row
+from graphopt.tracing.draws.taking import TakenInTrace, taken_from_iterators
 from graphopt.tracing.given import GivenContainers
 from graphopt.tracing.held_before import HeldBefore, groups_of
 from graphopt.tracing.host_math import traced_math
@@ -252,7 +253,12 @@ class StepRun:
                 stack.enter_context(context)
             draws = self._drawing()
             arrays = MadeArrays(self.outside, self.finder)
-            with observed_step(self._call, self.outside, self._instead(traced, draws, arrays)):
+            taken = taken_from_iterators(
+                *(self._call, self._inputs, traced, self.made.calls, self.outside)
+            )
+            instead = self._instead(traced, draws, arrays, taken)
+            self.outside.draws_items = taken.given_to(draws.picks.draws)
+            with observed_step(self._call, self.outside, instead):
                 exchanged = self._call.besides.exchanged
                 with keyed_by_stand_ins(self._keyed, self.outside, traced.by_id, exchanged):
                     returned = self._call.fn(*args, **kwargs)
@@ -260,6 +266,7 @@ class StepRun:
                 scalers.finish()
                 refuse_found_twice(self.outside, self._call.given, given.changes())
                 arrays.finish()
+                taken.finish()
                 self.outside.laters.finish()
                 refuse_written(self.outside.laters.memories, _compat.current_tracer().graph)
                 self._give(returned)
@@ -287,7 +294,7 @@ class StepRun:
         calls.makes_arrays = self.finder.shuffles
         tensors = [entry.tensor for entry in self._inputs.module_tensors]
         draws = Substitutes(calls, outside, self._call.besides.shuffles, tensors)
-        outside.draws_items, outside.item_setter = draws.picks.draws, draws.picks.setter
+        outside.item_setter = draws.picks.setter
         return draws
 
     def _originals(self, traced: Traced) -> dict[int, torch.Tensor]:
@@ -297,7 +304,7 @@ class StepRun:
         return {id(traced.by_id[id(tensor)]): tensor for tensor in tensors}
 
     def _instead(
-        self, traced: Traced, draws: Substitutes, arrays: MadeArrays
+        self, traced: Traced, draws: Substitutes, arrays: MadeArrays, taken: TakenInTrace
     ) -> Callable[[Any, Sequence[Any]], Any]:
         """Says what is called in place of a function that the step calls; None: itself."""
         given = zip(self._inputs.hyperparameters, traced.numbers, strict=True)
@@ -305,7 +312,16 @@ class StepRun:
         self.outside.length_of = lengths.of
         kinds: tuple[Callable[[Any, Sequence[Any]], Any], ...] = (
             asking(lambda: self.outside.stands_for),
-            *(computing, converting, of_list, of_sequence, lengths.asked, arrays.maker, draws),
+            *(
+                computing,
+                converting,
+                of_list,
+                of_sequence,
+                lengths.asked,
+                arrays.maker,
+                taken,
+                draws,
+            ),
             stand_in_of_collective,
         )
 
