@@ -7,6 +7,7 @@ import itertools
 import random
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -91,6 +92,22 @@ class OfKinds(Loop):
         assert nothing is None and flag
         given = {key: value for key, value in batch.items() if key == "x"}
         return self.update(given["x"] * factor + index, torch.from_numpy(array))
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    y: Tensor
+    factor: float
+
+    def to(self, device: str) -> Batch:
+        return Batch(self.x.to(device), self.y.to(device), self.factor)
+
+
+class OfObjects(Loop):
+    def once(self) -> Any:
+        batch = next(self.batches)[0].to("cpu")
+        return self.update(batch.x * batch.factor, batch.y)
 
 
 class Named(Loop):
@@ -210,6 +227,7 @@ MAKE: dict[str, Callable[[], Loop]] = {
                                                for i, (x, y) in enumerate(pairs())])),
     "all kinds": lambda: OfKinds(of_all_kinds),
     "a named tuple": lambda: Named(lambda: (Pair(*each) for each in pairs())),
+    "objects": lambda: OfObjects(lambda: ([Batch(*each, i / 2)] for i, each in enumerate(pairs()))),
     "anew": lambda: Anew(lambda: iter(loader())),
     "anew, by workers": lambda: Anew(lambda: iter(loader(workers=1))),
     "the first": First,

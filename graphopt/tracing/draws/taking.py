@@ -10,8 +10,9 @@ the step has done by then: what the step computes is computed when the graph run
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -26,16 +27,18 @@ from graphopt.tracing.draws.program import ArgumentAt
 from graphopt.tracing.draws.reaching import reaches
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.draws.taken import NeedsValueError, TakenValues, Taking, saved_states
+from graphopt.tracing.given_objects import may_be_taken_apart
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.number_expressions import Application, Leaf
 from graphopt.tracing.outside.native import is_iterator
-from graphopt.tracing.outside.places import OutsidePlace
+from graphopt.tracing.outside.places import OutsidePlace, attributes_of
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import current_user_line
 from graphopt.tracing.substitute import Traced
 
 _HINT = "take it outside the step, and pass it as an argument"
 _BEHIND_DRAWS = "behind random numbers that the step draws with torch, where it draws as well"
+_DEPTH, _MANY = 8, 1000
 _FUNCTIONS: dict[int, Callable[[Any], Any]] = {id(next): next, id(iter): iter}
 _METHODS: dict[str, Callable[[Any], Any]] = {"__next__": next, "__iter__": iter}
 
@@ -187,21 +190,18 @@ class TakenInTrace:
     # ------------------------------------------------------------------ what the step gets
 
     def _nest(self, known: Known, value: Any, at: tuple[Any, ...], path: str) -> Any:
-        if is_named_tuple(value):
-            return type(value)(*self._items(known, value, range(len(value)), at, path))
-        if type(value) in (list, tuple):
-            return type(value)(self._items(known, value, range(len(value)), at, path))
-        if type(value) is dict:
-            return dict(zip(value, self._items(known, value, value, at, path), strict=True))
+        parts = parts_of(value)
+        if len(at) > _DEPTH or (parts is not None and len(parts) > _MANY):
+            self._refuse(path, "which gives deep or long lists")
+        if parts is not None:
+            inner = [
+                self._nest(known, each, (*at, key), f"{path}{_said(key)}") for key, each in parts
+            ]
+            return _made_like(value, parts, inner)
         part = ItemAt(at, path)
         if isinstance(value, torch.Tensor):
             return self._tensor(part, known, value, path)
         return self._calls.apply(part, (known,))
-
-    def _items(
-        self, known: Known, value: Any, keys: Iterable[Any], at: tuple[Any, ...], path: str
-    ) -> Iterator[Any]:
-        return (self._nest(known, value[key], (*at, key), f"{path}[{key!r}]") for key in keys)
 
     def _tensor(self, part: ItemAt, known: Known, value: torch.Tensor, path: str) -> torch.Tensor:
         plain = type(value) is torch.Tensor and value.layout is torch.strided
@@ -272,7 +272,7 @@ class ItemAt:
 
     def __call__(self, value: Any) -> Any:
         for key in self._keys:
-            value = value[key]
+            value = vars(value)[key.name] if isinstance(key, Attribute) else value[key]
         return value
 
     def __eq__(self, other: object) -> bool:
@@ -315,12 +315,46 @@ def _or_default(take: Callable[[], Any], default: Any) -> Any:
 
 
 def structure_of(value: Any) -> Any:
-    """How a nest of lists, tuples and dictionaries is built; of anything else its class."""
+    """How a nest of lists, dictionaries and objects is built; of anything else its class."""
+    parts = parts_of(value)
+    if parts is None:
+        return type(value)
+    return (type(value), tuple((key, structure_of(each)) for key, each in parts))
+
+
+class Attribute(NamedTuple):
+    """The key of what an object has as an attribute."""
+
+    name: str
+
+
+def parts_of(value: Any) -> list[tuple[Any, Any]] | None:
+    """What is in a list, a tuple, a dictionary, or an object of a plain class, by keys; None of
+    anything else."""
     if type(value) in (list, tuple) or is_named_tuple(value):
-        return (type(value), tuple(map(structure_of, value)))
-    if type(value) is dict:
-        return (dict, tuple((key, structure_of(each)) for key, each in value.items()))
-    return type(value)
+        return list(enumerate(value))
+    if type(value) in (dict, OrderedDict):
+        return list(value.items())
+    if may_be_taken_apart(type(value)):
+        return [(Attribute(name), each) for name, each in (attributes_of(value) or {}).items()]
+    return None
+
+
+def _made_like(value: Any, parts: Sequence[tuple[Any, Any]], inner: Sequence[Any]) -> Any:
+    """A nest of the kind of another one."""
+    if is_named_tuple(value):
+        return type(value)(*inner)
+    if type(value) in (list, tuple):
+        return type(value)(inner)
+    if type(value) in (dict, OrderedDict):
+        return type(value)(zip((key for key, _ in parts), inner, strict=True))
+    new = type(value).__new__(type(value))
+    vars(new).update(zip((key.name for key, _ in parts), inner, strict=True))
+    return new
+
+
+def _said(key: Any) -> str:
+    return f".{key.name}" if isinstance(key, Attribute) else f"[{key!r}]"
 
 
 def taken_from_iterators(
