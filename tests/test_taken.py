@@ -274,6 +274,31 @@ def test_of_one_shape_one_graph() -> None:
     assert len(step.captures) == 1
 
 
+class Holder:
+    """What holds an iterator, and is made anew."""
+
+    def __init__(self, factor: int) -> None:
+        self.batches = iter([(torch.ones(4, 3) * factor, torch.ones(4, 1))] * 3)
+
+
+def test_an_object_made_anew_has_an_iterator_of_its_own() -> None:
+    class Held(Loop):
+        def once(self) -> Any:
+            x, y = next(self.kept.batches)
+            return self.update(x, y), x
+
+    found = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        loop = Held()
+        step = graphopt.compile(loop.once) if captured else loop.once
+        for index in range(7):
+            if index % 3 == 0:
+                loop.kept = Holder(index + 1)
+            found.append(step())
+    assert all(map(same, found[:7], found[7:]))
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_the_end_is_raised(captured: bool) -> None:
     loop = Loop(lambda: iter(pairs(3)))

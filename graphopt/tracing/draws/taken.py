@@ -91,6 +91,22 @@ class Taking:
         return taken.value
 
 
+class PlaceOf:
+    """Gives what is in a place; the arguments do not matter."""
+
+    def __init__(self, place: OutsidePlace) -> None:
+        self.place = place
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        return self.place.now()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlaceOf) and other.place.identity == self.place.identity
+
+    def __hash__(self) -> int:
+        return hash(self.place.identity)
+
+
 class NotTakenError(Exception):
     """The graph of a program does not hold for a call, which is to take nothing for it."""
 

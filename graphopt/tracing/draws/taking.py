@@ -10,9 +10,8 @@ the step has done by then: what the step computes is computed when the graph run
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -23,15 +22,15 @@ from graphopt.ir.operators import draws, written
 from graphopt.tracing.call import Call
 from graphopt.tracing.draws.arguments import Known
 from graphopt.tracing.draws.memory import OfTensors
+from graphopt.tracing.draws.parts import ItemAt, made_like, parts_of, said_key, structure_of
 from graphopt.tracing.draws.program import ArgumentAt
 from graphopt.tracing.draws.reaching import reaches
 from graphopt.tracing.draws.recorder import HostCalls
-from graphopt.tracing.draws.taken import NeedsValueError, TakenValues, Taking, saved_states
-from graphopt.tracing.given_objects import may_be_taken_apart
+from graphopt.tracing.draws.taken import NeedsValueError, PlaceOf, TakenValues, Taking, saved_states
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.number_expressions import Application, Leaf
 from graphopt.tracing.outside.native import is_iterator
-from graphopt.tracing.outside.places import OutsidePlace, attributes_of
+from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import current_user_line
 from graphopt.tracing.substitute import Traced
@@ -195,9 +194,9 @@ class TakenInTrace:
             self._refuse(path, "which gives deep or long lists")
         if parts is not None:
             inner = [
-                self._nest(known, each, (*at, key), f"{path}{_said(key)}") for key, each in parts
+                self._nest(known, each, (*at, key), f"{path}{said_key(key)}") for key, each in parts
             ]
-            return _made_like(value, parts, inner)
+            return made_like(value, parts, inner)
         part = ItemAt(at, path)
         if isinstance(value, torch.Tensor):
             return self._tensor(part, known, value, path)
@@ -243,45 +242,6 @@ class IteratorOfCall(Known):
         self.calls, self.path = calls, f"iter({source.path})"
 
 
-class PlaceOf:
-    """Gives what is in a place; the arguments do not matter."""
-
-    def __init__(self, place: OutsidePlace) -> None:
-        self.place = place
-
-    def __call__(self, leaves: Sequence[Any]) -> Any:
-        return self.place.now()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PlaceOf) and other.place.identity == self.place.identity
-
-    def __hash__(self) -> int:
-        return hash(self.place.identity)
-
-
-class ItemAt:
-    """Gives a part of what has been taken.
-
-    Args:
-        keys: which lead to it.
-        path: how messages name it.
-    """
-
-    def __init__(self, keys: tuple[Any, ...], path: str) -> None:
-        self._keys, self.__name__ = keys, f"next({path})"
-
-    def __call__(self, value: Any) -> Any:
-        for key in self._keys:
-            value = vars(value)[key.name] if isinstance(key, Attribute) else value[key]
-        return value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ItemAt) and other._keys == self._keys
-
-    def __hash__(self) -> int:
-        return hash(self._keys)
-
-
 class ApartFrom(OfTensors):
     """Says whether a tensor has no memory in common with others."""
 
@@ -314,49 +274,6 @@ def _or_default(take: Callable[[], Any], default: Any) -> Any:
         return default
 
 
-def structure_of(value: Any) -> Any:
-    """How a nest of lists, dictionaries and objects is built; of anything else its class."""
-    parts = parts_of(value)
-    if parts is None:
-        return type(value)
-    return (type(value), tuple((key, structure_of(each)) for key, each in parts))
-
-
-class Attribute(NamedTuple):
-    """The key of what an object has as an attribute."""
-
-    name: str
-
-
-def parts_of(value: Any) -> list[tuple[Any, Any]] | None:
-    """What is in a list, a tuple, a dictionary, or an object of a plain class, by keys; None of
-    anything else."""
-    if type(value) in (list, tuple) or is_named_tuple(value):
-        return list(enumerate(value))
-    if type(value) in (dict, OrderedDict):
-        return list(value.items())
-    if may_be_taken_apart(type(value)):
-        return [(Attribute(name), each) for name, each in (attributes_of(value) or {}).items()]
-    return None
-
-
-def _made_like(value: Any, parts: Sequence[tuple[Any, Any]], inner: Sequence[Any]) -> Any:
-    """A nest of the kind of another one."""
-    if is_named_tuple(value):
-        return type(value)(*inner)
-    if type(value) in (list, tuple):
-        return type(value)(inner)
-    if type(value) in (dict, OrderedDict):
-        return type(value)(zip((key for key, _ in parts), inner, strict=True))
-    new = type(value).__new__(type(value))
-    vars(new).update(zip((key.name for key, _ in parts), inner, strict=True))
-    return new
-
-
-def _said(key: Any) -> str:
-    return f".{key.name}" if isinstance(key, Attribute) else f"[{key!r}]"
-
-
 def taken_from_iterators(
     call: Call, inputs: Inputs, traced: Traced, calls: HostCalls, record: Record
 ) -> TakenInTrace:
@@ -380,11 +297,6 @@ def taken_from_iterators(
 
     model = [*modules, *call.optimizer_objects(), *tensors]
     return TakenInTrace(calls, record, call.leaves, call.drawn.taken, model, others, begun)
-
-
-def is_named_tuple(value: Any) -> bool:
-    """Whether a value is of a class that `collections.namedtuple` has made."""
-    return isinstance(value, tuple) and hasattr(type(value), "_fields")
 
 
 def _is_one(place: OutsidePlace) -> bool:
