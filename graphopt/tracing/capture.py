@@ -46,7 +46,7 @@ from graphopt.tracing.input_notes import (
     refuse_shared_updates,
 )
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec, Number, PlacedNumber
-from graphopt.tracing.leftovers import OutsideChanges, is_told
+from graphopt.tracing.leftovers import OutsideChanges, is_told, left_by_branches
 from graphopt.tracing.mode_changes import are_seen, mode_changes
 from graphopt.tracing.object_guards import ModeChange
 from graphopt.tracing.outside.existing import births_noted
@@ -146,14 +146,7 @@ def finish(
     """
     kinds = list(inputs.kinds_and_names(call))
     if inputs.answers and is_told(raw.effects):
-        what, line = raw.effects.first_change(raw.outside)
-        raise CaptureError(
-            f"it decides by the value of a tensor, and changes {what} outside the model, which"
-            " would happen at capture only",
-            location=str(line or definition_of(call)),
-            hint="do it behind the step, or let a function do it that is called in every step:"
-            " graphopt.callback(rows.clear)",
-        )
+        raise left_by_branches(raw.effects, raw.outside, call)
     mark = fingerprint(raw.graph_module, kinds)
     steady = steady_step(call, inputs, communication, raw) if lasts else None
     seen = steady is not None and are_seen(raw, steady.state, call.optimizer_objects())

@@ -19,6 +19,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphopt import _compat
@@ -41,17 +42,24 @@ _FREE = frozenset({"step", *_READERS})
 
 
 @contextmanager
-def traced_schedulers(groups: Iterable[dict[str, Any]], calls: HostCalls) -> Iterator[None]:
+def traced_schedulers(
+    groups: Iterable[dict[str, Any]],
+    calls: HostCalls,
+    stepping: Callable[[Optimizer], None],
+    made_here: Callable[[Optimizer], bool],
+) -> Iterator[None]:
     """While active, stepping a scheduler records a call of it.
 
     Args:
         groups: of the optimizers, as the step finds them.
         calls: reads the rates that it has set last.
+        stepping: told of the optimizer of each scheduler that is stepped.
+        made_here: whether the step has made an optimizer, whose schedulers are traced as any code.
 
     Raises:
         CaptureError: the step uses what a scheduler has changed before, or a rate is a tensor.
     """
-    stepped = _Stepped(groups)
+    stepped = _Stepped(groups, stepping, made_here)
     classes = [c for c in _subclasses(LRScheduler) if "step" in vars(c)]
     # Set for the whole trace: what is observed of a step's objects includes their classes.
     LRScheduler.__getattribute__ = stepped.read  # type: ignore[method-assign]
@@ -78,6 +86,9 @@ def _recording(step: Callable[..., Any], stepped: _Stepped) -> Callable[..., Non
         step(self, *args)
 
     def stepped_in_every_call(self: Any, *args: Any, **kwargs: Any) -> None:
+        if stepped.traces(self):
+            step(self, *args, **kwargs)
+            return
         bound = signature.bind(self, *args, **kwargs)
         called = behind_optimizer if _compat.has_stepped(vars(self)["optimizer"]) else step
         stepped.add(self)
@@ -121,6 +132,8 @@ def _last_rates(
                 raise used("reads get_lr of a scheduler", stepped.name)  # which calls its functions
             return stepped.rates(self, read)
         rates = read(self)
+        if stepped.traces(self):
+            return rates
         kinds = (float, *SYMBOLIC) if read.__name__ == "get_lr" else float
         if own or not all(isinstance(rate, kinds) for rate in rates):
             return rates
@@ -135,10 +148,16 @@ class _Stepped:
     """The schedulers that a trace has stepped, and the settings that they will change.
 
     Args:
-        groups: see `traced_schedulers`.
+        groups, stepping, made_here: see `traced_schedulers`.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        stepping: Callable[[Optimizer], None],
+        made_here: Callable[[Optimizer], bool],
+    ) -> None:
+        self._stepping, self._made_here = stepping, made_here
         self.name = ""
         self._found = {id(group): dict(group) for group in groups}
         self._schedulers: dict[int, Any] = {}
@@ -158,6 +177,7 @@ class _Stepped:
         if id(scheduler) in self._schedulers:
             return
         self._schedulers[id(scheduler)] = scheduler
+        self._stepping(vars(scheduler)["optimizer"])
         for value in vars(scheduler).values():
             for each in value if isinstance(value, (list, tuple)) else ():
                 if isinstance(each, LRScheduler):  # those that this one steps in turn
@@ -166,6 +186,10 @@ class _Stepped:
     def has(self, scheduler: Any) -> bool:
         """Whether a scheduler has been stepped in this trace."""
         return id(scheduler) in self._schedulers
+
+    def traces(self, scheduler: Any) -> bool:
+        """Whether a scheduler is traced as any other code."""
+        return self._made_here(vars(scheduler)["optimizer"])
 
     def refuse_set(self, scheduler: Any) -> None:
         """Refuse a step that has set rates of which a scheduler computes others before it runs."""

@@ -119,6 +119,7 @@ class StepRun:
         self._marker: reduction.GradientMarker | None = None
         self._arrays: dict[int, Any] = {}
         self._lists = NumberLists(())
+        self._scheduled: list[Optimizer] = []
         self._view: HostView
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
@@ -196,6 +197,11 @@ class StepRun:
         """Whether libraries find out that the step is traced."""
         return bool(self._call.besides.as_traced) or any(map(_compat.is_fake, self._values))
 
+    def _is_made_here(self, optimizer: Optimizer) -> bool:
+        """Whether the step has made an optimizer, of which nobody else knows: not where gradients
+        are averaged before those that are given to it step."""
+        return self._communication is None and not self.outside.is_outside(optimizer)
+
     def _notice_question(self) -> None:
         self._inputs.asked = True
 
@@ -212,10 +218,12 @@ class StepRun:
         """What is so while the step runs."""
         yield impurity.no_output()
         groups = (group for _, _, group in groups_of(self._call))
-        yield traced_schedulers(groups, self.made.calls)
+        own = self._is_made_here
+        yield traced_schedulers(groups, self.made.calls, self._scheduled.append, own)
         yield inference_as_no_grad()
         yield impurity.no_loading()
-        yield impurity.no_other_optimizers(self._call.optimizer_objects(), self.finder.optimizer)
+        optimizers = self._call.optimizer_objects()
+        yield impurity.no_other_optimizers(optimizers, self.finder.optimizer, own)
         yield rng.traced_generators()
         yield numbers.noting(self.made)
         yield _compat.truths_of_fakes(numbers.truth)
@@ -368,11 +376,15 @@ class StepRun:
 
     def _find_owners(self) -> None:
         """Look for what is to be an input besides: modules of tensors that have none, and
-        optimizers whose state the step uses, stepped or not."""
+        optimizers whose state the step uses, stepped or not, or whose groups, where it steps a
+        scheduler."""
         self.finder.owners_of([each.tensor for each in self._inputs.module_tensors if each.bare])
         self.finder.found.exchanged |= self.outside.gone_through
         for optimizer in self.outside.optimizers.values():
             self.finder.optimizer(optimizer)
+        for optimizer in self._scheduled:
+            if id(optimizer) in self.outside.optimizers_read:
+                self.finder.optimizer(optimizer)
 
     def _stays(self, value: object) -> bool:
         """Whether a returned object was there before the step, or is more than its fields."""
