@@ -68,6 +68,7 @@ class KeptSettings:
 
     def keep(self, scheduler: Any) -> None:
         """Read them now, as the functions of a scheduler find the program."""
+        self.values = ()
         self.values = self._read()
 
     def repeats(self, other: KeptSettings) -> bool:
@@ -100,7 +101,10 @@ class OfKept:
     item: int
 
     def __call__(self) -> Any:
-        return self.kept.values[self.item]
+        values = self.kept.values
+        return (
+            values[self.item] if values else None
+        )  # reading them has raised, and so will the step
 
 
 @dataclass(frozen=True)
