@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from graphopt.tracing.signature import (
 )
 from graphopt.tracing.substitute import Traced
 
-_CONSTANTS = (type(None), int, float, str, bool, complex, bytes)
+_CONSTANTS = (type(None), int, float, str, bool, complex, bytes, torch.dtype, torch.device)
 
 
 class Recipes:
@@ -47,6 +47,7 @@ class Recipes:
         flat: what stands for the placeholders of the graph.
         made: what the step has got from torch.
         left_storages: those that parameters had before `.data = …`.
+        is_outside: whether an object was there before the step.
 
     Attributes:
         results: traced values that the graph has to return, in order.
@@ -61,7 +62,9 @@ class Recipes:
         flat: Sequence[torch.Tensor],
         made: ObtainedValues,
         left_storages: Collection[int],
+        is_outside: Callable[[Any], bool],
     ) -> None:
+        self._is_outside = is_outside
         self._call, self._inputs, self._traced, self._made = call, inputs, traced, made
         self._left_storages = left_storages
         self.results: list[Any] = []
@@ -103,9 +106,12 @@ class Recipes:
             return Constant(value)
         if is_known(value):
             return self._of_later(later_of(self._made.calls, value))
+        if self._is_outside(value):
+            return Constant(value)
         raise CaptureError(
-            f"{what} is a {type(value).__name__}, neither a tensor nor a constant",
-            hint="return tensors, numbers, strings, None or containers of them;"
+            f"{what} is a {type(value).__name__}, neither a tensor nor a constant, and no object"
+            " that is its attributes alone and stands nowhere else",
+            hint="return tensors, numbers, strings, None, or containers or objects of them;"
             " register other containers with torch.utils._pytree.register_pytree_node",
         )
 
