@@ -50,7 +50,7 @@ from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.changing_texts import ChangingTexts
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
-from graphopt.tracing.pinned import nest_parts, pin_changes, pin_held, refuse_found_twice
+from graphopt.tracing.pinned import pin_changes, pin_held, refuse_found_twice
 from graphopt.tracing.placed import take_placed
 from graphopt.tracing.positions import Positions
 from graphopt.tracing.rebinding import Rebinding
@@ -332,13 +332,12 @@ class StepRun:
 
     def _give(self, returned: Any) -> None:
         """The step has returned a value, and all that it leaves is still there."""
-        for each in nest_parts(returned):
+        parts = list(_compat.result_parts(returned, self._stays))
+        for each in parts:
             refuse_keys(each)
-        for leaf in _compat.flatten_results(returned, self._stays)[0]:
-            self.outside.pin(leaf)
         self.outside.read_left()
         self.outside.note_left_in()
-        gives(self.outside, returned, self._call)
+        gives(self.outside, parts, self._call)
         self._view.finish(self.outside.laters.lists)
 
     def _left_outside(self, traced: Traced, held: HeldBefore, draws: Substitutes) -> LeftOutside:

@@ -103,10 +103,14 @@ def observed_step(call: Call, record: Record, substitute: Substitute) -> Iterato
         raise advances(*record.advanced)
 
 
-def gives(record: Record, returned: Any, call: Call) -> None:
-    """The step returns objects from outside: those very ones, with what containers hold."""
+def gives(record: Record, returned: Iterable[Any], call: Call) -> None:
+    """The step returns objects from outside: those very ones, with what containers hold.
+
+    Args:
+        returned: what it returns, and all that is in it.
+    """
     line = definition_of(call) or SourceLine("", 0, "")
-    for value in returned if isinstance(returned, tuple) else (returned,):
+    for value in returned:
         record.pin(value)
         if is_container(value) and record.is_outside(value):
             record.contents(value, record.path(value, "the result"), line)
