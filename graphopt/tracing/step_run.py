@@ -247,7 +247,7 @@ class StepRun:
                 *(optimizers, self._tagger, self._view.steps, self._schedulers.shown_to),
                 self._communication is not None,
             )
-            rebinding = Rebinding(self._call, self._inputs, traced)
+            rebinding = Rebinding(self._call, self._inputs, traced, self.finder, self._alone)
             redirect = Redirect(
                 *(traced, self._tagger, self._mark, self.made, optimizers, self.finder, rebinding)
             )
