@@ -32,14 +32,14 @@ def prints_the_loss(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor
 
 def branches_on_the_loss(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     loss = F.cross_entropy(model(x), y)
-    if next(map(float, [loss])) > 0:  # HERE
+    if max([loss], key=float) > 0:  # HERE
         loss.backward()
         optimizer.step()
     return loss
 
 
 def converts_to_float(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> float:
-    return next(map(float, [train_step(model, optimizer, x, y)]))  # HERE
+    return max([train_step(model, optimizer, x, y)], key=float)  # HERE
 
 
 VALUES = [
@@ -87,7 +87,7 @@ def draws_from_random(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tens
 
 
 def draws_from_numpy(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    scale = next(map(numpy.random.rand, [1]))[0]  # HERE
+    scale = max([1], key=numpy.random.rand)  # HERE
     loss = F.cross_entropy(model(x), y) * scale
     loss.backward()
     optimizer.step()

@@ -1,15 +1,17 @@
-"""`type(tensor)` and `tensor.__class__` in a step are what they are in eager code."""
+"""`type(value)` and `value.__class__` in a step are what they are in eager code."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import graphopt
+from loops import Loop, graphs_of, trained
 
 Log = Callable[[dict[str, Any], Any], None]
 
@@ -65,3 +67,66 @@ def test_each_tensor_is_of_the_class_that_it_has_in_eager_code() -> None:
     for _ in range(2):
         assert torch.equal(compiled(x), expected)
     assert found == [found[0]] * 3
+
+
+def formatted(loss: Tensor, count: int, kept: list[Any], rate: float) -> Any:
+    """A logger of metrics, whose floats alone are rounded."""
+    rewards = loss.detach().reshape(1).numpy().tolist()
+    metrics = {"loss": loss.item(), "mean": sum(rewards) / len(rewards), "count": count, "n": "x"}
+    print({k: (f"{v:.5g}" if type(v) == float else v) for k, v in metrics.items()})  # noqa: E721
+
+
+def of_numbers(loss: Tensor, count: int, kept: list[Any], rate: float) -> Any:
+    numbers = loss.item(), count, count / 2, (loss > 0).item(), (loss > 0).sum().item(), rate * 2
+    names = [type(each).__name__ for each in numbers]
+    names += [each.__class__.__name__ for each in (*numbers, f"{numbers[0]:.2f}")]
+    return names, type(numbers[0])(3), type(numbers[0]) is type(numbers[2]), numbers[0] % 1
+
+
+def of_python(loss: Tensor, count: int, kept: list[Any], rate: float) -> Any:
+    kept.append(loss.item())
+    array = loss.detach().reshape(1).numpy()
+    values = sum(kept) / len(kept), array.mean(), array[0], array, array.tolist(), np.mean(kept)
+    return [type(each).__name__ for each in values], type(f"{kept[-1]}") is str
+
+
+def that_may_be_either(loss: Tensor, count: int, kept: list[Any], rate: float) -> Any:
+    """The graph holds for the class that a number has in a call."""
+    return type(max(loss.item(), 1)).__name__, isinstance(max(loss.item(), 1) * 2, int)
+
+
+@pytest.mark.parametrize("use", [formatted, of_numbers, of_python, that_may_be_either])
+def test_each_number_is_of_the_class_that_it_has_in_eager_code(use: Callable[..., Any]) -> None:
+    def make() -> Loop:
+        model, kept = nn.Linear(4, 2), list[Any]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(number: int, x: Tensor) -> Any:
+            loss = trained(model, optimizer, x)
+            return use(loss, number, kept, optimizer.param_groups[0]["lr"])
+
+        return Loop(step, lambda: [model, list(kept)])
+
+    assert graphs_of(make, 6) <= 3
+
+
+def test_an_argument_of_another_class() -> None:
+    model = nn.Linear(2, 1)
+    step = graphopt.compile(lambda number, x: (type(number).__name__, model(x) * number))
+    for number in (1, 2.5, 3, np.float64(2.0), 4.5):
+        assert step(number, torch.ones(2))[0] == type(number).__name__
+
+
+def test_the_class_of_a_rate_that_a_scheduler_sets_is_refused() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    @graphopt.compile
+    def step(x: Tensor) -> Any:
+        trained(model, optimizer, x)
+        scheduler.step()
+        return type(optimizer.param_groups[0]["lr"]).__name__
+
+    with pytest.raises(graphopt.CaptureError, match=r"type\(\) of a number .*another one"):
+        step(torch.ones(3, 4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphopt
+from loops import Loop, graphs_of
 
 Step = Callable[..., Any]
 
@@ -198,3 +200,80 @@ def left(model: Any, average: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tens
 def test_what_is_no_update_is_refused(step: Step) -> None:
     with pytest.raises(graphopt.CaptureError, match=r"\.data = "):
         trained(step, True)
+
+
+def outside(tensors: list[Tensor]) -> Any:
+    """What a program sees of tensors that it holds."""
+    pointers = {each.data_ptr(): number for number, each in enumerate(tensors)}
+    return [(each, each.grad, pointers[each.data_ptr()]) for each in tensors]
+
+
+def free() -> Loop:
+    """Free adversarial training: a perturbation is updated with the model, and stays."""
+    model, delta = nn.Linear(4, 2), torch.zeros(3, 4, requires_grad=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(number: int, x: Tensor) -> Tensor:
+        for _ in range(2):
+            loss: Tensor = model(x + delta[: x.size(0)]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            assert delta.grad is not None
+            gradient = delta.grad.detach()
+            delta.data = torch.clamp(delta + 0.1 * torch.sign(gradient), -0.3, 0.3)
+            delta.data[:2] = torch.clamp(delta[:2], -0.2, 0.2)
+            optimizer.step()
+            delta.grad.zero_()
+        return loss
+
+    return Loop(step, lambda: [model, outside([delta])])
+
+
+def replaced() -> Loop:
+    """The next call finds what is detached from it; who holds the former one keeps that."""
+    model, delta = nn.Linear(4, 2), torch.zeros(3, 4)
+    optimizer, held = torch.optim.SGD(model.parameters(), lr=0.1), [delta, delta.detach()]
+
+    def step(number: int, x: Tensor) -> Tensor:
+        nonlocal delta
+        delta.requires_grad = True
+        model(x + delta).square().mean().backward()
+        assert delta.grad is not None
+        delta.data = torch.clamp(delta + 0.1 * torch.sign(delta.grad), -0.3, 0.3)
+        delta = delta.detach()
+        optimizer.zero_grad()
+        loss: Tensor = model(x + delta).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def left() -> Any:
+        if delta is not held[-1]:
+            held.append(delta)
+        return [model, outside(held)]
+
+    return Loop(step, left)
+
+
+def with_a_history() -> Loop:
+    """What the tensor gets has a history, through which gradients go, and is one memory with it."""
+    model, holder = nn.Linear(4, 2), SimpleNamespace(delta=torch.zeros(3, 4, requires_grad=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(number: int, x: Tensor) -> Any:
+        new = holder.delta * 2 + x
+        holder.delta.data = new
+        loss = (model(new) + model(holder.delta)).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            holder.delta.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, (new * 2).detach()
+
+    return Loop(step, lambda: [model, outside([holder.delta])])
+
+
+@pytest.mark.parametrize("make", [free, replaced, with_a_history])
+def test_tensors_outside(make: Callable[[], Loop]) -> None:
+    assert graphs_of(make, 6) <= 3

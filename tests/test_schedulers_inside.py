@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 import graphopt
 from gloo import Pool
+from loops import Loop, graphs_of
 
 
 def warmed_up(optimizer: Optimizer) -> LRScheduler:
@@ -439,3 +440,27 @@ def test_get_lr_is_what_it_is_in_eager_code(name: str, behind: bool) -> None:
         losses = [used(x).item() for x in torch.randn(7, 5, 3)]
         found.append([losses, shown, trained.scheduler.get_last_lr()])
     assert found[0] == found[1]
+
+
+def test_a_rate_of_an_optimizer_that_a_call_does_not_step() -> None:
+    """Gradients are accumulated, and the scheduler is stepped in each call."""
+
+    def make() -> Loop:
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (k + 1))
+
+        def step(number: int, x: Tensor) -> Tensor:
+            loss: Tensor = model(x).square().mean()
+            loss.backward()
+            if number % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            scheduler.step()
+            if number % 3 == 1:
+                print(number, optimizer.param_groups[0]["lr"])
+            return loss
+
+        return Loop(step, lambda: [model, optimizer.param_groups[0]["lr"]])
+
+    assert graphs_of(make) <= 6

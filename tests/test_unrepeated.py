@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Effect]] = {
     "array.append": (lambda: array.array("d"), lambda kept, loss: kept.append(1.0)),
     "popitem": (lambda: {i: i for i in range(99)}, lambda kept, loss: kept.popitem()),
     "multiplied": (lambda: [1], lambda kept, loss: kept.__imul__(2)),
-    "append in a map": (lambda: [1], lambda kept, loss: list(map(kept.append, [1]))),
+    "append for a key": (lambda: [1], lambda kept, loss: max([1], key=kept.append)),
     "append at an exit": (lambda: [1], in_an_exit),
     "insort": (lambda: [1], lambda kept, loss: bisect.insort(kept, 2)),
     "reduce": (lambda: [1], lambda kept, loss: functools.reduce(list.__iadd__, [[1]], kept)),
@@ -253,7 +253,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Effect]] = {
     "iterator in a zip": (lambda: iter(range(9)), lambda kept, loss: list(zip(kept, range(1)))),  # noqa: B905
     "open file": (io.StringIO, lambda kept, loss: kept.truncate(0)),
     "array into a file": (io.BytesIO, lambda kept, loss: np.save(kept, np.zeros(1))),
-    "logger": (listened, lambda kept, loss: list(map(kept.warning, ["seen"]))),
+    "logger": (listened, lambda kept, loss: max(["seen"], key=kept.warning)),
     "large array": (lambda: np.zeros(1 << 18), counts_in_c),
     "array of C's items": (lambda: (ctypes.c_int * 3)(), lambda kept, loss: kept.__setitem__(0, 1)),
     "weak dictionary": (weakref.WeakKeyDictionary, lambda kept, loss: kept.update({Meter: 1})),

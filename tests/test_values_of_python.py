@@ -224,11 +224,11 @@ def is_a_key(kept: Any, loss: Tensor, x: Tensor) -> None:
 
 
 def is_called_in_c(kept: Any, loss: Tensor, x: Tensor) -> None:
-    kept.rows.append(list(map(str.upper, [f"{loss.item():.1e}"])))
+    kept.rows.append(sorted([f"{loss.item():.1e}"], key=str.upper))
 
 
 def asks_for_letters_in_c(kept: Any, loss: Tensor, x: Tensor) -> None:
-    kept.rows.append(list(filter(str.isdigit, f"{loss.item():.1f}")))
+    kept.rows.append(max(f"{loss.item():.1f}", key=str.isdigit))
 
 
 def adds_to_a_text(kept: Any, loss: Tensor, x: Tensor) -> None:
@@ -249,8 +249,8 @@ REFUSED = {
     writes_to_its_tensor: "in whose memory an array lies",
     adds_to_an_array_with_two_names: "changes it in place",
     is_a_key: "is a key",
-    is_called_in_c: "to code that is not followed",
-    asks_for_letters_in_c: "to code that is not followed",
+    is_called_in_c: "computes it of a method",
+    asks_for_letters_in_c: "computes it of a method",
     adds_to_a_text: "and then puts a text",
     computes_with_tensors: "tensors of the graph",
     shows_a_gradient: "gradient function",

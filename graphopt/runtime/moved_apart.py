@@ -32,7 +32,7 @@ class MovedApart:
         """Move tensors to storage of their own where somebody else has theirs."""
         moved: Moved = {}
         for index in self._captured.signature.rebound:
-            tensor = self._captured.live.module_tensors[index].tensor
+            tensor = self._captured.live.module_tensors[index].live()
             if is_shared(tensor, besides=self._aliases.get(index, 0)):
                 moved[index] = tensor, tensor.detach()
                 tensor.data = tensor.detach().clone()

@@ -31,6 +31,7 @@ from graphopt.tracing.compare import fingerprint
 from graphopt.tracing.decisions import another_on_each_rank
 from graphopt.tracing.draws.given_arrays import array_arguments
 from graphopt.tracing.draws.live import live_arrays
+from graphopt.tracing.draws.taken import NeedsValueError
 from graphopt.tracing.failures import definition_of, explained, is_raised
 from graphopt.tracing.following import following
 from graphopt.tracing.found_places import FoundPlace, found_places
@@ -45,7 +46,7 @@ from graphopt.tracing.input_notes import (
     refuse_shared_updates,
 )
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec, Number, PlacedNumber
-from graphopt.tracing.leftovers import OutsideChanges, is_told
+from graphopt.tracing.leftovers import OutsideChanges, is_told, left_by_branches
 from graphopt.tracing.mode_changes import are_seen, mode_changes
 from graphopt.tracing.object_guards import ModeChange
 from graphopt.tracing.outside.existing import births_noted
@@ -145,14 +146,7 @@ def finish(
     """
     kinds = list(inputs.kinds_and_names(call))
     if inputs.answers and is_told(raw.effects):
-        what, line = raw.effects.first_change(raw.outside)
-        raise CaptureError(
-            f"it decides by the value of a tensor, and changes {what} outside the model, which"
-            " would happen at capture only",
-            location=str(line or definition_of(call)),
-            hint="do it behind the step, or let a function do it that is called in every step:"
-            " graphopt.callback(rows.clear)",
-        )
+        raise left_by_branches(raw.effects, raw.outside, call)
     mark = fingerprint(raw.graph_module, kinds)
     steady = steady_step(call, inputs, communication, raw) if lasts else None
     seen = steady is not None and are_seen(raw, steady.state, call.optimizer_objects())
@@ -351,6 +345,9 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     Raises:
         CaptureError: `error`, where that has been tried.
     """
+    if isinstance(error, NeedsValueError):
+        error.take(call.drawn.taken)
+        return call
     if isinstance(error, CaptureError) and _was_guessed_wrong(inputs, error):
         return call.with_answers((*inputs.answers[:-1], not inputs.answers[-1]))
     if isinstance(error, MoreInputs) and any(

@@ -1,19 +1,28 @@
-"""The classes of tensors, as a step asks for them.
+"""The classes of tensors and numbers, as a step asks for them.
 
     if type(value) is torch.Tensor:     true, as in eager code
         value = value.item()
+    if type(value) == float:            true as well
 
-What stands for a tensor in a trace is of another class.
+What stands for a tensor or a number in a trace is of another class.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from graphopt import _compat
+from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.later import Later, is_later_text
+from graphopt.tracing.numbers import ReadBool, ReadFloat, ReadInt, TakenInt, may_be_of_numpy
+from graphopt.tracing.running_trace import current_trace
+
+STANDING_FOR: dict[type, Any] = {ReadFloat: 0.0, ReadInt: 0, TakenInt: 0, ReadBool: False}
+"""Classes of numbers that were read, each with a number of the class that it stands for."""
 
 
 def class_of(tensor: torch.Tensor, stands_for: Mapping[int, torch.Tensor]) -> type:
@@ -26,6 +35,32 @@ def class_of(tensor: torch.Tensor, stands_for: Mapping[int, torch.Tensor]) -> ty
     if found is not None:
         return type(found)
     return torch.nn.Parameter if isinstance(tensor, torch.nn.Parameter) else torch.Tensor
+
+
+def class_of_number(value: Any) -> type:
+    """The class that eager code finds for a number or a text of the trace. Where that may be
+    another one in each call, the graph holds for this one."""
+    if is_later_text(value):
+        return str
+    if is_host_number(value):
+        return type(value.value)
+    if type(value) in STANDING_FOR and not may_be_of_numpy(value):
+        return type(STANDING_FOR[type(value)])
+    later = value if type(value) is Later else Later(operator.pos, (value,))
+    found: type = current_trace().decide(later, type)
+    return found
+
+
+def is_of_trace(value: Any) -> bool:
+    """Whether a value stands for a number or a text of which `class_of_number` knows the class."""
+    kind = type(value)
+    return kind in STANDING_FOR or kind is Later or is_host_number(value) or is_later_text(value)
+
+
+def class_in_trace(value: Any, stands_for: Mapping[int, torch.Tensor]) -> type:
+    """The class that eager code finds for a tensor, a number or a text of the trace."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return class_of(value, stands_for) if is_tensor else class_of_number(value)
 
 
 class Classed:
@@ -41,11 +76,13 @@ class Classed:
 def asking(
     originals: Callable[[], Mapping[int, torch.Tensor]],
 ) -> Callable[[Any, Sequence[Any]], Any]:
-    """Says what is called in place of `type` of a tensor; None: itself."""
+    """Says what is called in place of `type` of a tensor or a number; None: itself."""
 
     def asked(callee: Any, args: Sequence[Any]) -> Any:
-        if callee is type and len(args) == 1 and _compat.is_fake(args[0]):
-            return lambda tensor: class_of(tensor, originals())
+        if callee is not type or len(args) != 1:
+            return None
+        if _compat.is_fake(args[0]) or is_of_trace(args[0]):
+            return lambda value: class_in_trace(value, originals())
         return None
 
     return asked

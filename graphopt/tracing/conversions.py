@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from graphopt.tracing.classes_asked import STANDING_FOR
 from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.host_math import traced_form
 from graphopt.tracing.host_numbers import is_host_number
@@ -21,7 +22,6 @@ from graphopt.tracing.numbers import (
     ReadBool,
     ReadFloat,
     ReadInt,
-    TakenInt,
     TracedFloat,
     may_be_of_numpy,
     record,
@@ -29,15 +29,12 @@ from graphopt.tracing.numbers import (
 )
 from graphopt.tracing.numpy_lists import is_instance_of_numpy
 
-_STANDING_FOR: dict[type, Any] = {ReadFloat: 0.0, ReadInt: 0, TakenInt: 0, ReadBool: False}
-"""Classes of numbers that were read, each with a number of the class that it stands for."""
-
 
 def converting(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
     """What is called in place of a function that converts a value of the trace; None where that is
     the function itself."""
     if callee is isinstance and len(args) == 2:
-        return _is_instance if type(args[0]) in _STANDING_FOR else None
+        return _is_instance if type(args[0]) in STANDING_FOR else None
     if callee is not float and callee is not int:
         return traced_form(callee) if any(map(_is_known_to_trace, args)) else None
     if len(args) != 1:
@@ -64,7 +61,7 @@ def _is_known_to_trace(value: Any) -> bool:
 def _is_instance(number: Any, kinds: Any) -> bool:
     if may_be_of_numpy(number):
         return is_instance_of_numpy(number, kinds)
-    return isinstance(number, kinds) or isinstance(_STANDING_FOR[type(number)], kinds)
+    return isinstance(number, kinds) or isinstance(STANDING_FOR[type(number)], kinds)
 
 
 def _to_integer(value: Any) -> Callable[[Any], Any] | None:

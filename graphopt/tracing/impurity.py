@@ -76,16 +76,19 @@ def no_loading() -> Iterator[None]:
 
 @contextmanager
 def no_other_optimizers(
-    known: list[Optimizer], find: Callable[[Optimizer], bool]
+    known: list[Optimizer],
+    find: Callable[[Optimizer], bool],
+    made_here: Callable[[Optimizer], bool],
 ) -> Iterator[None]:
     """While active, stepping an optimizer that is not among `known` is refused.
 
     Args:
         find: takes note of another one, which may become one of them.
+        made_here: whether the step has made one itself, whose code is traced as any other.
     """
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not any(optimizer is other for other in known):
+        if not any(optimizer is other for other in known) and not made_here(optimizer):
             find(optimizer)
             raise CaptureError(
                 f"it steps a {type(optimizer).__name__} that is not among its arguments",

@@ -45,8 +45,6 @@ OF_LISTS = frozenset({"copy", "index", "count"})
 TAKING = frozenset(
     {"append", "appendleft", "extend", "extendleft", "insert", "update", "setdefault"}
 )
-CALLING = frozenset({map, filter})
-"""Functions that call their first argument with what they go through."""
 GOING_THROUGH = frozenset({reversed, enumerate, zip, iter, map, filter})
 PASSING = frozenset({setattr, zip, enumerate, iter, reversed, dict, map, filter, next,
                       callable, id})  # fmt: skip

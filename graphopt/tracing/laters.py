@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from graphopt import _compat
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.array_tensors import made_of_array
+from graphopt.tracing.classes_asked import class_of_number
 from graphopt.tracing.computations import evaluated, functions_in, numbers_in
 from graphopt.tracing.draws.arguments import Method
 from graphopt.tracing.draws.arrays import METHODS
@@ -31,14 +32,12 @@ from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.in_graph import GraphValues, ItemsOfTensor
 from graphopt.tracing.kept_items import KeptItems, PieceOfText
 from graphopt.tracing.known_functions import (
-    CALLING,
     FUNCTIONS,
     GOING_THROUGH,
     MODULES,
     NUMBERS,
     OF_LISTS,
     gives_text,
-    is_followed,
     is_in,
     is_of,
     is_of_library,
@@ -207,6 +206,8 @@ class Laters(KnownTexts):
             return written
         if of_list(callee, args) is not None and not self.is_kept(args[0]):
             return None  # a number of the graph
+        if callee is type and len(args) == 1 and is_later(args[0]):
+            return class_of_number
         function = self._function(callee, args)
         if function is not None and not is_total(callee, args) and self._is_known(list(args)):
             return functools.partial(self._called_now, callee)
@@ -296,8 +297,6 @@ class Laters(KnownTexts):
             args = [letters(each) if is_later_text(each) else each for each in args]
         if not any(map(holds_later, args)):
             return args
-        if is_in(callee, CALLING) and not is_followed(args[0]):
-            return [args[0], *map(self.exact, args[1:])]
         if callee is setattr and not is_plain_class(type(args[0])):
             args = [*args[:-1], self.known(args[-1])]
         if is_in(callee, _BY_KEY) or name == "setdefault":

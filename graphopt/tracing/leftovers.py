@@ -16,8 +16,10 @@ from typing import Any
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing import contents
+from graphopt.tracing.besides import Besides, CarriedPlace, MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.contents import Names, ObjectKind
+from graphopt.tracing.failures import definition_of
 from graphopt.tracing.keyed import Keyed, keyed_by_tensors
 from graphopt.tracing.nests import parts
 from graphopt.tracing.numbers import SYMBOLIC
@@ -183,6 +185,25 @@ def is_told(effects: OutsideChanges) -> bool:
         if any(isinstance(value, (*_PLAIN, type(None))) for value in _new_values(change)):
             return True
     return False
+
+
+def left_by_branches(
+    effects: OutsideChanges, record: Record, call: Call
+) -> MoreInputs | CaptureError:
+    """Why a step that decides by values is not captured as it is. Plain values that it leaves where
+    it has read something else, such as a flag, each call is to put there, whichever branch it
+    takes; anything else would happen at capture only."""
+    if record.unrepeated.left:
+        places = [CarriedPlace(*each, counted=True) for each in record.unrepeated.left]
+        return MoreInputs(Besides(carried=places))
+    what, line = effects.first_change(record)
+    return CaptureError(
+        f"it decides by the value of a tensor, and changes {what} outside the model, which"
+        " would happen at capture only",
+        location=str(line or definition_of(call)),
+        hint="do it behind the step, or let a function do it that is called in every step:"
+        " graphopt.callback(rows.clear)",
+    )
 
 
 def _new_values(change: ObjectChange) -> Iterator[Any]:

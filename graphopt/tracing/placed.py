@@ -183,6 +183,8 @@ def _leave(record: Record, written: WrittenPlace, value: Any) -> None:
         record.holds(written.place, value, written.path, written.line)
     elif not _is_traced(value):
         record.unrepeated.add(written.path, written.line)
+        if is_plain(value) and written.place.is_written and not record.is_told(written.place):
+            record.unrepeated.left.append((written.path, written.place))
 
 
 def found_again(record: Record, container: Any) -> FollowedPlace | None:

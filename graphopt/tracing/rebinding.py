@@ -52,7 +52,7 @@ class Rebinding:
         self._positions = {
             id(traced.by_id[id(entry.tensor)]): index
             for index, entry in enumerate(inputs.module_tensors)
-            if id(entry) in alone and not entry.rebindable
+            if id(entry) in alone
         }
         self._given = dict(_given(call, inputs, traced))
         self._inputs = set(map(id, [*traced.by_id.values(), *traced.gradients.values()]))
@@ -84,7 +84,8 @@ class Rebinding:
         if _compat.base_of(new) is not None or not _is_whole(new):
             raise _refusal("it lets a tensor be a part of another one (`.data = …`)")
         self._note(target)
-        _compat.rebind(self._tracer, target, new)
+        with torch.no_grad():  # the target has its own history, or none
+            _compat.rebind(self._tracer, target, new.detach() if new.requires_grad else new)
 
     def grown(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
         """`tensor.resize_(sizes)` of a tensor without elements that the step has made: it gets new
@@ -178,7 +179,7 @@ def _refusal(reason: str) -> CaptureError:
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return _is_like(a, b) and bool(a.stride() == b.stride()) and not b.requires_grad
+    return _is_like(a, b) and bool(a.stride() == b.stride())
 
 
 def _is_like(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.computations import nest_of
 from graphopt.tracing.draws.arguments import Method, is_known
 from graphopt.tracing.draws.live import as_later as later_of
+from graphopt.tracing.draws.taking import IteratorOfCall
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.inputs import Inputs, is_exact, is_number
@@ -24,7 +25,16 @@ from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.scheduled import ScheduledSetting
-from graphopt.tracing.signature import Computed, Constant, Live, Nested, Recipe, Scheduled, View
+from graphopt.tracing.signature import (
+    Computed,
+    Constant,
+    FromHost,
+    Live,
+    Nested,
+    Recipe,
+    Scheduled,
+    View,
+)
 from graphopt.tracing.substitute import Traced
 
 _CONSTANTS = (type(None), int, float, str, bool, complex, bytes, torch.dtype, torch.device)
@@ -78,6 +88,8 @@ class Recipes:
         """
         if isinstance(value, ScheduledSetting):
             return Scheduled(value.read_later())
+        if isinstance(value, IteratorOfCall):
+            return FromHost(value.expression.index)
         if is_later(value):
             return self._of_later(as_later(value))
         if isinstance(value, torch.Tensor):

@@ -67,6 +67,9 @@ def _recording(step: Callable[..., Any], stepped: TracedSchedulers) -> Callable[
         step(self, *args)
 
     def stepped_in_every_call(self: Any, *args: Any, **kwargs: Any) -> None:
+        if stepped.traces(self):
+            step(self, *args, **kwargs)
+            return
         bound = signature.bind(self, *args, **kwargs)
         called = behind_optimizer if stepped.is_behind(vars(self)["optimizer"]) else step
         stepped.add(self)
@@ -108,6 +111,8 @@ def _last_rates(
         if stepped.has(self):
             return stepped.rates(self, read, calls_functions=own or "lr_lambdas" in vars(self))
         rates = read(self)
+        if stepped.traces(self):
+            return rates
         kinds = (float, *SYMBOLIC) if read.__name__ == "get_lr" else float
         if own or not all(isinstance(rate, kinds) for rate in rates):
             return rates
@@ -146,9 +151,19 @@ class TracedSchedulers:
         optimizers: as the step finds them.
         calls: reads the rates that a scheduler has set last.
         mode: in which the trace computes.
+        stepping: told of the optimizer of each scheduler that is stepped.
+        made_here: whether the step has made an optimizer, whose schedulers are traced as any code.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], calls: HostCalls, mode: Any) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        calls: HostCalls,
+        mode: Any,
+        stepping: Callable[[Optimizer], None],
+        made_here: Callable[[Optimizer], bool],
+    ) -> None:
+        self._stepping, self._made_here = stepping, made_here
         self.name = ""
         self._calls, self._mode = calls, mode
         self._readings = self._times_kept = 0
@@ -253,6 +268,7 @@ class TracedSchedulers:
         if id(scheduler) in self._schedulers:
             return
         self._schedulers[id(scheduler)] = scheduler
+        self._stepping(vars(scheduler)["optimizer"])
         for value in vars(scheduler).values():
             for each in value if isinstance(value, (list, tuple)) else ():
                 if isinstance(each, LRScheduler):  # those that this one steps in turn
@@ -261,6 +277,10 @@ class TracedSchedulers:
     def has(self, scheduler: Any) -> bool:
         """Whether a scheduler has been stepped in this trace."""
         return id(scheduler) in self._schedulers
+
+    def traces(self, scheduler: Any) -> bool:
+        """Whether a scheduler is traced as any other code."""
+        return self._made_here(vars(scheduler)["optimizer"])
 
     def refuse_set(self, scheduler: Any) -> None:
         """Refuse a step that has set rates of which a scheduler computes others before it runs."""

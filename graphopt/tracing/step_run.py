@@ -30,6 +30,7 @@ from graphopt.tracing.draws.on_host import numbers_inserted
 from graphopt.tracing.draws.picked import StoredItem
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.draws.rows import Row
+from graphopt.tracing.draws.taking import TakenInTrace, taken_from_iterators
 from graphopt.tracing.given import GivenContainers
 from graphopt.tracing.held_before import HeldBefore
 from graphopt.tracing.host_math import traced_math
@@ -118,6 +119,7 @@ class StepRun:
         self._marker: reduction.GradientMarker | None = None
         self._arrays: dict[int, Any] = {}
         self._lists = NumberLists(())
+        self._scheduled: list[Optimizer] = []
         self._left: dict[int, Any] = {}
         self._view: HostView
         self._schedulers: TracedSchedulers
@@ -197,6 +199,11 @@ class StepRun:
         """Whether libraries find out that the step is traced."""
         return bool(self._call.besides.as_traced) or any(map(_compat.is_fake, self._values))
 
+    def _is_made_here(self, optimizer: Optimizer) -> bool:
+        """Whether the step has made an optimizer, of which nobody else knows: not where gradients
+        are averaged before those that are given to it step."""
+        return self._communication is None and not self.outside.is_outside(optimizer)
+
     def _notice_question(self) -> None:
         self._inputs.asked = True
 
@@ -212,12 +219,14 @@ class StepRun:
     def _running(self) -> Scene:
         """What is so while the step runs."""
         yield impurity.no_output()
-        optimizers = self._call.optimizer_objects()
-        self._schedulers = TracedSchedulers(optimizers, self.made.calls, self.mode)
+        optimizers, own = self._call.optimizer_objects(), self._is_made_here
+        self._schedulers = TracedSchedulers(
+            optimizers, self.made.calls, self.mode, self._scheduled.append, own
+        )
         yield self._schedulers.active()
         yield inference_as_no_grad()
         yield impurity.no_loading()
-        yield impurity.no_other_optimizers(self._call.optimizer_objects(), self.finder.optimizer)
+        yield impurity.no_other_optimizers(optimizers, self.finder.optimizer, own)
         yield rng.traced_generators()
         yield numbers.noting(self.made)
         yield _compat.truths_of_fakes(numbers.truth)
@@ -256,7 +265,12 @@ class StepRun:
                 stack.enter_context(context)
             draws = self._drawing()
             arrays = MadeArrays(self.outside, self.finder)
-            with observed_step(self._call, self.outside, self._instead(traced, draws, arrays)):
+            taken = taken_from_iterators(
+                *(self._call, self._inputs, traced, self.made.calls, self.outside)
+            )
+            instead = self._instead(traced, draws, arrays, taken)
+            self.outside.draws_items = taken.given_to(draws.picks.draws)
+            with observed_step(self._call, self.outside, instead):
                 exchanged = self._call.besides.exchanged
                 with keyed_by_stand_ins(self._keyed, self.outside, traced.by_id, exchanged):
                     returned = self._call.fn(*args, **kwargs)
@@ -264,6 +278,7 @@ class StepRun:
                 scalers.finish()
                 refuse_found_twice(self.outside, self._call.given, given.changes())
                 arrays.finish()
+                taken.finish()
                 self.outside.laters.finish()
                 refuse_written(self.outside.laters.memories, _compat.current_tracer().graph)
                 self._give(returned)
@@ -292,7 +307,7 @@ class StepRun:
         calls.makes_arrays = self.finder.shuffles
         tensors = [entry.tensor for entry in self._inputs.module_tensors]
         draws = Substitutes(calls, outside, self._call.besides.shuffles, tensors)
-        outside.draws_items, outside.item_setter = draws.picks.draws, draws.picks.setter
+        outside.item_setter = draws.picks.setter
         return draws
 
     def _originals(self, traced: Traced) -> dict[int, torch.Tensor]:
@@ -302,7 +317,7 @@ class StepRun:
         return {id(traced.by_id[id(tensor)]): tensor for tensor in tensors}
 
     def _instead(
-        self, traced: Traced, draws: Substitutes, arrays: MadeArrays
+        self, traced: Traced, draws: Substitutes, arrays: MadeArrays, taken: TakenInTrace
     ) -> Callable[[Any, Sequence[Any]], Any]:
         """Says what is called in place of a function that the step calls; None: itself."""
         given = zip(self._inputs.hyperparameters, traced.numbers, strict=True)
@@ -310,7 +325,16 @@ class StepRun:
         self.outside.length_of = lengths.of
         kinds: tuple[Callable[[Any, Sequence[Any]], Any], ...] = (
             asking(lambda: self.outside.stands_for),
-            *(computing, converting, of_list, of_sequence, lengths.asked, arrays.maker, draws),
+            *(
+                computing,
+                converting,
+                of_list,
+                of_sequence,
+                lengths.asked,
+                arrays.maker,
+                taken,
+                draws,
+            ),
             stand_in_of_collective,
         )
 
@@ -358,11 +382,15 @@ class StepRun:
 
     def _find_owners(self) -> None:
         """Look for what is to be an input besides: modules of tensors that have none, and
-        optimizers whose state the step uses, stepped or not."""
+        optimizers whose state the step uses, stepped or not, or whose groups, where it steps a
+        scheduler."""
         self.finder.owners_of([each.tensor for each in self._inputs.module_tensors if each.bare])
         self.finder.found.exchanged |= self.outside.gone_through
         for optimizer in self.outside.optimizers.values():
             self.finder.optimizer(optimizer)
+        for optimizer in self._scheduled:
+            if id(optimizer) in self.outside.optimizers_read:
+                self.finder.optimizer(optimizer)
 
     def _stays(self, value: object) -> bool:
         """Whether a returned object was there before the step, is more than its fields, stands

@@ -56,7 +56,7 @@ class TensorGuards:
         """The storages of all module tensors; some get others in each call."""
         if not self._moving:
             return self._fixed_storages
-        return self._fixed_storages | {_compat.storage_key(h.tensor) for h in self._moving}
+        return self._fixed_storages | {_compat.storage_key(h.live()) for h in self._moving}
 
     def gradient_mismatch(self) -> str | None:
         """The first gradient that has come or gone."""

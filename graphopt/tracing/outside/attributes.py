@@ -39,8 +39,10 @@ def read_attribute(record: Record, value: Any, name: str, path: str, line: Sourc
             record.read(OutsidePlace("attribute", value, "__func__"), f"{path}.__func__", line)
         read_attribute(record, value.__func__, name, path, line)
     elif isinstance(value, Optimizer) and name in _WATCHED_OF_OPTIMIZERS:
-        if name == "state":
+        if name == "state" and record.is_outside(value):  # not one that the step has made
             record.optimizers[id(value)] = value
+        elif name == "param_groups":
+            record.optimizers_read.add(id(value))
     else:
         _of_object(record, value, name, path, line)
 

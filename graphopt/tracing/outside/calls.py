@@ -16,8 +16,6 @@ from graphopt.host.changes import changes_of
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.callback import callback
 from graphopt.tracing.draws.arguments import plain
-from graphopt.tracing.host_numbers import is_host_number
-from graphopt.tracing.numbers import ReadFloat, ReadInt
 from graphopt.tracing.outside import kept_lists, native
 from graphopt.tracing.outside.attributes import (
     attribute_place,
@@ -40,7 +38,7 @@ from graphopt.tracing.outside.places import (
 )
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
-from graphopt.tracing.scheduled import ScheduledSetting
+from graphopt.tracing.scheduled import is_scheduled
 from graphopt.tracing.source import is_library_file
 
 _ADDING = frozenset({"append", "extend", "insert", "add", "update", "appendleft", "extendleft"})
@@ -140,7 +138,7 @@ class NativeCalls:
         self, callee: Any, args: Sequence[Any], line: SourceLine, looped: bool = False
     ) -> None:
         record = self._record
-        asked = callee is type and bool(args) and _is_traced_number(args[0])
+        asked = callee is type and bool(args) and is_scheduled(args[0])
         if asked and not is_library_file(line.file):  # `copy` asks, and goes on with either
             record.asked_type = record.asked_type or line
         if native.is_of_process(callee):
@@ -402,11 +400,6 @@ def _changes(value: Any) -> bool:
     """Whether a value is a method of a container that changes it."""
     named = isinstance(value, types.BuiltinMethodType)
     return named and value.__name__ in _ADDING | _CHANGING
-
-
-def _is_traced_number(value: Any) -> bool:
-    numbers = (ReadFloat, ReadInt, ScheduledSetting)
-    return is_host_number(value) or issubclass(type(value), numbers)
 
 
 def is_untraced(function: types.FunctionType) -> bool:

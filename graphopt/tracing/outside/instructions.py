@@ -19,7 +19,7 @@ from graphopt._compat.frames import NULL
 from graphopt.host.changes import changes_of
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.array_tensors import takes_items
-from graphopt.tracing.classes_asked import Classed, class_of
+from graphopt.tracing.classes_asked import Classed, class_in_trace, is_of_trace
 from graphopt.tracing.draws.arguments import any_known, is_known, plain
 from graphopt.tracing.inputs import may_be_input
 from graphopt.tracing.numbers import SYMBOLIC
@@ -31,8 +31,9 @@ from graphopt.tracing.outside.attributes import (
     read_method,
     read_setting,
 )
-from graphopt.tracing.outside.callees import Instruction, Substitute
+from graphopt.tracing.outside.callees import NAMED_CALLS, Instruction, Substitute
 from graphopt.tracing.outside.calls import NativeCalls
+from graphopt.tracing.outside.given_functions import GivenFunction, is_called_by
 from graphopt.tracing.outside.held import is_plain_class
 from graphopt.tracing.outside.later_operands import Gives, LaterOperands
 from graphopt.tracing.outside.native import is_large_array, set_by_c
@@ -148,8 +149,8 @@ class Instructions(LaterOperands):
         if type(value) is deque and at.step.name == "maxlen":  # which nothing changes
             self._record.pin(value)
             return
-        if at.step.name == "__class__" and _compat.is_fake(value):
-            at.put(1, Classed(class_of(value, self._record.stands_for)))
+        if at.step.name == "__class__" and (_compat.is_fake(value) or is_of_trace(value)):
+            at.put(1, Classed(class_in_trace(value, self._record.stands_for)))
             return
         path = f"{self._path(at.frame, value)}.{at.step.name}"
         read_attribute(self._record, value, at.step.name, path, at.line)
@@ -399,11 +400,19 @@ class Instructions(LaterOperands):
         for each in args:
             if is_container(each):
                 self._record.read_container(id(at.frame), each)
+        self._gives_function(callee, args, at)
         if at.takes(at.place_of_callee(), self._instead(callee, args, at)):
             return
         args = self._taken(callee, args, at)
         self._calls.call(callee, args, at.line, at.step.discarded, at.step.looped)
         at.takes(at.place_of_callee(), self._substitute(callee, args))
+
+    def _gives_function(self, callee: Any, args: list[Any], at: Instruction) -> None:
+        """Let a function be called by another one as the step's instructions would."""
+        if is_called_by(callee, args):
+            of_step = self._record, self._calls, self._substitute
+            top = int(at.step.instruction in NAMED_CALLS)
+            at.put(top + len(args), GivenFunction(args[0], at.line, *of_step))
 
     def _prepare_call(self, at: Instruction) -> None:
         """Python 3.11 takes bound methods apart before the call."""

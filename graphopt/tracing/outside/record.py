@@ -56,6 +56,8 @@ class Record(OutsideReads):
     Attributes:
         repeated: tables, by id, in which each call leaves what the step leaves there.
         times_written: how often the step has written to a place, by its identity.
+        optimizers: whose state the step uses, by id.
+        optimizers_read: ids of those whose parameter groups it reads.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Record(OutsideReads):
         self._counted: set[tuple[Any, ...]] = set()
         self._places: dict[tuple[Any, ...], WrittenPlace] = {}
         self.optimizers: dict[int, Any] = {}
+        self.optimizers_read: set[int] = set()
         self.modules: dict[int, tuple[str, torch.nn.Module]] = {}
         self.functions_of_torch: set[types.CodeType] = set()
         self.changed: tuple[Read, Any] | None = None
@@ -124,6 +127,11 @@ class Record(OutsideReads):
         holders += [each.place.holder for each in self._places.values()]
         own = [each for each in holders if hasattr(each, "tobytes")]
         return [*own, *self.laters.arrays.written()]
+
+    def changed_holders(self) -> list[Any]:
+        """The containers and objects to which the step has written."""
+        written = [each.owner or each.place.holder for each in self._places.values()]
+        return [*written, *(each.container for each in self._changes.values())]
 
     def changed_lengths(self) -> Iterator[tuple[str, OutsidePlace]]:
         """Lengths of lists and queues that the step changes by single items, and what it computes

@@ -27,6 +27,7 @@ class Unrepeated:
         once: no other trace changes that again.
         remembering: the code of functions with caches (`functools.lru_cache`) that the step calls.
         variables: context variables that the step has set and not set back, with where.
+        left: places in which it leaves plain values, each with its path: each call may do so.
     """
 
     def __init__(self) -> None:
@@ -35,6 +36,7 @@ class Unrepeated:
         self.once = False
         self.remembering: set[types.CodeType] = set()
         self.variables: dict[Any, tuple[str, SourceLine]] = {}
+        self.left: list[tuple[str, Any]] = []
         self._lines: dict[int, tuple[str, SourceLine]] = {}
         self._locks: dict[int, tuple[Any, bool, str, SourceLine]] = {}
         self._arrays: dict[int, tuple[Any, Any, str, SourceLine]] = {}
