@@ -134,7 +134,7 @@ class StepRun:
             _compat.copy_hooks(
                 (entry.tensor, traced.by_id[id(entry.tensor)]) for entry in self._inputs.parameters
             )
-            self._lists = NumberLists(places_of_lists(self._inputs.hyperparameters))
+            self._lists = NumberLists(places_of_lists(self._inputs))
             insert(self._call, self._inputs, traced)
             self._lists.begin()
             self.outside.number_lists = self._lists.known

@@ -101,7 +101,7 @@ class OutsideReads(ContainerChanges):
             self.used_counts.add(identity)
         if identity in self._written or id(place.holder) in self._emptied:
             return value
-        if is_stand_in(value):
+        if is_stand_in(value) or id(value) in self.number_lists:
             return value
         if id(place.holder) in self._mutated and identity not in self.reads:
             self._read_before(place, value, path, line)
