@@ -2,9 +2,9 @@
 
     self.data = [a + float(b) for a, b in zip(self.data, args)]
 
-Their numbers are inputs, as those of tuples are, and so are tensors of a list. A step that does more
-with a list than look at its items (that changes it in place, keeps it, asks which one it is) needs
-the list itself.
+Their numbers are inputs, as those of tuples are, and so are tensors of a list. A step that does
+more with a list than look at its items (that changes it in place, keeps it, asks which one it is)
+needs the list itself.
 """
 
 from __future__ import annotations
