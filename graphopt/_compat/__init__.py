@@ -149,6 +149,7 @@ from graphopt._compat.trees import (
     is_applied,
     leaf_names,
     open_nest,
+    result_parts,
     tree_flatten,
     tree_leaves,
     tree_map,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -96,6 +97,24 @@ def _size(*numbers: int) -> torch.Size:
 
 def _is_size(value: Any) -> bool:
     return type(value) is torch.Size
+
+
+def result_parts(value: Any, is_kept: Callable[[object], bool]) -> Iterator[Any]:
+    """A value, and all that is in it, which `flatten_results` would make anew."""
+    seen, pending = set[int](), [value]
+    while pending:
+        each = pending.pop()
+        yield each
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, dict):
+            pending += dict.values(each)
+        elif isinstance(each, (list, tuple, deque)):
+            pending += each
+        elif not is_kept(each):
+            nest = _open_fields(each, open_attributes)
+            pending += [] if nest is None else nest[0]
 
 
 _Nest = tuple[list[Any], Callable[[list[Any]], Any]]

@@ -97,6 +97,8 @@ class Besides:
             object, name, tensor.
         whole_lists: places, by their identities, in which it needs the list itself that is there.
         rounds: how many traces have found some of all that.
+        resized: tensors among `tensors` that the step resizes before it does anything else with
+            them, to which sizes.
     """
 
     objects: list[tuple[str, weakref.ref[Any]]] = field(default_factory=list)
@@ -115,11 +117,12 @@ class Besides:
     whole_lists: frozenset[Hashable] = frozenset()
     rounds: int = 0
     on_host: list[NumberBefore] = field(default_factory=list)
+    resized: list[tuple[torch.Tensor, torch.Size]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         found = self.objects or self.tensors or self.counts or self.carried or self.exchanged
         otherwise = self.plain or self.plain_arrays or self.shuffles or self.as_traced
-        held = self.texts or self.whole_lists or self.on_host
+        held = self.texts or self.whole_lists or self.on_host or self.resized
         return bool(found or otherwise or self.whole_objects or held)
 
     def live(self) -> list[tuple[str, Any]] | None:
@@ -151,19 +154,39 @@ class Besides:
             self.whole_lists | other.whole_lists,
             self.rounds + other.rounds,
             on_host,
+            [*self.resized, *other.resized],
         )
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """While active, objects have the tensors that the first call gives them."""
+        """While active, objects have the tensors that the first call gives them, and tensors the
+        sizes that the step gives them first."""
+        sizes = [(tensor, tensor.shape) for tensor, _ in self.resized]
         before = [(attributes, name, attributes[name]) for attributes, name, _ in self.made]
         try:
             for attributes, name, tensor in self.made:
                 attributes[name] = tensor
+            _resize_unseen(self.resized)
             yield
         finally:
+            _resize_unseen(reversed(sizes))
             for attributes, name, value in before:
                 attributes[name] = value
+
+    def resize(self) -> None:
+        """Give tensors the sizes that the step gives them first."""
+        for tensor, shape in self.resized:
+            if tensor.shape != shape:
+                with torch.no_grad():
+                    tensor.resize_(shape)
+
+
+def _resize_unseen(sizes: Iterable[tuple[torch.Tensor, torch.Size]]) -> None:
+    """Resize tensors for a while."""
+    for tensor, shape in sizes:
+        if tensor.shape != shape:
+            with torch.no_grad(), _compat.without_modes(), _compat.version_kept(tensor):
+                tensor.resize_(shape)
 
 
 class MoreInputs(Exception):
@@ -242,6 +265,10 @@ class Finder:
         if new:
             self.found.carried.append(CarriedPlace(path, place, counted))
         return new
+
+    def resizes(self, tensor: torch.Tensor, shape: torch.Size) -> None:
+        """The step resizes a tensor outside before it does anything else with it."""
+        self.found.resized.append((tensor, shape))
 
     def on_host(self, path: str, place: OutsidePlace) -> None:
         """The step adds what only Python computes to the number in a place."""

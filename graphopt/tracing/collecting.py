@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from itertools import chain
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.runtime.late import names_of_held
-from graphopt.tracing.besides import CarriedPlace
+from graphopt.tracing.besides import Besides, CarriedPlace
 from graphopt.tracing.call import Call, has_gradient
 from graphopt.tracing.inputs import (
     ArgumentNumber,
@@ -96,7 +96,7 @@ def module_tensors(call: Call) -> list[ModuleTensor]:
     for prefix, module in modules:
         for key in _compat.own_buffers(module):
             add("buffer", _join(prefix, key), _compat.own_buffers(module), key)
-    for path, table, key in _alone(call.besides.carried, found):
+    for path, table, key in _alone(call.besides, found):
         add("buffer", path, table, key)
     for name, tensor in bare_tensors(call):
         kind: Kind = "parameter" if tensor.requires_grad else "buffer"
@@ -133,9 +133,13 @@ _Slot = tuple[str, MutableMapping[Any, Any], Any]
 """A name, a table and a key in it."""
 
 
-def _alone(carried: Sequence[CarriedPlace], found: Collection[int]) -> Iterator[_Slot]:
+def _alone(besides: Besides, found: Collection[int]) -> Iterator[_Slot]:
     """Where a tensor stands which is nowhere else: others are found by reading them."""
-    places = {each.place.identity: each for each in carried}
+    places = {
+        each.place.identity: each
+        for each in besides.carried
+        if each.place.identity not in besides.whole_lists or type(each.place.now()) is not list
+    }
     slots = list(chain.from_iterable(map(_tensors_at, places.values())))
     values = [table[key] for _, table, key in slots]
     counts = Counter(map(id, values))
@@ -153,6 +157,8 @@ def _tensors_at(carried: CarriedPlace) -> Iterator[_Slot]:
     if isinstance(value, torch.Tensor):
         yield path, CellTable(place.holder) if place.kind == "cell" else place.holder, place.key
     leaves, spec = leaves_of(value, is_tensor) or ([], None)
+    if type(value) is list and len(set(map(id, leaves))) < len(leaves):
+        return
     table = TupleTable(place, spec)
     yield from ((f"{path}[{position}]", table, position) for position in range(len(leaves)))
 

@@ -2,8 +2,9 @@
 
     self.data = [a + float(b) for a, b in zip(self.data, args)]
 
-Their numbers are inputs, as those of tuples are. A step that does more with a list than look at its
-numbers (that changes it in place, keeps it, asks which one it is) needs the list itself.
+Their numbers are inputs, as those of tuples are, and so are tensors of a list. A step that does
+more with a list than look at its items (that changes it in place, keeps it, asks which one it is)
+needs the list itself.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import sys
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from graphopt.tracing.inputs import Number, PlacedNumber
+from graphopt.tracing.inputs import Inputs, PlacedNumber
+from graphopt.tracing.number_tuples import TupleTable
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
 
@@ -79,10 +81,13 @@ class NumberLists:
         return frozenset(place.identity for place in needed)
 
 
-def places_of_lists(numbers: Iterable[Number]) -> Iterator[OutsidePlace]:
-    """Where there are lists whose numbers are inputs."""
-    placed = [each for each in numbers if isinstance(each, PlacedNumber) and each.element]
-    places = {each.place.identity: each.place for each in placed}
+def places_of_lists(inputs: Inputs) -> Iterator[OutsidePlace]:
+    """Where there are lists whose numbers, or tensors, are inputs."""
+    numbers = inputs.hyperparameters
+    found = [each.place for each in numbers if isinstance(each, PlacedNumber) and each.element]
+    tables = (table for entry in inputs.module_tensors for table, _ in entry.slots)
+    found += [table.place for table in tables if isinstance(table, TupleTable)]
+    places = {place.identity: place for place in found}
     yield from (place for place in places.values() if type(place.now()) is list)
 
 

@@ -1,4 +1,5 @@
-"""Tuples of numbers, or of tensors, that a step finds in a place outside, and leaves others of:
+"""Tuples and lists of numbers, or of tensors, that a step finds in a place outside, and leaves
+others of:
 
 self.state = self.state._replace(count=self.state.count + 1)
 self.hidden = cell(x, self.hidden)
@@ -15,12 +16,12 @@ from graphopt import _compat
 from graphopt.tracing.outside.places import OutsidePlace
 
 _AT_MOST = 100
-"""Numbers of a list."""
+"""Numbers, or tensors, of a list."""
 
 
 def leaves_of(value: Any, is_one: Callable[[Any], bool]) -> tuple[list[Any], Any] | None:
-    """What is in a tuple or a named tuple, of such perhaps, or in a short list of numbers, and how
-    it is nested.
+    """What is in a tuple or a named tuple, of such perhaps, or in a short list of numbers, or of
+    tensors and tuples of them, and how it is nested.
 
     Args:
         is_one: whether a leaf is one of those that are looked for.
@@ -28,11 +29,19 @@ def leaves_of(value: Any, is_one: Callable[[Any], bool]) -> tuple[list[Any], Any
     Returns:
         None for everything else, and where there are other leaves.
     """
-    is_list = type(value) is list and is_one is not is_tensor and len(value) <= _AT_MOST
-    if not isinstance(value, tuple) and not (is_list and all(map(is_one, value))):
+    is_list = type(value) is list and len(value) <= _AT_MOST
+    of_these = is_list and all(is_one(each) or _is_nest(each, is_one) for each in value)
+    if not isinstance(value, tuple) and not of_these:
         return None
     leaves, spec = _compat.tree_flatten(value)
     return (leaves, spec) if leaves and all(map(is_one, leaves)) else None
+
+
+def _is_nest(value: Any, is_one: Callable[[Any], bool]) -> bool:
+    """Whether an item of a list may be a tuple of tensors."""
+    if is_one is not is_tensor or not isinstance(value, tuple):
+        return False
+    return all(is_tensor(each) or _is_nest(each, is_one) for each in value)
 
 
 def is_tensor(value: Any) -> bool:

@@ -359,9 +359,11 @@ def _is_traced(value: Any, tensors: bool = True) -> bool:
 
 
 def _is_found(record: Record, item: WrittenPlace) -> bool:
-    """Whether the step uses the tensor, or a tuple of tensors, that it finds where it leaves
-    another one, and finds it nowhere else."""
+    """Whether the step uses the tensor, or a tuple or a list of tensors, that it finds where it
+    leaves another one, and finds it nowhere else."""
     before = item.before
+    if type(before) is list and record.is_changed(before):
+        return False
     tensors, _ = leaves_of(before, is_tensor) or ([before], None)
     if not all(isinstance(each, torch.Tensor) for each in tensors) or not item.place.may_carry:
         return False
@@ -377,8 +379,8 @@ def _is_found(record: Record, item: WrittenPlace) -> bool:
     return bool(places) or record.path_to(before) is not None
 
 
-def _tuples_in(value: Any) -> Iterator[tuple[Any, ...]]:
-    """A tuple, and those within it."""
-    if isinstance(value, tuple):
+def _tuples_in(value: Any) -> Iterator[Any]:
+    """A tuple or a list, and those within it."""
+    if isinstance(value, (tuple, list)):
         yield value
         yield from chain.from_iterable(map(_tuples_in, value))

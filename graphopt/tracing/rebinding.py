@@ -26,6 +26,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
+from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs import Inputs, Storage
 from graphopt.tracing.reshaping import Reshaping
@@ -44,7 +45,9 @@ class Rebinding:
         reshaping: what is done to the shapes of inputs.
     """
 
-    def __init__(self, call: Call, inputs: Inputs, traced: Traced) -> None:
+    def __init__(
+        self, call: Call, inputs: Inputs, traced: Traced, finder: Finder, is_alone: bool
+    ) -> None:
         alone = {id(h) for h in inputs.placeholders if not isinstance(h, Storage)}
         self._positions = {
             id(traced.by_id[id(entry.tensor)]): index
@@ -59,7 +62,7 @@ class Rebinding:
         self.rebound: dict[int, torch.Tensor] = {}
         self.left_storages: set[int] = set()
         self.given: dict[int, torch.Tensor] = {}
-        self.reshaping = Reshaping(call, inputs, traced)
+        self.reshaping = Reshaping(call, inputs, traced, finder, is_alone)
 
     def set(self, target: torch.Tensor, new: Any) -> None:
         """`target.data = new`.

@@ -12,6 +12,7 @@ It sees every torch function the step calls, before autograd does, and
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -119,11 +120,14 @@ class Redirect(TorchFunctionMode):
         func, kwargs = _compat.function_asked(func), kwargs or {}
         if _compat.reads_metadata(func):
             known = self._traced.by_id
-            return func(*(known.get(id(value), value) for value in args), **kwargs)
+            given = [known.get(id(value), value) for value in args]
+            self._rebinding.reshaping.uses(func, given, kwargs, sys._getframe(1))
+            return func(*given, **kwargs)
         if func in _PROFILED:
             with _compat.without_dispatch():
                 return func(*args, **kwargs)
         args, kwargs = untraced(self._prepared, func, args, kwargs)
+        self._rebinding.reshaping.uses(func, args, kwargs, sys._getframe(1))
         result = self._call(func, args, kwargs)
         untraced(self._made.add, result)
         return result

@@ -51,7 +51,7 @@ from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.changing_texts import ChangingTexts
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
-from graphopt.tracing.pinned import nest_parts, pin_changes, pin_held, refuse_found_twice
+from graphopt.tracing.pinned import pin_changes, pin_held, refuse_found_twice
 from graphopt.tracing.placed import take_placed
 from graphopt.tracing.positions import Positions
 from graphopt.tracing.rebinding import Rebinding
@@ -134,7 +134,7 @@ class StepRun:
             _compat.copy_hooks(
                 (entry.tensor, traced.by_id[id(entry.tensor)]) for entry in self._inputs.parameters
             )
-            self._lists = NumberLists(places_of_lists(self._inputs.hyperparameters))
+            self._lists = NumberLists(places_of_lists(self._inputs))
             insert(self._call, self._inputs, traced)
             self._lists.begin()
             self.outside.number_lists = self._lists.known
@@ -256,7 +256,7 @@ class StepRun:
                 *(optimizers, self._tagger, self._view.steps, self._schedulers.shown_to),
                 self._communication is not None,
             )
-            rebinding = Rebinding(self._call, self._inputs, traced)
+            rebinding = Rebinding(self._call, self._inputs, traced, self.finder, self._alone)
             redirect = Redirect(
                 *(traced, self._tagger, self._mark, self.made, optimizers, self.finder, rebinding)
             )
@@ -357,13 +357,12 @@ class StepRun:
 
     def _give(self, returned: Any) -> None:
         """The step has returned a value, and all that it leaves is still there."""
-        for each in nest_parts(returned):
+        parts = list(_compat.result_parts(returned, self._stays))
+        for each in parts:
             refuse_keys(each)
-        for leaf in _compat.flatten_results(returned, self._stays)[0]:
-            self.outside.pin(leaf)
         self.outside.read_left()
         self.outside.note_left_in()
-        gives(self.outside, returned, self._call)
+        gives(self.outside, parts, self._call)
         self._view.finish(self.outside.laters.lists)
 
     def _left_outside(self, traced: Traced, held: HeldBefore, draws: Substitutes) -> LeftOutside:

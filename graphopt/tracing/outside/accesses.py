@@ -21,6 +21,7 @@ class OutsideAccess(NamedTuple):
         counting: it is such a store.
         fed: it takes an item that an operator changes in place, and that goes back.
         discarded: it is a call whose result nothing uses.
+        looped: it is a call whose result the function goes through.
     """
 
     handler: str
@@ -32,6 +33,7 @@ class OutsideAccess(NamedTuple):
     counting: bool
     fed: bool
     discarded: bool
+    looped: bool
 
 
 @lru_cache(maxsize=4096)
@@ -42,6 +44,7 @@ def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
     counting = set(feeding.values())
     visible = [i for i in instructions if i.opname != "CACHE"]
     discarded = {a.offset for a, b in pairwise(visible) if b.opname == "POP_TOP"}
+    looped = {a.offset for a, b in pairwise(visible) if b.opname == "GET_ITER"}
     fed = {b.offset for a, b in pairwise(visible) if _is_fed(a, b)}
     return {
         i.offset: OutsideAccess(
@@ -54,6 +57,7 @@ def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
             i.offset in counting,
             i.offset in fed,
             i.offset in discarded,
+            i.offset in looped,
         )
         for i in instructions
         if i.opname in _HANDLERS
@@ -110,6 +114,7 @@ _HANDLERS = {
     "CONTAINS_OP": "_contains",
     "GET_ITER": "_goes_over",
     "GET_YIELD_FROM_ITER": "_items",
+    "YIELD_VALUE": "_yielded",
     "FOR_ITER": "_next",
     "UNPACK_SEQUENCE": "_items",
     "UNPACK_EX": "_items",

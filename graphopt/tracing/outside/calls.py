@@ -59,6 +59,8 @@ _TAKING_APART = frozenset(
      filter, reversed, sum, min, max, sorted, any, all, operator.getitem, operator.contains}
 )  # fmt: skip
 """Functions that see of an object only what is observed: its places, and its methods in Python."""
+_GIVING_EACH = frozenset({zip, enumerate, reversed})
+"""Functions that give items one by one, and look at none."""
 _CLASS = frozenset({isinstance, type})
 _ASKING = frozenset({len, next, getattr, hasattr, setattr, vars, dir, callable, bool})
 """Functions that take no values from an iterator, or are followed where they do."""
@@ -75,12 +77,18 @@ class NativeCalls:
         self._variables = ContextVariables(record)
 
     def call(
-        self, callee: Any, args: Sequence[Any], line: SourceLine, discarded: bool = False
+        self,
+        callee: Any,
+        args: Sequence[Any],
+        line: SourceLine,
+        discarded: bool = False,
+        looped: bool = False,
     ) -> None:
         """The step calls `callee`; `args` are its positional and keyword values.
 
         Args:
             discarded: nothing uses the result.
+            looped: the step goes through the result.
         """
         callee = original(callee)
         others = self._record.draws_items(callee, args)
@@ -109,7 +117,7 @@ class NativeCalls:
         elif not isinstance(callee, type) and not isinstance(callee, types.BuiltinFunctionType):
             self._object(callee, args, line)
         else:
-            self._builtin(callee, args, line)
+            self._builtin(callee, args, line, looped)
 
     def _untraced(
         self, function: types.FunctionType, args: Sequence[Any], line: SourceLine
@@ -126,7 +134,9 @@ class NativeCalls:
         if native.logs(function, args) and not is_library_file(line.file):
             record.unrepeated.add(f"the log ({function.__name__})", line)
 
-    def _builtin(self, callee: Any, args: Sequence[Any], line: SourceLine) -> None:
+    def _builtin(
+        self, callee: Any, args: Sequence[Any], line: SourceLine, looped: bool = False
+    ) -> None:
         record = self._record
         asked = callee is type and bool(args) and is_scheduled(args[0])
         if asked and not is_library_file(line.file):  # `copy` asks, and goes on with either
@@ -161,7 +171,7 @@ class NativeCalls:
         elif callee is operator.contains:
             self.contains(args[0], args[1], line)
         else:
-            self._all(args, line)
+            self._all(args, line, nested=not (looped and callee in _GIVING_EACH))
 
     def _folds(self, callee: Any, args: Sequence[Any], line: SourceLine) -> bool:
         kept = kept_lists.folded(self._record, callee, args)
@@ -378,11 +388,12 @@ class NativeCalls:
             else:
                 self._record.pin(value)
 
-    def _all(self, values: Sequence[Any], line: SourceLine) -> None:
+    def _all(self, values: Sequence[Any], line: SourceLine, nested: bool = True) -> None:
+        record = self._record
         read = (value for value in values if not _changes(value))
-        for value in map(self._record.viewed, read):
-            if is_read(value) and self._record.is_outside(value):
-                self._record.contents(value, self._record.path(value, type(value).__name__), line)
+        for value in map(record.viewed, read):
+            if is_read(value) and record.is_outside(value):
+                record.contents(value, record.path(value, type(value).__name__), line, nested)
 
 
 def _changes(value: Any) -> bool:

@@ -297,6 +297,14 @@ class Instructions(LaterOperands):
         if not self._stands_later(at, 1, texts):
             self._read_contents(at.frame, at.top(1), at.line, nested=False)
 
+    def _yielded(self, at: Instruction) -> None:
+        """Functions such as `max` go through a generator expression, and compare what it gives."""
+        if at.frame.f_code.co_name != "<genexpr>":
+            return
+        value = at.top(1)
+        for each in (value, *value) if type(value) is tuple else (value,):
+            self._read_contents(at.frame, each, at.line)
+
     def _two(self, at: Instruction) -> None:
         is_percent = at.step.name == "%" or at.step.instruction == "BINARY_MODULO"
         laters = self._record.laters
@@ -405,7 +413,7 @@ class Instructions(LaterOperands):
         if at.takes(at.place_of_callee(), self._instead(callee, args, at)):
             return
         args = self._taken(callee, args, at)
-        self._calls.call(callee, args, at.line, at.step.discarded)
+        self._calls.call(callee, args, at.line, at.step.discarded, at.step.looped)
         at.takes(at.place_of_callee(), self._substitute(callee, args))
 
     def _gives_function(self, callee: Any, args: list[Any], at: Instruction) -> None:

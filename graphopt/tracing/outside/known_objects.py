@@ -37,6 +37,8 @@ class KnownObjects:
         compared: where it asks whether a tensor is one that has a stand-in.
         number_lists: what stands for lists of numbers, by id; see `tracing.number_lists`.
         needed_lists: those of them that the step uses as such.
+        resized: tensors, by id, that have the sizes which the step gives them before it does
+            anything else with them.
     """
 
     def __init__(self, own: Iterable[dict[str, Any]]) -> None:
@@ -55,6 +57,7 @@ class KnownObjects:
         self.compared: SourceLine | None = None
         self.number_lists: Set[int] = frozenset()
         self.needed_lists: set[int] = set()
+        self.resized: Set[int] = frozenset()
 
     def is_outside(self, value: Any) -> bool:
         """Whether an object existed before the step."""

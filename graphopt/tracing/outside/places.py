@@ -58,9 +58,10 @@ class OutsidePlace:
             of an item; "sum", "min" and "max" of the numbers of a list, but for so many at its
             front; "last", the number so many from its end, where there are so many more; "keys" of
             a dictionary in order; "cell" of a closure; "whole" contents; "kind" of a tensor: all
-            that is known of it but its values; "target" of a weak reference; "remembers", whether a
-            function with a cache has not been made to forget since the cache was so full; "text",
-            whether a text is in an item of a dictionary or a variable of a closure.
+            that is known of it but its values; "form", that without its sizes; "target" of a weak
+            reference; "remembers", whether a function with a cache has not been made to forget
+            since the cache was so full; "text", whether a text is in an item of a dictionary or a
+            variable of a closure.
     """
 
     kind: str
@@ -189,6 +190,11 @@ def _kind(holder: torch.Tensor, key: Any) -> Any:
         return (*tensor_kind(holder), holder.is_leaf, holder.is_leaf and holder.grad is None)
 
 
+def _form(holder: torch.Tensor, key: Any) -> Any:
+    """What a graph depends on where it resizes the tensor first."""
+    return (*_kind(holder, key)[2:], holder.is_contiguous())
+
+
 def is_plain_text(value: Any) -> bool:
     """Whether a value is a text, and no part of it stands for another one."""
     return type(value) is str and BEGIN not in value
@@ -215,6 +221,7 @@ _READERS: Mapping[str, Any] = {
     "cell": _cell,
     "whole": _whole,
     "kind": _kind,
+    "form": _form,
     "target": lambda holder, key: holder(),
     "remembers": _remembers,
     "text": _is_text,

@@ -103,7 +103,7 @@ class OutsideReads(ContainerChanges):
             self.used_counts.add(identity)
         if identity in self._written or id(place.holder) in self._emptied:
             return value
-        if is_stand_in(value):
+        if is_stand_in(value) or id(value) in self.number_lists:
             return value
         if id(place.holder) in self._mutated and identity not in self.reads:
             self._read_before(place, value, path, line)
@@ -115,7 +115,8 @@ class OutsideReads(ContainerChanges):
         if identity not in self.reads:
             self.reads[identity] = self._made(place, value, path, line)
             if isinstance(value, torch.Tensor):
-                self.read(OutsidePlace("kind", value), path, line)
+                kind = "form" if id(value) in self.resized else "kind"
+                self.read(OutsidePlace(kind, value), path, line)
             elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
                 self._reads_bytes(value, path, line)
         return value

@@ -41,6 +41,7 @@ def record_for(call: Call, inputs: Iterable[OutsidePlace]) -> Record:
     told = {each.place.identity for each in call.besides.carried if each.counted}
     places = [*inputs, *(field.place for field in call.objects.fields)]
     record = Record(own, {place.identity for place in places}, told)
+    record.resized = {id(tensor) for tensor, _ in call.besides.resized}
     record.repeated = {id(each.table) for each in call.objects.tables}
     return record
 
@@ -103,10 +104,14 @@ def observed_step(call: Call, record: Record, substitute: Substitute) -> Iterato
         raise advances(*record.advanced)
 
 
-def gives(record: Record, returned: Any, call: Call) -> None:
-    """The step returns objects from outside: those very ones, with what containers hold."""
+def gives(record: Record, returned: Iterable[Any], call: Call) -> None:
+    """The step returns objects from outside: those very ones, with what containers hold.
+
+    Args:
+        returned: what it returns, and all that is in it.
+    """
     line = definition_of(call) or SourceLine("", 0, "")
-    for value in returned if isinstance(returned, tuple) else (returned,):
+    for value in returned:
         record.pin(value)
         if is_container(value) and record.is_outside(value):
             record.contents(value, record.path(value, "the result"), line)
