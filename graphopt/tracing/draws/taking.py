@@ -10,6 +10,7 @@ the step has done by then: what the step computes is computed when the graph run
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -110,11 +111,12 @@ class TakenInTrace:
             return True
         if function is iter:
             return self._is_loader(asked)
-        return hasattr(asked, "__next__") and self._calls.is_outside(asked)
+        given = hasattr(asked, "__next__") and not isinstance(asked, (io.IOBase, torch.Tensor))
+        return given and self._calls.is_outside(asked)
 
     def _is_gone_over(self, value: Any) -> bool:
         return self._is_loader(value) or (
-            not isinstance(value, (torch.Tensor, Steps)) and self._is_asked(next, value)
+            not isinstance(value, Steps) and self._is_asked(next, value)
         )
 
     def _is_loader(self, value: Any) -> bool:
@@ -122,15 +124,15 @@ class TakenInTrace:
 
     def iterated(self, value: Any) -> Any:
         """What a loop goes over in place of a loader or an iterator; anything else itself."""
-        if self._taken.refused or isinstance(value, torch.Tensor):
+        if self._taken.refused:
             return value
-        if self._is_loader(value) or not self._is_asked(next, value):
-            other = self(iter, (value,)) if self._is_loader(value) else None
-            return value if other is None else other(value)
-        source = self._source(value)
-        return (
-            value if source is None else Steps(functools.partial(self._take, next, value, *source))
-        )
+        if self._is_loader(value):
+            begin = self(iter, (value,))
+            return value if begin is None else begin()
+        source = self._source(value) if self._is_asked(next, value) else None
+        if source is None:
+            return value
+        return Steps(functools.partial(self._take, next, value, *source))
 
     def _source(self, asked: Any) -> tuple[Any, str] | None:
         """What gives the object in each call, and how messages name it."""
