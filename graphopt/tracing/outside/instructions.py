@@ -200,7 +200,7 @@ class Instructions(LaterOperands):
         if not trimmed:
             item = laters.item(container, at.top(1), at.line, at.step.fed)
             if item is not None:
-                if is_array(container):
+                if is_array(container) and not (at.step.fed or laters.is_kept(container)):
                     self._read_contents(at.frame, container, at.line)
                 at.put(2, Gives(item))
                 at.put(1, 0)
