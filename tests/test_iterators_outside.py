@@ -25,8 +25,8 @@ def by_a_loop(batches: Iterator[Tensor]) -> Any:
     return None
 
 
-def by_a_list(batches: Iterator[Tensor]) -> Any:
-    return MODEL(torch.stack(list(batches))).sum()
+def by_max(batches: Iterator[Tensor]) -> Any:
+    return MODEL(max(batches, key=len)).sum()
 
 
 def behind_a_callback(batches: Iterator[Tensor]) -> Any:
@@ -34,7 +34,7 @@ def behind_a_callback(batches: Iterator[Tensor]) -> Any:
     return MODEL(next(batches)).sum()
 
 
-@pytest.mark.parametrize("step", [by_a_loop, by_a_list, behind_a_callback])
+@pytest.mark.parametrize("step", [by_max, behind_a_callback])
 @pytest.mark.parametrize("is_generator", [False, True], ids=["iterator", "generator"])
 def test_nothing_is_taken_by_a_refused_capture(
     step: Callable[[Iterator[Tensor]], Any], is_generator: bool

@@ -15,6 +15,7 @@ import graphopt
 from graphopt.cost import DEVICES, RooflineCost
 from graphopt.errors import AssumptionFailedError, CaptureError
 from graphopt.graph_utils import is_operator, same_kind
+from loops import Loop, graphs_of
 from test_decisions import assert_alike, finish, left_by
 
 Step = Callable[[nn.Module, Optimizer, Tensor, Tensor], Any]
@@ -177,3 +178,19 @@ def test_nobody_asks_about_sizes_behind_the_capture() -> None:
     assert same_kind(rows, rows) and not same_kind(rows, other)
     x = torch.tensor([[1.0, 1.0, 1.0]] * 5 + [[1.0, 0.0, 1.0]])
     assert [len(result) for result in graph(x)[0]] == [6, 5]
+
+
+def test_sizes_of_tensors_are_returned_and_left_as_such() -> None:
+    """And not as tuples, which have no `numel`; also those that depend on values."""
+
+    def make() -> Loop:
+        model, kept = nn.Linear(4, 2), dict[str, Any]()
+
+        def step(number: int, x: Tensor) -> Any:
+            chosen = x[torch.arange(3) <= number % 3]
+            kept["shape"], kept["all"] = chosen.shape, {"x": x.shape}
+            return x.shape, [model(x).size()], {"chosen": chosen.shape}, torch.Size()
+
+        return Loop(step, lambda: kept)
+
+    assert graphs_of(make, 4) <= 4

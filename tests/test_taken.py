@@ -135,6 +135,25 @@ class First(Loop):
         return self.update(x, y)
 
 
+class Epoch(Loop):
+    def once(self) -> Any:
+        losses = [self.update(x, y) for x, y in self.loader]
+        for index, (x, y) in enumerate(self.loader):
+            losses.append(self.update(nn.functional.dropout(x), y))
+            if index == 1:
+                break
+        return sum(losses) / len(losses)
+
+
+class LoopOver(Loop):
+    def once(self) -> Any:
+        for index, (x, y) in enumerate(self.batches):
+            loss = self.update(x, y)
+            if index == 2:
+                return loss
+        return None
+
+
 class Several(Loop):
     def once(self) -> Any:
         for _ in range(3):
@@ -231,6 +250,8 @@ MAKE: dict[str, Callable[[], Loop]] = {
     "anew": lambda: Anew(lambda: iter(loader())),
     "anew, by workers": lambda: Anew(lambda: iter(loader(workers=1))),
     "the first": First,
+    "an epoch": Epoch,
+    "a loop over an iterator": lambda: LoopOver(lambda: cycled(loader())),
     "several": lambda: Several(lambda: cycled(loader())),
     "every third": lambda: EveryThird(lambda: cycled(loader())),
     "any of two": lambda: AnyOf(lambda: cycled(loader())),
@@ -360,6 +381,13 @@ def test_code_that_changes_what_the_step_has_read_is_refused() -> None:
 def test_a_batch_that_is_changed_in_place_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"batch\.clone\(\)"):
         graphopt.compile(Writes(lambda: iter(pairs())).once)()
+
+
+def test_a_step_of_too_many_batches_is_refused() -> None:
+    loop = Epoch()
+    loop.loader = loader(200)
+    with pytest.raises(CaptureError, match=r"more than 32 values .* in one call"):
+        graphopt.compile(loop.once)()
 
 
 def test_draws_in_another_order_are_refused() -> None:

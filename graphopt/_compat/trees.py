@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch.utils import _pytree
 
 from graphopt._compat.anew import open_attributes, open_object
@@ -69,7 +70,8 @@ def is_applied(spec: Any) -> bool:
 
 def flatten_results(value: Any, is_kept: Callable[[object], bool]) -> tuple[list[Any], Any]:
     """What `tree_flatten` gives, where objects of data classes, and others that are their
-    attributes alone, are containers, too; one that is there twice is a leaf the second time.
+    attributes alone, are containers, too; one that is there twice is a leaf the second time. Sizes
+    of tensors are made anew as such: `tree_unflatten` gives tuples for them.
 
     Args:
         is_kept: whether such an object is to stay what it is, a leaf.
@@ -77,14 +79,24 @@ def flatten_results(value: Any, is_kept: Callable[[object], bool]) -> tuple[list
     found: set[int] = set()
 
     def opened(leaf: Any) -> Any:
+        if type(leaf) is torch.Size:
+            return Applied(_size, leaf)
         nest = None if is_kept(leaf) or id(leaf) in found else _open_fields(leaf, open_attributes)
         if nest is None:
             return leaf
         found.add(id(leaf))
         inner, filled = nest
-        return filled([tree_map(opened, each) for each in inner])
+        return filled([tree_map(opened, each, is_leaf=_is_size) for each in inner])
 
-    return tree_flatten(tree_map(opened, value))
+    return tree_flatten(tree_map(opened, value, is_leaf=_is_size))
+
+
+def _size(*numbers: int) -> torch.Size:
+    return torch.Size(numbers)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is torch.Size
 
 
 def result_parts(value: Any, is_kept: Callable[[object], bool]) -> Iterator[Any]:
@@ -112,6 +124,8 @@ def open_nest(value: Any) -> _Nest | None:
     """What is directly in a container, or in an object of a data class, and what makes a nest of
     such values to be flattened; so of objects that are their attributes, sets, functions and
     arrays (`anew`). None of anything else."""
+    if _is_size(value):
+        return list(value), lambda values: Applied(_size, values)
     inner, spec = _pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
     if spec != ONE_VALUE:
         return inner, lambda values: tree_unflatten(values, spec)

@@ -270,6 +270,7 @@ class StepRun:
             )
             instead = self._instead(traced, draws, arrays, taken)
             self.outside.draws_items = taken.given_to(draws.picks.draws)
+            self.outside.iterated = taken.iterated
             with observed_step(self._call, self.outside, instead):
                 exchanged = self._call.besides.exchanged
                 with keyed_by_stand_ins(self._keyed, self.outside, traced.by_id, exchanged):

@@ -10,6 +10,7 @@ the step has done by then: what the step computes is computed when the graph run
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ from graphopt.tracing.substitute import Traced
 _HINT = "take it outside the step, and pass it as an argument"
 _BEHIND_DRAWS = "behind random numbers that the step draws with torch, where it draws as well"
 _DEPTH, _MANY = 8, 1000
+_MOST = 32
+_GOING_OVER = (enumerate, zip, list, tuple, itertools.islice)
 _FUNCTIONS: dict[int, Callable[[Any], Any]] = {id(next): next, id(iter): iter}
 _METHODS: dict[str, Callable[[Any], Any]] = {"__next__": next, "__iter__": iter}
 
@@ -75,6 +78,8 @@ class TakenInTrace:
         if self._taken.refused:
             return None
         function, given = _FUNCTIONS.get(id(callee)), list(args)
+        if any(callee is each for each in _GOING_OVER) and any(map(self._is_gone_over, given)):
+            return lambda *all_given, **options: callee(*map(self.iterated, all_given), **options)
         if function is None:
             function = _METHODS.get(getattr(callee, "__name__", ""))
             given = [getattr(callee, "__self__", None), *given]
@@ -103,8 +108,29 @@ class TakenInTrace:
         """Whether a function asks an iterator or a loader that was there before."""
         if isinstance(asked, IteratorOfCall):
             return True
-        known = isinstance(asked, DataLoader) if function is iter else hasattr(asked, "__next__")
-        return known and self._calls.is_outside(asked)
+        if function is iter:
+            return self._is_loader(asked)
+        return hasattr(asked, "__next__") and self._calls.is_outside(asked)
+
+    def _is_gone_over(self, value: Any) -> bool:
+        return self._is_loader(value) or (
+            not isinstance(value, (torch.Tensor, Steps)) and self._is_asked(next, value)
+        )
+
+    def _is_loader(self, value: Any) -> bool:
+        return isinstance(value, DataLoader) and self._calls.is_outside(value)
+
+    def iterated(self, value: Any) -> Any:
+        """What a loop goes over in place of a loader or an iterator; anything else itself."""
+        if self._taken.refused or isinstance(value, torch.Tensor):
+            return value
+        if self._is_loader(value) or not self._is_asked(next, value):
+            other = self(iter, (value,)) if self._is_loader(value) else None
+            return value if other is None else other(value)
+        source = self._source(value)
+        return (
+            value if source is None else Steps(functools.partial(self._take, next, value, *source))
+        )
 
     def _source(self, asked: Any) -> tuple[Any, str] | None:
         """What gives the object in each call, and how messages name it."""
@@ -119,12 +145,13 @@ class TakenInTrace:
 
     def _take(self, function: Callable[[Any], Any], asked: Any, find: Any, path: str) -> Any:
         calls, args = self._calls, tuple[Any, ...]()
+        anew = not isinstance(asked, IteratorOfCall)
         if isinstance(asked, IteratorOfCall):
             args, asked = (asked.expression,), asked.plain
         self._refuse_unlike(asked, path)
         if self._taken.is_at_end:
             self._ask(function, asked, path)
-        taken, behind = self._taken.next(function, asked), self._is_behind_draws(asked, path)
+        taken, behind = self._taken.next(function, asked), self._is_behind_draws(asked, path, anew)
         if behind and taken.draws_with_torch:
             self._refuse(path, _BEHIND_DRAWS)
         for generator, state in taken.left:
@@ -141,7 +168,9 @@ class TakenInTrace:
         if isinstance(taken.error, StopIteration):
             raise taken.error
         if function is iter:
-            return IteratorOfCall(calls, source, Leaf(index), value)
+            found = IteratorOfCall(calls, source, Leaf(index), value)
+            found.take = functools.partial(self._take, next, found, None, found.path)
+            return found
         structure = structure_of(value)
         calls.by_value(Application(structure_of, (Leaf(index),)), structure)
         return self._nest(Known(Leaf(index), value), value, (), path)
@@ -153,6 +182,11 @@ class TakenInTrace:
 
     def _ask(self, function: Callable[[Any], Any], asked: Any, path: str) -> None:
         """Let the value be taken, and the step be traced again."""
+        if len(self._taken) == _MOST:
+            raise self._calls.refused(
+                f"it takes more than {_MOST} values from iterators in one call ({path})",
+                "let the step be what is done with one batch, and call it for each",
+            )
         states = saved_states(torch_s=False)
         reads = [(r.place, r.value, r.path) for r in self._record.reads.values()]
         error = NeedsValueError(function, asked, states, path, _location(), reads)
@@ -174,12 +208,16 @@ class TakenInTrace:
             self._refuse(path, f"whose code may use what the step changes ({met})")
         self._iterators.append((iterator, path))
 
-    def _is_behind_draws(self, asked: Any, path: str) -> bool:
+    def _is_behind_draws(self, asked: Any, path: str, anew: bool) -> bool:
         """Whether the step has drawn random numbers by now, which torch draws when the graph runs;
-        not for who draws there as well."""
+        not for who draws there as well.
+
+        Args:
+            anew: a loader may begin anew, which draws.
+        """
         if not any(map(draws, self._calls.nodes())):
             return False
-        if _is_of_torch(asked) or reaches(asked, (), (DataLoader,)):
+        if anew and (_is_of_torch(asked) or reaches(asked, (), (DataLoader,))):
             self._refuse(path, f"{_BEHIND_DRAWS}, as a DataLoader that begins anew does")
         return True
 
@@ -234,11 +272,28 @@ class TakenInTrace:
                 self._refuse(path, "whose code may use a tensor that the step changes")
 
 
-class IteratorOfCall(Known):
+class Steps:
+    """What a loop goes over in place of an iterator.
+
+    Args:
+        take: gives the next value.
+    """
+
+    def __init__(self, take: Callable[[], Any]) -> None:
+        self.take = take
+
+    def __iter__(self) -> Steps:
+        return self
+
+    def __next__(self) -> Any:
+        return self.take()
+
+
+class IteratorOfCall(Known, Steps):
     """What stands for an iterator that the step makes: each call makes its own."""
 
     def __init__(self, calls: HostCalls, source: Taking, expression: Leaf, plain: Any) -> None:
-        super().__init__(expression, plain)
+        Known.__init__(self, expression, plain)
         self.calls, self.path = calls, f"iter({source.path})"
 
 

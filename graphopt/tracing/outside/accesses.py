@@ -112,7 +112,7 @@ _HANDLERS = {
     "COMPARE_OP": "_compared",
     "IS_OP": "_same_object",
     "CONTAINS_OP": "_contains",
-    "GET_ITER": "_items",
+    "GET_ITER": "_goes_over",
     "GET_YIELD_FROM_ITER": "_items",
     "YIELD_VALUE": "_yielded",
     "FOR_ITER": "_next",

@@ -285,6 +285,15 @@ class Instructions(LaterOperands):
     def _contents(self, at: Instruction) -> None:
         self._read_contents(at.frame, at.top(1), at.line)
 
+    def _goes_over(self, at: Instruction) -> None:
+        """A loop over the items of an object begins."""
+        value = at.top(1)
+        other = self._record.iterated(value)
+        if other is None or other is value:
+            self._items(at)
+        else:
+            at.put(1, other)
+
     def _items(self, at: Instruction) -> None:
         """The step gets the items, and what it reads in them is seen."""
         texts = isinstance(at.top(1), str)  # of other values it gets each one as it is

@@ -53,6 +53,7 @@ class OutsideReads(ContainerChanges):
         length_of: the length of a list, where that is an input of the graph; else None.
         draws_items: what else a call is given that draws items of a list that each call finds for
             itself; None: it draws none.
+        iterated: what a loop goes over in place of an object; None: the object.
         item_setter: what stands for a list where the step puts an item into it; None: itself.
         behind: what it reads behind calls of functions on the host; None before the first.
         texts: those that the program changes between calls.
@@ -77,6 +78,7 @@ class OutsideReads(ContainerChanges):
         self.length_of: Callable[[Any], Any] = of_none
         self.draws_items: Callable[[Any, Sequence[Any]], Sequence[Any] | None] = draws_none
         self.item_setter: Callable[[Any, Any], Any] = set_itself
+        self.iterated: Callable[[Any], Any] = of_none
         self._gone_over: set[int] = set()
         self.contents_read: set[int] = set()
 

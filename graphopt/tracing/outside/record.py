@@ -119,6 +119,7 @@ class Record(OutsideReads):
         self._left_in.clear()
         self._begun.clear()
         self.length_of, self.draws_items, self.item_setter = of_none, draws_none, set_itself
+        self.iterated = of_none
         self.laters = None
 
     def written_arrays(self) -> list[Any]:
