@@ -9,6 +9,7 @@ import json
 import math
 import statistics
 import types
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -51,8 +52,13 @@ PASSING = frozenset({setattr, zip, enumerate, iter, reversed, dict, map, filter,
 """Functions that do nothing with the values that they hand on, or ask them."""
 
 
-_GIVING = frozenset({"items", "values", "keys", "copy"})
-"""Methods of dictionaries that hand on what is in them."""
+_OF_LISTS = frozenset({"clear", "pop", "popleft", "reverse", "rotate"})
+_GIVING_BY_CLASS: dict[Any, frozenset[str]] = {
+    dict: frozenset({"items", "values", "keys", "copy"}),
+    list: _OF_LISTS,
+    deque: _OF_LISTS,
+}
+"""Methods of containers that hand on what is in them, or take it out."""
 
 
 def is_followed(callee: Any) -> bool:
@@ -66,7 +72,8 @@ def is_followed(callee: Any) -> bool:
     of_sets = getattr(callee, "__objclass__", type(getattr(callee, "__self__", None))) is set
     if (name in TAKING and not of_sets) or name == "join" or is_in(callee, PASSING):
         return True
-    if getattr(callee, "__objclass__", None) is dict and name in _GIVING:
+    methods = _GIVING_BY_CLASS.get(getattr(callee, "__objclass__", None), ())
+    if name in methods:
         return True
     code = getattr(
         *((callee, "__init__") if isinstance(callee, type) else (type(callee), "__call__"))

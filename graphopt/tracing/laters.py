@@ -27,6 +27,7 @@ from graphopt.tracing.classes_asked import class_of_number
 from graphopt.tracing.computations import evaluated, functions_in, numbers_in
 from graphopt.tracing.draws.arguments import Method
 from graphopt.tracing.draws.arrays import METHODS
+from graphopt.tracing.draws.live import is_array as is_array_of_numpy
 from graphopt.tracing.draws.live import place_of
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.in_graph import GraphValues, ItemsOfTensor
@@ -53,6 +54,7 @@ from graphopt.tracing.later import (
     Later,
     applied,
     are_numbers,
+    argument,
     as_later,
     containers_in,
     holds_later,
@@ -358,7 +360,8 @@ class Laters(KnownTexts):
         if is_array and fed:
             return self.arrays.item(container, key)
         if not self.is_kept(container):
-            return None
+            taken = is_array_of_numpy(container) and not fed and self._is_value(key)
+            return argument(container)[key] if taken else None
         return self.items(container, line, key)
 
     def operand(self, value: Any, line: SourceLine, texts: bool = False) -> Any:

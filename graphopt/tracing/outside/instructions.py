@@ -21,6 +21,7 @@ from graphopt.ir.source import SourceLine
 from graphopt.tracing.array_tensors import takes_items
 from graphopt.tracing.classes_asked import Classed, class_in_trace, is_of_trace
 from graphopt.tracing.draws.arguments import any_known, is_known, plain
+from graphopt.tracing.draws.live import is_array
 from graphopt.tracing.inputs import may_be_input
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside import kept_lists
@@ -199,6 +200,8 @@ class Instructions(LaterOperands):
         if not trimmed:
             item = laters.item(container, at.top(1), at.line, at.step.fed)
             if item is not None:
+                if is_array(container) and not (at.step.fed or laters.is_kept(container)):
+                    self._read_contents(at.frame, container, at.line)
                 at.put(2, Gives(item))
                 at.put(1, 0)
                 return
