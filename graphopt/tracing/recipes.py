@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.inputs import Inputs, is_exact, is_number
 from graphopt.tracing.later import Later, as_later, holds_later, is_later
 from graphopt.tracing.lost_history import has_history
+from graphopt.tracing.made_containers import constant_with
 from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.obtained import ObtainedValues
@@ -37,6 +38,7 @@ class Recipes:
         flat: what stands for the placeholders of the graph.
         made: what the step has got from torch.
         left_storages: those that parameters had before `.data = …`.
+        is_outside: whether an object was there before the step.
 
     Attributes:
         results: traced values that the graph has to return, in order.
@@ -51,9 +53,10 @@ class Recipes:
         flat: Sequence[torch.Tensor],
         made: ObtainedValues,
         left_storages: Collection[int],
+        is_outside: Callable[[Any], bool],
     ) -> None:
         self._call, self._inputs, self._traced, self._made = call, inputs, traced, made
-        self._left_storages = left_storages
+        self._left_storages, self._is_outside = left_storages, is_outside
         self.results: list[Any] = []
         self.numbers: set[int] = set()
         self._live: dict[int, Live] = {id(tensor): Live(None, i) for i, tensor in enumerate(flat)}
@@ -133,7 +136,7 @@ class Recipes:
         if any(isinstance(leaf, numbers) or is_later(leaf) for leaf in leaves):
             return self.of_nest(after)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            return Constant(after)
+            return constant_with(after, self._is_outside)
         real = [self._real(leaf) for leaf in leaves]
         if not any(leaf is None for leaf in real):
             return Constant(_compat.tree_unflatten(real, spec))

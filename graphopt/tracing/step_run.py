@@ -385,7 +385,8 @@ class StepRun:
         held.note_counted(self.finder, self.outside.used_counts)
         rebinding = ran.rebinding
         recipes = Recipes(
-            *(self._call, self._inputs, traced, flat, self.made, rebinding.left_storages)
+            *(self._call, self._inputs, traced, flat, self.made, rebinding.left_storages),
+            is_outside=self.outside.is_outside,
         )
         collector = ResultCollector(self._call, self._inputs, traced, recipes)
         signature = self.signature = collector.collect(ran, held.left(), counted)
