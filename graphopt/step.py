@@ -109,6 +109,7 @@ class TrainStep:
             return self._fn(*args, **kwargs)
         self._calls += 1
         call = Call(self._fn, args, kwargs)
+        call.drawn.taken.refused = self._fallback.may_run  # which then takes them itself
         if self._fallback.active:
             return self._run_eagerly(call)
         check_casts(call)
@@ -150,6 +151,7 @@ class TrainStep:
         from graphopt.tracing.casts import note_casts
 
         call = call.using(entry.captured.besides) or call
+        call.drawn.taken.check_used(entry.captured.live.drawn.takes)
         try:
             result = entry(call, self._calls, begun, sent)
         except AssumptionFailedError as error:

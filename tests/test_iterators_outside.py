@@ -1,4 +1,4 @@
-"""A step that takes values from an iterator outside it is refused before it has taken any."""
+"""Iterators outside a step that are not taken from: it is refused before it has taken any value."""
 
 from __future__ import annotations
 
@@ -25,26 +25,36 @@ def by_a_loop(batches: Iterator[Tensor]) -> Any:
     return None
 
 
-def where_errors_are_caught(batches: Iterator[Tensor]) -> Any:
-    try:
-        return MODEL(next(batches)).sum()
-    except Exception:
-        return MODEL(torch.zeros(2)).sum()
+def by_a_list(batches: Iterator[Tensor]) -> Any:
+    return MODEL(torch.stack(list(batches))).sum()
 
 
-@pytest.mark.parametrize("step", [by_next, by_a_loop, where_errors_are_caught])
+def behind_a_callback(batches: Iterator[Tensor]) -> Any:
+    graphopt.callback(print, "now")
+    return MODEL(next(batches)).sum()
+
+
+@pytest.mark.parametrize("step", [by_a_loop, by_a_list, behind_a_callback])
 @pytest.mark.parametrize("is_generator", [False, True], ids=["iterator", "generator"])
 def test_nothing_is_taken_by_a_refused_capture(
     step: Callable[[Iterator[Tensor]], Any], is_generator: bool
 ) -> None:
     values = [torch.ones(2) * index for index in range(2)]
     batches = (each for each in values) if is_generator else iter(values)
-    with pytest.raises(CaptureError, match=r"takes values from an iterator .*batches"):
+    with pytest.raises(CaptureError, match=r"takes (values|a value) from .*iterator"):
         graphopt.compile(step)(batches)
     assert len(list(batches)) == 2
 
 
 def test_a_step_that_runs_eagerly_gets_them_all() -> None:
+    values = [torch.ones(2) * index for index in range(3)]
+    batches = iter(values)
+    step = graphopt.compile(by_a_loop, fallback="eager")
+    for value in values:
+        assert torch.equal(step(batches), MODEL(value).sum())
+
+
+def test_where_a_step_may_run_eagerly_nothing_is_taken_for_it() -> None:
     values = [torch.ones(2) * index for index in range(3)]
     batches = iter(values)
     step = graphopt.compile(by_next, fallback="eager")

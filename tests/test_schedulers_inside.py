@@ -341,9 +341,8 @@ def sets_rate(trained: Trained, x: Tensor) -> Any:
 
 @pytest.mark.parametrize(
     "step",
-    [decides_by_rate, scales_by_rate, decides_by_text_of_rate, decides_by_mean,
-     keeps_text_between_steps, keeps_of_group_between_steps, keeps_between, counts_epochs,
-     asks_inner, steps_again, sets_rate],
+    [decides_by_rate, scales_by_rate, decides_by_text_of_rate, decides_by_mean, counts_epochs,
+     asks_inner, sets_rate],
 )  # fmt: skip
 def test_what_a_scheduler_has_changed_is_not_used(step: Callable[..., Any]) -> None:
     trained = Trained("adam", "sequential" if step is asks_inner else "step")
@@ -353,6 +352,20 @@ def test_what_a_scheduler_has_changed_is_not_used(step: Callable[..., Any]) -> N
         run(trained, torch.ones(4, 3))
     assert trained.left() == before
     assert not trained.optimizer.state
+
+
+@pytest.mark.parametrize(
+    "step", [keeps_text_between_steps, keeps_of_group_between_steps, keeps_between, steps_again]
+)
+def test_what_a_scheduler_has_set_between_two_steps(step: Callable[..., Any]) -> None:
+    found: list[Any] = []
+    for compiled in (False, True):
+        trained = Trained("adam", "lambda")
+        run: Any = graphopt.compile(step) if compiled else step
+        calls = [run(trained, torch.ones(4, 3) * n) for n in range(1, 6)]
+        kept = [call[1] for call in calls] if step is not steps_again else []
+        found.append([kept, trained.left()])
+    assert found[0] == found[1]
 
 
 def test_a_rate_that_the_step_sets_before_is_not_seen_by_a_scheduler() -> None:

@@ -50,7 +50,17 @@ _pytree.register_pytree_node(_Parts, lambda parts: (parts.values, parts.kind), _
 
 def open_object(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """As `open_nest`, of a set, a function, an array, or an object that is its attributes alone."""
-    found = _opened(value)
+    return _closing(_opened(value))
+
+
+def open_attributes(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """As `open_nest`, of an object that is its attributes alone."""
+    return _closing(_opened_object(value))
+
+
+def _closing(
+    found: tuple[list[Any], _Kind] | None,
+) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     if found is None:
         return None
     values, kind = found
@@ -93,12 +103,16 @@ def _opened_function(value: types.FunctionType) -> tuple[list[Any], _Kind] | Non
 
 def _opened_object(value: Any) -> tuple[list[Any], _Kind] | None:
     kind = type(value)
-    if not all(each is object or _is_plain(each) for each in kind.__mro__):
+    base: Any = next((each for each in (dict, list) if issubclass(kind, each)), object)
+    if kind is base or not all(each in (object, base) or _is_plain(each) for each in kind.__mro__):
         return None
-    names = [*getattr(value, "__dict__", ())]
-    slots = [name for name in _slots(kind) if hasattr(value, name)]
-    values = [vars(value)[name] for name in names] + [getattr(value, name) for name in slots]
-    return values, _Kind(_object, (kind, tuple(names), tuple(slots)))
+    own = getattr(value, "__dict__", {})
+    keys = tuple(dict.keys(value)) if base is dict else None
+    held = [] if base is object else list(base.values(value) if base is dict else value)
+    names = None if own is value else tuple(own)
+    slots = tuple(name for name in _slots(kind) if hasattr(value, name))
+    values = [*held, *(own[name] for name in names or ()), *(getattr(value, n) for n in slots)]
+    return values, _Kind(_object, (kind, keys, len(held), names, slots))
 
 
 def _is_plain(kind: type) -> bool:
@@ -150,11 +164,35 @@ def _array_of_numpy(
     return numpy.ndarray(shape, dtype, content, order=order).copy(order)
 
 
-def _object(values: list[Any], kind: type, names: tuple[str, ...], slots: tuple[str, ...]) -> Any:
-    """An object of a class, without a call of its `__init__`."""
-    new: Any = object.__new__(kind) if kind is not types.SimpleNamespace else kind()
-    for name, value in zip(names, values, strict=False):
+def _object(
+    values: list[Any],
+    kind: type,
+    keys: tuple[Any, ...] | None,
+    held: int,
+    names: tuple[str, ...] | None,
+    slots: tuple[str, ...],
+) -> Any:
+    """An object of a class, without a call of its `__init__`.
+
+    Args:
+        keys: of a dictionary.
+        held: how many values are in a dictionary or list.
+        names: of its attributes; None: those are what is in the dictionary itself.
+    """
+    new: Any = _new(kind)
+    if keys is not None:
+        dict.update(new, zip(keys, values[:held], strict=True))
+    elif issubclass(kind, list):
+        list.extend(new, values[:held])
+    if names is None:
+        new.__dict__ = new
+    for name, value in zip(names or (), values[held:], strict=False):
         new.__dict__[name] = value
-    for name, value in zip(slots, values[len(names) :], strict=True):
+    for name, value in zip(slots, values[len(values) - len(slots) :], strict=True):
         object.__setattr__(new, name, value)
     return new
+
+
+def _new(kind: type) -> Any:
+    base: Any = next((each for each in (dict, list) if issubclass(kind, each)), object)
+    return base.__new__(kind) if kind is not types.SimpleNamespace else kind()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from graphopt._compat.anew import open_object
+from graphopt._compat.anew import open_attributes, open_object
 
 tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _pytree.tree_flatten
 
@@ -68,21 +68,24 @@ def is_applied(spec: Any) -> bool:
 
 
 def flatten_results(value: Any, is_kept: Callable[[object], bool]) -> tuple[list[Any], Any]:
-    """What `tree_flatten` gives, where objects of data classes are containers, too, and sizes of
-    tensors are made anew as such: `tree_unflatten` gives tuples for them.
+    """What `tree_flatten` gives, where objects of data classes, and others that are their
+    attributes alone, are containers, too; one that is there twice is a leaf the second time. Sizes
+    of tensors are made anew as such: `tree_unflatten` gives tuples for them.
 
     Args:
         is_kept: whether such an object is to stay what it is, a leaf.
     """
+    found: set[int] = set()
 
     def opened(leaf: Any) -> Any:
         if type(leaf) is torch.Size:
             return Applied(_size, leaf)
-        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type) or is_kept(leaf):
+        nest = None if is_kept(leaf) or id(leaf) in found else _open_fields(leaf, open_attributes)
+        if nest is None:
             return leaf
-        fields = _Fields(leaf)
-        fields.values = [tree_map(opened, each, is_leaf=_is_size) for each in fields.values]
-        return fields
+        found.add(id(leaf))
+        inner, filled = nest
+        return filled([tree_map(opened, each, is_leaf=_is_size) for each in inner])
 
     return tree_flatten(tree_map(opened, value, is_leaf=_is_size))
 
@@ -95,7 +98,10 @@ def _is_size(value: Any) -> bool:
     return type(value) is torch.Size
 
 
-def open_nest(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+_Nest = tuple[list[Any], Callable[[list[Any]], Any]]
+
+
+def open_nest(value: Any) -> _Nest | None:
     """What is directly in a container, or in an object of a data class, and what makes a nest of
     such values to be flattened; so of objects that are their attributes, sets, functions and
     arrays (`anew`). None of anything else."""
@@ -104,8 +110,13 @@ def open_nest(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None
     inner, spec = _pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
     if spec != ONE_VALUE:
         return inner, lambda values: tree_unflatten(values, spec)
+    return _open_fields(value, open_object)
+
+
+def _open_fields(value: Any, open_other: Callable[[Any], _Nest | None]) -> _Nest | None:
+    """`open_nest` of an object of a data class, or else by another function."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return open_object(value)
+        return open_other(value)
     fields = _Fields(value)
 
     def filled(values: list[Any]) -> Any:

@@ -111,7 +111,7 @@ class HostCall:
         nests = [leaves for spec, leaves in self._arguments if spec is not None]
         return [leaf for leaves in nests for leaf in leaves if leaf is not _VALUE_OF_GRAPH]
 
-    def __call__(self, *values: Any) -> None:
+    def __call__(self, *values: Any) -> Any:
         """Call the function with copies of `values` that nobody else has.
 
         Under a tracer, record the call; on fake tensors, do nothing.

@@ -17,9 +17,12 @@ from typing import Any, cast
 from torch import fx
 
 from graphopt import _compat
-from graphopt.errors import AssumptionFailedError
+from graphopt.errors import AssumptionFailedError, CaptureError
+from graphopt.graph_utils import is_random
 from graphopt.host import HostCall, is_host_call
 from graphopt.host.computed import Form, OpenNest, form_of
+from graphopt.ir.metadata import source_line
+from graphopt.ir.source import SourceLine
 
 Answer = bool | int | tuple[int, ...] | Form
 
@@ -152,16 +155,45 @@ def _count(node: fx.Node) -> int:
 
 def hold_updates(graph: fx.Graph, states: Sequence[fx.Node]) -> None:
     """Let each assumption read the inputs that the graph updates, and let what the program's
-    functions are told before the last one wait for it: a failed step has not happened."""
+    functions are told before the last one wait for it: a failed step has not happened.
+
+    Raises:
+        CaptureError: an assumption, or a random number, depends on what such a function changes.
+    """
     found = assumptions(graph)
     for node in found:
         node.args = (*node.args[: _count(node)], *states)
     if not found:
         return
-    last = found[-1]
-    calls = [node for node in graph.nodes if is_host_call(node) and node not in found]
-    for node in reversed([call for call in calls if call < last]):
-        last.append(node)
+    for node in reversed(_waiting(graph, found[-1])):
+        found[-1].append(node)
+
+
+def _waiting(graph: fx.Graph, last: fx.Node) -> list[fx.Node]:
+    """Calls of the program's functions before the last assumption, and what is computed of the
+    settings that are read behind these."""
+    waiting: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        told = is_host_call(node) and not isinstance(node.target, Assumption)
+        depends = not waiting.keys().isdisjoint(node.all_input_nodes)
+        if depends and (isinstance(node.target, Assumption) or is_random(node)):
+            raise decides_behind_scheduler(source_line(node))
+        if told or depends:
+            waiting[node] = None
+        if node is last:
+            break
+    return list(waiting)
+
+
+def decides_behind_scheduler(line: SourceLine | None) -> CaptureError:
+    """The refusal of a step that decides by what an optimizer has computed with rates that a
+    scheduler has set in the step: where the decision is another one, the scheduler has stepped."""
+    return CaptureError(
+        "it decides, or draws random numbers, by values that an optimizer has computed with rates"
+        " of a scheduler that the step steps before it",
+        location=None if line is None else str(line),
+        hint="step the scheduler behind the optimizer, or outside the step",
+    )
 
 
 def without_handed_out(node: fx.Node) -> tuple[Any, ...]:

@@ -52,8 +52,9 @@ class CapturedGraphs(Sequence["BoundStep"]):
 
         for entry in in_order(self._entries, retried):
             bound = call.using(entry.captured.besides)
-            if bound is None or not (entry.goes_on(call.decided) and _fits(entry, bound, mode)):
-                continue
+            with call.drawn.taken.taking():
+                if bound is None or not (entry.goes_on(call.decided) and _fits(entry, bound, mode)):
+                    continue
             if entry is not self._entries[0]:
                 self.land()
                 self._entries.remove(entry)

@@ -13,13 +13,22 @@ from graphopt.host.changes import ChangeByMethod
 from graphopt.host.seen import PutOutside
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
+from graphopt.tracing.draws.program import HostValues
 from graphopt.tracing.given import make_change
 from graphopt.tracing.lost_history import leave
 from graphopt.tracing.made_containers import MadeConstant
 from graphopt.tracing.optimizer_state import write
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.setting_place import SettingPlace
-from graphopt.tracing.signature import Computed, Constant, Nested, Recipe, Scheduled, View
+from graphopt.tracing.signature import Computed, Constant, FromHost, Nested, Recipe, Scheduled, View
+
+
+class _Ran(NamedTuple):
+    """A call of a graph: its inputs, what it has returned, and what was found before it ran."""
+
+    flat: Sequence[Any]
+    results: Sequence[Any]
+    drawn: HostValues
 
 
 class _LeftOutside(NamedTuple):
@@ -61,21 +70,22 @@ class StepResults:
         Returns:
             What the step returns.
         """
+        ran = _Ran(flat, results, call.drawn)
         # Everything is found before anything is put where others may find it.
-        outputs = [self._value(recipe, flat, results) for recipe in self._signature.outputs]
-        left = self._left_outside(flat, results)
-        self._put_into_tensors(call, flat, results)
+        outputs = [self._value(recipe, ran) for recipe in self._signature.outputs]
+        left = self._left_outside(ran)
+        self._put_into_tensors(call, ran)
         self._put_outside(call, left, there)
-        self._put_into_optimizers(call, flat, results, there)
+        self._put_into_optimizers(call, ran, there)
         if self._returns_one:
             return outputs[0]
         return _compat.tree_unflatten(outputs, self._signature.output_spec)
 
-    def _left_outside(self, flat: Sequence[Any], results: Sequence[Any]) -> _LeftOutside:
+    def _left_outside(self, ran: _Ran) -> _LeftOutside:
         signature = self._signature
 
         def value(recipe: Recipe) -> Any:
-            return self._value(recipe, flat, results)
+            return self._value(recipe, ran)
 
         return _LeftOutside(
             attributes=[value(each.recipe) for each in signature.attributes],
@@ -88,25 +98,25 @@ class StepResults:
             selected=[(value(each.key), value(each.recipe)) for each in signature.selected],
         )
 
-    def _put_into_tensors(self, call: Call, flat: Sequence[Any], results: Sequence[Any]) -> None:
+    def _put_into_tensors(self, call: Call, ran: _Ran) -> None:
         """What becomes of tensors of the program's: their memory, sizes, flags and gradients, and
         optimizer state."""
         signature, tensors = self._signature, self._tensors
         for placeholder, computed in signature.data.items():
-            flat[placeholder].data = results[computed.index]
+            ran.flat[placeholder].data = ran.results[computed.index]
         for position, shape in signature.reshaped.items():
             call.leaves[position].as_strided_(*shape)
         for position, flag in signature.flags.items():
             call.leaves[position].requires_grad_(flag)
         for gradient in signature.gradients:
-            value = self._value(gradient.recipe, flat, results)
+            value = self._value(gradient.recipe, ran)
             if gradient.owner is not None:
                 put_gradient(tensors[gradient.owner].live(), value)
             elif gradient.argument is not None:
                 call.leaves[gradient.argument].grad = value
         optimizers = call.optimizer_objects()
         for state in signature.states:
-            value = self._value(state.recipe, flat, results)
+            value = self._value(state.recipe, ran)
             write(optimizers[state.optimizer].state, state.stands_at(tensors), state.key, value)
         for number, flag in signature.flags_of_parameters.items():
             tensors[number].live().requires_grad_(flag)
@@ -133,15 +143,13 @@ class StepResults:
         for given, items in zip(signature.containers, left.items, strict=True):
             make_change(call.given, call.leaves, given.change, items)
 
-    def _put_into_optimizers(
-        self, call: Call, flat: Sequence[Any], results: Sequence[Any], there: PutOutside
-    ) -> None:
+    def _put_into_optimizers(self, call: Call, ran: _Ran, there: PutOutside) -> None:
         """Settings of groups, places that are as before again, and that optimizers have stepped."""
         signature, optimizers = self._signature, call.optimizer_objects()
         for setting in signature.settings:
             group = SettingPlace.of(optimizers[setting.optimizer], setting.group, setting.key)
             if not self._is_changed(group.identity, there):
-                group.write(self._value(setting.recipe, flat, results))
+                group.write(self._value(setting.recipe, ran))
         there.restore(signature.restored)
         for index in signature.stepped:
             _compat.mark_stepped(optimizers[index])
@@ -151,10 +159,10 @@ class StepResults:
         stamps = self._signature.stamps
         return bool(stamps) and there.has_changed(identity, stamps.get(identity))
 
-    def _value(self, recipe: Recipe, flat: Sequence[Any], results: Sequence[Any]) -> Any:
+    def _value(self, recipe: Recipe, ran: _Ran) -> Any:
         """What a recipe stands for, given this call's inputs and the graph's results."""
         if isinstance(recipe, Computed):
-            value = results[recipe.index]
+            value = ran.results[recipe.index]
             if recipe.has_history:
                 leave(value)
             return value
@@ -162,17 +170,19 @@ class StepResults:
             return recipe.anew() if isinstance(recipe, MadeConstant) else recipe.value
         if isinstance(recipe, Scheduled):
             return recipe.read()
+        if isinstance(recipe, FromHost):
+            return ran.drawn.value(recipe.index)
         if isinstance(recipe, Nested):
-            leaves = [self._value(leaf, flat, results) for leaf in recipe.leaves]
+            leaves = [self._value(leaf, ran) for leaf in recipe.leaves]
             return _compat.tree_unflatten(leaves, recipe.spec)
         if isinstance(recipe, View):
-            base = self._value(recipe.of, flat, results).detach()
+            base = self._value(recipe.of, ran).detach()
             offset = base.storage_offset() + recipe.offset
             return torch.as_strided(base, recipe.size, recipe.stride, offset)
         if recipe.module_tensor is not None:
             return self._tensors[recipe.module_tensor].live()
         assert recipe.placeholder is not None
-        return flat[recipe.placeholder]
+        return ran.flat[recipe.placeholder]
 
 
 def _move_behind(table: dict[Any, Any], keys: Sequence[Any]) -> None:

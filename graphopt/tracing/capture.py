@@ -31,6 +31,7 @@ from graphopt.tracing.compare import fingerprint
 from graphopt.tracing.decisions import another_on_each_rank
 from graphopt.tracing.draws.given_arrays import array_arguments
 from graphopt.tracing.draws.live import live_arrays
+from graphopt.tracing.draws.taken import NeedsValueError
 from graphopt.tracing.failures import definition_of, explained, is_raised
 from graphopt.tracing.following import following
 from graphopt.tracing.found_places import FoundPlace, found_places
@@ -344,6 +345,9 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     Raises:
         CaptureError: `error`, where that has been tried.
     """
+    if isinstance(error, NeedsValueError):
+        error.take(call.drawn.taken)
+        return call
     if isinstance(error, CaptureError) and _was_guessed_wrong(inputs, error):
         return call.with_answers((*inputs.answers[:-1], not inputs.answers[-1]))
     if isinstance(error, MoreInputs) and any(

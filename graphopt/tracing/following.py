@@ -15,6 +15,7 @@ from typing import Any
 
 from graphopt.tracing.besides import Besides
 from graphopt.tracing.draws.live import is_array
+from graphopt.tracing.draws.taken import PlaceOf, Taking
 from graphopt.tracing.found_places import texts_read
 from graphopt.tracing.inputs import Inputs, PlacedNumber
 from graphopt.tracing.number_tuples import TupleTable
@@ -44,6 +45,8 @@ def following(
     signature.placed = [replace(each, place=guard.moved(each.place)) for each in signature.placed]
     for followed in _followed(signature):
         followed.place = guard.moved(followed.place)
+    for found_at in _places_of_iterators(inputs):
+        found_at.place = guard.moved(found_at.place)
     apart = tuple(_lists_changed(signature))
     inputs.hyperparameters = [
         replace(each, place=guard.moved(each.place), apart=apart)
@@ -61,9 +64,17 @@ def _places(signature: Signature, inputs: Inputs, besides: Besides) -> Iterator[
     yield from (each.place for each in signature.placed if each.within is None)
     yield from (each.place for each in _followed(signature) if each.within is None)
     yield from (each.place for each in besides.carried)
+    yield from (each.place for each in _places_of_iterators(inputs))
     for found in signature.found_by_functions:
         yield OutsidePlace("attribute", found.value, "__dict__")
     yield from (each.place for each in inputs.hyperparameters if isinstance(each, PlacedNumber))
+
+
+def _places_of_iterators(inputs: Inputs) -> Iterator[PlaceOf]:
+    """Where each call finds the iterators from which the step takes values."""
+    functions = (step.function for step in inputs.drawn.steps)
+    found = (each.find for each in functions if isinstance(each, Taking))
+    yield from (each for each in found if isinstance(each, PlaceOf))
 
 
 def _lists_changed(signature: Signature) -> Iterator[Callable[[], Any]]:

@@ -133,6 +133,10 @@ class Guards:
         yield self._states.mismatch(call)
         yield self._tensors.gradient_mismatch()
         yield self._numbers.mismatch(call)
+        if self.inputs.drawn.takes:  # code of iterators has run
+            yield self._numbers.changed_by_iterators(call)
+            if self._outside is not None:
+                yield self._changed_outside(call)
         yield self._tensors.mismatch(call)
         yield self._arguments.identity_mismatch(call)
 

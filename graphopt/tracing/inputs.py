@@ -6,7 +6,7 @@ parameters, optimizer state and learning rate as they are now.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -63,6 +63,10 @@ class ModuleTensor:
     slots: list[tuple[MutableMapping[str, Any], str]]
     rebindable: bool = False
     bare: bool = False
+
+    def is_in(self, tables: Set[int]) -> bool:
+        """Whether one of some dictionaries (their ids) holds it."""
+        return any(id(table) in tables for table, _ in self.slots)
 
     def live(self) -> torch.Tensor:
         """The tensor as it is now: a plain attribute may hold another one of the same kind."""
@@ -265,7 +269,7 @@ class Inputs:
         numbers = [number.read(call) for number in self.hyperparameters]
         values += map(as_tensor, numbers)
         values += [call.leaves[position] for position in self.user]
-        values += self.drawn.tensors_now(numbers, call.leaves)
+        values += self.drawn.tensors_now(numbers, call.drawn)
         return values
 
     def drawing_anew(self) -> HostProgram:

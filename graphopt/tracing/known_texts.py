@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from graphopt.tracing.besides import NumberBefore
 from graphopt.tracing.callback import callback
 from graphopt.tracing.computations import evaluated, functions_in, numbers_in
 from graphopt.tracing.draws.items import LiveItems
@@ -97,8 +98,9 @@ class KnownTexts:
 
     def _is_exact(self, value: Later) -> bool:
         """Whether a value is known before each call."""
-        lists = any(isinstance(f, (KeptItems, LiveItems)) for f in functions_in(value))
-        return not lists and all(map(is_host_number, numbers_in(value)))
+        found = (KeptItems, LiveItems, NumberBefore)
+        outside = any(isinstance(function, found) for function in functions_in(value))
+        return not outside and all(map(is_host_number, numbers_in(value)))
 
     def _note_taken_apart(self, callee: Any, args: Sequence[Any]) -> None:
         if takes_apart(callee, args):

@@ -300,7 +300,7 @@ class Laters(KnownTexts):
             return args
         if callee is setattr and not is_plain_class(type(args[0])):
             args = [*args[:-1], self.known(args[-1])]
-        if callee is setattr or name == "setdefault":
+        if is_in(callee, _BY_KEY) or name == "setdefault":
             return [args[0], self.key(args[1]), *args[2:]]
         if hands_on(callee):
             return args
@@ -406,6 +406,10 @@ class Laters(KnownTexts):
             return None if known is text else known
         self._reads(values, line)
         return Percent(known)
+
+
+_BY_KEY = frozenset({setattr, operator.getitem, dict.get, dict.pop, dict.__getitem__})
+"""Functions that are given an object and a name or a key, and hand on what is, or comes, there."""
 
 
 def _is_plain(value: Any) -> bool:

@@ -82,6 +82,14 @@ class Conditions:
             self.check(condition)
         self.all.append(condition)
 
+    def broken(self, values: Sequence[Any]) -> Condition | None:
+        """The first that does not hold among those that depend on these values alone."""
+        for condition in self.all:
+            depends = (*leaves_of(condition.left), *leaves_of(condition.right))
+            if max(depends, default=-1) < len(values) and not condition.holds(values):
+                return condition
+        return None
+
 
 def same_value(a: Any, b: Any) -> bool:
     """Whether two constants are one, and of one sign where they are zero."""

@@ -239,9 +239,9 @@ def _is_new(record: Record, written: WrittenPlace) -> bool:
     """Whether a step leaves a container that it has made, of nothing but plain values, in the place
     of one of that kind."""
     value = written.place.now()
-    if type(value) not in (dict, list) or type(value) is not type(written.before):
+    if type(value) not in (dict, list, deque) or type(value) is not type(written.before):
         return False
-    if not written.place.is_item or record.is_outside(value):
+    if not written.place.may_carry or record.is_outside(value):
         return False
     if sum(each.place.now() is value for each in record.written_places()) > 1:
         return False  # both places have one container, and not one each
@@ -300,8 +300,7 @@ def _left_by_each_call(
         alone = not isinstance(written.before, torch.Tensor)
         follows = (place.is_written if alone else place.may_carry) or not reads
         follows = follows or _is_traced(value, tensors=False)
-        begins = is_number_later(value) and (written.before is None or written.before is MISSING)
-        begins = begins or (written.before is MISSING and record.counts_in(place))
+        begins = written.before is None or written.before is MISSING
         if reads and holds_later(value) and not (record.is_input(place) or begins):
             record.refused = record.refused or CaptureError(
                 f"it reads {written.path} outside its arguments, and then puts a text or another"

@@ -14,6 +14,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.computations import nest_of
 from graphopt.tracing.draws.arguments import Method, is_known
 from graphopt.tracing.draws.live import as_later as later_of
+from graphopt.tracing.draws.taking import IteratorOfCall
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.inputs import Inputs, is_exact, is_number
@@ -25,10 +26,19 @@ from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.scheduled import ScheduledSetting
-from graphopt.tracing.signature import Computed, Constant, Live, Nested, Recipe, Scheduled, View
+from graphopt.tracing.signature import (
+    Computed,
+    Constant,
+    FromHost,
+    Live,
+    Nested,
+    Recipe,
+    Scheduled,
+    View,
+)
 from graphopt.tracing.substitute import Traced
 
-_CONSTANTS = (type(None), int, float, str, bool, complex, bytes)
+_CONSTANTS = (type(None), int, float, str, bool, complex, bytes, torch.dtype, torch.device)
 
 
 class Recipes:
@@ -55,6 +65,7 @@ class Recipes:
         left_storages: Collection[int],
         is_outside: Callable[[Any], bool],
     ) -> None:
+        self._is_outside = is_outside
         self._call, self._inputs, self._traced, self._made = call, inputs, traced, made
         self._left_storages, self._is_outside = left_storages, is_outside
         self.results: list[Any] = []
@@ -78,6 +89,8 @@ class Recipes:
         """
         if isinstance(value, ScheduledSetting):
             return Scheduled(value.read_later())
+        if isinstance(value, IteratorOfCall):
+            return FromHost(value.expression.index)
         if is_later(value):
             return self._of_later(as_later(value))
         if isinstance(value, torch.Tensor):
@@ -94,9 +107,12 @@ class Recipes:
             return Constant(value)
         if is_known(value):
             return self._of_later(later_of(self._made.calls, value))
+        if self._is_outside(value):
+            return Constant(value)
         raise CaptureError(
-            f"{what} is a {type(value).__name__}, neither a tensor nor a constant",
-            hint="return tensors, numbers, strings, None or containers of them;"
+            f"{what} is a {type(value).__name__}, neither a tensor nor a constant, and no object"
+            " that is its attributes alone and stands nowhere else",
+            hint="return tensors, numbers, strings, None, or containers or objects of them;"
             " register other containers with torch.utils._pytree.register_pytree_node",
         )
 

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from types import BuiltinFunctionType
 from typing import Any, NoReturn
 
+import torch
+
 from graphopt.errors import CaptureError, GraphOptError
 from graphopt.tracing.number_functions import MATH, ROUNDING
+from graphopt.tracing.numbers import COMPARISONS, ReadFloat
 from graphopt.tracing.replace import original
 from graphopt.tracing.running_trace import current_trace
 from graphopt.tracing.source import current_user_line
@@ -35,14 +38,73 @@ class OfScheduler:
 
 @dataclass(frozen=True)
 class OfGroup:
-    """Gives a setting of a parameter group of a scheduler's optimizer."""
+    """Gives a setting of a parameter group of a scheduler's optimizer.
+
+    Attributes:
+        item: which part of a tuple.
+    """
 
     scheduler: Any
     group: int
     key: str
+    item: int | None = None
 
     def __call__(self) -> Any:
-        return self.scheduler.optimizer.param_groups[self.group][self.key]
+        found = self.scheduler.optimizer.param_groups[self.group][self.key]
+        return found if self.item is None else found[self.item]
+
+
+class KeptSettings:
+    """Settings as they are at a place of the program, which a call on the host reads there.
+
+    Args:
+        index: which such call of the step it is, in the order of the program.
+        read: gives them.
+    """
+
+    def __init__(self, index: int, read: Callable[[], Sequence[Any]]) -> None:
+        self.index, self._read = index, read
+        self.values: Sequence[Any] = ()
+
+    def keep(self, scheduler: Any) -> None:
+        """Read them now, as the functions of a scheduler find the program."""
+        self.values = ()
+        self.values = self._read()
+
+    def repeats(self, other: KeptSettings) -> bool:
+        """Whether another trace of the same step has read the same there."""
+        return self.index == other.index and self._read == other._read
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KeptSettings) and self.repeats(other)
+
+    def __hash__(self) -> int:
+        return self.index
+
+
+@dataclass(frozen=True)
+class EachOf:
+    """Gives what several functions give."""
+
+    reads: tuple[Reader, ...]
+
+    def __call__(self) -> list[Any]:
+        return [read() for read in self.reads]
+
+
+@dataclass(frozen=True)
+class OfKept:
+    """Gives one of such settings."""
+
+    scheduler: Any
+    kept: KeptSettings
+    item: int
+
+    def __call__(self) -> Any:
+        values = self.kept.values
+        return (
+            values[self.item] if values else None
+        )  # reading them has raised, and so will the step
 
 
 @dataclass(frozen=True)
@@ -58,8 +120,7 @@ class OfSettings:
     args: tuple[Any, ...]
 
     def __call__(self) -> Any:
-        kinds = (OfScheduler, OfGroup, OfSettings, AsFloat)
-        given = [arg() if isinstance(arg, kinds) else arg for arg in self.args]
+        given = [arg() if isinstance(arg, _READERS) else arg for arg in self.args]
         return self.function(*given)
 
 
@@ -86,7 +147,8 @@ class AsFloat:
         return value
 
 
-Reader = OfScheduler | OfGroup | OfSettings | AsFloat
+Reader = OfScheduler | OfGroup | OfKept | OfSettings | AsFloat
+_READERS = (OfScheduler, OfGroup, OfKept, OfSettings, AsFloat)
 
 
 class ScheduledSetting:
@@ -97,7 +159,7 @@ class ScheduledSetting:
         key: of the parameter group.
         scheduler: the class of what changes it.
         read: gives it when the graph has run.
-        of: the settings that it is computed from.
+        of: what it is computed from, if it is: settings and numbers.
         is_float: it is a float where the step finds it.
     """
 
@@ -106,12 +168,11 @@ class ScheduledSetting:
         key: str,
         scheduler: str,
         read: Reader,
-        of: tuple[ScheduledSetting, ...] = (),
+        of: tuple[Any, ...] = (),
         is_float: bool = False,
     ) -> None:
         self.__key, self.__scheduler, self.__read, self.__of = key, scheduler, read, of
         self.__is_float, self.__asked = is_float, False
-        self._is_outdated = False
 
     def is_instance(self, kinds: Any) -> bool:
         """`isinstance(rate, float)` in a step gets the answer that it gets for the number."""
@@ -120,19 +181,20 @@ class ScheduledSetting:
         self.__asked = True
         return isinstance(0.0, kinds)
 
-    def outdate(self) -> None:
-        """A scheduler has been stepped since; what it was then, nobody knows in the end."""
-        self._is_outdated = True
+    def was_kept(self, read: OfKept) -> None:
+        """A scheduler is stepped again; what it was then is read before."""
+        self.__read = read
+
+    def read_now(self) -> Reader:
+        """What gives it as long as no scheduler is stepped again."""
+        return self.__read
 
     def read_later(self) -> Reader:
-        """What gives it when the graph has run."""
-        for each in (self, *self.__of):
-            if each._is_outdated:
-                raise used(
-                    f"keeps {self.__key!r} of a parameter group, which is changed again,",
-                    self.__scheduler,
-                )
+        """What gives it when the graph has run, or where it is said."""
         read = self.__read
+        if isinstance(read, OfSettings):
+            args = tuple(arg.read_later() if is_scheduled(arg) else arg for arg in self.__of)
+            read = OfSettings(read.scheduler, read.function, args)
         return AsFloat(read.scheduler, read, self.__key) if self.__asked else read
 
     def __getattr__(self, name: str) -> Any:
@@ -178,12 +240,46 @@ class ScheduledSetting:
             return self._later(function, args)
         if function is float and self.__is_float:
             return self
-        of = tuple(each for setting in settings for each in (setting, *setting.__of))
-        readers = tuple(arg.read_later() if is_scheduled(arg) else arg for arg in args)
-        read = OfSettings(self.__read.scheduler, function, readers)
+        read = OfSettings(self.__read.scheduler, function, ())
         floats = function in _GIVING_FLOATS and all(each.__is_float for each in settings)
-        return ScheduledSetting(self.__key, self.__scheduler, read, of, floats)
+        return ScheduledSetting(self.__key, self.__scheduler, read, args, floats)
 
+
+class SettingFloat(ReadFloat):
+    """A setting that a scheduler has changed before an optimizer steps, as that finds it: a number
+    of the graph.
+
+    Args:
+        symbolic: what stands for it in the graph.
+        before: what the step found there.
+        answers: where it is noted what is answered to comparisons; looked at in each call.
+    """
+
+    def __init__(self, symbolic: torch.SymFloat, before: Any, answers: list[Any]) -> None:
+        super().__init__(symbolic.node)  # type: ignore[no-untyped-call]
+        self.before, self.answers = before, answers
+
+    def __bool__(self) -> bool:
+        return bool(self != 0)
+
+
+def _as_before(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A comparison that is answered for the setting that the step found."""
+    otherwise = getattr(ReadFloat, f"__{compare.__name__}__")
+
+    def method(self: SettingFloat, other: Any) -> Any:
+        if type(other) not in (int, float):
+            return otherwise(self, other)
+        answer = bool(compare(self.before, other))
+        self.answers.append((compare, other, answer))
+        return answer
+
+    return method
+
+
+for _compare in COMPARISONS:
+    setattr(SettingFloat, f"__{_compare.__name__}__", _as_before(_compare))
+SettingFloat.__hash__ = ReadFloat.__hash__  # type: ignore[method-assign]
 
 _PLAIN = (int, float, bool)
 _COMPENSATES = sys.version_info >= (3, 12)

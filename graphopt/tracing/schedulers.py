@@ -4,19 +4,22 @@
                                         └─ a call on the host, as by `graphopt.callback`
 
 A scheduler is not traced: the rates that it sets are read before the next call runs, as those are
-that it sets between two calls. Within the step, behind it, they may be kept, shown and returned,
-which each call does with those that it finds; nobody may decide by them, nor ask for anything else
-of the scheduler: while the step is traced, these are the values of before.
+that it sets between two calls. An optimizer that steps behind it reads them in each call, where it
+does (`graphopt.host.settings`). Else they may be kept, shown and returned behind it, which each
+call does with those that it finds; nobody may decide by them, nor ask for anything else of the
+scheduler: while the step is traced, these are the values of before.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -25,59 +28,37 @@ from torch.optim.lr_scheduler import LRScheduler
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.host import HostCall
+from graphopt.host.settings import SettingReading
 from graphopt.tracing.callback import record
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.host_numbers import is_host_number
-from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.numbers import SYMBOLIC, noted
 from graphopt.tracing.replace import replaced
-from graphopt.tracing.scheduled import OfGroup, OfScheduler, ScheduledSetting, used
+from graphopt.tracing.scheduled import (
+    EachOf,
+    KeptSettings,
+    OfGroup,
+    OfKept,
+    OfScheduler,
+    Reader,
+    ScheduledSetting,
+    SettingFloat,
+    used,
+)
 from graphopt.tracing.source import current_user_line
 
-_SCHEDULED = ("lr", "momentum", "betas")
-"""Settings of parameter groups that schedulers change."""
+_SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
+"""Settings of parameter groups that schedulers change; torch's own the rate alone, but for those
+that cycle the momentum."""
+_SETTING = ("step", "get_lr", "_get_closed_form_lr", "_update_lr")
+"""Methods by which schedulers change settings."""
 
 _READERS = ("get_last_lr", "get_lr")
 _FREE = frozenset({"step", *_READERS})
 """What a step may ask a scheduler for behind its step."""
 
 
-@contextmanager
-def traced_schedulers(
-    groups: Iterable[dict[str, Any]],
-    calls: HostCalls,
-    stepping: Callable[[Optimizer], None],
-    made_here: Callable[[Optimizer], bool],
-) -> Iterator[None]:
-    """While active, stepping a scheduler records a call of it.
-
-    Args:
-        groups: of the optimizers, as the step finds them.
-        calls: reads the rates that it has set last.
-        stepping: told of the optimizer of each scheduler that is stepped.
-        made_here: whether the step has made an optimizer, whose schedulers are traced as any code.
-
-    Raises:
-        CaptureError: the step uses what a scheduler has changed before, or a rate is a tensor.
-    """
-    stepped = _Stepped(groups, stepping, made_here)
-    classes = [c for c in _subclasses(LRScheduler) if "step" in vars(c)]
-    # Set for the whole trace: what is observed of a step's objects includes their classes.
-    LRScheduler.__getattribute__ = stepped.read  # type: ignore[method-assign]
-    readers = [(c, n) for c in _subclasses(LRScheduler) for n in _READERS if n in vars(c)]
-    with replaced(
-        *((c, "step", _recording(vars(c)["step"], stepped)) for c in classes),
-        *((c, name, _last_rates(vars(c)[name], stepped, calls)) for c, name in readers),
-    ):
-        try:
-            yield
-        finally:
-            del LRScheduler.__getattribute__
-            changed = stepped.put_back()
-    if changed:
-        raise used(f"sets {changed!r} of a parameter group", stepped.name)
-
-
-def _recording(step: Callable[..., Any], stepped: _Stepped) -> Callable[..., None]:
+def _recording(step: Callable[..., Any], stepped: TracedSchedulers) -> Callable[..., None]:
     signature = inspect.signature(step)
 
     @functools.wraps(step)
@@ -90,7 +71,7 @@ def _recording(step: Callable[..., Any], stepped: _Stepped) -> Callable[..., Non
             step(self, *args, **kwargs)
             return
         bound = signature.bind(self, *args, **kwargs)
-        called = behind_optimizer if _compat.has_stepped(vars(self)["optimizer"]) else step
+        called = behind_optimizer if stepped.is_behind(vars(self)["optimizer"]) else step
         stepped.add(self)
         record(HostCall(MethodType(called, self), bound.args[1:]))
 
@@ -122,15 +103,13 @@ class LastRate:
 
 
 def _last_rates(
-    read: Callable[[Any], list[Any]], stepped: _Stepped, calls: HostCalls
+    read: Callable[[Any], list[Any]], stepped: TracedSchedulers, calls: HostCalls
 ) -> Callable[[Any], list[Any]]:
     @functools.wraps(read)
     def rates_of(self: Any) -> list[Any]:
         own = not read.__module__.startswith("torch.")  # the program's code, which is followed
         if stepped.has(self):
-            if read.__name__ == "get_lr" and (own or "lr_lambdas" in vars(self)):
-                raise used("reads get_lr of a scheduler", stepped.name)  # which calls its functions
-            return stepped.rates(self, read)
+            return stepped.rates(self, read, calls_functions=own or "lr_lambdas" in vars(self))
         rates = read(self)
         if stepped.traces(self):
             return rates
@@ -144,35 +123,147 @@ def _last_rates(
     return rates_of
 
 
-class _Stepped:
+class _Hidden(NamedTuple):
+    """A setting of a parameter group that a scheduler changes.
+
+    Attributes:
+        before: what the step finds there.
+        read: gives what is there behind the scheduler's step.
+        unknown: stands there while the step is traced.
+    """
+
+    group: dict[str, Any]
+    key: str
+    before: Any
+    read: OfGroup
+    unknown: ScheduledSetting
+
+    @property
+    def is_of_numbers(self) -> bool:
+        parts = self.before if type(self.before) is tuple else (self.before,)
+        return all(isinstance(part, (int, float)) for part in parts)
+
+
+class TracedSchedulers:
     """The schedulers that a trace has stepped, and the settings that they will change.
 
     Args:
-        groups, stepping, made_here: see `traced_schedulers`.
+        optimizers: as the step finds them.
+        calls: reads the rates that a scheduler has set last.
+        mode: in which the trace computes.
+        stepping: told of the optimizer of each scheduler that is stepped.
+        made_here: whether the step has made an optimizer, whose schedulers are traced as any code.
     """
 
     def __init__(
         self,
-        groups: Iterable[dict[str, Any]],
+        optimizers: Sequence[Optimizer],
+        calls: HostCalls,
+        mode: Any,
         stepping: Callable[[Optimizer], None],
         made_here: Callable[[Optimizer], bool],
     ) -> None:
         self._stepping, self._made_here = stepping, made_here
         self.name = ""
+        self._calls, self._mode = calls, mode
+        self._readings = self._times_kept = 0
+        groups = chain.from_iterable(each.param_groups for each in optimizers)
         self._found = {id(group): dict(group) for group in groups}
+        self._optimizers = set(map(id, optimizers))
+        self._behind: set[int] = set()
         self._schedulers: dict[int, Any] = {}
-        self._settings: list[tuple[dict[str, Any], str, Any, ScheduledSetting]] = []
+        self._settings: list[_Hidden] = []
         self._given: list[ScheduledSetting] = []
-        self.read = self._reader()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """While active, stepping a scheduler records a call of it.
+
+        Raises:
+            CaptureError: the step uses what a scheduler has changed before, or a rate is a tensor.
+        """
+        classes = [c for c in _subclasses(LRScheduler) if "step" in vars(c)]
+        # Set for the whole trace: what is observed of a step's objects includes their classes.
+        LRScheduler.__getattribute__ = self._reader()  # type: ignore[method-assign]
+        readers = [(c, n) for c in _subclasses(LRScheduler) for n in _READERS if n in vars(c)]
+        with replaced(
+            *((c, "step", _recording(vars(c)["step"], self)) for c in classes),
+            *((c, name, _last_rates(vars(c)[name], self, self._calls)) for c, name in readers),
+        ):
+            try:
+                yield
+            finally:
+                del LRScheduler.__getattribute__
+                changed = self._put_back()
+        if changed:
+            raise used(f"sets {changed!r} of a parameter group", self.name)
+
+    @contextmanager
+    def shown_to(self, optimizer: Optimizer) -> Iterator[None]:
+        """While active, an optimizer has the settings that schedulers have set for it in this call
+        as numbers of the graph.
+
+        Raises:
+            CaptureError: it changes one of them.
+        """
+        self._behind.add(id(optimizer))
+        groups = {id(group) for group in optimizer.param_groups}
+        shown = [
+            (each, self._numbers(each))
+            for each in self._settings
+            if id(each.group) in groups and each.is_of_numbers
+        ]
+        for each, number in shown:
+            self._replace(each, each.unknown, number)
+        yield
+        for each, number in shown:
+            self._replace(each, number, each.unknown)
+
+    def _numbers(self, hidden: _Hidden) -> Any:
+        """What stands for a setting, or for each of several, as numbers of the graph."""
+        if type(hidden.before) is not tuple:
+            return self._number(hidden.read, hidden.key, hidden.before)
+        return tuple(
+            self._number(replace(hidden.read, item=index), hidden.key, each)
+            for index, each in enumerate(hidden.before)
+        )
+
+    def _number(self, read: OfGroup, key: str, before: Any) -> SettingFloat:
+        target = SettingReading(read, key, self._readings)
+        self._readings += 1
+        number = _compat.record_clock(self._mode, target, integer=False)
+        return noted(SettingFloat(number, before, target.answers))  # type: ignore[no-any-return]
+
+    def _replace(self, hidden: _Hidden, found: Any, value: Any) -> None:
+        if hidden.group.get(hidden.key) is not found:
+            raise used(f"sets {hidden.key!r} of a parameter group", self.name)
+        dict.__setitem__(hidden.group, hidden.key, value)
+
+    def is_behind(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer has stepped in this trace."""
+        known = id(optimizer) in self._optimizers
+        return id(optimizer) in self._behind if known else _compat.has_stepped(optimizer)
+
+    def _kept(self, scheduler: Any, read: Callable[[], Sequence[Any]], count: int) -> list[OfKept]:
+        """Settings that each call reads here, and not later."""
+        kept = KeptSettings(self._times_kept, read)
+        self._times_kept += 1
+        record(HostCall(kept.keep, (scheduler,)))
+        return [OfKept(scheduler, kept, item) for item in range(count)]
 
     def add(self, scheduler: Any) -> None:
         """From now on neither a scheduler nor what it changes can be read."""
-        for setting in self._given:
-            setting.outdate()
-        self._given.clear()
+        given, self._given = self._given, []
+        if given:
+            reads = EachOf(tuple(setting.read_now() for setting in given))
+            for setting, read in zip(given, self._kept(scheduler, reads, len(given)), strict=True):
+                setting.was_kept(read)
+        self._add(scheduler)
+
+    def _add(self, scheduler: Any) -> None:
         self.name = type(scheduler).__name__
         for index, group in enumerate(vars(scheduler)["optimizer"].param_groups):
-            for key in (key for key in _SCHEDULED if key in group):
+            for key in (key for key in _changed_by(scheduler) if key in group):
                 self._hide(group, key, OfGroup(scheduler, index, key))
         if id(scheduler) in self._schedulers:
             return
@@ -181,7 +272,7 @@ class _Stepped:
         for value in vars(scheduler).values():
             for each in value if isinstance(value, (list, tuple)) else ():
                 if isinstance(each, LRScheduler):  # those that this one steps in turn
-                    self.add(each)
+                    self._add(each)
 
     def has(self, scheduler: Any) -> bool:
         """Whether a scheduler has been stepped in this trace."""
@@ -198,11 +289,25 @@ class _Stepped:
             if found is not None and group["lr"] is not found["lr"]:
                 raise used("sets 'lr' of a parameter group", type(scheduler).__name__)
 
-    def rates(self, scheduler: Any, read: Callable[[Any], list[Any]]) -> list[ScheduledSetting]:
-        """The rates that a scheduler will have set, by parameter group."""
+    def rates(
+        self, scheduler: Any, read: Callable[[Any], list[Any]], calls_functions: bool
+    ) -> list[ScheduledSetting]:
+        """The rates that a scheduler will have set, by parameter group.
+
+        Args:
+            calls_functions: reading them calls functions of the program: where it does.
+        """
         name, groups = type(scheduler).__name__, vars(scheduler)["optimizer"].param_groups
-        rates = [OfScheduler(scheduler, index, read) for index in range(len(groups))]
-        floats = {id(g) for g, key, was, _ in self._settings if key == "lr" and type(was) is float}
+        rates: Sequence[Reader]
+        if read.__name__ == "get_lr" and calls_functions:
+            rates = self._kept(scheduler, MethodType(read, scheduler), len(groups))
+        else:
+            rates = [OfScheduler(scheduler, index, read) for index in range(len(groups))]
+        floats = {
+            id(each.group)
+            for each in self._settings
+            if each.key == "lr" and type(each.before) is float
+        }
         given = [
             ScheduledSetting("lr", name, rate, is_float=id(group) in floats)
             for rate, group in zip(rates, groups, strict=True)
@@ -212,11 +317,11 @@ class _Stepped:
 
     def _hide(self, group: dict[str, Any], key: str, read: OfGroup) -> None:
         value = group[key]
-        for number, (of, name, before, unknown) in enumerate(self._settings):
-            if of is group and name == key:  # changed once more
-                if value is unknown:
-                    fresh = self._unknown(key, read, before)
-                    self._settings[number] = (group, key, before, fresh)
+        for number, hidden in enumerate(self._settings):
+            if hidden.group is group and hidden.key == key:  # changed once more
+                if value is hidden.unknown:
+                    fresh = self._unknown(key, read, hidden.before)
+                    self._settings[number] = hidden._replace(read=read, unknown=fresh)
                     dict.__setitem__(group, key, fresh)
                 return
         if isinstance(value, torch.Tensor):
@@ -233,7 +338,7 @@ class _Stepped:
                 hint="set it in the scheduler, or outside the step",
             )
         unknown = self._unknown(key, read, value)
-        self._settings.append((group, key, value, unknown))
+        self._settings.append(_Hidden(group, key, value, read, unknown))
         dict.__setitem__(group, key, unknown)
 
     def _unknown(self, key: str, read: OfGroup, before: Any) -> ScheduledSetting:
@@ -241,10 +346,10 @@ class _Stepped:
         self._given.append(unknown)
         return unknown
 
-    def put_back(self) -> str | None:
+    def _put_back(self) -> str | None:
         """Everything is as it was. Returns a setting that the step has set itself."""
         changed = None
-        for group, key, value, unknown in self._settings:
+        for group, key, value, _, unknown in self._settings:
             changed = changed if group.get(key) is unknown else key
             dict.__setitem__(group, key, value)
         self._found, self._schedulers, self._settings = {}, {}, []
@@ -260,6 +365,14 @@ class _Stepped:
             return object.__getattribute__(scheduler, name)
 
         return read
+
+
+def _changed_by(scheduler: Any) -> tuple[str, ...]:
+    """The settings that a scheduler may change."""
+    programs = (c for c in type(scheduler).__mro__ if not c.__module__.startswith("torch."))
+    if any(name in vars(c) for c in programs for name in _SETTING):
+        return _SCHEDULED
+    return _SCHEDULED[: 3 if vars(scheduler).get("cycle_momentum") else 1]
 
 
 def _subclasses(parent: type) -> set[type]:

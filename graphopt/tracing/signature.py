@@ -76,7 +76,14 @@ class Scheduled:
     read: Callable[[], Any]
 
 
-Recipe = Computed | Live | View | Constant | Nested | Scheduled
+@dataclass(frozen=True)
+class FromHost:
+    """Value number `index` of what the call has found before the graph ran (`HostProgram`)."""
+
+    index: int
+
+
+Recipe = Computed | Live | View | Constant | Nested | Scheduled | FromHost
 
 
 def leaves_of(recipe: Recipe) -> Iterator[Recipe]:

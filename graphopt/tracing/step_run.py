@@ -30,8 +30,9 @@ from graphopt.tracing.draws.on_host import numbers_inserted
 from graphopt.tracing.draws.picked import StoredItem
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.draws.rows import Row
+from graphopt.tracing.draws.taking import TakenInTrace, taken_from_iterators
 from graphopt.tracing.given import GivenContainers
-from graphopt.tracing.held_before import HeldBefore, groups_of
+from graphopt.tracing.held_before import HeldBefore
 from graphopt.tracing.host_math import traced_math
 from graphopt.tracing.host_view import HostView
 from graphopt.tracing.inference import inference_as_no_grad
@@ -61,7 +62,7 @@ from graphopt.tracing.result_collector import LeftOutside, Ran, ResultCollector
 from graphopt.tracing.running_trace import values_of
 from graphopt.tracing.scaling import TracedScaling
 from graphopt.tracing.scheduled import computing
-from graphopt.tracing.schedulers import traced_schedulers
+from graphopt.tracing.schedulers import TracedSchedulers
 from graphopt.tracing.shared_memory import refuse_written
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.stand_ins import arguments_of, stand_ins_of
@@ -119,7 +120,9 @@ class StepRun:
         self._arrays: dict[int, Any] = {}
         self._lists = NumberLists(())
         self._scheduled: list[Optimizer] = []
+        self._left: dict[int, Any] = {}
         self._view: HostView
+        self._schedulers: TracedSchedulers
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
         self._answer_questions()
@@ -216,12 +219,13 @@ class StepRun:
     def _running(self) -> Scene:
         """What is so while the step runs."""
         yield impurity.no_output()
-        groups = (group for _, _, group in groups_of(self._call))
-        own = self._is_made_here
-        yield traced_schedulers(groups, self.made.calls, self._scheduled.append, own)
+        optimizers, own = self._call.optimizer_objects(), self._is_made_here
+        self._schedulers = TracedSchedulers(
+            optimizers, self.made.calls, self.mode, self._scheduled.append, own
+        )
+        yield self._schedulers.active()
         yield inference_as_no_grad()
         yield impurity.no_loading()
-        optimizers = self._call.optimizer_objects()
         yield impurity.no_other_optimizers(optimizers, self.finder.optimizer, own)
         yield rng.traced_generators()
         yield numbers.noting(self.made)
@@ -249,7 +253,8 @@ class StepRun:
             for context in self._running():
                 stack.enter_context(context)
             stepped = notice_steps(
-                *(optimizers, self._tagger, self._view.steps), self._communication is not None
+                *(optimizers, self._tagger, self._view.steps, self._schedulers.shown_to),
+                self._communication is not None,
             )
             rebinding = Rebinding(self._call, self._inputs, traced)
             redirect = Redirect(
@@ -260,7 +265,12 @@ class StepRun:
                 stack.enter_context(context)
             draws = self._drawing()
             arrays = MadeArrays(self.outside, self.finder)
-            with observed_step(self._call, self.outside, self._instead(traced, draws, arrays)):
+            taken = taken_from_iterators(
+                *(self._call, self._inputs, traced, self.made.calls, self.outside)
+            )
+            instead = self._instead(traced, draws, arrays, taken)
+            self.outside.draws_items = taken.given_to(draws.picks.draws)
+            with observed_step(self._call, self.outside, instead):
                 exchanged = self._call.besides.exchanged
                 with keyed_by_stand_ins(self._keyed, self.outside, traced.by_id, exchanged):
                     returned = self._call.fn(*args, **kwargs)
@@ -268,6 +278,7 @@ class StepRun:
                 scalers.finish()
                 refuse_found_twice(self.outside, self._call.given, given.changes())
                 arrays.finish()
+                taken.finish()
                 self.outside.laters.finish()
                 refuse_written(self.outside.laters.memories, _compat.current_tracer().graph)
                 self._give(returned)
@@ -278,6 +289,7 @@ class StepRun:
             raise self.made.refused
         self._mark()
         flat = _compat.flatten_results(returned, self._stays)
+        self._left = {}
         changes = list(given.changes())
         pin_changes(self.outside, changes)
         return Ran(*flat, stepped, outside, changes, rebinding)
@@ -295,7 +307,7 @@ class StepRun:
         calls.makes_arrays = self.finder.shuffles
         tensors = [entry.tensor for entry in self._inputs.module_tensors]
         draws = Substitutes(calls, outside, self._call.besides.shuffles, tensors)
-        outside.draws_items, outside.item_setter = draws.picks.draws, draws.picks.setter
+        outside.item_setter = draws.picks.setter
         return draws
 
     def _originals(self, traced: Traced) -> dict[int, torch.Tensor]:
@@ -305,7 +317,7 @@ class StepRun:
         return {id(traced.by_id[id(tensor)]): tensor for tensor in tensors}
 
     def _instead(
-        self, traced: Traced, draws: Substitutes, arrays: MadeArrays
+        self, traced: Traced, draws: Substitutes, arrays: MadeArrays, taken: TakenInTrace
     ) -> Callable[[Any, Sequence[Any]], Any]:
         """Says what is called in place of a function that the step calls; None: itself."""
         given = zip(self._inputs.hyperparameters, traced.numbers, strict=True)
@@ -313,7 +325,16 @@ class StepRun:
         self.outside.length_of = lengths.of
         kinds: tuple[Callable[[Any, Sequence[Any]], Any], ...] = (
             asking(lambda: self.outside.stands_for),
-            *(computing, converting, of_list, of_sequence, lengths.asked, arrays.maker, draws),
+            *(
+                computing,
+                converting,
+                of_list,
+                of_sequence,
+                lengths.asked,
+                arrays.maker,
+                taken,
+                draws,
+            ),
             stand_in_of_collective,
         )
 
@@ -337,6 +358,8 @@ class StepRun:
         """The step has returned a value, and all that it leaves is still there."""
         for each in nest_parts(returned):
             refuse_keys(each)
+        for leaf in _compat.flatten_results(returned, self._stays)[0]:
+            self.outside.pin(leaf)
         self.outside.read_left()
         self.outside.note_left_in()
         gives(self.outside, returned, self._call)
@@ -346,7 +369,7 @@ class StepRun:
         """Take out what the step has left outside its arguments."""
         for path, place in self.outside.changed_lengths():
             self.finder.carries(path, place, counted=True)
-        made: dict[int, Any] = {}
+        made = self._left
         tables = [*held.objects, *(each.table for each in self._call.objects.tables)]
         placed = take_placed(self.outside, self.finder, traced.by_id, tables, made)
         stored = draws.picks.take_stored(made)
@@ -371,9 +394,11 @@ class StepRun:
                 self.finder.optimizer(optimizer)
 
     def _stays(self, value: object) -> bool:
-        """Whether a returned object was there before the step, or is more than its fields."""
+        """Whether a returned object was there before the step, is more than its fields, stands
+        elsewhere as well, or is of a class that the step makes."""
         kinds = (torch.nn.Module, torch.Tensor, Optimizer)
-        return isinstance(value, kinds) or self.outside.is_outside(value)
+        is_there = self.outside.is_outside(value) or id(value) in self._left
+        return isinstance(value, kinds) or is_there or not self.outside.is_outside(type(value))
 
     def _collect(
         self, flat: Sequence[torch.Tensor], traced: Traced, marks: Marks, held: HeldBefore, ran: Ran

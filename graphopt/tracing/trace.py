@@ -23,6 +23,7 @@ from graphopt.tracing import impurity, strides, trusted
 from graphopt.tracing.besides import MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.draws.program import HostProgram
+from graphopt.tracing.draws.taken import NeedsValueError
 from graphopt.tracing.failures import definition_of, explained, raised_by_step
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.leftovers import (
@@ -129,6 +130,7 @@ def _traced(
     call: Call, inputs: Inputs, communication: MarkedCommunication | None, state: HostState
 ) -> tuple[RawTrace, Drawn | None]:
     earlier = inputs.drawing_anew()
+    call.drawn.taken.begin_again()
     values = inputs.live_values(call)
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(
         strides.corrected, trusted.check, strides.known
@@ -139,8 +141,14 @@ def _traced(
         found = _run_once(run, call, fakes)
         _refuse_other_draws(earlier, inputs.drawn, call)
         return found
-    except CaptureError as error:
+    except (CaptureError, StopIteration) as error:
         inputs.drawn = earlier
+        asking = run.made.refused
+        if isinstance(asking, NeedsValueError):  # which the step may have swallowed
+            raise asking from None
+        raised = call.drawn.taken.raised(error)
+        if raised is not error:
+            raise raised from None
         if run.outside.unrepeated.once:
             with explained(call):
                 refuse_unrepeated(run.outside)
@@ -148,6 +156,8 @@ def _traced(
             run.needs_all_lists()
         if run.finder.found:
             raise MoreInputs(run.finder.found) from error
+        if isinstance(error, StopIteration):  # which contexts let pass
+            raise
         own = raised_by_step(error)
         texts = call.besides.texts  # something may take what stands for one for another text
         if own is not None and inputs.answers and inputs.guessed is None and not texts:

@@ -13,8 +13,10 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import is_collective, is_operator, without_autocast
 from graphopt.host import HostCall
+from graphopt.host.assumptions import decides_behind_scheduler
+from graphopt.host.settings import reads_setting
 from graphopt.ir.generators import generators_used
-from graphopt.ir.operators import is_marker
+from graphopt.ir.operators import draws, is_marker
 from graphopt.tracing import recurrent
 from graphopt.tracing.alike import depends_on, reached_by
 from graphopt.tracing.source import current_user_line
@@ -29,19 +31,36 @@ class Values:
         self._values: dict[fx.Node, Any] = {}
         self._generators: dict[torch.Generator, torch.Tensor] = {}
         self._done = self._taken = 0
+        self._unread: set[Any] = set()
+        self._draws_unread = False
 
     def of(self, wanted: Any) -> Any:
-        """The value of a node."""
+        """The value of a node.
+
+        Raises:
+            CaptureError: it depends on a setting that a scheduler of the step has changed.
+        """
         if not isinstance(wanted, fx.Node):
             return wanted
         self._compute()
+        if wanted in self._unread:
+            raise decides_behind_scheduler(current_user_line())
         return self._values[wanted]
+
+    def _is_unread(self, node: fx.Node) -> bool:
+        """Whether a node depends on such a setting."""
+        after = self._draws_unread and draws(node)
+        if not after and not reads_setting(node) and not depends_on(node, self._unread):
+            return False
+        self._unread |= reached_by(node)
+        self._draws_unread |= draws(node)
+        return True
 
     def _compute(self) -> None:
         with _compat.without_modes(), torch.no_grad(), without_autocast(), self._generators_aside():
             nodes = list(self._tracer.graph.nodes)
             for node in nodes[self._done :]:
-                self._values[node] = self._computed(node)
+                self._values[node] = None if self._is_unread(node) else self._computed(node)
             self._done = len(nodes)
 
     def _computed(self, node: fx.Node) -> Any:
@@ -98,12 +117,15 @@ class ValuesBeforeCollectives(Values):
 
     def knows(self, wanted: Any) -> bool:
         """Whether the value of a node is one of them."""
-        self._compute()
+        self.of(wanted)
         return wanted not in self._unknown
+
+    def _is_unread(self, node: fx.Node) -> bool:
+        self.launched |= is_collective(node) or is_marker(node)
+        return super()._is_unread(node)
 
     def _computed(self, node: fx.Node) -> Any:
         communicates = is_collective(node) or is_marker(node)
-        self.launched |= communicates
         if communicates or depends_on(node, self._unknown):
             self._unknown |= reached_by(node)
         return self._of_own(node) if communicates else super()._computed(node)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
+
 _OF_STATES = frozenset({"getstate", "setstate", "get_state", "set_state", "spawn"})
 """Methods that give or take the whole state, which is no random number."""
 _DISCRETE = frozenset({"choice", "choices", "sample", "shuffle", "permutation", "permuted"})
@@ -29,6 +31,8 @@ def read_state(generator: Any) -> Any:
     """All that decides what a generator draws next."""
     if type(generator) is random.Random:
         return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
     if hasattr(generator, "get_state"):
         return generator.get_state(legacy=False)
     return generator.bit_generator.state
@@ -38,6 +42,8 @@ def write_state(generator: Any, state: Any) -> None:
     """Put a generator back."""
     if type(generator) is random.Random:
         generator.setstate(state)
+    elif isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif hasattr(generator, "set_state"):
         generator.set_state(state)
     else:
@@ -58,7 +64,7 @@ def _comparable(state: Any) -> Any:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """While active, code draws from the global generators without anybody seeing it afterwards."""
-    before = [(each, read_state(each)) for each in _global()]
+    before = [(each, read_state(each)) for each in global_generators()]
     try:
         yield
     finally:
@@ -67,11 +73,12 @@ def undisturbed() -> Iterator[None]:
 
 
 def is_global(generator: Any) -> bool:
-    """Whether a generator is one of those behind the functions of `random` and `numpy.random`."""
-    return any(generator is each for each in _global())
+    """Whether a generator is one of these."""
+    return any(generator is each for each in global_generators())
 
 
-def _global() -> list[Any]:
+def global_generators() -> list[Any]:
+    """Those behind the functions of `random` and `numpy.random`."""
     found = [_owner(random.random)]
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from graphopt.tracing.draws.generators import is_same_state, read_state, write_state
-from graphopt.tracing.number_expressions import evaluate
+from graphopt.tracing.draws.taken import NotTakenError, TakenValues, Taking, saved_states
+from graphopt.tracing.number_expressions import Conditions, evaluate
 
 
 class ArrayConstant:
@@ -111,20 +112,45 @@ class HostProgram:
     inputs: list[HostInput] = field(default_factory=list)
     behind_callback: bool = False
 
+    @property
+    def takes(self) -> int:
+        """How many values it takes from iterators."""
+        return sum(isinstance(step.function, Taking) for step in self.steps)
+
     def generators(self) -> list[Any]:
         """All that it draws from."""
         found = {id(step.generator): step.generator for step in self.steps}
         return [generator for generator in found.values() if generator is not None]
 
-    def run(self, numbers: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+    def run(
+        self,
+        numbers: Sequence[Any],
+        leaves: Sequence[Any],
+        taken: TakenValues,
+        conditions: Conditions | None,
+    ) -> list[Any]:
         """Draw and compute; the values, behind the numbers.
 
         Args:
             leaves: the arguments of the call.
+            taken: what the call takes from iterators.
+            conditions: of the graph. None is taken where one does not hold that is known by then.
+
+        Raises:
+            NotTakenError: one does not.
         """
         values = list(numbers)
         for step in self.steps:
-            values.append(step.run(values, leaves))
+            if isinstance(step.function, Taking):
+                if conditions is not None and conditions.broken(values) is not None:
+                    raise NotTakenError("a condition does not hold")
+                args = [evaluate(each, values) for each in step.args]
+                now = taken.next(step.function.function, step.function.asked(leaves, args))
+                for generator, state in now.left:
+                    write_state(generator, state)
+                values.append(step.function(now))
+            else:
+                values.append(step.run(values, leaves))
         return values
 
     def tensors(self, values: Sequence[Any]) -> Iterator[torch.Tensor]:
@@ -132,9 +158,13 @@ class HostProgram:
         for each in self.inputs:
             yield _as_tensor(values[each.index])
 
-    def tensors_now(self, numbers: Sequence[Any], leaves: Sequence[Any]) -> list[torch.Tensor]:
-        """What the graph would take now. The generators stay as they are."""
-        values = HostValues(leaves)
+    def tensors_now(self, numbers: Sequence[Any], drawn: HostValues) -> list[torch.Tensor]:
+        """What the graph would take now. The generators stay as they are.
+
+        Args:
+            drawn: of the call.
+        """
+        values = HostValues(drawn.leaves, drawn.taken)
         try:
             return list(self.tensors(values.of(self, numbers)))
         finally:
@@ -159,32 +189,38 @@ def _as_tensor(value: Any) -> torch.Tensor:
 class HostValues:
     """What one call has drawn so far, which can be put back.
 
-    Args:
+    Attributes:
         leaves: the arguments of the call.
+        taken: what it takes from iterators, which is not put back.
     """
 
-    def __init__(self, leaves: Sequence[Any]) -> None:
-        self._leaves = leaves
+    def __init__(self, leaves: Sequence[Any], taken: TakenValues | None = None) -> None:
+        self.leaves = leaves
+        self.taken = TakenValues() if taken is None else taken
         self._program: HostProgram | None = None
         self._values: list[Any] = []
         self._before: list[tuple[Any, Any]] = []
         self._after: list[tuple[Any, Any]] = []
 
-    def of(self, program: HostProgram, numbers: Sequence[Any]) -> list[Any]:
+    def of(
+        self, program: HostProgram, numbers: Sequence[Any], conditions: Conditions | None = None
+    ) -> list[Any]:
         """The values of a program in this call, behind its numbers. What another one has drawn is
         put back.
 
         Args:
             numbers: those of the call that the program begins with.
+            conditions: see `HostProgram.run`.
         """
         if self._program is not program:
             self.undo()
             if not program.steps:
                 return list(numbers)
             self._before = [(each, read_state(each)) for each in program.generators()]
+            self._before += saved_states() if program.takes else []
             self._program = program
             try:
-                self._values = program.run(numbers, self._leaves)
+                self._values = program.run(numbers, self.leaves, self.taken, conditions)
                 watched = program.generators() if program.behind_callback else []
                 self._after = [(each, read_state(each)) for each in watched]
             except BaseException:
@@ -192,10 +228,15 @@ class HostValues:
                 raise
         return self._values
 
+    def value(self, index: int) -> Any:
+        """A value of the program that was run last."""
+        return self._values[index]
+
     def undo(self) -> None:
         """Nothing has been drawn."""
         for generator, state in self._before:
             write_state(generator, state)
+        self.taken.begin_again()
         self._program, self._values, self._before, self._after = None, [], [], []
 
     def are_mixed(self) -> bool:

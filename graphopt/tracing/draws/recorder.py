@@ -10,11 +10,12 @@ from __future__ import annotations
 import operator
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
+from torch import fx
 
 from graphopt import _compat
 from graphopt._compat.untraced import without_overrides
@@ -41,6 +42,7 @@ from graphopt.tracing.draws.generators import (
 )
 from graphopt.tracing.draws.memory import ArrayMemory
 from graphopt.tracing.draws.program import ArgumentAt, HostInput, HostProgram, HostStep
+from graphopt.tracing.draws.taken import Taking
 from graphopt.tracing.host_numbers import is_host_number, stand_in_of_number
 from graphopt.tracing.host_numbers import is_of_numpy as is_float_of_numpy
 from graphopt.tracing.inputs import is_exact
@@ -153,9 +155,8 @@ class HostCalls:
             line: of the program; None: where it is.
         """
         line = line or current_user_line()
-        error = CaptureError(reason, location=None if line is None else str(line), hint=hint)
-        refused: CaptureError = self._notes.refuse(error)
-        return refused
+        location = None if line is None else str(line)
+        return self.noted(CaptureError(reason, location=location, hint=hint))
 
     # ------------------------------------------------------------------ calls
 
@@ -183,11 +184,12 @@ class HostCalls:
             self._states[id(generator)] = read_state(generator)
         if not drawing.is_discrete:
             self._continuous.add(index)
-        self.program.behind_callback |= self._behind_callback()
+        self.program.behind_callback |= self.is_behind_callback()
         return Known(Leaf(index), value)
 
-    def _behind_callback(self) -> bool:
-        targets = (node.target for node in self._tracer.graph.nodes)
+    def is_behind_callback(self) -> bool:
+        """Whether the step has given a function to the host."""
+        targets = (node.target for node in self.nodes())
         return any(isinstance(t, HostCall) and not isinstance(t, Assumption) for t in targets)
 
     def apply(
@@ -212,6 +214,33 @@ class HostCalls:
         index = self.program.first + len(self.program.steps)
         self.program.steps.append(HostStep(ArgumentAt(position), (), said=said))
         return Known(Leaf(index), value)
+
+    def taken(self, source: Taking, args: tuple[Any, ...], said: str) -> int:
+        """The step gets what its call has taken. Returns its index."""
+        place = current_user_line()
+        line = "" if place is None else f"{place.file}:{place.line}"
+        self.program.steps.append(HostStep(source, args, said=said, line=line))
+        return self.last_index()
+
+    def last_index(self) -> int:
+        """That of the last value."""
+        return self.program.first + len(self.program.steps) - 1
+
+    def leave(self, generator: Any, state: Any) -> None:
+        """A generator is where the code of an iterator has left it."""
+        self._generators.setdefault(id(generator), (generator, read_state(generator)))
+        write_state(generator, state)
+        self._states[id(generator)] = read_state(generator)
+
+    def noted(self, error: CaptureError) -> CaptureError:
+        """An error that refuses the step, also if the step swallows it."""
+        refused: CaptureError = self._notes.refuse(error)
+        return refused
+
+    def nodes(self) -> Iterable[fx.Node]:
+        """What has been recorded so far."""
+        nodes: Iterable[fx.Node] = self._tracer.graph.nodes
+        return nodes
 
     def given(self, found: Known) -> Any:
         """What the step gets for a value that each call finds: of a bool, what stands for it."""

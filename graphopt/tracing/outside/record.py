@@ -145,6 +145,11 @@ class Record(OutsideReads):
         own = [each for each in holders if hasattr(each, "tobytes")]
         return [*own, *self.laters.arrays.written()]
 
+    def changed_holders(self) -> list[Any]:
+        """The containers and objects to which the step has written."""
+        written = [each.owner or each.place.holder for each in self._places.values()]
+        return [*written, *(each.container for each in self._changes.values())]
+
     def changed_lengths(self) -> Iterator[tuple[str, OutsidePlace]]:
         """Lengths of lists and queues that the step changes by single items, and what it computes
         of them (`kept_lists`), where it reads nothing else of them."""
