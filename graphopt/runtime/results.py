@@ -16,6 +16,7 @@ from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.draws.program import HostValues
 from graphopt.tracing.given import make_change
 from graphopt.tracing.lost_history import leave
+from graphopt.tracing.made_containers import MadeConstant
 from graphopt.tracing.optimizer_state import write
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.setting_place import SettingPlace
@@ -166,7 +167,7 @@ class StepResults:
                 leave(value)
             return value
         if isinstance(recipe, Constant):
-            return recipe.value
+            return recipe.anew() if isinstance(recipe, MadeConstant) else recipe.value
         if isinstance(recipe, Scheduled):
             return recipe.read()
         if isinstance(recipe, FromHost):

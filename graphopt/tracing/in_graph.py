@@ -71,11 +71,37 @@ class GraphValues:
             return slice(*(self.of(each) for each in (value.start, value.stop, value.step)))
         return value
 
+    def beside(
+        self, function: Callable[[Any, Any], Any], tensor: torch.Tensor, value: Later
+    ) -> Any:
+        """What an operator gives of a tensor and a value on its right; of an array, what numpy
+        makes of both.
+
+        Raises:
+            RuntimeError: as eager code raises it.
+        """
+        known, is_array = self._known(value)
+        if not is_array:
+            return function(tensor, known)
+        if tensor.requires_grad:
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy()"
+                " instead."
+            )
+        return self._of_one(Later(function, (tensor, value)), index=False).clone()
+
     def takes(self, value: Later) -> bool:
         """Whether a value is known to be a tensor that may be one of the graph."""
         return self._alone and _gives_tensor(value) and _is_of_graph(value)
 
     def _of_one(self, value: Later, index: bool) -> Any:
+        known, is_array = self._known(value)
+        if is_array and not index:
+            raise value.refused("computes with it and tensors of the graph")
+        return known
+
+    def _known(self, value: Later) -> tuple[Any, bool]:
+        """A value as the graph has it, and whether it is an array."""
         value = value.as_it_is()
         value.is_used()
         if id(value) not in self._found:
@@ -83,10 +109,7 @@ class GraphValues:
             if found is None:
                 raise value.refused("computes with it and tensors of the graph")
             self._found[id(value)] = (value, self._kept(value, *found))
-        known, is_array = self._found[id(value)][1]
-        if is_array and not index:
-            raise value.refused("computes with it and tensors of the graph")
-        return known
+        return self._found[id(value)][1]
 
     def _kept(self, value: Later, tensor: torch.Tensor, kind: str) -> tuple[Any, bool]:
         if kind == "number":

@@ -114,6 +114,7 @@ class Laters(KnownTexts):
             lambda value: made.in_graph(value, self._at_trace), self.memory_of, alone
         )
         self.of_graph, self.takes = self._values.of, self._values.takes
+        self.beside = self._values.beside
         self._texts: list[Later] = []
         self.arrays = LiveArrays(record, carry)
         self.memories: list[SharedMemory] = []

@@ -17,6 +17,7 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from types import FunctionType
 from typing import Any
@@ -78,6 +79,8 @@ def take_placed(
     """
     places = _Places(record, finder, stand_ins, made, set(map(id, tables)), _exchanged(record))
     all_written = list(record.written_places())
+    for replaced in filter(partial(_is_found, record), record.replaced_own()):
+        finder.carries(replaced.path, replaced.place)
     behind = [_keys_behind(written) for written in all_written]
     found = zip(map(places.taken, all_written), behind, strict=True)
     return [replace(each, behind=keys) for each, keys in found if each is not None]

@@ -20,6 +20,7 @@ from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.inputs import Inputs, is_exact, is_number
 from graphopt.tracing.later import Later, as_later, holds_later, is_later
 from graphopt.tracing.lost_history import has_history
+from graphopt.tracing.made_containers import constant_with
 from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.obtained import ObtainedValues
@@ -66,7 +67,7 @@ class Recipes:
     ) -> None:
         self._is_outside = is_outside
         self._call, self._inputs, self._traced, self._made = call, inputs, traced, made
-        self._left_storages = left_storages
+        self._left_storages, self._is_outside = left_storages, is_outside
         self.results: list[Any] = []
         self.numbers: set[int] = set()
         self._live: dict[int, Live] = {id(tensor): Live(None, i) for i, tensor in enumerate(flat)}
@@ -151,7 +152,7 @@ class Recipes:
         if any(isinstance(leaf, numbers) or is_later(leaf) for leaf in leaves):
             return self.of_nest(after)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            return Constant(after)
+            return constant_with(after, self._is_outside)
         real = [self._real(leaf) for leaf in leaves]
         if not any(leaf is None for leaf in real):
             return Constant(_compat.tree_unflatten(real, spec))

@@ -37,6 +37,9 @@ class Trace(Protocol):
     def of_graph(self, value: Any, index: bool = False) -> Any:
         """A value as the graph has it; see `GraphValues`."""
 
+    def beside(self, function: Callable[[Any, Any], Any], tensor: torch.Tensor, value: Any) -> Any:
+        """What an operator gives of a tensor and a value on its right; see `GraphValues`."""
+
     def known_number(self, number: Any) -> Any:
         """What stands for a float of numpy's, and computes with numbers of a graph."""
 

@@ -133,7 +133,7 @@ def steady_step(
         except UnagreedParameterError:
             return None
         except CaptureError:
-            if first.effects:  # said when that call comes
+            if first.effects or state.constants:  # said when that call comes, if it finds these
                 return None
             raise
         except MoreInputs as error:

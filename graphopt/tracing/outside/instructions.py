@@ -19,6 +19,7 @@ from graphopt._compat.frames import NULL
 from graphopt.host.changes import changes_of
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.array_tensors import takes_items
+from graphopt.tracing.arrays_beside import beside
 from graphopt.tracing.classes_asked import Classed, class_in_trace, is_of_trace
 from graphopt.tracing.draws.arguments import any_known, is_known, plain
 from graphopt.tracing.draws.live import is_array
@@ -237,7 +238,8 @@ class Instructions(LaterOperands):
     def _is_trimmed(self, frame: FrameType, value: Any) -> bool:
         """Whether a part of a value takes its place, and goes nowhere else."""
         loaded = self._record.loads.places(id(frame))
-        return type(value) in _SLICED and any(place.now() is value for place in loaded)
+        taken = (place for place in loaded if not self._record.is_own(place.holder))
+        return type(value) in _SLICED and any(place.now() is value for place in taken)
 
     def _existing_item(self, container: Any, key: Any, path: str, line: SourceLine) -> None:
         try:
@@ -318,6 +320,8 @@ class Instructions(LaterOperands):
         for place in (1, 2):
             if not self._stands_later(at, place, at.step.handler == "_compared"):
                 self._read_contents(at.frame, at.top(place), at.line)
+        if at.step.handler == "_two":
+            at.takes(1, beside(at.top(2), at.top(1)))
 
     def _in_place(self, at: Instruction) -> None:
         self._known_beside(at, 1, 2)

@@ -26,6 +26,7 @@ from graphopt.tracing.outside.places import (
     bytes_in,
     is_bytes,
     is_read,
+    is_value,
     key_text,
 )
 from graphopt.tracing.outside.unrepeated import users
@@ -69,6 +70,7 @@ class OutsideReads(ContainerChanges):
         self._derived: set[tuple[Any, ...]] = set()
         self._begun: dict[tuple[Any, ...], Load] = {}
         self.reads: dict[tuple[Any, ...], Read] = {}
+        self._own_reads: dict[tuple[Any, ...], Read] = {}
         self.counted: Read | None = None
         self.used_counts: set[tuple[Any, ...]] = set()
         self.advanced: tuple[str, SourceLine] | None = None
@@ -97,6 +99,8 @@ class OutsideReads(ContainerChanges):
             self.used_counts.update({identity} & self._derived)
             self.reached(value, path)
             self.pins_own(value)
+            if identity not in self._written and not is_stand_in(value) and not is_value(value):
+                self._own_reads.setdefault(identity, self._made(place, value, path, line))
             return value
         if identity in self._derived and not self._begins_in(identity):
             self.counted = self.counted or self._made(place, value, path, line)

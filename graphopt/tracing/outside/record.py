@@ -87,9 +87,26 @@ class Record(OutsideReads):
         self._forget_contents(self.laters.arrays)
         self.unrepeated.finish()
         self.changed = self._changed()
+        self._hold_replaced()
         for identity, (container, line) in self.rewritten.items():
             self.holds_contents(container, line, self._left_in.get(identity))
         self._forget_values()
+
+    def _hold_replaced(self) -> None:
+        """Objects and containers that the step has found in attributes of modules, and in whose
+        place it leaves others, which the guards of the modules pass over."""
+        found = {identity: self._own_reads[identity] for identity in self._replaced_own()}
+        self.reads = {**found, **self.reads}  # what is in them is found by them
+        self._own_reads.clear()
+
+    def _replaced_own(self) -> Iterator[tuple[Any, ...]]:
+        return (identity for identity in self._own_reads if identity in self._written)
+
+    def replaced_own(self) -> Iterator[WrittenPlace]:
+        """Attributes of modules in which the step has found an object or a container, and in whose
+        place it leaves another one."""
+        for read in map(self._own_reads.__getitem__, self._replaced_own()):
+            yield WrittenPlace(read.place, read.value, None, read.path, read.line)
 
     def _forget_contents(self, arrays: Any) -> None:
         """Arrays that each call writes to by itself may hold anything when it begins."""

@@ -1,0 +1,143 @@
+"""Attributes of modules in which a step finds an object or a container, and leaves another one: the
+program may put something else there between two calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from loops import Loop, graphs_of, trained
+
+
+class Settings:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+class Agent(nn.Module):
+    """Keeps what it has seen, as minimalRL's agents do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.rows: list[Any] = [0.5]
+        self.table, self.settings, self.state = {"k": 0.5}, Settings(0.5), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def emptied(agent: Any, y: Tensor) -> Any:
+    factor = sum(agent.rows) + len(agent.rows)
+    agent.rows = []
+    return factor
+
+
+def swapped(agent: Any, y: Tensor) -> Any:
+    former, agent.rows = agent.rows, []
+    return torch.tensor([*former, 1.0]).sum()
+
+
+def trimmed(agent: Any, y: Tensor) -> Any:
+    agent.rows.append(1.0)
+    agent.rows = agent.rows[-3:]
+    return 1.0
+
+
+def replaced_table(agent: Any, y: Tensor) -> Any:
+    factor = agent.table["k"]
+    agent.table = {"k": 3.0}
+    return factor
+
+
+def replaced_object(agent: Any, y: Tensor) -> Any:
+    factor = agent.settings.scale
+    agent.settings = Settings(2.0)
+    return factor
+
+
+def of_tensors(agent: Any, y: Tensor) -> Any:
+    """A recurrent network's hidden state, which is an input."""
+    before = (y.detach(), y.detach() * 0) if agent.state is None else agent.state
+    agent.state = (before[0] * 0.5 + y.detach(), before[1] + 1)
+    return agent.state[0].mean() + agent.state[1].mean()
+
+
+def table_of_tensors(agent: Any, y: Tensor) -> Any:
+    factor = 1.0 if agent.state is None else agent.state["y"].mean()
+    agent.state = {"y": y.detach()}
+    return factor
+
+
+def by_the_program(agent: Any, number: int) -> None:
+    agent.rows.extend([float(number)] * (number % 3 + 1))
+    agent.table["k"] = agent.settings.scale = number + 1.0
+
+
+def nothing(agent: Any, number: int) -> None:
+    """Each call finds what the one before has left."""
+
+
+@pytest.mark.parametrize("between", [by_the_program, nothing])
+@pytest.mark.parametrize(
+    "use",
+    [emptied, swapped, trimmed, replaced_table, replaced_object, of_tensors, table_of_tensors],
+)
+def test_each_call_goes_by_what_is_there(
+    use: Callable[..., Any], between: Callable[..., Any]
+) -> None:
+    def make() -> Loop:
+        agent = Agent()
+        optimizer = torch.optim.SGD(agent.parameters(), lr=0.01)
+
+        def step(number: int, x: Tensor) -> Tensor:
+            return trained(agent, optimizer, x * use(agent, agent(x)))
+
+        def left() -> Any:
+            return [agent, agent.rows, agent.table, agent.settings.scale, agent.state]
+
+        return Loop(step, left, lambda number: between(agent, number))
+
+    graphs_of(make, 6)
+
+
+def test_a_tuple_of_tensors_needs_no_graph_for_each_call() -> None:
+    def make() -> Loop:
+        agent = Agent()
+        optimizer = torch.optim.SGD(agent.parameters(), lr=0.01)
+
+        def step(number: int, x: Tensor) -> Tensor:
+            return trained(agent, optimizer, x * of_tensors(agent, agent(x)))
+
+        return Loop(step, lambda: [agent, agent.state])
+
+    assert graphs_of(make, 6) <= 3
+
+
+def test_each_call_leaves_a_list_of_its_own() -> None:
+    """To which the program appends."""
+    kept = []
+
+    def make() -> Loop:
+        agent = Agent()
+        optimizer = torch.optim.SGD(agent.parameters(), lr=0.01)
+
+        def step(number: int, x: Tensor) -> Tensor:
+            agent.rows, agent.table = [], {"k": [1.0]}  # type: ignore[dict-item]
+            return trained(agent, optimizer, x)
+
+        def left() -> Any:
+            kept.append(agent.rows)
+            agent.rows.append(1.0)
+            agent.table["k"].append(2.0)  # type: ignore[attr-defined]
+            return [agent, list(agent.rows), agent.table]
+
+        return Loop(step, left)
+
+    expected = graphs_of(make, 4)
+    assert expected <= 2
+    assert len(set(map(id, kept))) == len(kept)
