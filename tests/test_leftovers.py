@@ -213,10 +213,6 @@ def keeps_text(trainer: Trainer, loss: Tensor) -> Any:
     trainer.table["all"] = trainer.table.get("all", "") + f"{loss.item()}"
 
 
-def returns_an_object(trainer: Trainer, loss: Tensor) -> Any:
-    return trainer
-
-
 def turns_gradients_off(trainer: Trainer, loss: Tensor) -> Any:
     torch.set_grad_enabled(False)
 
@@ -231,7 +227,6 @@ REFUSED = [
     draws,
     keeps,
     keeps_text,
-    returns_an_object,
     turns_gradients_off,
     changes_the_default_dtype,
 ]

@@ -38,6 +38,7 @@ from graphopt.tracing.later import (
     as_later,
     holds_later,
     is_later,
+    is_later_text,
     is_number_later,
     refuse_keys,
 )
@@ -300,7 +301,8 @@ def _left_by_each_call(
         alone = not isinstance(written.before, torch.Tensor)
         follows = (place.is_written if alone else place.may_carry) or not reads
         follows = follows or _is_traced(value, tensors=False)
-        begins = written.before is None or written.before is MISSING
+        empty = written.before is None or written.before is MISSING
+        begins = empty and not is_later_text(value)  # which may go on from what is there then
         if reads and holds_later(value) and not (record.is_input(place) or begins):
             record.refused = record.refused or CaptureError(
                 f"it reads {written.path} outside its arguments, and then puts a text or another"
