@@ -141,3 +141,29 @@ def test_each_call_leaves_a_list_of_its_own() -> None:
     expected = graphs_of(make, 4)
     assert expected <= 2
     assert len(set(map(id, kept))) == len(kept)
+
+
+@pytest.mark.parametrize("new", [list, lambda: [0.5]], ids=["empty", "equal"])
+def test_a_list_that_equals_the_former_one_is_another_list(new: Callable[[], list[Any]]) -> None:
+    """The program has kept the former one, and changes it."""
+
+    def make() -> Loop:
+        agent = Agent()
+        agent.rows = new()
+        optimizer = torch.optim.SGD(agent.parameters(), lr=0.01)
+        kept: list[Any] = []
+
+        def step(number: int, x: Tensor) -> Tensor:
+            factor = 1.0 + len(agent.rows)
+            agent.rows = new()
+            return trained(agent, optimizer, x * factor)
+
+        def between(number: int) -> None:
+            if number == 2:
+                kept.append(agent.rows)
+            for rows in kept if number == 4 else ():
+                rows.append(7.0)
+
+        return Loop(step, lambda: [agent, agent.rows, kept], between)
+
+    graphs_of(make, 7)

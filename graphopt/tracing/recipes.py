@@ -162,10 +162,11 @@ class Recipes:
         """Whether an attribute is as it was, or holds stand-ins of what it held (as an RNN's list
         of flat weights does)."""
         before, after = change.before, change.after
-        if not isinstance(after, (list, tuple)) or not isinstance(before, (list, tuple)):
+        kinds = (list, tuple)
+        if not (isinstance(after, kinds) and isinstance(before, kinds) and before):
             return after is before
         return len(after) == len(before) and all(
-            new is old or self._traced.by_id.get(id(_referent(old))) is _referent(new)
+            self._traced.by_id.get(id(_referent(old))) is _referent(new)
             for old, new in zip(before, after, strict=True)
         )
 
