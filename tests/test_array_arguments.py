@@ -72,6 +72,7 @@ def summed(array: Any) -> Any:
 
 USES: dict[str, Use] = {
     "torch.from_numpy": torch.from_numpy,
+    "itself": lambda array: array,
     "torch.tensor": torch.tensor,
     "torch.as_tensor": torch.as_tensor,
     "torch.Tensor": lambda array: torch.Tensor(array),
@@ -183,7 +184,6 @@ REFUSED = {
     written: "writes into it",
     written_by_tensor: "updates a tensor in place",
     beside_a_tensor: "computes with it and a tensor",
-    (lambda array: array): "keeps or returns an array",
 }
 
 

@@ -126,11 +126,6 @@ class Trainer:
         self.micro = 1 - self.micro
         return train(model, optimizer, x, y, factor)
 
-    def takes_from_an_iterator(
-        self, model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor
-    ) -> Tensor:
-        return train(model, optimizer, x, y, next(ONES))  # HERE
-
     def only_counts(self, model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
         self.micro += 1
         self.seen[0] = self.seen[0] + 1
@@ -178,11 +173,6 @@ def train(
     optimizer.step()
     optimizer.zero_grad()
     return loss
-
-
-def test_what_the_step_takes_from_an_iterator_is_refused() -> None:
-    trainer = Trainer()
-    refuse(trainer.takes_from_an_iterator, trainer)
 
 
 COUNTED = [

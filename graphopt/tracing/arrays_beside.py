@@ -17,6 +17,7 @@ import torch
 from graphopt import _compat
 from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.draws.arrays import is_of_numpy
+from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.later import Later, argument
 from graphopt.tracing.running_trace import current_trace
 
@@ -44,7 +45,7 @@ for _name in ("and_", "or_", "xor", "lshift", "rshift"):
 
 def beside(left: Any, right: Any) -> ArrayBeside | None:
     """What stands on the right of a tensor for an array, or what may be one; None: itself."""
-    if not _compat.is_fake(left):
+    if not _compat.is_fake(left) or is_host_number(right):
         return None
     if type(right) is Later:
         return ArrayBeside(right)

@@ -14,6 +14,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.computations import nest_of
 from graphopt.tracing.draws.arguments import Method, is_known
 from graphopt.tracing.draws.live import as_later as later_of
+from graphopt.tracing.draws.program import ArgumentAt
 from graphopt.tracing.draws.taking import IteratorOfCall
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.host_numbers import is_host_number
@@ -22,6 +23,7 @@ from graphopt.tracing.later import Later, as_later, holds_later, is_later
 from graphopt.tracing.lost_history import has_history
 from graphopt.tracing.made_containers import constant_with
 from graphopt.tracing.marks import AttributeChange
+from graphopt.tracing.number_expressions import Leaf
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.places import is_value
@@ -89,7 +91,7 @@ class Recipes:
         """
         if isinstance(value, ScheduledSetting):
             return Scheduled(value.read_later())
-        if isinstance(value, IteratorOfCall):
+        if isinstance(value, IteratorOfCall) or self._is_argument(value):
             return FromHost(value.expression.index)
         if is_later(value):
             return self._of_later(as_later(value))
@@ -115,6 +117,12 @@ class Recipes:
             hint="return tensors, numbers, strings, None, or containers or objects of them;"
             " register other containers with torch.utils._pytree.register_pytree_node",
         )
+
+    def _is_argument(self, value: Any) -> bool:
+        """Whether a value stands for an array among the arguments."""
+        if not is_known(value) or type(value.expression) is not Leaf:
+            return False
+        return isinstance(self._made.calls.step_of(value).function, ArgumentAt)
 
     def _result(self, value: Any) -> Computed:
         """A further result of the graph."""
