@@ -176,7 +176,7 @@ def _may_grow(tensor: torch.Tensor, shape: torch.Size) -> bool:
     """Whether the very storage of a tensor is enough, or may become so."""
     storage = tensor.untyped_storage()
     needed = (tensor.storage_offset() + shape.numel()) * tensor.element_size()
-    return tensor.is_contiguous() and (needed <= storage.nbytes() or storage.resizable())
+    return tensor.is_contiguous() and bool(needed <= storage.nbytes() or storage.resizable())
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:

@@ -256,7 +256,8 @@ class SettingFloat(ReadFloat):
     """
 
     def __init__(self, symbolic: torch.SymFloat, before: Any, answers: list[Any]) -> None:
-        super().__init__(symbolic.node)  # type: ignore[no-untyped-call]
+        of_node: Any = super().__init__  # which one version of torch gives types, and one does not
+        of_node(symbolic.node)
         self.before, self.answers = before, answers
 
     def __bool__(self) -> bool:
