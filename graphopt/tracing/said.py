@@ -134,6 +134,11 @@ def _hand_on(record: Record, function: Any, /, *args: Any, **options: Any) -> No
     )
 
 
+def only_says(call: HostCall) -> bool:
+    """Whether a call of a function on the host shows or writes a text, and no more."""
+    return isinstance(call.fn, functools.partial) and call.fn.func is _call
+
+
 def _call(function: Any, names: tuple[str, ...], *args: Any) -> None:
     """Call a function with names for its last arguments."""
     args = tuple(arg() if _is_itself(arg) else arg for arg in args)

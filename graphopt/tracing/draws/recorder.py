@@ -184,13 +184,13 @@ class HostCalls:
             self._states[id(generator)] = read_state(generator)
         if not drawing.is_discrete:
             self._continuous.add(index)
-        self.program.behind_callback |= self.is_behind_callback()
+        self.program.behind_callback |= bool(self.functions_called())
         return Known(Leaf(index), value)
 
-    def is_behind_callback(self) -> bool:
-        """Whether the step has given a function to the host."""
+    def functions_called(self) -> list[HostCall]:
+        """The functions that the step has given to the host by now."""
         targets = (node.target for node in self.nodes())
-        return any(isinstance(t, HostCall) and not isinstance(t, Assumption) for t in targets)
+        return [t for t in targets if isinstance(t, HostCall) and not isinstance(t, Assumption)]
 
     def apply(
         self, function: Callable[..., Any], args: Sequence[Any], names: Sequence[str] = ()

@@ -34,6 +34,7 @@ from graphopt.tracing.number_expressions import Application, Leaf
 from graphopt.tracing.outside.native import is_iterator
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
+from graphopt.tracing.said import only_says
 from graphopt.tracing.source import current_user_line
 from graphopt.tracing.substitute import Traced
 
@@ -202,7 +203,7 @@ class TakenInTrace:
     def _refuse_unlike(self, iterator: Any, path: str) -> None:
         """Refuse what cannot be done before the graph runs as it is done in the step."""
         calls = self._calls
-        if calls.is_behind_callback():
+        if not all(map(only_says, calls.functions_called())):
             self._refuse(path, "behind a function on the host, which may change what it gives")
         changed = [*self._model, *self._record.changed_holders()]
         met = reaches(iterator, changed, (torch.nn.Parameter, torch.optim.Optimizer))
