@@ -103,7 +103,7 @@ def _opened_function(value: types.FunctionType) -> tuple[list[Any], _Kind] | Non
 
 def _opened_object(value: Any) -> tuple[list[Any], _Kind] | None:
     kind = type(value)
-    base: Any = next((each for each in (dict, list) if issubclass(kind, each)), object)
+    base = _base_of(kind)
     if kind is base or not all(each in (object, base) or _is_plain(each) for each in kind.__mro__):
         return None
     own = getattr(value, "__dict__", {})
@@ -193,6 +193,11 @@ def _object(
     return new
 
 
+def _base_of(kind: type) -> Any:
+    """The container that a class of the program's is a kind of; `object`: none."""
+    return next((each for each in (dict, list) if issubclass(kind, each)), object)
+
+
 def _new(kind: type) -> Any:
-    base: Any = next((each for each in (dict, list) if issubclass(kind, each)), object)
+    base = _base_of(kind)
     return base.__new__(kind) if kind is not types.SimpleNamespace else kind()

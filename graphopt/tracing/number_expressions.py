@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 
@@ -62,6 +63,11 @@ class Condition:
             return False
         return bool(now) is self.answer
 
+    @cached_property
+    def last_leaf(self) -> int:
+        """The last number that it depends on; -1: it depends on none."""
+        return max((*leaves_of(self.left), *leaves_of(self.right)), default=-1)
+
 
 @dataclass
 class Conditions:
@@ -85,8 +91,7 @@ class Conditions:
     def broken(self, values: Sequence[Any]) -> Condition | None:
         """The first that does not hold among those that depend on these values alone."""
         for condition in self.all:
-            depends = (*leaves_of(condition.left), *leaves_of(condition.right))
-            if max(depends, default=-1) < len(values) and not condition.holds(values):
+            if condition.last_leaf < len(values) and not condition.holds(values):
                 return condition
         return None
 

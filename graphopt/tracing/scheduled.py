@@ -101,10 +101,8 @@ class OfKept:
     item: int
 
     def __call__(self) -> Any:
-        values = self.kept.values
-        return (
-            values[self.item] if values else None
-        )  # reading them has raised, and so will the step
+        values = self.kept.values  # none where reading them has raised, and so will the step
+        return values[self.item] if values else None
 
 
 @dataclass(frozen=True)

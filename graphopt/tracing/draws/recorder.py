@@ -211,15 +211,15 @@ class HostCalls:
 
     def argument(self, position: int, value: Any, said: str) -> Known:
         """What stands for an argument that is an array before the graph runs."""
-        index = self.program.first + len(self.program.steps)
-        self.program.steps.append(HostStep(ArgumentAt(position), (), said=said))
-        return Known(Leaf(index), value)
+        return Known(Leaf(self._add(HostStep(ArgumentAt(position), (), said=said))), value)
 
     def taken(self, source: Taking, args: tuple[Any, ...], said: str) -> int:
         """The step gets what its call has taken. Returns its index."""
-        place = current_user_line()
-        line = "" if place is None else f"{place.file}:{place.line}"
-        self.program.steps.append(HostStep(source, args, said=said, line=line))
+        return self._add(HostStep(source, args, said=said, line=_current_line()))
+
+    def _add(self, step: HostStep) -> int:
+        """Let the program call something as well. Returns the index of what that gives."""
+        self.program.steps.append(step)
         return self.last_index()
 
     def last_index(self) -> int:
@@ -258,8 +258,7 @@ class HostCalls:
         generator: Any = None,
         said: str = "",
     ) -> tuple[int, Any]:
-        place = current_user_line()
-        line = "" if place is None else f"{place.file}:{place.line}"
+        line = _current_line()
         try:
             expressions = tuple(map(expression_of, args))
         except UnknownArgumentError as error:
@@ -280,11 +279,8 @@ class HostCalls:
             )
         with _compat.without_modes():
             value = function(*given, **{name: plain(each) for name, each in named.items()})
-        index = self.program.first + len(self.program.steps)
         said = said or getattr(function, "__name__", "a number that numpy computes")
-        self.program.steps.append(
-            HostStep(function, expressions, tuple(names), generator, said, line)
-        )
+        index = self._add(HostStep(function, expressions, tuple(names), generator, said, line))
         sources = set(chain.from_iterable(map(leaves_of, expressions)))
         if generator is not None or not self._random.isdisjoint(sources):
             self._random.add(index)
@@ -326,7 +322,7 @@ class HostCalls:
         numpy's or not, of one kind, or None."""
         item = self.apply(operator.getitem, (container, key))
         if item is None:
-            return self.by_value(Leaf(self.program.first + len(self.program.steps) - 1), None)
+            return self.by_value(Leaf(self.last_index()), None)
         if is_host_number(item):
             self.by_value(Application(type, (item.expression,)), type(item.value))
         return self.as_float(item)
@@ -458,6 +454,12 @@ class HostCalls:
                 "compute with it, or compare it with another number; turn it into text in"
                 " graphopt.callback(function, number), or return it from the step",
             )
+
+
+def _current_line() -> str:
+    """The line of the program, as a program of the host keeps it; empty where there is none."""
+    place = current_user_line()
+    return "" if place is None else f"{place.file}:{place.line}"
 
 
 def nothing_more() -> None:
