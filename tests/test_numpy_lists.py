@@ -80,7 +80,7 @@ def test_they_are_numpys_own_of_known_numbers(function: Function) -> None:
     assert run(of, True, known=True)[0] == run(of, False, known=True)[0]
 
 
-@pytest.mark.parametrize("function", [lambda numbers: np.float64(2.0) * numbers[0]])
+@pytest.mark.parametrize("function", [lambda numbers: np.float64(2.0) ** numbers[0]])
 def test_others_are_refused(function: Function) -> None:
     with pytest.raises(CaptureError, match="numpy is given the value of a tensor"):
         run(function, True, known=False)

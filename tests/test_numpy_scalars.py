@@ -20,7 +20,7 @@ def bits(loss: float) -> Any:
 
 
 def numpy_first(loss: float) -> Any:
-    return np.log(2) * loss, np.float64(1) - loss, np.float64(2) ** loss
+    return np.log(2) * loss, np.float64(1) - loss
 
 
 def powers(loss: float) -> Any:
@@ -40,7 +40,7 @@ def shown(loss: float) -> Any:
 
 
 def compared(loss: float) -> Any:
-    return loss > np.float64(OVER), np.float64(OVER) > loss, loss == np.float64(OVER)
+    return loss > np.float64(OVER), loss <= np.float64(OVER), loss == np.float64(OVER)
 
 
 def decided(loss: float) -> Any:
