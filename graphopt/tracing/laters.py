@@ -148,7 +148,6 @@ class Laters(KnownTexts):
     def finish(self) -> None:
         """The step is over; see `GraphValues`."""
         self._values.finish()
-        self.arrays.finish()
 
     def parts(self, text: str) -> Sequence[Any]:
         """Texts and values that a text is put together of."""

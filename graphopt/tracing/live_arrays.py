@@ -12,6 +12,7 @@ where the array changes once more.
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections import Counter, OrderedDict, defaultdict
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
+from graphopt.errors import CaptureError
 from graphopt.host import HostCall
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.array_parts import copied_item, without_ranges
@@ -33,6 +35,7 @@ from graphopt.tracing.number_expressions import Leaf
 from graphopt.tracing.numbers import refusal
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
+from graphopt.tracing.own_containers import OwnContainers
 from graphopt.tracing.shared_memory import MemoryOutside
 
 _IN_PLACE = {
@@ -56,6 +59,8 @@ class LiveArrays:
         self._record, self._carry = record, carry
         self._written: dict[int, Any] = {}
         self._memories: dict[int, MemoryOutside] = {}
+        self._put = OwnContainers()
+        self._lines: dict[int, SourceLine] = {}
 
     def is_array(self, value: Any) -> bool:
         """Whether a value is an array outside the step."""
@@ -179,6 +184,8 @@ class LiveArrays:
             record_call(HostCall(_InPlace(place, function), self._nests(args)))
             return
         path = record.path(array, "an array")
+        record.needed_lists |= {id(array)} & record.number_lists
+        self._put.add(args)
         if (
             type(array) in _TABLES
             and id(array) not in self._written
@@ -198,7 +205,9 @@ class LiveArrays:
             )
         record.pin(array)
         self._written[id(array)] = array
-        record_call(HostCall(function, [array, *self._nests(args)]))
+        self._lines.setdefault(id(array), line)
+        # A list whose numbers are inputs of the graph is none that each call makes anew.
+        record_call(HostCall(functools.partial(function, array), self._nests(args)))
         if id(array) in self._memories:
             self._memories.pop(id(array)).is_written = True
 
@@ -206,11 +215,18 @@ class LiveArrays:
         """Refuse a step that has changed a list or a dictionary otherwise as well, or read it in a
         way that is not done again in each call."""
         tables = [each for each in self._written.values() if type(each) in _TABLES]
-        for table in filter(self._is_used_otherwise, tables):
+        if not self._put.are_alone():
             raise refusal(
+                "it puts a list or dictionary that it makes into one outside its arguments, at a"
+                " place that only the graph knows, and changes or keeps it elsewhere as well",
+                "put a copy there: table[key] = list(values)",
+            )
+        for table in filter(self._is_used_otherwise, tables):
+            raise CaptureError(
                 f"it changes {self._record.path(table, 'a list')} by what the graph gives, and"
                 " changes or reads it in another way as well",
-                "do all of that in a function whose result nobody uses",
+                location=str(self._lines[id(table)]),
+                hint="do all of that in a function whose result nobody uses",
             )
 
     def _nests(self, args: Sequence[Any]) -> list[Any]:

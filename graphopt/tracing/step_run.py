@@ -295,6 +295,7 @@ class StepRun:
                 self.outside.laters.finish()
                 refuse_written(self.outside.laters.memories, _compat.current_tracer().graph)
                 self._give(returned)
+                self.outside.laters.arrays.finish()
                 outside = self._left_outside(traced, held, draws)
             self.gradients_first = redirect.gradients_first
         rebinding.finish()

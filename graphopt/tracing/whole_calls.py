@@ -28,7 +28,6 @@ from graphopt._compat.untraced import without_overrides
 from graphopt.errors import GraphOptError
 from graphopt.host import HostCall
 from graphopt.host.functions import name_of
-from graphopt.host.held import is_same
 from graphopt.host.seen import ReadBehind
 from graphopt.tracing.besides import Besides
 from graphopt.tracing.draws.arguments import is_known
@@ -39,6 +38,7 @@ from graphopt.tracing.later import Named, containers_in, is_constant, is_later, 
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
+from graphopt.tracing.own_containers import OwnContainers
 from graphopt.tracing.reachable import codes_in, names_in, reached_from
 from graphopt.tracing.said import found, hand_on
 from graphopt.tracing.scheduled import ScheduledSetting
@@ -67,7 +67,7 @@ class WholeCalls:
         self._seen: set[Site] = set()
         self._made: list[tuple[Site, HostCall, Uses]] = []
         self._given: list[tuple[Site, SharedMemory]] = []
-        self._nests: list[tuple[Site, Any, Any]] = []
+        self._own: dict[Site, OwnContainers] = {}
 
     def instead(self, site: Site, callee: Any, args: Sequence[Any]) -> Callable[..., None] | None:
         """What is called in place of a function whose result nobody uses; None: itself.
@@ -88,8 +88,8 @@ class WholeCalls:
             graph, given = _compat.current_tracer().graph, [*args, *options.values()]
             tensors = filter(_is_tensor, leaves_in(given))
             self._given += [(site, SharedMemory(tensor, graph)) for tensor in tensors]
-            own = (e for e in containers_in(given)[1:] if not self._record.is_outside(e))
-            self._nests += [(site, each, each.copy()) for each in own]
+            outside = self._record.is_outside
+            self._own.setdefault(site, OwnContainers()).add(e for e in given if not outside(e))
 
         return call
 
@@ -127,9 +127,9 @@ class WholeCalls:
             found.followed |= read
         refuse_written([memory for _, memory in self._given], graph)
         found.followed |= {site for site, memory in self._given if memory.is_written}
-        found.followed |= {site for site, nest, before in self._nests if not is_same(nest, before)}
+        found.followed |= {site for site, own in self._own.items() if not own.are_alone()}
         self._given.clear()  # which hold what the step has computed
-        self._nests.clear()
+        self._own.clear()
 
     def _may_change(self, uses: Uses, read: ReadBehind) -> bool:
         """Whether a function may change what the step reads behind its call."""
