@@ -86,6 +86,13 @@ def of_all_kinds() -> Iterator[Any]:
         yield {"x": torch.randn(4, 3), "y": [array, (index, random.random(), None, True)]}
 
 
+def windows() -> Iterator[Any]:
+    """Two views of one tensor, as of a text and the text that follows; and one tensor twice."""
+    for index in itertools.count():
+        rows = torch.randn(5, 3)
+        yield (rows[:-1], rows[1:, :1]) if index % 2 else (rows, rows[:, :1])
+
+
 class OfKinds(Loop):
     def once(self) -> Any:
         batch = next(self.batches)
@@ -259,6 +266,8 @@ MAKE: dict[str, Callable[[], Loop]] = {
     "any of two": lambda: AnyOf(lambda: cycled(loader())),
     "keeps": lambda: Keeps(lambda: cycled(loader())),
     "ended": lambda: Ended(lambda: iter(pairs(5))),
+    "views of one tensor": lambda: Loop(windows),
+    "views, kept": lambda: Keeps(windows),
     "behind noise": lambda: BehindNoise(lambda: itertools.cycle(pairs(3))),
 }  # fmt: skip
 
