@@ -346,6 +346,7 @@ class TrainStep:
         call.drawn.undo()
         with undisturbed():
             captured, agreed = self._stages.compile(call, ways)
+        call.drawn.taken.captured_for = captured.live.drawn
         call = call.using(captured.besides) or call
         self._captured += 1
         entry = self._binding.bound(call, mode, captured, agreed, self._captured)

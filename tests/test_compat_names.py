@@ -62,6 +62,7 @@ LATER = frozenset(
 
 OBJECTS: dict[str, Callable[[], object]] = {
     "_Replicate": lambda: microbatch,
+    "_backward_cls": lambda: torch.autograd.Function,
     "_backward_hooks": lambda: torch.ones(1),
     "_base": lambda: torch.ones(1),
     "_buffers": nn.Module,
@@ -73,11 +74,13 @@ OBJECTS: dict[str, Callable[[], object]] = {
     "_ctc_loss": lambda: torch.ops.aten,
     "_ctc_loss_backward": lambda: torch.ops.aten,
     "_gen_python_code": fx.graph.CodeGen,
+    "_forward_cls": lambda: torch.autograd.Function._backward_cls,
     "_get_stack_summary": ShapeEnv,
     "_global_backward_hooks": lambda: nn.modules.module,
     "_global_backward_pre_hooks": lambda: nn.modules.module,
     "_has_symbolic_sizes_strides": lambda: torch.ones(1),
     "_graph": lambda: fx.symbolic_trace(nn.ReLU()),
+    "_indices": lambda: torch.eye(2).to_sparse(),
     "_insert": fx.Graph,
     "_find_nodes_lookup_table": fx.Graph,
     **dict.fromkeys(
@@ -98,6 +101,7 @@ OBJECTS: dict[str, Callable[[], object]] = {
     "_schema": lambda: torch.ops.aten.add.Tensor,
     "_target_to_str": fx.Graph,
     "_use_count": lambda: torch.ones(1),
+    "_values": lambda: torch.eye(2).to_sparse(),
     "_version": lambda: torch.ones(1),
 }
 

@@ -115,14 +115,52 @@ def test_each_call_says_what_eager_code_says(
     assert run(effect, True, capsys) == expected
 
 
-def test_a_tensor_with_its_gradient_function_is_not_shown() -> None:
-    weight = nn.Parameter(torch.ones(2))
+def shows_gradient_functions(model: nn.Linear, loss: Tensor, kept: SimpleNamespace) -> None:
+    rows = model.weight * 2
+    print(loss, [rows, {"loss": (loss, 1)}], sep="|")
+    print(f"{loss!r} {loss:.3f} {rows}", f"{loss} {loss:.2f}", rows[0], rows.t())
+    logging.getLogger("said").info("loss %s %f", loss, loss)
+    kept.text = str(rows.exp())
+
+
+def test_a_tensor_is_shown_with_its_gradient_function(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(compiled: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model, kept, found = nn.Linear(2, 2), SimpleNamespace(), []
+
+        def step(x: Tensor) -> None:
+            loss = model(x).pow(2).mean()
+            shows_gradient_functions(model, loss, kept)
+            model.zero_grad()
+            loss.backward()
+            for parameter in model.parameters():
+                parameter.data.sub_(parameter.grad, alpha=0.1)
+
+        taken = graphopt.compile(step) if compiled else step
+        for _ in range(3):
+            with caplog.at_level("INFO"):
+                caplog.clear()
+                taken(torch.randn(3, 2))
+            mine = [each.getMessage() for each in caplog.records if each.name == "said"]
+            found += [capsys.readouterr().out, kept.text, mine]
+        return found
+
+    assert "grad_fn=<MeanBackward0>" in (expected := run(False))[0]
+    assert run(True) == expected
+
+
+@pytest.mark.parametrize("what", ["parameter", "list outside"])
+def test_what_else_autograd_knows_of_a_tensor_is_not_shown(what: str) -> None:
+    weight, losses = nn.Parameter(torch.ones(2)), list[Tensor]()
 
     @graphopt.compile
     def step(x: Tensor) -> None:
         loss = (weight * x).sum()
-        print(loss)
+        losses.append(loss)
+        print(weight if what == "parameter" else losses)
         loss.backward()
 
-    with pytest.raises(CaptureError, match="gradient function"):
+    with pytest.raises(CaptureError, match="autograd knows" if what == "parameter" else "outside"):
         step(torch.ones(2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -74,3 +75,33 @@ def test_what_looks_at_entries_is_refused(post: Post) -> None:
 def test_optimizers_that_do_are_refused(optimizer: Any) -> None:
     with pytest.raises(graphopt.CaptureError, match="entries of a sparse tensor"):
         trained(nothing, lambda given, lr: optimizer(list(given), lr=lr), compiled=True)
+
+
+@pytest.mark.parametrize("array", [False, True])
+def test_a_sparse_matrix_outside(array: bool) -> None:
+    """As graph networks keep an adjacency, beside arrays of numpy's."""
+    found = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        numpy.random.seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.adjacency = torch.eye(4).add(torch.ones(4, 4).triu()).to_sparse()
+        features = torch.randn(4, 3)
+
+        def step(
+            batch: Any, model: Any = model, optimizer: Any = optimizer, features: Tensor = features
+        ) -> Tensor:
+            order = numpy.random.permutation(4)
+            x = features[order] if array else features
+            x = x * torch.from_numpy(batch) if array else x
+            loss = torch.sparse.mm(model.adjacency, model(x)).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        taken = graphopt.compile(step) if captured else step
+        rows = numpy.random.rand(3, 4, 1).astype(numpy.float32)
+        found.append([taken(row).detach() for row in rows] + [*model.parameters()])
+    assert all(map(torch.equal, *found))

@@ -3,6 +3,7 @@ the random number generators and what is left in the iterators as well."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections import namedtuple
@@ -83,6 +84,13 @@ def of_all_kinds() -> Iterator[Any]:
     for index in itertools.count():
         array = numpy.random.rand(4, 1).astype("float32")
         yield {"x": torch.randn(4, 3), "y": [array, (index, random.random(), None, True)]}
+
+
+def windows() -> Iterator[Any]:
+    """Two views of one tensor, as of a text and the text that follows; and one tensor twice."""
+    for index in itertools.count():
+        rows = torch.randn(5, 3)
+        yield (rows[:-1], rows[1:, :1]) if index % 2 else (rows, rows[:, :1])
 
 
 class OfKinds(Loop):
@@ -258,6 +266,8 @@ MAKE: dict[str, Callable[[], Loop]] = {
     "any of two": lambda: AnyOf(lambda: cycled(loader())),
     "keeps": lambda: Keeps(lambda: cycled(loader())),
     "ended": lambda: Ended(lambda: iter(pairs(5))),
+    "views of one tensor": lambda: Loop(windows),
+    "views, kept": lambda: Keeps(windows),
     "behind noise": lambda: BehindNoise(lambda: itertools.cycle(pairs(3))),
 }  # fmt: skip
 
@@ -319,6 +329,29 @@ def test_an_object_made_anew_has_an_iterator_of_its_own() -> None:
                 loop.kept = Holder(index + 1)
             found.append(step())
     assert all(map(same, found[:7], found[7:]))
+
+
+@pytest.mark.parametrize("ended", [StopIteration, Exception])
+def test_an_iterator_of_a_list_begins_anew(ended: type[Exception]) -> None:
+    """The first call has none: `next(None)` raises."""
+
+    class Begun(Loop):
+        def once(self) -> Any:
+            try:
+                x, y = next(self.batches)
+            except ended:
+                self.batches = iter(self.kept)
+                x, y = next(self.batches)
+            return self.update(x, y), x
+
+    found = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        loop = Begun()
+        loop.kept, loop.batches = pairs(3), None if ended is Exception else iter(())
+        step = graphopt.compile(loop.once) if captured else loop.once
+        found += [(step(), len(list(copy.copy(loop.batches)))) for _ in range(8)]
+    assert all(map(same, found[:8], found[8:]))
 
 
 @pytest.mark.parametrize("captured", [False, True])

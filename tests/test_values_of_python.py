@@ -247,7 +247,7 @@ def computes_with_tensors(kept: Any, loss: Tensor, x: Tensor) -> Any:
 
 
 def shows_a_gradient(kept: Any, loss: Tensor, x: Tensor) -> Any:
-    return str(loss)
+    return str(loss.detach().requires_grad_())
 
 
 REFUSED = {
@@ -258,7 +258,7 @@ REFUSED = {
     asks_for_letters_in_c: "computes it of a method",
     adds_to_a_text: "and then puts a text",
     computes_with_tensors: "tensors of the graph",
-    shows_a_gradient: "gradient function",
+    shows_a_gradient: "autograd knows",
 }
 
 

@@ -91,6 +91,7 @@ from graphopt._compat.operators import (
 from graphopt._compat.optimizers import has_stepped, mark_stepped
 from graphopt._compat.plain_fakes import are_plain_fakes, detached, is_ruled_in_python, plain_view
 from graphopt._compat.settings import global_settings, is_profiling, without_dispatch, without_modes
+from graphopt._compat.shown import gradient_function, with_gradient_function
 from graphopt._compat.tensors import (
     as_parameter,
     attributes_changed,
@@ -109,6 +110,7 @@ from graphopt._compat.tensors import (
     results_are_plain,
     storage_key,
     storage_key_of_value,
+    strided_parts,
     value_of,
     version_kept,
     version_of,

@@ -76,6 +76,13 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(torch._C.TensorBase.untyped_storage(tensor)._cdata)
 
 
+def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors in whose storage a tensor lies: itself, or indices and values of a sparse one."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    return (tensor,)
+
+
 def storage_key_of_value(value: torch.Tensor) -> int:
     """As `storage_key`, of the value of a node. It asks for the class of the tensor, which one with
     late updates answers by finishing them, and takes half of the time."""

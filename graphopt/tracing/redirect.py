@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 
 from graphopt import _compat
 from graphopt._compat.untraced import untraced
-from graphopt.errors import CaptureError
 from graphopt.tracing import (
     averages,
     constants,
@@ -32,6 +31,7 @@ from graphopt.tracing import (
     numbers,
     recurrent,
     selecting,
+    shown_tensors,
     sparse,
     stale_constants,
 )
@@ -192,17 +192,8 @@ class Redirect(TorchFunctionMode):
             return format(operator.index(numbers.as_read(args[0].item())), args[1])
         elif func is torch.Tensor.__format__ and not args[0].ndim:
             return self._made.text(format, (args[0].item(), *args[1:]))
-        elif func in _TEXT and not args[0].requires_grad:
-            return self._made.text(_TEXT[func], args)
         elif func in _TEXT:
-            refusal = CaptureError(
-                "a tensor with its gradient function is turned into text, which the tensors of a"
-                " graph have not",
-                location=str(current_user_line()),
-                hint="show its value, loss.item() or loss.detach(), or do it in"
-                " graphopt.callback(print, loss)",
-            )
-            raise self._made.refuse(refusal)
+            return self._made.text(_TEXT[func], (shown_tensors.shown(args[0]), *args[1:]))
         return func(*args, **kwargs)
 
     def _is_input(self, tensor: torch.Tensor) -> bool:

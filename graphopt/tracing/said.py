@@ -26,6 +26,7 @@ from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
 from graphopt.tracing.scheduled import ScheduledSetting
+from graphopt.tracing.shown_tensors import shown_within
 from graphopt.tracing.source import current_user_line, is_installed, is_library_file
 
 _PRINT = builtins.print
@@ -196,15 +197,8 @@ def _shown(record: Record, value: Any) -> Any:
     """What is shown of a value, which its own code may say."""
     if is_value(value) or isinstance(value, (ScheduledSetting, *SYMBOLIC)) or is_later(value):
         return value
-    if isinstance(value, torch.Tensor):
-        if value.requires_grad:
-            raise refusal(
-                "it shows a tensor with its gradient function, which the tensors of a graph have"
-                " not",
-                "show its value, loss.item() or loss.detach(), or do it in"
-                " graphopt.callback(print, loss)",
-            )
-        return value
+    if isinstance(value, torch.Tensor) or type(value) in (list, tuple, dict):
+        return shown_within(value, record.is_outside)
     method: Any = type(value).__str__
     method = type(value).__repr__ if method is object.__str__ else method
     code = getattr(method, "__code__", None)

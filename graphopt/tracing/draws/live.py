@@ -126,7 +126,8 @@ class LiesInModel(OfTensors):
 def _is_over_other(tensor: torch.Tensor) -> bool:
     if tensor.device.type != "cpu" or _compat.is_fake(tensor):
         return False
-    return not alias_of(tensor).untyped_storage().resizable()
+    parts = _compat.strided_parts(alias_of(tensor))
+    return not all(part.untyped_storage().resizable() for part in parts)
 
 
 def meets(array: Any, tensor: torch.Tensor) -> bool:
@@ -135,7 +136,11 @@ def meets(array: Any, tensor: torch.Tensor) -> bool:
         return False
     if not (array.size and hasattr(array, "base")):
         return False
-    storage = alias_of(tensor).untyped_storage()
+    return any(_meets(array, part) for part in _compat.strided_parts(alias_of(tensor)))
+
+
+def _meets(array: Any, tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
     begin = storage.data_ptr()
     low = high = array.__array_interface__["data"][0]
     for size, stride in zip(array.shape, array.strides, strict=True):

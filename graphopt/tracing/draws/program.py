@@ -144,8 +144,11 @@ class HostProgram:
             if isinstance(step.function, Taking):
                 if conditions is not None and conditions.broken(values) is not None:
                     raise NotTakenError("a condition does not hold")
-                args = [evaluate(each, values) for each in step.args]
-                now = taken.next(step.function.function, step.function.asked(leaves, args))
+                if taken.captured_for is self:
+                    now = taken.again()
+                else:
+                    args = [evaluate(each, values) for each in step.args]
+                    now = taken.next(step.function.function, step.function.asked(leaves, args))
                 for generator, state in now.left:
                     write_state(generator, state)
                 values.append(step.function(now))

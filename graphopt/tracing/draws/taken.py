@@ -135,12 +135,15 @@ class TakenValues:
     Attributes:
         may_take: iterators may be advanced now; else it is only given again what has been taken.
         refused: nothing is ever taken.
+        captured_for: the program of the graph that has been captured for the call, whose traces
+            have left the places of iterators as the call leaves them.
         ended: what an object has raised last in a trace, whether the step has done anything by then
             that others see, and where.
     """
 
     may_take: bool = False
     refused: bool = False
+    captured_for: object = None
     ended: tuple[Exception, bool, str | None] | None = None
     _all: list[Taken] = field(default_factory=list)
     _given: int = 0
@@ -229,6 +232,11 @@ class TakenValues:
             raise NotTakenError("values are taken from other iterators")
         self._given += 1
         return taken
+
+    def again(self) -> Taken:
+        """What the traces of the call have taken next, wherever that came from."""
+        self._given += 1
+        return self._all[self._given - 1]
 
     def check_used(self, used: int) -> None:
         """See that a graph uses all.

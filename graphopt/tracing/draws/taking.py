@@ -71,7 +71,7 @@ class TakenInTrace:
         self._calls, self._record, self._leaves = calls, record, leaves
         self._taken, self._model, self._begun = taken, list(model), begun
         self._tensors = [each for each in self._model if isinstance(each, torch.Tensor)]
-        self._others = [(real, stand_in, stand_in._version) for real, stand_in in others]
+        self._others = [(real, each, _version(each)) for real, each in others]
         self._given: list[tuple[torch.Tensor, int]] = []
         self._iterators: list[tuple[Any, str]] = []
 
@@ -252,10 +252,12 @@ class TakenInTrace:
         with _compat.without_modes():
             if not apart(value):
                 self._refuse(path, "which gives a tensor in the memory of one of the model")
+            if value.is_inference():
+                self._refuse(path, "which gives a tensor made under torch.inference_mode()")
         stand_in = self._calls.tensor(part, (known,))
         index = self._calls.last_index()
         self._calls.by_value(Application(apart, (Leaf(index),)), True)
-        self._given.append((stand_in, stand_in._version))
+        self._given.append((stand_in, _version(stand_in)))
         return stand_in
 
     def finish(self) -> None:
@@ -265,15 +267,24 @@ class TakenInTrace:
             CaptureError: it has changed what it has been given in place.
         """
         self._taken.forget_raised()
-        if any(tensor._version != version for tensor, version in self._given):
+        if any(_version(tensor) != version for tensor, version in self._given):
             raise CaptureError(
                 "it changes a tensor in place that it has taken from an iterator",
                 hint="change a copy: batch.clone(); or take it outside the step",
             )
-        changed = [real for real, now, version in self._others if now._version != version]
+        changed = [
+            real
+            for real, now, version in self._others
+            if now.is_inference() or _version(now) != version
+        ]
         for iterator, path in self._iterators if changed else ():
             if reaches(iterator, changed):
                 self._refuse(path, "whose code may use a tensor that the step changes")
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """What counts the changes of a tensor. Those of inference mode have none."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 class Steps:

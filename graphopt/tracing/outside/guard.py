@@ -110,6 +110,9 @@ class OutsideGuard:
         if self._gone is not None:
             yield self._gone
             return
+        if not self.given:
+            yield from self._mismatches()
+            return
         with self._called_with(leaves):
             yield from self._mismatches()
 
