@@ -57,7 +57,7 @@ def _own(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         hooks = [list(getattr(value, name, None) or {}) for name in _HOOKS]
         return (
-            value._version,
+            -1 if value.is_inference() else value._version,
             value.requires_grad,
             id(value.grad if value.is_leaf else None),
             hooks,

@@ -466,3 +466,57 @@ def of_ranks(rank: int) -> bool:
 
 def test_each_rank_takes_its_own(two_ranks: Pool) -> None:
     assert two_ranks.run(of_ranks) == [True, True]
+
+
+@pytest.mark.parametrize("from_outside", [False, True])
+def test_beside_a_tensor_of_inference_mode(from_outside: bool) -> None:
+    """As rollouts are kept; a generator of the step goes over its rows."""
+
+    class Rollouts(Loop):
+        def rows(self) -> Iterator[Tensor]:
+            for begin in (0, 2):
+                yield self.kept[torch.arange(2) + begin] * self.kept.mean()
+
+        def once(self) -> Any:
+            rows = self.batches if from_outside else self.rows()
+            return [self.update(x, x[:, :1]) for x in rows]
+
+    found = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        loop = Rollouts()
+        step = graphopt.compile(loop.once) if captured else loop.once
+        outcomes: list[Any] = []
+        for _ in range(4):
+            with torch.inference_mode():
+                loop.kept = torch.randn(4, 3)
+            loop.batches = loop.rows()
+            try:
+                outcomes.append(step())
+            except CaptureError:
+                outcomes.append("refused")
+                break
+        found.append(outcomes)
+    assert found[1] == (["refused"] if from_outside else found[0])
+
+
+def test_a_generator_of_the_class_of_the_step() -> None:
+    """Its class holds the captured step, and that the graphs; the generator uses neither."""
+    found = []
+    for captured in (False, True):
+
+        class Both:
+            def forever(self) -> Iterator[Any]:
+                while True:
+                    yield from pairs(3)
+
+            def step(self, loop: Any, batches: Any) -> Any:
+                return loop.update(*next(batches))
+
+        if captured:
+            Both.step = graphopt.compile(Both.step)  # type: ignore[method-assign]
+        torch.manual_seed(0)
+        loop, both = Loop(), Both()
+        batches = both.forever()
+        found.append([both.step(loop, batches) for _ in range(5)])
+    assert found[0] == found[1]
