@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 
@@ -21,6 +22,8 @@ class CaptureError(GraphOptError, RuntimeError):
         reason: what was found, without location or advice.
         location: ``file:line  code`` of the user's line, or None when no line is involved.
         hint: what to write instead, or None.
+        calls: which of the step may be made as a whole instead; empty where the step is refused
+            for good.
 
     >>> import graphopt, torch
     >>> def step(model, x):
@@ -37,6 +40,7 @@ class CaptureError(GraphOptError, RuntimeError):
         self.reason = reason
         self.location = location
         self.hint = hint
+        self.calls: frozenset[Hashable] = frozenset()
         super().__init__(reason)
 
     def __str__(self) -> str:

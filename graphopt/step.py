@@ -151,7 +151,7 @@ class TrainStep:
         from graphopt.tracing.casts import note_casts
 
         call = call.using(entry.captured.besides) or call
-        call.drawn.taken.check_used(entry.captured.live.drawn.takes)
+        call.drawn.taken.check_used(entry.guards.takes)
         try:
             result = entry(call, self._calls, begun, sent)
         except AssumptionFailedError as error:

@@ -64,7 +64,7 @@ def is_same(one: Any, other: Any, depth: int = _DEPTH, given: Mapping[int, Any] 
         return bool(given.get(id(one)) == given.get(id(other)))
     if type(one) is not type(other) or not depth:
         return False
-    if isinstance(one, _PLAIN):
+    if isinstance(one, (*_PLAIN, torch.Size)):
         return repr(one) == repr(other)
     if hasattr(one, "tobytes") and getattr(one, "ndim", None) == 0:  # a scalar of numpy's
         return bool((one.dtype, one.tobytes()) == (other.dtype, other.tobytes()))

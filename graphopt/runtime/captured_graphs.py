@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, overload
 
 from graphopt.errors import GraphOptError
@@ -52,7 +53,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
 
         for entry in in_order(self._entries, retried):
             bound = call.using(entry.captured.besides)
-            with call.drawn.taken.taking():
+            with call.drawn.taken.taking() if entry.guards.takes else nullcontext():
                 if bound is None or not (entry.goes_on(call.decided) and _fits(entry, bound, mode)):
                     continue
             if entry is not self._entries[0]:
@@ -104,6 +105,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
         for entry in self._entries:
             entry.guards.look(call)
         found = changing(entry.captured.found for entry in self._entries)
+        found.whole = found.whole.union(*(e.captured.besides.whole for e in self._entries))
         if cause is not None and cause.kind != MODE and self._entries:
             found.carried += self._entries[0].guards.counted_for(call)
             found.on_host += self._on_host(call)

@@ -79,7 +79,7 @@ class ArgumentGuards:
             return array
         if _aliases(call, self._tensors.storages()) != self._aliases:
             return "which tensor arguments are the same changed"
-        if _same_containers(call) != self._same:
+        if self._same and _same_containers(call) != self._same:
             return "which lists and dictionaries are the same changed"
         return None
 

@@ -97,6 +97,8 @@ class Besides:
             object, name, tensor.
         whole_lists: places, by their identities, in which it needs the list itself that is there.
         rounds: how many traces have found some of all that.
+        whole: where calls stand that are made as a whole; see `whole_calls`.
+        followed: those among them that cannot be.
         resized: tensors among `tensors` that the step resizes before it does anything else with
             them, to which sizes.
     """
@@ -118,11 +120,14 @@ class Besides:
     rounds: int = 0
     on_host: list[NumberBefore] = field(default_factory=list)
     resized: list[tuple[torch.Tensor, torch.Size]] = field(default_factory=list)
+    whole: frozenset[Hashable] = frozenset()
+    followed: frozenset[Hashable] = frozenset()
 
     def __bool__(self) -> bool:
         found = self.objects or self.tensors or self.counts or self.carried or self.exchanged
         otherwise = self.plain or self.plain_arrays or self.shuffles or self.as_traced
         held = self.texts or self.whole_lists or self.on_host or self.resized
+        held = held or self.whole or self.followed
         return bool(found or otherwise or self.whole_objects or held)
 
     def live(self) -> list[tuple[str, Any]] | None:
@@ -155,6 +160,8 @@ class Besides:
             self.rounds + other.rounds,
             on_host,
             [*self.resized, *other.resized],
+            self.whole | other.whole,
+            self.followed | other.followed,
         )
 
     @contextmanager
@@ -187,6 +194,10 @@ def _resize_unseen(sizes: Iterable[tuple[torch.Tensor, torch.Size]]) -> None:
         if tensor.shape != shape:
             with torch.no_grad(), _compat.without_modes(), _compat.version_kept(tensor):
                 tensor.resize_(shape)
+
+
+NOTHING = Besides()
+"""What a call uses besides its arguments until something is found. Nobody changes it."""
 
 
 class MoreInputs(Exception):

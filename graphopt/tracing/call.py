@@ -18,7 +18,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.host.assumptions import Answer
 from graphopt.host.sizes import Sizes
-from graphopt.tracing.besides import Besides
+from graphopt.tracing.besides import NOTHING, Besides
 from graphopt.tracing.draws.program import HostValues
 from graphopt.tracing.given_objects import GivenField, OpenedObjects, may_be_taken_apart
 from graphopt.tracing.optimizer_state import entries_at, is_known_kind, tensors_of
@@ -86,8 +86,9 @@ class Call:
             (self.tensors if is_tensor else self.constants).append(len(self.leaves))
             self.leaves.append(field.value)
         self._own = len(self.leaves)
+        self._opened = self.tensors, self.constants
         self.slot: list[Any] = []
-        self.besides = Besides()
+        self.besides = NOTHING
         self.decided: tuple[Answer, ...] = ()
         self.sizes = SizesKept.UNKNOWN
         self.votes = self.votes_always = False
@@ -95,10 +96,12 @@ class Call:
 
     def using(self, besides: Besides) -> Call | None:
         """The same call of a step that uses this besides its arguments; None where that is gone."""
-        if self.besides is besides or not (besides or self.besides):
+        if self.besides is besides:
             return self
         if self._using is not None and self._using.besides is besides:
             return self._using
+        if not (besides or self.besides):
+            return self
         objects = besides.live()
         if objects is None:
             return None
@@ -108,10 +111,13 @@ class Call:
         new.leaves = [*self.leaves[: self._own], *(value for _, value in objects)]
         new.modules = [position for position in self.modules if position < self._own]
         new.optimizers = [position for position in self.optimizers if position < self._own]
-        if besides.whole_objects:
-            new.objects = OpenedObjects()
-            new.tensors = [position for position in self.tensors if position < self._given]
-            new.constants = [position for position in self.constants if position < self._given]
+        new.objects = OpenedObjects() if besides.whole_objects else self._fields
+        if new.objects is not self.objects:
+            last = self._given if besides.whole_objects else self._own
+            new.tensors, new.constants = (
+                [position for position in positions if position < last]
+                for positions in self._opened
+            )
         for position in range(self._own, len(new.leaves)):
             is_module = isinstance(new.leaves[position], nn.Module)
             (new.modules if is_module else new.optimizers).append(position)
@@ -128,7 +134,9 @@ class Call:
 
     def deciding(self, answers: tuple[Answer, ...]) -> Call:
         """The same call, with answers to its first decisions, and without what it uses besides."""
-        new = copy.copy(self.using(Besides(as_traced=self.besides.as_traced)) or self)
+        known = self.besides
+        kept = Besides(as_traced=known.as_traced, whole=known.whole, followed=known.followed)
+        new = copy.copy(self.using(kept) or self)
         new._using, new.decided = None, answers
         if any(isinstance(answer, Sizes) for answer in answers):
             new.sizes = SizesKept.RELATED

@@ -339,8 +339,8 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     """The call as it may be traced with success where it has been refused with `inputs`: with what
     it works on besides; with the other answer where a guessed one led to an exception; with more
     known of sizes that depend on values, where something asked about them; with libraries that find
-    out that they are traced, where their decisions by value cannot be followed; or with its numbers
-    as constants, since some code takes nothing else.
+    out that they are traced, where their decisions by value cannot be followed; with its numbers as
+    constants, since some code takes nothing else; or with functions that are called as a whole.
 
     Raises:
         CaptureError: `error`, where that has been tried.
@@ -373,9 +373,26 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     elif not call.besides.plain and any(map(_may_be_plain, inputs.hyperparameters)):
         more = Besides(plain=True)
     else:
-        raise call.besides.unfollowed or error
+        return _with_whole_calls(call, call.besides.unfollowed or error)
     extended = call.using(call.besides.joined(more))
     assert extended is not None, "what a trace has just used is alive"
+    return extended
+
+
+def _with_whole_calls(call: Call, refusal: CaptureError) -> Call:
+    """The call with functions that are called as a whole where that may be, and with nothing else
+    of what has been tried.
+
+    Raises:
+        CaptureError: `refusal`, where there are none.
+    """
+    known = call.besides
+    if refusal.calls <= known.whole:
+        raise refusal
+    whole = known.whole | refusal.calls
+    other = Besides(unfollowed=_alone(refusal), rounds=known.rounds)
+    extended = call.using(replace(other, whole=whole, followed=known.followed))
+    assert extended is not None, "nothing has been found by then that may be gone"
     return extended
 
 

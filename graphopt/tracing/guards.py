@@ -38,6 +38,7 @@ class Guards:
     Attributes:
         besides: modules, optimizers and places that the step uses besides its arguments.
         inputs: those of the graph.
+        takes: how many values a call takes from iterators.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Guards:
         followed = () if outside is None else outside.given
         self._arguments = ArgumentGuards(call, inputs, self._tensors, followed)
         self._numbers = NumberGuards(call, inputs)
+        self.takes = inputs.drawn.takes
         self._states = StateGuards(call, inputs, self._tensors)
 
     @property
@@ -133,7 +135,7 @@ class Guards:
         yield self._states.mismatch(call)
         yield self._tensors.gradient_mismatch()
         yield self._numbers.mismatch(call)
-        if self.inputs.drawn.takes:  # code of iterators has run
+        if self.takes:  # code of iterators has run
             yield self._numbers.changed_by_iterators(call)
             if self._outside is not None:
                 yield self._changed_outside(call)
@@ -144,6 +146,8 @@ class Guards:
         """The first change outside the arguments, and in objects among them that are taken apart,
         of which nothing is kept alive."""
         assert self._outside is not None
+        if not call.objects.roots:
+            return next(self._outside.mismatches(call.leaves), None)
         with self._taken_apart(call):
             return next(self._outside.mismatches(call.leaves), None)
 

@@ -82,6 +82,7 @@ class HostView:
         self._stamps = 0
         self._transient: set[Any] = set()
         self._last: dict[Any, int] = {}
+        self._groups: list[Any] = []
 
     # ------------------------------------------------------------------ calls
 
@@ -99,7 +100,8 @@ class HostView:
         given: list[Any] = []
         for place, holder, before in self._changed():
             value = place.now()
-            if reach.has(holder) or self._record.is_namespace(holder):
+            real = self._record.real_groups.get(id(holder), holder)
+            if reach.has(holder) or reach.has(real) or self._record.is_namespace(holder):
                 left = self._left(value, given)
                 if left is not None:
                     stamp = self._stamp(place, value)
@@ -236,6 +238,7 @@ class HostView:
                 self._transient.add(identity)
         self._known.clear()
         self._before.clear()
+        self._groups = list(self._record.real_groups.values())
 
     def settle(self, signature: Signature) -> None:
         """Let each call know what its function finds: what each call of the step leaves there, or
@@ -258,6 +261,7 @@ class HostView:
             outside.changed = [each for each in outside.changed if id(each.container) in repeated]
             outside.read = list(self._read_behind(number, reach))
         self._calls.clear()
+        self._groups.clear()
         self._record.behind = None
         self._tables, self._settings, self._live = (), (), {}
         self.given = GivenContainers((), {})
@@ -280,7 +284,8 @@ class HostView:
             return
         for place, path, line in behind.call(number):
             holder = place.holder if isinstance(place, OutsidePlace) else place.optimizer()
-            if reach.has(holder):
+            of_optimizer = not isinstance(place, OutsidePlace)
+            if reach.has(holder) or (of_optimizer and any(map(reach.has, self._groups))):
                 self._record.pin(holder)
                 self._record.pin(self._record.owner(holder))
                 yield ReadBehind(place, path, f"{line.file}:{line.line}")

@@ -7,6 +7,7 @@ import builtins
 import functools
 import json
 import math
+import operator
 import statistics
 import types
 from collections import deque
@@ -211,6 +212,35 @@ _FRESH = frozenset(
      "array_equal", "tensor", "add", "subtract", "multiply", "divide", "equal", "not_equal",
      "power", "maximum", "minimum", "logical_and", "logical_or", "logical_not", "norm", "str",
      "format", "repr", "dumps", "arange", "on_copy", "copied_item", "zeros_like", "ones_like",
-     "empty_like", "full_like", "zeros", "ones", "full", "eye"}
+     "empty_like", "full_like", "zeros", "ones", "full", "eye", "isin", "in1d", "vstack", "hstack",
+     "tile", "repeat", "delete", "append", "insert"}
 )  # fmt: skip
 """Functions and methods that give values of their own."""
+
+
+def is_elementwise(function: Any) -> bool:
+    """Whether a function gives an array of its own where one of its operands is an array that has
+    dimensions."""
+    return any(function is each for each in _ELEMENTWISE)
+
+
+_ELEMENTWISE = tuple(
+    getattr(operator, name)
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor",
+                 "eq", "ne", "lt", "le", "gt", "ge", "neg", "invert", "abs")
+)  # fmt: skip
+
+
+def makes_array(function: Any, args: Sequence[Any]) -> bool:
+    """Whether a function of numpy's gives an array of its own for these arguments, which may be
+    one without dimensions, and never a number."""
+    if not is_of_numpy(function):
+        return False
+    return function.__name__ in _MAKING_ARRAYS or (function.__name__ == "where" and len(args) == 3)
+
+
+_MAKING_ARRAYS = frozenset(
+    {"isin", "in1d", "concatenate", "stack", "vstack", "hstack", "array", "copy", "zeros_like",
+     "ones_like", "full_like", "empty_like", "zeros", "ones", "full", "eye", "arange", "bincount",
+     "cumsum", "cumprod", "tile", "repeat", "delete", "append", "insert"}
+)  # fmt: skip

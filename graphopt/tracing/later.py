@@ -35,7 +35,7 @@ from graphopt.tracing.draws.arrays import (
 )
 from graphopt.tracing.draws.program import ArrayConstant
 from graphopt.tracing.host_numbers import is_host_number
-from graphopt.tracing.known_functions import is_fresh
+from graphopt.tracing.known_functions import is_elementwise, is_fresh, makes_array
 from graphopt.tracing.nests import parts
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.running_trace import BEGIN, current_trace, is_running
@@ -100,10 +100,11 @@ class Later(FoundByGraph):
         within = () if is_number or self.own else tuple(laters)
         self.shares |= any(each.shares for each in within)
         self.memories: set[SharedMemory | OwnMemory] = set()
+        for each in laters:
+            self.memories |= {memory for memory in each.memories if memory.reaches_all}
         for each in within:
             self.memories |= each.memories if each.own is None else {*each.memories, each.own}
-        of_tensor = is_numpy_of_tensor(function) and isinstance(args[0], torch.Tensor)
-        self.dimensions: int | None = args[0].ndim if of_tensor else None
+        self.dimensions = _dimensions_of(function, self._args)
         self._known_as: Later | None = None
         self.shared: SharedMemory | None = None
         if memory is not None:
@@ -425,6 +426,16 @@ def _dimensions_left(dimensions: int | None, keys: Sequence[Any]) -> int | None:
     return dimensions - len(numbers)
 
 
+def _dimensions_of(function: Callable[..., Any], args: Sequence[Any]) -> int | None:
+    """How many dimensions what a function gives has; see `Later.dimensions`."""
+    if is_numpy_of_tensor(function) and isinstance(args[0], torch.Tensor):
+        return args[0].ndim
+    if makes_array(function.function if type(function) is Named else function, args):
+        return -1
+    operands = [each.dimensions or 0 for each in args if type(each) is Later]
+    return -1 if is_elementwise(function) and max(operands, default=0) > 0 else None
+
+
 def _changed(value: Later, method: Callable[..., Any], *args: Any) -> None:
     value.changes(method, *args)
 
@@ -473,13 +484,15 @@ def _refused(what: str, hint: str = _HINT) -> CaptureError:
 
 
 def _forward(function: Callable[..., Any], in_place: bool = False) -> Callable[..., Any]:
+    changing = getattr(operator, f"i{function.__name__.strip('_')}") if in_place else function
+
     def method(self: Later, *others: Any) -> Any:
         if any(isinstance(other, torch.Tensor) for other in others):
             return function(current_trace().of_graph(self), *others)
         if in_place and self._is_changed:
-            return Later(getattr(operator, f"i{function.__name__}"), (self, *others), False, True)
+            return Later(changing, (self, *others), False, True)
         if in_place and self.dimensions is not None:
-            return self.changes(getattr(operator, f"i{function.__name__}"), *others)
+            return self.changes(changing, *others)
         if in_place and not self._is_number:
             raise _refused("changes it in place", "make another one: x = x + y, not x += y")
         return Later(function, (self, *others), are_numbers((self, *others)))
@@ -502,7 +515,9 @@ class _Swapped(Method):
         return self.function(other, one)
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_"):
+for _name in (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor"),
+):
     _function, _bare = getattr(operator, _name), _name.strip("_")
     setattr(Later, f"__{_bare}__", _forward(_function))
     setattr(Later, f"__r{_bare}__", _reflected(_function))

@@ -27,6 +27,7 @@ from graphopt.tracing.classes_asked import class_of_number
 from graphopt.tracing.computations import evaluated, functions_in, numbers_in
 from graphopt.tracing.draws.arguments import Method
 from graphopt.tracing.draws.arrays import METHODS
+from graphopt.tracing.draws.items import LiveItems
 from graphopt.tracing.draws.live import is_array as is_array_of_numpy
 from graphopt.tracing.draws.live import place_of
 from graphopt.tracing.draws.recorder import HostCalls
@@ -178,6 +179,8 @@ class Laters(KnownTexts):
     def _at_trace(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(function, TextOutside):
             return lambda: self._record.texts.holds_for(function)
+        if isinstance(function, LiveItems):
+            self.arrays.refuse_written(function.container)
         if not isinstance(function, KeptItems):
             return function
         before, _ = self._record.kept(function.container) or (function.container, [])
@@ -215,7 +218,9 @@ class Laters(KnownTexts):
         if function is not None and not is_total(callee, args) and self._is_known(list(args)):
             return functools.partial(self._called_now, callee)
         if function is not None:
-            lists = any(map(self.is_kept, args)) and kept_lists.folded(self._record, callee, args)
+            kept = [each for each in args if self.is_kept(each)]
+            lists = bool(kept) and not any(map(self.arrays.is_written, kept))
+            lists = lists and bool(kept_lists.folded(self._record, callee, args))
             if not lists and (self._needs(callee, args) or any(map(self.is_kept, args))):
                 return self._applying(function, callee, args, line)
         if is_in(callee, GOING_THROUGH) and any(map(self.is_kept, args)):
@@ -258,7 +263,8 @@ class Laters(KnownTexts):
         if callee is isinstance and args and is_later_text(args[0]):
             return None  # it is a text
         kind = getattr(callee, "__objclass__", None)
-        if args and self.arrays.is_written(args[0]) and callee.__name__ in METHODS:
+        written = args and self.arrays.is_array(args[0]) and self.arrays.is_written(args[0])
+        if written and callee.__name__ in METHODS:
             return Method(callee.__name__)
         if callee in (len, bool) and args and self.is_kept(args[0]):
             return None  # an input of the graph

@@ -1,8 +1,10 @@
-"""Arrays of numpy's outside a step into which it writes what only the graph knows.
+"""Arrays of numpy's outside a step into which it writes what only the graph knows, and lists and
+dictionaries into which it writes at places that only the graph knows.
 
     confusion[t, p] += 1        each call does so, where the program does, as `graphopt.callback`
     totals += counts
     np.add.at(table, index, 1)
+    sums[int(t * 10)] += loss   of a list or a dictionary
 
 What the step reads of such an array behind that is computed when the graph has run, and is refused
 where the array changes once more.
@@ -10,30 +12,38 @@ where the array changes once more.
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
+from graphopt.errors import CaptureError
 from graphopt.host import HostCall
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.array_parts import copied_item, without_ranges
 from graphopt.tracing.callback import record as record_call
-from graphopt.tracing.computations import nest_of
+from graphopt.tracing.computations import nest_of, numbers_in
 from graphopt.tracing.draws.arguments import Method, is_known
 from graphopt.tracing.draws.items import LiveItems
 from graphopt.tracing.draws.live import is_array, place_of
 from graphopt.tracing.host_numbers import is_host_number
-from graphopt.tracing.later import Later, argument, holds_unknown, leaves_in
+from graphopt.tracing.later import Later, argument, as_later, holds_unknown, leaves_in
 from graphopt.tracing.number_expressions import Leaf
 from graphopt.tracing.numbers import refusal
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
+from graphopt.tracing.own_containers import OwnContainers
+from graphopt.tracing.shared_memory import MemoryOutside
 
 _IN_PLACE = {
     f"{sign}=": getattr(operator, f"i{name}")
-    for sign, name in (("+", "add"), ("-", "sub"), ("*", "mul"), ("/", "truediv"))
+    for sign, name in (
+        *(("+", "add"), ("-", "sub"), ("*", "mul"), ("/", "truediv"), ("//", "floordiv")),
+        *(("%", "mod"), ("**", "pow"), ("&", "and"), ("|", "or"), ("^", "xor")),
+    )
 }
 
 
@@ -48,7 +58,9 @@ class LiveArrays:
     def __init__(self, record: Record, carry: Callable[[str, OutsidePlace], bool]) -> None:
         self._record, self._carry = record, carry
         self._written: dict[int, Any] = {}
-        self._read: set[int] = set()
+        self._memories: dict[int, MemoryOutside] = {}
+        self._put = OwnContainers()
+        self._lines: dict[int, SourceLine] = {}
 
     def is_array(self, value: Any) -> bool:
         """Whether a value is an array outside the step."""
@@ -65,16 +77,42 @@ class LiveArrays:
 
     def read(self, array: Any) -> Later:
         """What stands for an array that each call writes to."""
-        self._read.add(id(array))
-        return Later(LiveItems(array), ())
+        found = Later(LiveItems(array), ())
+        found.memories.add(self._memories.setdefault(id(array), MemoryOutside()))
+        return found
+
+    def _is_used_otherwise(self, table: Any) -> bool:
+        reads = self._record.reads.values()
+        return self._record.is_changed(table) or any(r.place.holder is table for r in reads)
+
+    def refuse_written(self, container: Any) -> None:
+        """Refuse a step that decides by what is in a container to which each call writes."""
+        if self.is_written(container):
+            path = self._record.path(container, type(container).__name__)
+            raise refusal(
+                f"it decides by {path} behind a line that changes it by what the graph gives",
+                "decide before it, or in the next call",
+            )
 
     def item(self, array: Any, key: Any) -> Any:
         """What stands for an item which the step only changes: `array[key] += …`."""
         return Later(operator.getitem, (Later(LiveItems(array), ()), key), is_changed=True)
 
+    def is_table(self, value: Any, key: Any) -> bool:
+        """Whether a value is a list or a dictionary outside the step of which only the graph knows
+        which item a key selects; or one to which each call writes by itself."""
+        if type(value) not in _TABLES or not self._record.is_outside(value):
+            return False
+        return self.is_written(value) or (type(key) is not slice and _is_found_by_graph(key))
+
+    def item_of_table(self, table: Any, key: Any, fed: bool) -> Any:
+        """What stands for an item of such a table."""
+        return self.item(table, argument(key)) if fed else self.read(table)[argument(key)]
+
     def setter(self, array: Any, key: Any, value: Any, line: SourceLine) -> Any:
-        """What stands for an array where an instruction writes an item; None: itself."""
-        if place_of(array) is not None:
+        """What stands for an array, or a table, where an instruction writes an item; None:
+        itself."""
+        if place_of(array) is not None or self.is_table(array, key):
             return _Sets(self, array, line)
         if not self.is_array(array):
             return None
@@ -145,12 +183,18 @@ class LiveArrays:
             array.calls.memory.write(array.plain)
             record_call(HostCall(_InPlace(place, function), self._nests(args)))
             return
-        if id(array) in self._read:
-            raise refusal(
-                "it reads an array outside its arguments between two places where it changes it",
-                "change it in one place, or do it in graphopt.callback(function, …)",
-            )
         path = record.path(array, "an array")
+        record.needed_lists |= {id(array)} & record.number_lists
+        self._put.add(args)
+        if (
+            type(array) in _TABLES
+            and id(array) not in self._written
+            and self._is_used_otherwise(array)
+        ):
+            raise refusal(
+                f"it reads or changes {path} and then changes it by what the graph gives",
+                "do all of that in a function whose result nobody uses",
+            )
         if id(array) in record.contents_read:
             places = [each for each in record.places_of(array) if each.is_item]
             if sum(self._carry(path, each) for each in places):
@@ -161,10 +205,43 @@ class LiveArrays:
             )
         record.pin(array)
         self._written[id(array)] = array
-        record_call(HostCall(function, [array, *self._nests(args)]))
+        self._lines.setdefault(id(array), line)
+        # A list whose numbers are inputs of the graph is none that each call makes anew.
+        record_call(HostCall(functools.partial(function, array), self._nests(args)))
+        if id(array) in self._memories:
+            self._memories.pop(id(array)).is_written = True
+
+    def finish(self) -> None:
+        """Refuse a step that has changed a list or a dictionary otherwise as well, or read it in a
+        way that is not done again in each call."""
+        tables = [each for each in self._written.values() if type(each) in _TABLES]
+        if not self._put.are_alone():
+            raise refusal(
+                "it puts a list or dictionary that it makes into one outside its arguments, at a"
+                " place that only the graph knows, and changes or keeps it elsewhere as well",
+                "put a copy there: table[key] = list(values)",
+            )
+        for table in filter(self._is_used_otherwise, tables):
+            raise CaptureError(
+                f"it changes {self._record.path(table, 'a list')} by what the graph gives, and"
+                " changes or reads it in another way as well",
+                location=str(self._lines[id(table)]),
+                hint="do all of that in a function whose result nobody uses",
+            )
 
     def _nests(self, args: Sequence[Any]) -> list[Any]:
         return [nest_of(argument(each)) for each in args]
+
+
+_TABLES = frozenset({list, dict, OrderedDict, defaultdict, Counter})
+
+
+def _is_found_by_graph(key: Any) -> bool:
+    """Whether only the graph knows what a key is."""
+    found = [as_later(each) for each in leaves_in(key)]
+    return holds_unknown([each for each in found if type(each) is not Later]) or any(
+        type(each) is Later and not all(map(is_host_number, numbers_in(each))) for each in found
+    )
 
 
 class _InPlace:
@@ -263,4 +340,5 @@ class _Changes:
         self._arrays.write(self._function, self._array, (value,), self._line)
         return self._array
 
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = _change
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = _change
+    __imod__ = __ipow__ = __iand__ = __ior__ = __ixor__ = _change

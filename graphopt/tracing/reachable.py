@@ -15,7 +15,7 @@ import array
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import partial
 from types import (
     BuiltinFunctionType,
@@ -217,10 +217,19 @@ class Reach:
 
     Args:
         known: the objects, by id; None where there are more than are looked at.
+        held: these objects themselves.
+
+    Attributes:
+        functions: those among them.
+        memories: tensors and arrays among them.
+        is_trained: a module, an optimizer or a tensor that needs a gradient is among them.
     """
 
-    def __init__(self, known: set[int] | None) -> None:
+    def __init__(self, known: set[int] | None, held: Sequence[object] = ()) -> None:
         self._known = known
+        self.functions = [value for value in held if isinstance(value, FunctionType)]
+        self.memories = [each for each in held if _is_memory(each)]
+        self.is_trained = any(map(_is_trained, held))
 
     def among(self, known: Set[int]) -> Set[int]:
         """Those of some objects, given by id, that were reached."""
@@ -237,7 +246,16 @@ def reached_from(function: Any, arguments: Iterable[object]) -> Reach:
     search.bound = True
     search.add([function, *arguments])
     held = {id(value) for _, value in search.run()}
-    return Reach(None if search.pending else search.seen | held)
+    return Reach(None if search.pending else search.seen | held, search.keep)
+
+
+def _is_memory(value: object) -> bool:
+    return isinstance(value, torch.Tensor) or hasattr(type(value), "__array_interface__")
+
+
+def _is_trained(value: object) -> bool:
+    needs_gradient = isinstance(value, torch.Tensor) and value.requires_grad
+    return needs_gradient or isinstance(value, (nn.Module, Optimizer))
 
 
 def _function_of(step: Any) -> Any:
@@ -289,10 +307,16 @@ def _held_by(value: Any) -> list[object]:
 
 def names_in(code: CodeType) -> Iterator[str]:
     """Names that a function may read from its module, those of functions inside it as well."""
-    yield from code.co_names
+    for each in codes_in(code):
+        yield from each.co_names
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """A code, and those of the functions inside it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from names_in(constant)
+            yield from codes_in(constant)
 
 
 def _is_entered(kind: type) -> bool:

@@ -126,13 +126,20 @@ def _write(record: Record, function: Any, *args: Any) -> Any:
 
 
 def _hand_on(record: Record, function: Any, /, *args: Any, **options: Any) -> None:
+    hand_on(record, _call, function, *args, **options)
+
+
+def hand_on(record: Record, caller: Any, function: Any, /, *args: Any, **options: Any) -> HostCall:
+    """Let each call of the step call a function, where the program does.
+
+    Args:
+        caller: calls it, given the function, names for its last arguments, and all arguments.
+    """
     given = [_given(record, arg) for arg in (*args, *options.values())]
-    function = functools.partial(_call, function, tuple(options))
-    record_call(
-        HostCall(
-            function, [nest_of(arg) if holds_unknown(arg, of_host=True) else arg for arg in given]
-        )
-    )
+    nests = [nest_of(arg) if holds_unknown(arg, of_host=True) else arg for arg in given]
+    call = HostCall(functools.partial(caller, function, tuple(options)), nests)
+    record_call(call)
+    return call
 
 
 def only_says(call: HostCall) -> bool:
@@ -142,8 +149,12 @@ def only_says(call: HostCall) -> bool:
 
 def _call(function: Any, names: tuple[str, ...], *args: Any) -> None:
     """Call a function with names for its last arguments."""
-    args = tuple(arg() if _is_itself(arg) else arg for arg in args)
-    Named(function, names)(*args)
+    Named(function, names)(*found(args))
+
+
+def found(args: Sequence[Any]) -> list[Any]:
+    """Arguments with the containers that are found outside by then."""
+    return [arg() if _is_itself(arg) else arg for arg in args]
 
 
 def _given(record: Record, value: Any, within: bool = False) -> Any:

@@ -26,16 +26,20 @@ class SharedMemory:
 
     Args:
         graph: of the trace, so far.
+        begun: the array is made here; else it was there before the step.
 
     Attributes:
         is_written: the step updates it where it does not use the array any more.
     """
 
-    def __init__(self, tensor: torch.Tensor, graph: fx.Graph) -> None:
+    reaches_all = False
+
+    def __init__(self, tensor: torch.Tensor, graph: fx.Graph, *, begun: bool = True) -> None:
         self._tensor = tensor
         self._graph: fx.Graph | None = graph
         self._key = _compat.storage_key(tensor)
-        self._begun = self._used = _last(graph)
+        self._used = _last(graph)
+        self._begun = self._used if begun else None
         self._line: SourceLine | None = None
         self.is_written = False
 
@@ -59,13 +63,17 @@ class SharedMemory:
         Raises:
             CaptureError: it has updated the tensor, and used the array behind that.
         """
-        behind = [node for node in writes if places[node] > places.get(self._begun, -1)]
+        behind = [node for node in writes if places[node] > self._place(places)]
         own = [node for node in behind if any(self._key in storages_of(n) for n in written(node))]
         self._graph = None
         if own:
             self.is_written, self._line = True, source_line(own[0])
             if places[own[0]] <= places.get(self._used, len(places)):
                 self.refuse()
+
+    def _place(self, places: dict[fx.Node, int]) -> int:
+        """Where the array is made."""
+        return -1 if self._begun is None else places.get(self._begun, -1)
 
     def refuse(self) -> NoReturn:
         """Refuse a step that uses the array where the tensor has been updated."""
@@ -84,7 +92,10 @@ class OwnMemory:
         is_written: the step has changed the array since; no view that it has taken before may be
             used any more.
         is_exported: a tensor of the graph stands for the array, or for a view, and does not change.
+        reaches_all: all that is made of it is made anew where it is used.
     """
+
+    reaches_all = False
 
     def __init__(self) -> None:
         self.is_written = self.is_exported = False
@@ -99,6 +110,21 @@ class OwnMemory:
         raise refusal(
             "it uses a part of an array behind a line that changes the array",
             "take a copy of the part, or take it behind that line",
+        )
+
+
+class MemoryOutside(OwnMemory):
+    """That of an array, list or dictionary outside the step, as it is between two changes that each
+    call makes when its graph has run."""
+
+    reaches_all = True
+
+    def refuse(self) -> NoReturn:
+        """Refuse a step that uses what it has read behind the next change."""
+        raise refusal(
+            "it uses what it has read outside its arguments behind a line that changes it by what"
+            " the graph gives",
+            "read it again, or do all of that in a function whose result nobody uses",
         )
 
 

@@ -13,6 +13,7 @@ from graphopt import _compat
 from graphopt._compat.remembering import remembered
 from graphopt.host.seen import viewed_by
 from graphopt.tracing import impurity, numbers, reduction, rng
+from graphopt.tracing.aliases import Aliases
 from graphopt.tracing.alike import own_inputs
 from graphopt.tracing.asked import answered_as_in_eager
 from graphopt.tracing.besides import Finder
@@ -68,6 +69,7 @@ from graphopt.tracing.signature import Signature
 from graphopt.tracing.stand_ins import arguments_of, stand_ins_of
 from graphopt.tracing.substitute import Traced, insert
 from graphopt.tracing.tagging import Tagger, tagged
+from graphopt.tracing.whole_calls import WholeCalls
 
 Scene = Iterator[AbstractContextManager[Any]]
 """Contexts, each of which is entered before the next one is made."""
@@ -111,6 +113,10 @@ class StepRun:
         self.outside = record_for(call, places)
         known = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
         self.finder = Finder(self.outside, known, mode, call.besides)
+        self._aliases = Aliases(call, inputs)
+        self.whole_calls = self.outside.whole_calls = WholeCalls(
+            self.outside, call.besides, self._is_worked_on
+        )
         self.drawn: list[torch.Tensor] = []
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
@@ -190,6 +196,11 @@ class StepRun:
         piece = self.outside.laters.piece_of
         self.outside.texts = ChangingTexts(self.outside, self._call.besides.texts, piece)
         yield values_of(self.outside.laters)
+
+    def _is_worked_on(self, value: Any) -> bool:
+        """Whether no function may use a tensor or an array that is called later."""
+        given = (self._call.leaves[position] for position in self._call.tensors)
+        return bool(self._aliases.under(value)) or any(value is each for each in given)
 
     def _carried(self, path: str, place: OutsidePlace) -> bool:
         """Note a place in which each call finds an array; whether this is new."""
@@ -271,6 +282,7 @@ class StepRun:
             instead = self._instead(traced, draws, arrays, taken)
             self.outside.draws_items = taken.given_to(draws.picks.draws)
             self.outside.iterated = taken.iterated
+            self._aliases.watch(self.outside, self._call, traced, self.outside.laters.memories)
             with observed_step(self._call, self.outside, instead):
                 exchanged = self._call.besides.exchanged
                 with keyed_by_stand_ins(self._keyed, self.outside, traced.by_id, exchanged):
@@ -283,6 +295,7 @@ class StepRun:
                 self.outside.laters.finish()
                 refuse_written(self.outside.laters.memories, _compat.current_tracer().graph)
                 self._give(returned)
+                self.outside.laters.arrays.finish()
                 outside = self._left_outside(traced, held, draws)
             self.gradients_first = redirect.gradients_first
         rebinding.finish()
@@ -419,6 +432,7 @@ class StepRun:
         signature.attributes += collector.attributes(marked)
         signature.texts = [given for _, given in self.outside.texts.any()]
         self._view.settle(signature)
+        self.whole_calls.settle(self.finder.found, _compat.current_tracer().graph)
         signature.data.update(recipes.computed(rebinding.given))
         signature.reshaped = rebinding.reshaping.reshaped
         signature.rebound.update(recipes.computed(rebinding.rebound))

@@ -20,11 +20,11 @@ from graphopt.errors import CaptureError
 from graphopt.ir.families import FUSED_OPTIMIZERS
 from graphopt.ir.source import SourceLine
 from graphopt.tracing import impurity, strides, trusted
-from graphopt.tracing.besides import MoreInputs
+from graphopt.tracing.besides import Besides, MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.draws.program import HostProgram
 from graphopt.tracing.draws.taken import NeedsValueError
-from graphopt.tracing.failures import definition_of, explained, raised_by_step
+from graphopt.tracing.failures import definition_of, explained, is_raised, raised_by_step
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.leftovers import (
     HostState,
@@ -158,6 +158,11 @@ def _traced(
             raise MoreInputs(run.finder.found) from error
         if isinstance(error, StopIteration):  # which contexts let pass
             raise
+        if isinstance(error, CaptureError) and not is_raised(error):
+            within = run.whole_calls.around(error)
+            if within:
+                raise MoreInputs(Besides(whole=within)) from error
+            error.calls = run.whole_calls.others()
         own = raised_by_step(error)
         texts = call.besides.texts  # something may take what stands for one for another text
         if own is not None and inputs.answers and inputs.guessed is None and not texts:

@@ -26,16 +26,16 @@ class LiveItems:
     """
 
     def __init__(self, container: Any) -> None:
-        self._container = container
+        self.container = container
 
     def __call__(self) -> Any:
-        return self._container
+        return self.container
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LiveItems) and other._container is self._container
+        return isinstance(other, LiveItems) and other.container is self.container
 
     def __hash__(self) -> int:
-        return id(self._container)
+        return id(self.container)
 
 
 class SelectedItems:

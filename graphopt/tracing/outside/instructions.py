@@ -147,6 +147,7 @@ class Instructions(LaterOperands):
     # ------------------------------------------------------------------ attributes
 
     def _attribute(self, at: Instruction) -> None:
+        self._real_group(at, 1)
         value = at.top(1)
         if type(value) is deque and at.step.name == "maxlen":  # which nothing changes
             self._record.pin(value)
@@ -175,6 +176,7 @@ class Instructions(LaterOperands):
 
     def _item(self, at: Instruction) -> None:
         record, key = self._record, at.top(1)
+        self._real_group(at, 2)
         if at.step.fed:
             self._fed(at)
         if at.takes(2, record.laters.taking_items(at.top(2), key, at.step.fed)):
@@ -182,6 +184,10 @@ class Instructions(LaterOperands):
         if type(key) is not slice:
             self._known(at, 2)
         container = record.viewed(at.top(2))
+        if record.laters.arrays.is_table(container, key):
+            at.put(2, Gives(record.laters.arrays.item_of_table(container, key, at.step.fed)))
+            at.put(1, 0)
+            return
         is_found = any_known((key,)) or takes_items(container, key)
         other = self._substitute(operator.getitem, (container, key)) if is_found else None
         laters = record.laters
@@ -252,12 +258,16 @@ class Instructions(LaterOperands):
             self._record.mutated(container, line)
 
     def _set_item(self, at: Instruction) -> None:
-        container, key = at.top(2), self._exact(at, 1, plain(at.top(1)))
+        self._real_group(at, 2)
+        container, arrays, like = at.top(2), self._record.laters.arrays, object()
+        if arrays.is_table(container, at.top(1)):
+            at.takes(2, arrays.setter(container, at.top(1), at.top(3), at.line))
+            return
+        key = self._exact(at, 1, plain(at.top(1)))
         if at.takes(2, self._record.laters.setting_items(container, at.top(1), at.top(3))):
             return
         if not isinstance(container, (list, dict)) and not is_plain_class(type(container)):
             self._known(at, 3)
-        arrays, like = self._record.laters.arrays, object()
         if at.takes(2, arrays.made(container, like, (at.top(1), at.top(3)), at.frame)):
             return
         if is_known(container):
@@ -279,6 +289,7 @@ class Instructions(LaterOperands):
         self._calls.store_item(container, key, at.line, self._counts_in(at, place))
 
     def _delete_item(self, at: Instruction) -> None:
+        self._real_group(at, 2)
         container, key = at.top(2), plain(at.top(1))
         if is_container(container):
             self._record.pin(key)
@@ -289,6 +300,7 @@ class Instructions(LaterOperands):
 
     def _goes_over(self, at: Instruction) -> None:
         """A loop over the items of an object begins."""
+        self._real_group(at, 1)
         value = at.top(1)
         other = self._record.iterated(value)
         if other is None or other is value:
@@ -347,6 +359,8 @@ class Instructions(LaterOperands):
             self._record.unrepeated.watches(value, self._path(at.frame, value), at.line)
 
     def _same_object(self, at: Instruction) -> None:
+        self._real_group(at, 1)
+        self._real_group(at, 2)
         self._known(at, 1)
         self._known(at, 2)
         self._pin_both(at)
@@ -364,6 +378,7 @@ class Instructions(LaterOperands):
             self._pin_both(at)
 
     def _contains(self, at: Instruction) -> None:
+        self._real_group(at, 1)
         container = at.top(1)
         if isinstance(container, str) and self._stands_later(at, 1, texts=True):
             return
@@ -394,6 +409,11 @@ class Instructions(LaterOperands):
             path = f"{self._path(at.frame, value)}.{name}"
             read_attribute(self._record, value, name, path, at.line)
 
+    def _real_group(self, at: Instruction, place: int) -> None:
+        """Let an instruction find the stand-in of a parameter group that the program holds."""
+        if self._record.groups:
+            at.takes(place, self._record.groups.get(id(at.top(place))))
+
     def _path(self, frame: FrameType, value: Any) -> str:
         """How a message calls an object: as the step has got to it, or the function calls it."""
         names = (name for name, local in frame.f_locals.items() if local is value)
@@ -412,6 +432,9 @@ class Instructions(LaterOperands):
 
     def _call(self, at: Instruction) -> None:
         callee, args = at.called_with()
+        top = int(at.step.instruction in NAMED_CALLS)
+        for place in range(top + 1, top + 1 + at.step.argument):
+            self._real_group(at, place)
         self._record.texts.calls(at, callee)
         for each in args:
             if is_container(each):

@@ -97,7 +97,10 @@ class LaterOperands:
     ) -> Callable[..., Any] | None:
         """What is called in place of a function that reads places by their names in a text, or that
         each call of the step has to call itself."""
-        other: Callable[..., Any] | None = formatting(callee, args, at.line)
+        other: Callable[..., Any] | None = None
+        if at.step.discarded:
+            other = self._record.whole_calls.instead((at.code, at.step.offset), callee, args)
+        other = other or formatting(callee, args, at.line)
         return other or self._record.laters.called(callee, args, at.line, at.step.discarded)
 
 

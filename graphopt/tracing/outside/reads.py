@@ -63,6 +63,10 @@ class OutsideReads(ContainerChanges):
     def __init__(self, own: Iterable[dict[str, Any]], inputs: Set[Any]) -> None:
         super().__init__(own)
         self.laters: Any = None
+        self.whole_calls: Any = None
+        self.reads_array: Callable[[Any], object] = of_none
+        self.groups: dict[int, Any] = {}
+        self.real_groups: dict[int, Any] = {}
         self.texts = ChangingTexts(self)
         self._inputs = inputs
         self.refused: CaptureError | None = None
@@ -164,6 +168,7 @@ class OutsideReads(ContainerChanges):
         self._goes_through(container)
         if is_bytes(container):
             self.contents_read.add(id(container))
+            self.reads_array(container)
             self._reads_bytes(container, path, line)
             return
         items = self._items_of(container, path, line)

@@ -136,8 +136,9 @@ class Record(OutsideReads):
         self._left_in.clear()
         self._begun.clear()
         self.length_of, self.draws_items, self.item_setter = of_none, draws_none, set_itself
-        self.iterated = of_none
-        self.laters = None
+        self.iterated = self.reads_array = of_none
+        self.groups, self.real_groups = {}, {}
+        self.laters = self.whole_calls = None
 
     def written_arrays(self) -> list[Any]:
         """The arrays to which the step, or a function on the host, writes."""
