@@ -148,3 +148,170 @@ def test_a_program_may_cut_the_history_between_calls() -> None:
     step(torch.ones(1, 2))
     with pytest.raises(CaptureError, match="an earlier call has computed"):
         step(torch.ones(1, 2))
+
+
+class Memory:
+    """What was chosen, with its logarithm, which another policy has computed with gradients."""
+
+    def __init__(self) -> None:
+        self.chosen: list[Tensor] = []
+        self.logs: list[Tensor] = []
+
+    def fill(self, trainer: Trainer) -> None:
+        self.chosen = [torch.randn(3) for _ in range(4)]
+        self.logs = [trainer.model(row).log_softmax(0)[0] for row in self.chosen]
+
+
+def ratio(trainer: Trainer, memory: Memory) -> Tensor:
+    logs = torch.stack(memory.logs).detach()
+    now = trainer.model(torch.stack(memory.chosen)).log_softmax(1)[:, 0]
+    loss = -(now - logs).exp().mean()
+    trainer.update(loss)
+    return loss.detach()
+
+
+def read_as_numbers(trainer: Trainer, memory: Memory) -> float:
+    total = sum(each.item() for each in memory.logs)
+    loss = trainer.loss(torch.stack(memory.chosen)) * total
+    trainer.update(loss)
+    return loss.item()
+
+
+def compared_without_gradients(trainer: Trainer, memory: Memory) -> Tensor:
+    loss = trainer.loss(torch.stack(memory.chosen))
+    trainer.update(loss)
+    with torch.no_grad():
+        return (torch.stack(memory.logs) * 2 - loss).clamp(max=0.5)
+
+
+def asked_what_it_is(trainer: Trainer, memory: Memory) -> tuple[bool, bool, bool]:
+    log = memory.logs[0]
+    trainer.update(trainer.loss(torch.stack(memory.chosen)))
+    return log.requires_grad, log.is_leaf, log.detach().requires_grad
+
+
+@pytest.mark.parametrize(
+    "step", [ratio, read_as_numbers, compared_without_gradients, asked_what_it_is]
+)
+def test_what_other_code_has_computed_with_gradients_is_an_input(
+    step: Callable[[Trainer, Memory], Any],
+) -> None:
+    found = []
+    for run in (step, graphopt.compile(step)):
+        trainer, memory, values = Trainer(), Memory(), []
+        for _ in range(6):
+            memory.fill(trainer)
+            values.append((str(run(trainer, memory)), trainer.model.weight.tolist()))
+            assert all(log.grad_fn is not None for log in memory.logs)
+        found.append(values)
+        if run is not step:
+            assert len(run.captures) <= 3  # type: ignore[attr-defined]
+    assert found[0] == found[1]
+
+
+def goes_through(trainer: Trainer, log: Tensor) -> None:
+    trainer.update(trainer.loss(torch.ones(4, 3)) * log)
+
+
+def writes(trainer: Trainer, log: Tensor) -> None:
+    with torch.no_grad():
+        log.mul_(2)
+
+
+def cuts(trainer: Trainer, log: Tensor) -> None:
+    log.detach_()
+
+
+@pytest.mark.parametrize("as_argument", [True, False])
+@pytest.mark.parametrize("step", [goes_through, writes, cuts])
+def test_the_history_of_other_code_is_left_alone(
+    step: Callable[[Trainer, Tensor], None], as_argument: bool
+) -> None:
+    trainer = Trainer()
+    log = trainer.loss(torch.ones(4, 3))
+    before, weight = log.item(), trainer.model.weight.tolist()
+
+    def run(trainer: Trainer, given: Tensor | None, x: Tensor) -> Tensor:
+        step(trainer, log if given is None else given)
+        return trainer.loss(x)
+
+    with pytest.raises(CaptureError, match="computed with gradients outside") as caught:
+        graphopt.compile(run)(trainer, log if as_argument else None, torch.ones(2, 3))
+    assert caught.value.hint is not None and "detach()" in caught.value.hint
+    assert log.item() == before and log.grad_fn is not None
+    assert trainer.model.weight.tolist() == weight
+
+
+def test_a_gradient_for_what_other_code_has_computed_is_as_in_eager() -> None:
+    found = []
+    for compiled in (False, True):
+        trainer = Trainer()
+
+        def step(hidden: Tensor, trainer: Trainer = trainer) -> Tensor:
+            loss = trainer.loss(hidden)
+            (gradient,) = torch.autograd.grad(loss, [hidden], retain_graph=True)
+            trainer.update(trainer.loss(torch.ones(4, 3)) * gradient.sum())
+            return gradient
+
+        run: Any = graphopt.compile(step) if compiled else step
+        rows = []
+        for index in range(3):
+            start = torch.full((4, 3), float(index), requires_grad=True)
+            rows.append((run(start * 2).tolist(), trainer.model.weight.tolist()))
+        found.append(rows)
+    assert found[0] == found[1]
+
+
+def of_parameters(trainer: Trainer, log: Tensor) -> None:
+    torch.autograd.grad(trainer.loss(torch.ones(4, 3)) * log, list(trainer.model.parameters()))
+
+
+def test_gradients_for_parameters_do_not_miss_a_history() -> None:
+    """Which of the parameters it leads to is not known."""
+    trainer = Trainer()
+    log = trainer.loss(torch.ones(4, 3))
+    with pytest.raises(CaptureError, match="computed with gradients outside"):
+        graphopt.compile(of_parameters)(trainer, log)
+    summed = graphopt.compile(summed_by_gradients)
+    summed(trainer, torch.ones(4, 3))
+    with pytest.raises(CaptureError, match="an earlier call has computed"):
+        summed(trainer, torch.ones(4, 3))
+
+
+def summed_by_gradients(trainer: Trainer, x: Tensor) -> None:
+    trainer.total = trainer.total + trainer.loss(x)
+    parameters = list(trainer.model.parameters())
+    for parameter, each in zip(
+        parameters, torch.autograd.grad(trainer.total, parameters), strict=True
+    ):
+        parameter.data.sub_(0.1 * each)
+
+
+def test_hooks_of_what_other_code_has_computed_are_not_passed_over() -> None:
+    trainer = Trainer()
+    log = trainer.loss(torch.ones(4, 3))
+    step = graphopt.compile(asked_for_its_gradient)
+    assert step(trainer, log).item() == 2.0
+    log.register_hook(lambda gradient: gradient * 10)
+    with pytest.raises(CaptureError, match="with hooks"):
+        step(trainer, log)
+
+
+def asked_for_its_gradient(trainer: Trainer, log: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(log * 2, [log])
+    trainer.update(trainer.loss(torch.ones(4, 3)) * gradient)
+    return gradient
+
+
+def test_views_of_one_computed_tensor_are_read_as_they_are() -> None:
+    trainer = Trainer()
+    logs = trainer.model(torch.ones(4, 3))
+    views = [logs, logs[:1]]
+
+    @graphopt.compile
+    def step(x: Tensor) -> Tensor:
+        trainer.update(trainer.loss(x))
+        return views[0].detach() + views[1].detach()
+
+    for _ in range(2):
+        assert torch.equal(step(torch.ones(2, 3)), (logs + logs[:1]).detach())

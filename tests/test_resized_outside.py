@@ -41,13 +41,23 @@ def decides(s: Any, x: Tensor) -> Tensor:
     return loss * 2 if loss > 0 else loss.square()
 
 
+def fills_again(s: Any, x: Tensor) -> Tensor:
+    s.image.resize_as_(x).copy_(x)
+    with torch.no_grad():
+        first = s.model(s.image).mean()
+    s.image.resize_(x.size()).copy_(x + first)
+    s.label.resize_(len(x)).fill_(1)
+    s.label.resize_as_(s.label).mul_(2)
+    return (s.model(s.image)[:, 0] - s.label).square().mean()
+
+
 def keeps_what_was_there(s: Any, x: Tensor) -> Tensor:
     s.label.resize_(5)
     return s.model(x).sum() * s.label.sum()  # type: ignore[no-any-return]
 
 
 STEPS: list[Callable[[Any, Tensor], Tensor]] = [
-    copies, like_another, sometimes, decides, keeps_what_was_there,
+    copies, like_another, sometimes, decides, fills_again, keeps_what_was_there,
 ]  # fmt: skip
 TENSORS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
     "as large": lambda: (torch.zeros(4, 3), torch.arange(4.0)),

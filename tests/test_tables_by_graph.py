@@ -3,6 +3,7 @@ everything compared with eager calls."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ def loop(table: Any, change: Callable[[Any, Tensor, Tensor], Any]) -> Callable[[
     """A loop that changes a copy of a table behind its update."""
 
     def make() -> Loop:
-        model, found = nn.Linear(4, 2), table.copy()
+        model, found = nn.Linear(4, 2), copy.deepcopy(table)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
 
         def step(number: int, x: Tensor) -> Any:
@@ -69,6 +70,17 @@ def rows(table: Any, loss: Tensor, x: Tensor) -> None:
     table[x[0].argmax().item()] = [loss.item(), "row"]
 
 
+def rows_that_are_there(table: Any, loss: Tensor, x: Tensor) -> None:
+    row = table[x[0].argmax().item()]
+    row.append(loss.item())
+    table[x[1].argmax().item()][0] += x.mean().item()
+
+
+def rows_that_begin(table: Any, loss: Tensor, x: Tensor) -> None:
+    for label, value in zip(x.argmax(1).tolist(), x.sum(1), strict=True):
+        table[label].append(value.item())
+
+
 def by_turns(table: Any, loss: Tensor, x: Tensor) -> None:
     if x.std().item() > 1:
         table[x[0].argmax().item()] += 1
@@ -87,6 +99,8 @@ CASES = {
     "a dictionary whose items are set": loop(dict.fromkeys(range(4), 0.0), sets_and_scales),
     "running averages": loop([0.0] * 4, averages),
     "a list that is read behind": loop([0] * 4, shown_behind),
+    "rows": loop([[0.0, 1] for _ in range(4)], rows_that_are_there),
+    "rows that begin": loop(defaultdict(list), rows_that_begin),
     "rows that each call makes": loop({}, rows),
     "a list whose item is written in other calls": loop([0.0] * 4, by_turns),
 }
@@ -120,6 +134,13 @@ def shares_a_row(table: Any, loss: Tensor, x: Tensor) -> None:
     table[x[0].argmax().item()] = table[x[1].argmax().item()] = row
 
 
+def reads_a_row(table: Any, loss: Tensor, x: Tensor) -> int:
+    first = table[0]
+    first.append(1)
+    table[x[0].argmax().item()].append(2)
+    return len(first)
+
+
 REFUSED = [reads_before, changes_otherwise, reads_between, shares_a_row]
 
 
@@ -127,3 +148,8 @@ REFUSED = [reads_before, changes_otherwise, reads_between, shares_a_row]
 def test_a_list_that_is_used_otherwise_as_well_is_refused(change: Any) -> None:
     with pytest.raises(CaptureError):
         run(loop([0] * 4, change), 3, compiled=True)
+
+
+def test_a_row_that_is_used_otherwise_as_well_is_refused() -> None:
+    with pytest.raises(CaptureError, match="reads or changes"):
+        run(loop([[], []] * 2, reads_a_row), 3, compiled=True)

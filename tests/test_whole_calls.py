@@ -19,11 +19,15 @@ from graphopt.errors import CaptureError, GraphOptError
 from loops import Loop, graphs_of, run, trained
 
 
+class Row(list[Any]):
+    """A list of the program's own class, which no trace follows into a table."""
+
+
 class Means:
     """Running means by name, as loggers of diffusion models keep them."""
 
     def __init__(self) -> None:
-        self.order: list[list[str]] = [[], []]
+        self.order = [Row(), Row()]
         self.values: Any = defaultdict(float)
         self.counts: Any = defaultdict(int)
         self.seen = 0
@@ -44,7 +48,7 @@ class Bins:
     """Lists and tables by the number of a bin, a window, and the largest so far."""
 
     def __init__(self) -> None:
-        self.sums, self.rows = [0.0] * 5, {index: [0] for index in range(5)}
+        self.sums, self.rows = [0.0] * 5, {index: Row([0]) for index in range(5)}
         self.window: Any = deque(maxlen=3)
 
     def put(self, number: float, weight: float = 1.0) -> None:
@@ -137,7 +141,7 @@ def into_a_tree() -> Loop:
 
 def by_a_closure() -> Loop:
     model, optimizer = model_and_optimizer()
-    table: dict[int, list[float]] = {index: [] for index in range(5)}
+    table = {index: Row() for index in range(5)}
     order: list[str] = []
 
     def note(value: float, named: str = "value") -> None:
@@ -161,7 +165,7 @@ def beside_what_the_step_counts() -> Loop:
         calls, seen = 0, 0
 
         def __init__(self) -> None:
-            self.table: list[list[tuple[int, int]]] = [[], []]
+            self.table = [Row(), Row()]
 
     state = Trainer()
 
@@ -181,7 +185,7 @@ def beside_what_the_step_counts() -> Loop:
 
 def of_tensors() -> Loop:
     model, optimizer = model_and_optimizer()
-    rows: dict[int, list[Tensor]] = {0: [], 1: [], 2: [], 3: []}
+    rows = {index: Row() for index in range(4)}
 
     def note(loss: Tensor, labels: Tensor) -> None:
         rows[int(labels[0])].append(loss * 2)
@@ -258,7 +262,7 @@ def noting(make: Callable[[Any, Any], Any]) -> Loop:
     """A step that gives its loss, and a sum over its batch, to a function which puts them into a
     list that only the graph knows."""
     model, optimizer = model_and_optimizer()
-    rows: dict[int, list[Any]] = {0: [], 1: []}
+    rows = {0: Row(), 1: Row()}
     note, draw, behind = make(rows, model)
 
     def step(number: int, x: Tensor) -> Any:

@@ -114,13 +114,18 @@ _SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)
 _Symbol = TypeVar("_Symbol", torch.SymFloat, torch.SymInt, torch.SymBool)
 
 
-def record_number(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.SymFloat:
+def record_number(
+    function: Callable[..., Any], args: tuple[Any, ...], among: tuple[Any, ...] = ()
+) -> torch.SymFloat:
     """Record a call of a Python operator on symbolic numbers that gives a float, or what a
     symbolic float stands for; its result is a new unknown.
 
     Torch would build a symbolic expression, which takes milliseconds for each operator.
+
+    Args:
+        among: symbolic numbers of the trace, where `args` are constants.
     """
-    environment = _environment_of(args)
+    environment = _environment_of((*args, *among))
     with environment.ignore_fresh_unbacked_symbols():
         result: torch.SymFloat = environment.create_unbacked_symfloat()
     return _recorded(function, args, result)

@@ -27,6 +27,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.constants import constant_of, is_new
+from graphopt.tracing.lost_history import without_history
 from graphopt.tracing.outside.attributes import read_attribute
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
@@ -234,7 +235,7 @@ class Finder:
                 self._made.append(tensor)  # which keeps its identity
                 self._stand_ins[id(tensor)] = constant_of(tensor)
             elif self._find(tensor):
-                self._stand_ins[id(tensor)] = _compat.to_fake(self._mode, tensor)
+                self._stand_ins[id(tensor)] = _compat.to_fake(self._mode, without_history(tensor))
             else:
                 return None
         return self._stand_ins[id(tensor)]
@@ -249,7 +250,7 @@ class Finder:
             self._add(*optimizer)
             return True
         path = self._record.path_to(tensor)
-        if path is None or tensor.grad_fn is not None:
+        if path is None:
             return False
         self.found.tensors.append((path, tensor))
         return True
@@ -345,9 +346,10 @@ class Finder:
     def optimizer(self, optimizer: Optimizer) -> bool:
         """The step steps an optimizer. Returns whether it is one that the step has reached."""
         path = self._record.path_to(optimizer)
-        if path is not None:
-            self._add(path, optimizer)
-        return path is not None
+        if path is None or self._record.is_made_here(optimizer):
+            return False
+        self._add(path, optimizer)
+        return True
 
     def let_go(self) -> list[torch.Tensor]:
         """The tensors that the step has made unseen, which this then no longer holds."""
@@ -385,15 +387,21 @@ class Finder:
 
     def _optimizer_over(self, tensor: torch.Tensor) -> tuple[str, Optimizer] | None:
         """An optimizer among those reached that updates a tensor, and is no input yet."""
-        for value, path in self._record.paths():
+        for value, path in self._reached():
             if isinstance(value, Optimizer) and id(value) not in self._known:
                 groups = value.param_groups
                 if any(each is tensor for group in groups for each in group["params"]):
                     return path, value
         return None
 
-    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+    def _reached(self) -> Iterator[tuple[Any, str]]:
+        """What the step has found outside, but for what it has put there itself."""
         for value, path in self._record.paths():
+            if not self._record.is_made_here(value):
+                yield value, path
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for value, path in self._reached():
             if isinstance(value, nn.Module):
                 yield path, value
 

@@ -22,7 +22,7 @@ from graphopt.tracing.besides import NOTHING, Besides
 from graphopt.tracing.draws.program import HostValues
 from graphopt.tracing.given_objects import GivenField, OpenedObjects, may_be_taken_apart
 from graphopt.tracing.optimizer_state import entries_at, is_known_kind, tensors_of
-from graphopt.tracing.tensor_classes import WITH_GRADIENTS, check_class
+from graphopt.tracing.tensor_classes import check_class
 
 
 class SizesKept(Enum):
@@ -255,10 +255,6 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
             hint="pass it dense, or sparse in coordinates: tensor.to_sparse_coo()",
         )
     check_class(name, tensor)
-    if tensor.grad_fn is not None:
-        raise CaptureError(
-            f"{name} was computed with gradients outside the step", hint=WITH_GRADIENTS
-        )
     if has_gradient(tensor) and tensor.grad.grad_fn is not None:  # type: ignore[union-attr]
         raise CaptureError(
             f"the gradient of {name} was computed with gradients outside the step",
@@ -320,7 +316,3 @@ def _check_module(name: str, module: nn.Module) -> None:
 
 def _check_used(name: str, tensor: torch.Tensor) -> None:
     check_class(name, tensor)
-    if tensor.grad_fn is not None:
-        raise CaptureError(
-            f"{name} was computed with gradients outside the step", hint=WITH_GRADIENTS
-        )

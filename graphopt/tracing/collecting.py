@@ -31,6 +31,7 @@ from graphopt.tracing.inputs import (
     is_number,
     may_be_input,
 )
+from graphopt.tracing.lost_history import accumulates
 from graphopt.tracing.number_tuples import TupleTable, is_tensor, leaves_of
 from graphopt.tracing.numbers import SCHEDULED
 from graphopt.tracing.optimizer_state import ITSELF, OfNone, distinct_states, of_none, tensors_of
@@ -99,7 +100,7 @@ def module_tensors(call: Call) -> list[ModuleTensor]:
     for path, table, key in _alone(call.besides, found):
         add("buffer", path, table, key)
     for name, tensor in bare_tensors(call):
-        kind: Kind = "parameter" if tensor.requires_grad else "buffer"
+        kind: Kind = "parameter" if accumulates(tensor) else "buffer"
         found.setdefault(id(tensor), ModuleTensor(kind, name, tensor, [], bare=True))
     attributes: set[int] = set()
     for prefix, module in modules:
@@ -144,7 +145,7 @@ def _alone(besides: Besides, found: Collection[int]) -> Iterator[_Slot]:
     values = [table[key] for _, table, key in slots]
     counts = Counter(map(id, values))
     for slot, value in zip(slots, values, strict=True):
-        if counts[id(value)] == 1 and id(value) not in found and not value.requires_grad:
+        if counts[id(value)] == 1 and id(value) not in found and not accumulates(value):
             yield slot
 
 

@@ -14,6 +14,7 @@ from graphopt.tracing.besides import Besides, CarriedPlace
 from graphopt.tracing.call import Call
 from graphopt.tracing.draws.live import digest_of, is_array
 from graphopt.tracing.inputs import is_exact
+from graphopt.tracing.lost_history import accumulates
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.places import OutsidePlace, attributes_of, is_plain_text
 from graphopt.tracing.outside.record import Record
@@ -110,7 +111,7 @@ def found_places(record: Record, call: Call, guard: OutsideGuard) -> Iterator[Fo
 
 
 def _is_in_one_place(record: Record, value: Any) -> bool:
-    tensor = isinstance(value, torch.Tensor) and not value.requires_grad
+    tensor = isinstance(value, torch.Tensor) and not accumulates(value)
     return tensor and len(record.places_of(value)) == 1
 
 

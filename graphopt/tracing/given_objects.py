@@ -213,7 +213,7 @@ def _is_field(value: Any, table: Any) -> bool:
     if isinstance(value, torch.Tensor):
         if special_class(value) is not None or value.is_nested or value.layout not in _LAYOUTS:
             return False
-        return value.grad_fn is None and (value.grad is None or value.grad.grad_fn is None)
+        return not value.is_leaf or value.grad is None or value.grad.grad_fn is None
     if _is_array(value):
         return True
     if isinstance(table, list):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphopt.ir.same_values import same_value
-from graphopt.tracing.lost_history import is_left
+from graphopt.tracing.lost_history import kind_of_history
 from graphopt.tracing.tensor_classes import special_class
 
 _PLAIN = (int, float, bool, str, complex, bytes, type(None), torch.dtype)
@@ -20,12 +20,11 @@ _KIND: Callable[[torch.Tensor], tuple[Any, ...]] = attrgetter(
 )
 _STRIDE = methodcaller("stride")
 _WITH_STRIDES = (torch.strided, torch.sparse_coo)
-_COMPUTED = "computed by an earlier call"
 
 
 def tensor_kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What a graph is specialized on about a tensor."""
-    special = special_class(tensor) or (_COMPUTED if is_left(tensor) else None)
+    special = special_class(tensor) or kind_of_history(tensor)
     if tensor.is_nested:
         return (None, None, tensor.layout, tensor.dtype, tensor.device, None, special)
     shape, layout, *others = _KIND(tensor)

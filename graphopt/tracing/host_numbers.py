@@ -28,7 +28,13 @@ from graphopt.tracing.number_expressions import (
     leaves_of,
     same_value,
 )
-from graphopt.tracing.number_functions import ALIKE_IN_NUMPY, BITWISE, numpy_float64, of_numpy
+from graphopt.tracing.number_functions import (
+    ALIKE_IN_NUMPY,
+    BITWISE,
+    is_numpy_float,
+    numpy_float64,
+    of_numpy,
+)
 from graphopt.tracing.numbers import (
     COMPARISONS,
     Notes,
@@ -272,8 +278,7 @@ def scalar_of_numpy(number: Any) -> Any:
 def is_of_numpy(value: object) -> bool:
     """Whether a number is numpy's kind of float, which is one of Python's as well. Its sums and
     products are those of floats; it divides by zero."""
-    kind = type(value.value) if is_host_number(value) else type(value)  # type: ignore[attr-defined]
-    return kind is not float and issubclass(kind, float) and kind.__module__ == "numpy"
+    return is_numpy_float(value.value if is_host_number(value) else value)  # type: ignore[attr-defined]
 
 
 def _is_alike_in_numpy(

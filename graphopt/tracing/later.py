@@ -161,6 +161,9 @@ class Later(FoundByGraph):
             return self._of_tensor(name) if known else Later(Attribute(name), (self,))
         if name in _OF_TIMES:
             return Later(Attribute(name), (self,), is_number=True)
+        of_row = current_trace().arrays.row_method(self, name) if name in _OF_ROWS else None
+        if of_row is not None:
+            return of_row
         if name in CHANGING_METHODS and self.own is not None:
             return partial(_changed, self, Method(name))
         if name not in METHODS and name not in _OF_TENSORS and name not in _TEXTS_OF_TIMES:
@@ -261,6 +264,8 @@ _OF_SHAPES: dict[str, Callable[[torch.Tensor], Any]] = {
     "size": lambda tensor: tensor.numel(),
 }
 """What numpy's attributes of an array are that lies in the memory of a tensor."""
+_OF_ROWS = frozenset({"append", "appendleft", "extend", "insert", "add", "update"})
+"""Methods that change a list, dictionary or set."""
 _GIVING_NUMBERS = frozenset({"item", "total_seconds", "timestamp"})
 _TEXTS_OF_TIMES = frozenset({"strftime", "isoformat", "ctime"})
 _OF_TIMES = frozenset(

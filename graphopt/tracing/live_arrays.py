@@ -15,8 +15,8 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -37,6 +37,7 @@ from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.own_containers import OwnContainers
 from graphopt.tracing.shared_memory import MemoryOutside
+from graphopt.tracing.source import current_user_line
 
 _IN_PLACE = {
     f"{sign}=": getattr(operator, f"i{name}")
@@ -82,8 +83,9 @@ class LiveArrays:
         return found
 
     def _is_used_otherwise(self, table: Any) -> bool:
-        reads = self._record.reads.values()
-        return self._record.is_changed(table) or any(r.place.holder is table for r in reads)
+        used = {id(read.place.holder) for read in self._record.reads.values()}
+        containers = [table, *(row for row in _rows(table) if type(row) in _ROWS)]
+        return any(id(each) in used or self._record.is_changed(each) for each in containers)
 
     def refuse_written(self, container: Any) -> None:
         """Refuse a step that decides by what is in a container to which each call writes."""
@@ -108,6 +110,32 @@ class LiveArrays:
     def item_of_table(self, table: Any, key: Any, fed: bool) -> Any:
         """What stands for an item of such a table."""
         return self.item(table, argument(key)) if fed else self.read(table)[argument(key)]
+
+    def row_method(self, row: Any, name: str) -> Callable[..., None] | None:
+        """What is called as a method that changes a row of such a table; None of other values."""
+        found = _row(row)
+        if found is None:
+            return None
+        table, key = found
+
+        def method(*args: Any) -> None:
+            line = current_user_line() or SourceLine("", 0, "")
+            self.write(functools.partial(_call_in_row, name), table, (key, *args), line)
+
+        method.of_later = True  # type: ignore[attr-defined]
+        return method
+
+    def row_item(self, row: Any, key: Any) -> Later | None:
+        """What stands for an item of such a row which the step only changes; None of other
+        values."""
+        if _row(row) is None:
+            return None
+        return Later(operator.getitem, (row, argument(key)), is_changed=True)
+
+    def row_setter(self, row: Any, line: SourceLine) -> Any:
+        """What stands for such a row where an instruction writes an item; None: itself."""
+        found = _row(row)
+        return None if found is None else _SetsInRow(self, *found, line)
 
     def setter(self, array: Any, key: Any, value: Any, line: SourceLine) -> Any:
         """What stands for an array, or a table, where an instruction writes an item; None:
@@ -236,6 +264,36 @@ class LiveArrays:
 _TABLES = frozenset({list, dict, OrderedDict, defaultdict, Counter})
 
 
+_ROWS = frozenset({*_TABLES, set, deque})
+
+
+def _rows(table: Any) -> Iterable[Any]:
+    return table.values() if isinstance(table, dict) else table
+
+
+def _row(value: Any) -> tuple[Any, Any] | None:
+    """The table and the key of which a value is an item that is a list, dictionary or set; None of
+    other values."""
+    if type(value) is not Later or value.made_by[0] is not operator.getitem:
+        return None
+    of, key = value.made_by[1]
+    items = of.made_by[0] if type(of) is Later else None
+    table = items.container if isinstance(items, LiveItems) else None
+    if type(table) not in _TABLES or not all(type(row) in _ROWS for row in _rows(table)):
+        return None
+    if not table and getattr(table, "default_factory", None) not in _ROWS:
+        return None
+    return table, key
+
+
+def _call_in_row(name: str, table: Any, key: Any, *args: Any) -> None:
+    getattr(table[key], name)(*args)
+
+
+def _set_in_row(table: Any, key: Any, inner: Any, value: Any) -> None:
+    table[key][inner] = value
+
+
 def _is_found_by_graph(key: Any) -> bool:
     """Whether only the graph knows what a key is."""
     found = [as_later(each) for each in leaves_in(key)]
@@ -325,6 +383,16 @@ class _Sets:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._arrays.write(operator.setitem, self._array, (key, value), self._line)
+
+
+class _SetsInRow:
+    """Takes items in place of a row of a table."""
+
+    def __init__(self, arrays: LiveArrays, table: Any, key: Any, line: SourceLine) -> None:
+        self._arrays, self._table, self._key, self._line = arrays, table, key, line
+
+    def __setitem__(self, inner: Any, value: Any) -> None:
+        self._arrays.write(_set_in_row, self._table, (self._key, inner, value), self._line)
 
 
 class _Changes:

@@ -57,6 +57,12 @@ def numpy_int64(number: int) -> Any:
     return sys.modules["numpy"].int64(number)
 
 
+def is_numpy_float(value: object) -> bool:
+    """Whether a number is numpy's kind of float, which is one of Python's as well."""
+    kind = type(value)
+    return kind is not float and issubclass(kind, float) and kind.__module__ == "numpy"
+
+
 def _of_floats(name: str) -> Any:
     """What a function of numpy's gives for a list of floats, as a function of the floats."""
 

@@ -19,7 +19,12 @@ from graphopt import _compat
 from graphopt._compat.untraced import untraced
 from graphopt.errors import CaptureError
 from graphopt.host.context import while_set
-from graphopt.tracing.number_functions import GIVING_INTEGERS
+from graphopt.tracing.number_functions import (
+    GIVING_INTEGERS,
+    is_numpy_float,
+    numpy_float64,
+    of_numpy,
+)
 from graphopt.tracing.source import current_user_line, is_torch_file
 
 SCHEDULED = ("lr", "betas", "momentum", "weight_decay")
@@ -127,10 +132,18 @@ def _record(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 def _recorded(function: Callable[..., Any], args: Iterable[Any]) -> Any:
     """A float as one node, which is of numpy's kind where an argument is."""
     args = tuple(a.as_scalar() if issubclass(type(a), TracedFloat) else a for a in args)
+    args = tuple(_scalar(a, args) if is_numpy_float(a) else a for a in args)
     result = as_read(_compat.record_number(function, args))
     if function is not float and any(map(may_be_of_numpy, args)):
         result.of_numpy = True
     return result
+
+
+def _scalar(constant: Any, among: tuple[Any, ...]) -> Any:
+    """A constant of numpy's kind of float, which a node makes: no code can be written of it."""
+    scalar = as_read(_compat.record_number(numpy_float64, (float(constant),), among))
+    scalar.of_numpy = True
+    return scalar
 
 
 def may_be_of_numpy(value: Any) -> bool:
@@ -196,6 +209,9 @@ def _as_text(function: Callable[..., str]) -> Callable[..., str]:
     return method
 
 
+_FLOATS = (torch.SymFloat, float)
+
+
 def _refuse_array(self: Any, *args: Any, **options: Any) -> Any:
     raise refusal(
         "numpy is given the value of a tensor",
@@ -206,6 +222,13 @@ def _refuse_array(self: Any, *args: Any, **options: Any) -> Any:
 
 class ReadFloat(TracedFloat):
     """What `.item()` of a traced floating-point tensor gives: usable in arithmetic, not as text."""
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """A scalar of numpy's computes with it, as with any other float."""
+        function = of_numpy(ufunc) if method == "__call__" and not options else None
+        if function is None or not all(issubclass(type(each), _FLOATS) for each in inputs):
+            return _refuse_array(self)
+        return record(function, *inputs)
 
     def __round__(self, digits: Any = None) -> Any:
         return record(round, self) if digits is None else record(round, self, digits)
@@ -218,6 +241,8 @@ class ReadFloat(TracedFloat):
 def compared(compare: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
     """`compare(one, other)` of a traced float and a number, answered in each call anew: what holds
     for all numbers (`x == x`) need not hold for NaN."""
+    if is_numpy_float(other):  # the answer is of numpy's kind, whatever is done with it
+        return sys.modules["numpy"].bool_(bool(compared(compare, one, float(other))))
     if isinstance(other, torch.SymFloat) or type(other) in _PLAIN:
         return as_read(untraced(_compat.record_truth, compare, (one, other)))
     return NotImplemented

@@ -147,6 +147,8 @@ class _Places:
             return None
         if value is before and type(value) in MUTABLE and record.depends_on(place):
             return None  # which has been changed in place
+        if value is before and record.is_found_anew(place):
+            return None  # what each call finds stays there
         in_place = isinstance(before, torch.Tensor) and value is self._stand_in(before)
         left = value if in_place else _left_by_each_call(record, written, value, self.made)
         if left is None and not holds_later(value):

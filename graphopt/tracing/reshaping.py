@@ -92,7 +92,10 @@ class Reshaping:
         if id(target) not in self._inputs or target.requires_grad or has_gradient(target):
             return None
         if func in _RESIZING and not kwargs:
-            self._resized_first(target, _wanted(func, args))
+            shape = _wanted(func, args)
+            self._resized_first(target, shape)
+            if shape == target.shape:  # it is again what it is
+                return target
         with torch.no_grad():
             view = _view(func, args, kwargs)
         if view is None or view.storage_offset() != target.storage_offset():

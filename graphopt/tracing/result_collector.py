@@ -16,7 +16,7 @@ from graphopt.tracing.draws.rows import Row
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import Inputs
-from graphopt.tracing.lost_history import is_left
+from graphopt.tracing.lost_history import check_history, is_computed
 from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.optimizer_state import (
@@ -148,7 +148,8 @@ class ResultCollector:
         """Module tensors whose `requires_grad` the step has changed, by their number."""
         for index, entry in enumerate(self.inputs.module_tensors):
             stand_in = self.traced.by_id[id(entry.tensor)]
-            if stand_in.requires_grad == entry.tensor.requires_grad or is_left(entry.tensor):
+            check_history(entry.fqn, entry.tensor, stand_in)
+            if stand_in.requires_grad == entry.tensor.requires_grad or is_computed(entry.tensor):
                 continue
             if not stand_in.is_leaf or _compat.rank_among_several() is not None:
                 raise CaptureError(
@@ -162,6 +163,7 @@ class ResultCollector:
         for position in self.inputs.user:
             leaf = self.call.leaves[position]
             stand_in = self.traced.by_id[id(leaf)]
+            check_history(f"argument {self.call.names[position]}", leaf, stand_in)
             if stand_in.is_leaf and stand_in.requires_grad != leaf.requires_grad:
                 yield position, stand_in.requires_grad
 

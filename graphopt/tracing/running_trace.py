@@ -15,8 +15,19 @@ from graphopt.tracing.numbers import refusal
 from graphopt.tracing.shared_memory import SharedMemory
 
 
+class TablesOutside(Protocol):
+    """Lists and dictionaries outside a step to which each call writes by itself."""
+
+    def row_method(self, row: Any, name: str) -> Callable[..., None] | None:
+        """What is called as a method that changes a row of one; None of other values."""
+
+
 class Trace(Protocol):
     """What values need of the trace that they belong to."""
+
+    @property
+    def arrays(self) -> TablesOutside:
+        """The arrays and tables outside to which each call writes."""
 
     def decide(self, value: Any, kind: type) -> Any:
         """What a value is in this call; the graph holds where it is that again."""

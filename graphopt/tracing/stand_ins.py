@@ -11,7 +11,7 @@ from graphopt import _compat
 from graphopt.tracing.call import Call
 from graphopt.tracing.host_numbers import stand_in_of_number
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, Storage
-from graphopt.tracing.lost_history import refuse_backward
+from graphopt.tracing.lost_history import accumulates, refuse_backward
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.substitute import Traced
 
@@ -48,7 +48,7 @@ def stand_ins_of(
         by_id[id(leaf)].grad = by_id[id(leaf.grad)] = stand_in
     kept = [entry.tensor for entry in inputs.module_tensors]
     kept += [call.leaves[position] for position in inputs.user]
-    refuse_backward((tensor, by_id[id(tensor)]) for tensor in kept)
+    refuse_backward(((tensor, by_id[id(tensor)]) for tensor in kept), by_id.values())
     return Traced(by_id, numbers, gradients)
 
 
@@ -106,4 +106,4 @@ def _member(base: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     view = torch.as_strided(base, real.shape, real.stride(), int(real.storage_offset())).detach()
     if isinstance(real, torch.nn.Parameter):
         view = _compat.as_parameter(view)
-    return view.requires_grad_(real.requires_grad)
+    return view.requires_grad_(accumulates(real))

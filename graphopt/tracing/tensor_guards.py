@@ -12,6 +12,7 @@ from graphopt import _compat
 from graphopt.tracing.call import Call, has_gradient
 from graphopt.tracing.guard_values import same_constant, tensor_kind
 from graphopt.tracing.inputs import Inputs, ModuleTensor, Storage
+from graphopt.tracing.lost_history import accumulates
 
 
 class TensorGuards:
@@ -36,7 +37,7 @@ class TensorGuards:
         self._parameters = [
             entry
             for entry in inputs.module_tensors
-            if entry.kind == "parameter" or entry.tensor.requires_grad
+            if entry.kind == "parameter" or accumulates(entry.tensor)
         ]
         self._gradients = self._gradients_now()
 

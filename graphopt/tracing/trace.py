@@ -33,6 +33,7 @@ from graphopt.tracing.leftovers import (
     drawn_from,
     keeps_plain_values,
 )
+from graphopt.tracing.lost_history import without_history
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.optimizer_state import entries_at
 from graphopt.tracing.outside.record import Record
@@ -135,7 +136,7 @@ def _traced(
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(
         strides.corrected, trusted.check, strides.known
     )
-    fakes = [_compat.to_fake(mode, value) for value in values]
+    fakes = [_compat.to_fake(mode, without_history(value)) for value in values]
     run = StepRun(call, inputs, communication, mode, values, state)
     try:
         found = _run_once(run, call, fakes)

@@ -38,6 +38,8 @@ def reaches(iterator: Any, targets: Iterable[Any], kinds: tuple[type, ...] = ())
 def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, types.ModuleType):
         return ()
+    if type(value).__module__ == "graphopt.step":  # a captured step: not what its graphs hold
+        return [getattr(value, "__wrapped__", None)]
     if isinstance(value, types.FunctionType):
         held: list[Any] = [
             value.__closure__,

@@ -113,7 +113,8 @@ class TakenInTrace:
         if function is iter:
             return self._is_loader(asked)
         given = hasattr(asked, "__next__") and not isinstance(asked, (io.IOBase, torch.Tensor))
-        return given and self._calls.is_outside(asked)
+        outside = given and self._calls.is_outside(asked)
+        return outside and not self._record.is_made_here(asked)
 
     def _is_gone_over(self, value: Any) -> bool:
         return self._is_loader(value) or (
@@ -198,7 +199,7 @@ class TakenInTrace:
     def _forget(self, find: Any) -> None:
         """Each call may find another iterator."""
         if isinstance(find, PlaceOf):
-            self._record.reads.pop(find.place.identity, None)
+            self._record.finds_anew(find.place)
 
     def _refuse_unlike(self, iterator: Any, path: str) -> None:
         """Refuse what cannot be done before the graph runs as it is done in the step."""

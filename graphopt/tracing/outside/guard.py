@@ -110,6 +110,9 @@ class OutsideGuard:
         if self._gone is not None:
             yield self._gone
             return
+        if not self.given:
+            yield from self._mismatches()
+            return
         with self._called_with(leaves):
             yield from self._mismatches()
 
@@ -199,6 +202,7 @@ class _Entries:
     def __init__(self, record: Record, gone: Callable[[GuardedObject], None]) -> None:
         self._record, self._gone = record, gone
         self._objects: dict[int, GuardedObject] = {}
+        record.keep_found()
         reads = [(read, _settled(read)) for read in record.reads.values()]
         stand_ins = {id(read.value) for read, settled in reads if settled.value is not read.value}
         found = [

@@ -188,6 +188,11 @@ class Instructions(LaterOperands):
             at.put(2, Gives(record.laters.arrays.item_of_table(container, key, at.step.fed)))
             at.put(1, 0)
             return
+        changed = record.laters.arrays.row_item(container, key) if at.step.fed else None
+        if changed is not None:
+            at.put(2, Gives(changed))
+            at.put(1, 0)
+            return
         is_found = any_known((key,)) or takes_items(container, key)
         other = self._substitute(operator.getitem, (container, key)) if is_found else None
         laters = record.laters
@@ -262,6 +267,8 @@ class Instructions(LaterOperands):
         container, arrays, like = at.top(2), self._record.laters.arrays, object()
         if arrays.is_table(container, at.top(1)):
             at.takes(2, arrays.setter(container, at.top(1), at.top(3), at.line))
+            return
+        if at.takes(2, arrays.row_setter(container, at.line)):
             return
         key = self._exact(at, 1, plain(at.top(1)))
         if at.takes(2, self._record.laters.setting_items(container, at.top(1), at.top(3))):

@@ -64,6 +64,10 @@ class KnownObjects:
         built_in = isinstance(value, type) and not gc.is_tracked(value)
         return built_in or id(value) in self._paths or value in self._existing
 
+    def is_made_here(self, value: Any) -> bool:
+        """Whether the step has made an object, also one that it has put outside and found there."""
+        return gc.is_tracked(value) and value not in self._existing
+
     def viewed(self, value: Any) -> Any:
         """`places.viewed`; the step gets to that container by the view or the method."""
         shown = viewed(value)
