@@ -6,6 +6,7 @@ files, tables and boards. Each call of the step makes them, where the program do
 from __future__ import annotations
 
 import builtins
+import copy
 import functools
 import io
 import logging
@@ -193,12 +194,22 @@ def _is_itself(value: Any) -> bool:
     return isinstance(value, functools.partial) and value.func is _itself
 
 
+def _without_functions(error: BaseException) -> Any:
+    """What is shown of an exception, which holds the functions that it came through, and what is in
+    them."""
+    text = str(error)
+    known = type(error).__init__ in (BaseException.__init__, Exception.__init__)
+    return copy.copy(error) if known and not is_later(text) else text
+
+
 def _shown(record: Record, value: Any) -> Any:
     """What is shown of a value, which its own code may say."""
     if is_value(value) or isinstance(value, (ScheduledSetting, *SYMBOLIC)) or is_later(value):
         return value
     if isinstance(value, torch.Tensor) or type(value) in (list, tuple, dict):
         return shown_within(value, record.is_outside)
+    if isinstance(value, BaseException):
+        return _without_functions(value)
     method: Any = type(value).__str__
     method = type(value).__repr__ if method is object.__str__ else method
     code = getattr(method, "__code__", None)

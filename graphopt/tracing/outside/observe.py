@@ -21,6 +21,7 @@ from torch import nn
 from graphopt import _compat
 from graphopt._compat import frames
 from graphopt._compat.untraced import OwnTracer, UntracedOperators
+from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.accesses import OutsideAccess, steps_of
 from graphopt.tracing.outside.attributes import read_function, read_method
@@ -50,6 +51,12 @@ class Observer:
         self.record = record
         self._instructions = Instructions(record, substitute)
         self._modules = modules
+        self._of_trace: tuple[type[Exception], ...] = (
+            CaptureError,
+            *_compat.data_dependent_errors(),
+            *_compat.unsupported_operator_errors(),
+        )
+        self._met: Exception | None = None
         self.ignored: dict[int, CodeType] = {}
         """Functions of which the observer wants to know nothing more, by their identity: a hash of
         code goes through all of it."""
@@ -74,6 +81,24 @@ class Observer:
     def before(self, frame: FrameType, step: OutsideAccess) -> None:
         """An instruction is about to run."""
         self._instructions.before(frame, step)
+
+    def raised(self, error: object) -> None:
+        """An exception has come to a function, which may catch it."""
+        if self._met is None and isinstance(error, self._of_trace):
+            self._met = error
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Raise what the trace has raised first, although the step may have caught it: eager code
+        raises nothing there."""
+        try:
+            yield
+        except Exception:
+            if self._met is None:
+                raise
+        met, self._met = self._met, None
+        if met is not None:
+            raise met
 
     def _entered_torch(self, frame: FrameType, code: CodeType) -> None:
         if code is _MODULE_CALL:
@@ -165,7 +190,10 @@ class _FrameTracer:
             step = self._steps.get(frame.f_lasti)
             if step is not None:
                 self._observer.before(frame, step)
-        elif self._other is not None:
+            return self
+        if event == "exception":
+            self._observer.raised(argument[1])
+        if self._other is not None:
             self._other = self._other(frame, event, argument)
         return self
 
@@ -232,9 +260,15 @@ def _monitored(observer: Observer) -> Iterator[None]:
         if step is not None:
             observer.before(sys._getframe(1), step)
 
+    def handled(code: CodeType, offset: int, error: BaseException) -> None:
+        if code in looked_at:
+            observer.raised(error)
+
+    caught = monitoring.events.EXCEPTION_HANDLED
     monitoring.register_callback(tool, start, started)
     monitoring.register_callback(tool, instruction, executed)
-    monitoring.set_events(tool, start)
+    monitoring.register_callback(tool, caught, handled)
+    monitoring.set_events(tool, start | caught)
     monitoring.restart_events()
     try:
         yield
@@ -242,6 +276,6 @@ def _monitored(observer: Observer) -> Iterator[None]:
         monitoring.set_events(tool, 0)
         for code in list(looked_at):  # another thread may be about to add one
             monitoring.set_local_events(tool, code, 0)
-        for event in (start, instruction):
+        for event in (start, instruction, caught):
             monitoring.register_callback(tool, event, None)  # it would live on with what it holds
         monitoring.free_tool_id(tool)

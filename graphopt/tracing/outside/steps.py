@@ -80,7 +80,8 @@ def observed_step(call: Call, record: Record, substitute: Substitute) -> Iterato
         record.read(place, f"argument {call.names[position]}", defined)
     record.reached(call.fn, getattr(call.fn, "__name__", "the step"))
     record.reached(getattr(call.fn, "__self__", None), "self")
-    with observed(Observer(record, set(map(id, modules)), substitute)):
+    observer = Observer(record, set(map(id, modules)), substitute)
+    with observer.refusing(), observed(observer):
         yield
     record.finish()
     if record.unrepeated.at_once:
