@@ -56,6 +56,8 @@ class Aliases:
 
     def under(self, value: Any) -> list[torch.Tensor]:
         """The tensors of the step in whose memory an array, or another tensor, lies."""
+        if not (isinstance(value, torch.Tensor) or hasattr(value, "__array_interface__")):
+            return []
         if not isinstance(value, torch.Tensor):
             with _compat.without_modes():
                 return [tensor for tensor in self._tensors if meets(value, tensor)]
