@@ -81,7 +81,6 @@ KEPT: dict[str, Keep] = {
     "array": lambda loss, rate: single.append(loss.item()),  # HERE
     "closure": lambda loss, rate: history.append(partial(print, loss.item())),  # HERE
     "generator": lambda loss, rate: history.append(x for x in [loss.item()]),  # HERE
-    "logged tensor": lambda loss, rate: logging.getLogger("train").error("%s", loss),  # HERE
     "JSON of the learning rate": lambda loss, rate: history.append(json.dumps([rate])),  # HERE
     "hash of the learning rate": lambda loss, rate: history.append(hash(rate)),  # HERE
     "fraction of the learning rate": lambda loss, rate: history.append(rate.hex()),  # HERE

@@ -428,7 +428,7 @@ def test_a_refused_capture_and_an_error_leave_the_numbers() -> None:
         seen.append(state.step)
         loss = net.train(x, y, state.step)
         if fails:
-            print(loss)
+            seen.append({str(loss.item()): 1})
         return loss
 
     compiled = graphopt.compile(step)

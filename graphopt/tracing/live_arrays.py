@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
+import torch
+
 from graphopt.errors import CaptureError
 from graphopt.host import HostCall
 from graphopt.ir.source import SourceLine
@@ -105,7 +107,11 @@ class LiveArrays:
         which item a key selects; or one to which each call writes by itself."""
         if type(value) not in _TABLES or not self._record.is_outside(value):
             return False
-        return self.is_written(value) or (type(key) is not slice and _is_found_by_graph(key))
+        if self.is_written(value):
+            return True
+        if isinstance(value, dict) and any(isinstance(e, torch.Tensor) for e in leaves_in(key)):
+            return False  # a tensor is a key by its identity
+        return type(key) is not slice and _is_found_by_graph(key)
 
     def item_of_table(self, table: Any, key: Any, fed: bool) -> Any:
         """What stands for an item of such a table."""
