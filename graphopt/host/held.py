@@ -238,7 +238,7 @@ def refuse_changed_containers(made: Sequence[tuple[Any, Any]]) -> None:
     Raises:
         GraphOptError: it has; the step would not see it.
     """
-    if not all(is_same(container, before) for container, before in made):
+    if not all(holds_same(container, before) for container, before in made):
         raise _changes("a list or dictionary")
 
 
@@ -250,7 +250,7 @@ def _changes(what: str) -> GraphOptError:
     )
 
 
-def is_same(one: Any, other: Any) -> bool:
+def holds_same(one: Any, other: Any) -> bool:
     """Whether two containers of a kind hold the same objects."""
     if len(one) != len(other) or isinstance(one, set):
         return len(one) == len(other) and bool(one == other)

@@ -216,11 +216,11 @@ def check_supported(call: Call) -> None:
     for position in call.tensors:
         _check_tensor(f"argument {call.names[position]}", call.leaves[position])
     for name, tensor in call.besides.tensors:
-        _check_used(name, tensor)
+        check_class(name, tensor)
     for name, place, _ in call.besides.carried:
         for value in _compat.tree_leaves(place.now()):
             if isinstance(value, torch.Tensor):
-                _check_used(name, value)
+                check_class(name, value)
 
 
 def _check_modes() -> None:
@@ -312,7 +312,3 @@ def _check_module(name: str, module: nn.Module) -> None:
         raise CaptureError(
             f"{name} is a TorchScript module", hint="pass the Python module it was made from"
         )
-
-
-def _check_used(name: str, tensor: torch.Tensor) -> None:
-    check_class(name, tensor)

@@ -204,6 +204,11 @@ def is_fresh(function: Any) -> bool:
     return name in _FRESH or (module in ("_operator", "builtins", "math") and name != "getitem")
 
 
+_MAKING_ARRAYS = frozenset(
+    {"isin", "in1d", "concatenate", "stack", "vstack", "hstack", "array", "copy", "zeros_like",
+     "ones_like", "full_like", "empty_like", "zeros", "ones", "full", "eye", "arange", "bincount",
+     "cumsum", "cumprod", "tile", "repeat", "delete", "append", "insert"}
+)  # fmt: skip
 _FRESH = frozenset(
     {"bincount", "argmax", "argmin", "argsort", "mean", "sum", "std", "var", "median", "percentile",
      "max", "min", "unique", "where", "concatenate", "stack", "array", "copy", "isnan", "isfinite",
@@ -212,8 +217,7 @@ _FRESH = frozenset(
      "array_equal", "tensor", "add", "subtract", "multiply", "divide", "equal", "not_equal",
      "power", "maximum", "minimum", "logical_and", "logical_or", "logical_not", "norm", "str",
      "format", "repr", "dumps", "arange", "on_copy", "copied_item", "zeros_like", "ones_like",
-     "empty_like", "full_like", "zeros", "ones", "full", "eye", "isin", "in1d", "vstack", "hstack",
-     "tile", "repeat", "delete", "append", "insert"}
+     *_MAKING_ARRAYS}
 )  # fmt: skip
 """Functions and methods that give values of their own."""
 
@@ -221,7 +225,7 @@ _FRESH = frozenset(
 def is_elementwise(function: Any) -> bool:
     """Whether a function gives an array of its own where one of its operands is an array that has
     dimensions."""
-    return any(function is each for each in _ELEMENTWISE)
+    return _is_one_of(function, _ELEMENTWISE)
 
 
 _ELEMENTWISE = tuple(
@@ -237,10 +241,3 @@ def makes_array(function: Any, args: Sequence[Any]) -> bool:
     if not is_of_numpy(function):
         return False
     return function.__name__ in _MAKING_ARRAYS or (function.__name__ == "where" and len(args) == 3)
-
-
-_MAKING_ARRAYS = frozenset(
-    {"isin", "in1d", "concatenate", "stack", "vstack", "hstack", "array", "copy", "zeros_like",
-     "ones_like", "full_like", "empty_like", "zeros", "ones", "full", "eye", "arange", "bincount",
-     "cumsum", "cumprod", "tile", "repeat", "delete", "append", "insert"}
-)  # fmt: skip

@@ -221,7 +221,7 @@ class Laters(KnownTexts):
             kept = [each for each in args if self.is_kept(each)]
             lists = bool(kept) and not any(map(self.arrays.is_written, kept))
             lists = lists and bool(kept_lists.folded(self._record, callee, args))
-            if not lists and (self._needs(callee, args) or any(map(self.is_kept, args))):
+            if not lists and (kept or self._needs(callee, args)):
                 return self._applying(function, callee, args, line)
         if is_in(callee, GOING_THROUGH) and any(map(self.is_kept, args)):
             return lambda *given: callee(*(self._gone_through(e, line) for e in given))

@@ -141,7 +141,7 @@ class LiveArrays:
     def row_setter(self, row: Any, line: SourceLine) -> Any:
         """What stands for such a row where an instruction writes an item; None: itself."""
         found = _row(row)
-        return None if found is None else _SetsInRow(self, *found, line)
+        return None if found is None else _Sets(self, found[0], line, found[1])
 
     def setter(self, array: Any, key: Any, value: Any, line: SourceLine) -> Any:
         """What stands for an array, or a table, where an instruction writes an item; None:
@@ -382,23 +382,18 @@ class _HeldElsewhere:
 
 
 class _Sets:
-    """Takes items in place of an array."""
+    """Takes items in place of an array, a table, or a row of one.
 
-    def __init__(self, arrays: LiveArrays, array: Any, line: SourceLine) -> None:
-        self._arrays, self._array, self._line = arrays, array, line
+    Args:
+        row: the key of that row, where it is one.
+    """
+
+    def __init__(self, arrays: LiveArrays, array: Any, line: SourceLine, *row: Any) -> None:
+        self._arrays, self._array, self._line, self._row = arrays, array, line, row
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._arrays.write(operator.setitem, self._array, (key, value), self._line)
-
-
-class _SetsInRow:
-    """Takes items in place of a row of a table."""
-
-    def __init__(self, arrays: LiveArrays, table: Any, key: Any, line: SourceLine) -> None:
-        self._arrays, self._table, self._key, self._line = arrays, table, key, line
-
-    def __setitem__(self, inner: Any, value: Any) -> None:
-        self._arrays.write(_set_in_row, self._table, (self._key, inner, value), self._line)
+        setter = _set_in_row if self._row else operator.setitem
+        self._arrays.write(setter, self._array, (*self._row, key, value), self._line)
 
 
 class _Changes:

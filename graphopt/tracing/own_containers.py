@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from graphopt.host.held import is_same
+from graphopt.host.held import holds_same
 from graphopt.tracing.later import containers_in
 
 
@@ -40,7 +40,7 @@ class OwnContainers:
 
     def are_alone(self) -> bool:
         """Whether the step, which is over, has left each as it was given, and holds none."""
-        changed = not all(is_same(e.container, e.before) for e in (*self._given, *self._inner))
+        changed = not all(holds_same(e.container, e.before) for e in (*self._given, *self._inner))
         alone = all(sys.getrefcount(each.container) == _BY_ITSELF for each in self._given)
         self._given, self._inner = [], []
         return alone and not changed
