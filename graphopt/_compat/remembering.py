@@ -84,7 +84,7 @@ class RememberingMode(ProxyTorchDispatchMode):
 
 
 def _decompositions(mode: Any) -> Any:
-    """What is recorded as other operators: a table of the mode, in torch 2.11 one of the process."""
+    """What is recorded as other operators: the table of a mode, in torch 2.11 of the process."""
     if hasattr(mode, "decomposition_table"):
         return mode.decomposition_table
     return proxy_tensor.CURRENT_DECOMPOSITION_TABLE
