@@ -68,7 +68,12 @@ def take_changed(
         if within is None:
             record.pin(each.container)
         found.append(ChangedResult(each.container, items, within))
-    followed = {id(each.container): each.within for each in found if each.within is not None}
+    followed = {
+        identity: exchanged[identity]
+        for identity, container in record.laters.lists.items()
+        if identity in exchanged and is_at(record, container, exchanged[identity].place)
+    }
+    followed |= {id(each.container): each.within for each in found if each.within is not None}
     record.laters.settle(followed)
     return found
 

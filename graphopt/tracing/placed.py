@@ -226,7 +226,7 @@ def is_at(record: Record, value: Any, place: OutsidePlace) -> bool:
     """Whether a step has got to an object by one place alone, and goes by what is in it."""
     only = _only_place(record, value)
     found = only is not None and only.identity == place.identity
-    return found and not record.is_gone_into(value)
+    return found and not record.is_pinned(value)
 
 
 def _only_place(record: Record, value: Any) -> OutsidePlace | None:
@@ -305,7 +305,8 @@ def _left_by_each_call(
         follows = follows or _is_traced(value, tensors=False)
         empty = written.before is None or written.before is MISSING
         begins = empty and not is_later_text(value)  # which may go on from what is there then
-        if reads and holds_later(value) and not (record.is_input(place) or begins):
+        known = record.is_input(place) or begins or _is_part(record, written, value)
+        if reads and holds_later(value) and not known:
             record.refused = record.refused or CaptureError(
                 f"it reads {written.path} outside its arguments, and then puts a text or another"
                 " value there that only Python computes, of what the graph gives",
@@ -333,6 +334,13 @@ def _left_by_each_call(
             hint="put the tensor there, or a tuple, dictionary or data class of its values",
         )
     return left
+
+
+def _is_part(record: Record, written: WrittenPlace, value: Any) -> bool:
+    """Whether a value that only Python computes takes the place of the list of which it is computed
+    (`self.losses = self.losses[-100:]`): each call computes it of the list that it finds."""
+    before = written.before
+    return type(before) is list and type(value) is Later and is_at(record, before, written.place)
 
 
 def _is_held(record: Record, value: Any, made: dict[int, Any]) -> bool:

@@ -83,7 +83,6 @@ class Record(OutsideReads):
     def finish(self) -> None:
         """The step is over: look for what it changed."""
         self.texts.finish()
-        self._settle_trimmed()
         self._forget_contents(self.laters.arrays)
         self.unrepeated.finish()
         self.changed = self._changed()
@@ -363,17 +362,6 @@ class Record(OutsideReads):
     def has_written(self, table: dict[str, Any], key: str) -> bool:
         """Whether the step wrote to an item of a dictionary."""
         return OutsidePlace("item", table, key).identity in self._written
-
-    def _settle_trimmed(self) -> None:
-        """Containers that were added to, and in whose place is a part of them now: another may be
-        there the next time, if nothing else was done with them."""
-        used = {id(read.place.holder) for read in self.reads.values()}
-        used |= self._pinned.keys() | self.gone_into
-        for identity, read in self.reads.items():
-            now, key = read.place.now(), id(read.value)
-            trimmed = identity in self._derived and key in self._mutated and key not in used
-            if trimmed and type(now) is type(read.value):
-                self.reads[identity] = read._replace(value=now)
 
     def _changed(self) -> tuple[Read, Any] | None:
         """A place that the step has read, and then changed, and what is there now."""
