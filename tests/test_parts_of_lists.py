@@ -88,12 +88,10 @@ def in_a_dictionary(s: Any, loss: Tensor) -> None:
     s.tables["losses"] = s.tables["losses"][-2:]
 
 
-def run(
-    body: Body, compiled: bool, losses: list[Any], calls: int = 5
-) -> tuple[list[Any], list[Any], Any]:
-    """What each call gives, what it leaves, and how many graphs there are."""
+def stepping(body: Body, compiled: bool) -> tuple[Any, Any]:
+    """What a step works on outside, and the step: a call without arguments."""
     torch.manual_seed(0)
-    s = SimpleNamespace(losses=list(losses), tables={"losses": []}, steps=0, most=2)
+    s = SimpleNamespace(losses=[], tables={"losses": []}, steps=0, most=2)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -105,13 +103,20 @@ def run(
         return body(s, loss)
 
     step: Any = graphopt.compile(train, pipeline="none") if compiled else train
-    given, left = [], []
-    for call in range(calls):
+    s.captures = lambda: len(step.captures)
+    return s, lambda: step(model, optimizer, torch.randn(4, 3))
+
+
+def run(body: Body, compiled: bool, losses: list[Any]) -> tuple[Any, list[Any]]:
+    """What is outside in the end; what each of five calls gives, and what it leaves."""
+    s, step = stepping(body, compiled)
+    s.losses = list(losses)
+    found = []
+    for call in range(5):
         if call == 3:
             s.losses = [7.0, 8.0]  # another list, as where an epoch begins
-        given.append(step(model, optimizer, torch.randn(4, 3)))
-        left.append((list(s.losses), list(s.tables["losses"])))
-    return given, left, len(step.captures) if compiled else None
+        found.append((step(), list(s.losses), list(s.tables["losses"])))
+    return s, found
 
 
 @pytest.mark.parametrize("losses", [[], [1.0, 2.0, 3.0, 4.0]], ids=["empty", "full"])
@@ -124,9 +129,9 @@ def run(
     ],
 )
 def test_each_call_makes_it_of_the_list_that_it_finds(body: Body, losses: list[float]) -> None:
-    eager, captured = run(body, False, losses), run(body, True, losses)
-    assert captured[:2] == eager[:2]
-    assert captured[2] == 1
+    (_, expected), (s, found) = run(body, False, losses), run(body, True, losses)
+    assert found == expected
+    assert s.captures() == 1
 
 
 def kept_elsewhere(s: Any, loss: Tensor) -> None:
@@ -138,3 +143,66 @@ def kept_elsewhere(s: Any, loss: Tensor) -> None:
 def test_the_whole_list_in_another_place_as_well() -> None:
     with pytest.raises(graphopt.CaptureError, match=r"reads s\.losses .* only Python computes"):
         run(kept_elsewhere, True, [])
+
+
+def in_two_places(s: Any, loss: Tensor) -> None:
+    s.losses.append(loss.item())
+    s.losses = s.losses[-2:]
+    s.tables["losses"] = s.losses
+
+
+def returned_as_well(s: Any, loss: Tensor) -> list[float]:
+    s.losses.append(loss.item())
+    s.losses = sorted(s.losses)
+    return s.losses  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_list_in_two_places_is_one(compiled: bool) -> None:
+    s, step = stepping(in_two_places, compiled)
+    for _ in range(3):
+        step()
+        assert s.losses is s.tables["losses"]
+    s, step = stepping(returned_as_well, compiled)
+    for _ in range(3):
+        assert step() is s.losses
+
+
+def last_replaced(s: Any, loss: Tensor) -> None:
+    s.losses[-1] = loss.item()
+
+
+def second_replaced(s: Any, loss: Tensor) -> None:
+    s.losses.append(loss.item())
+    s.losses[1] = 5.0
+
+
+def last_taken(s: Any, loss: Tensor) -> tuple[int, Any]:
+    before = len(s.losses)
+    return before, s.losses.pop() if s.losses else None
+
+
+@pytest.mark.parametrize("body", [last_replaced, second_replaced, last_taken])
+def test_items_of_a_list_that_the_program_changes_between_calls(body: Body) -> None:
+    found = []
+    for compiled in (False, True):
+        s, step = stepping(body, compiled)
+        s.losses = [1.0, 2.0]
+        left = []
+        for call in range(5):
+            left.append((step(), list(s.losses)))
+            if call != 2:
+                s.losses.append(float(call))
+        found.append(left)
+    assert found[0] == found[1]
+
+
+def first_replaced_behind_an_insert(s: Any, loss: Tensor) -> None:
+    s.losses.insert(0, 3.0)
+    s.losses[0] = 4.0
+
+
+def test_an_item_of_a_list_whose_items_the_step_has_moved_is_refused() -> None:
+    _, step = stepping(first_replaced_behind_an_insert, True)
+    with pytest.raises(graphopt.CaptureError, match=r"it changes s\.losses in a way"):
+        step()

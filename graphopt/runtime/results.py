@@ -24,11 +24,13 @@ from graphopt.tracing.signature import Computed, Constant, FromHost, Nested, Rec
 
 
 class _Ran(NamedTuple):
-    """A call of a graph: its inputs, what it has returned, and what was found before it ran."""
+    """A call of a graph: its inputs, what it has returned, what was found before it ran, and what
+    has been made of nested recipes, by the ids of these."""
 
     flat: Sequence[Any]
     results: Sequence[Any]
     drawn: HostValues
+    made: dict[int, Any]
 
 
 class _LeftOutside(NamedTuple):
@@ -70,7 +72,7 @@ class StepResults:
         Returns:
             What the step returns.
         """
-        ran = _Ran(flat, results, call.drawn)
+        ran = _Ran(flat, results, call.drawn, {})
         # Everything is found before anything is put where others may find it.
         outputs = [self._value(recipe, ran) for recipe in self._signature.outputs]
         left = self._left_outside(ran)
@@ -173,8 +175,10 @@ class StepResults:
         if isinstance(recipe, FromHost):
             return ran.drawn.value(recipe.index)
         if isinstance(recipe, Nested):
-            leaves = [self._value(leaf, ran) for leaf in recipe.leaves]
-            return _compat.tree_unflatten(leaves, recipe.spec)
+            if id(recipe) not in ran.made:
+                leaves = [self._value(leaf, ran) for leaf in recipe.leaves]
+                ran.made[id(recipe)] = _compat.tree_unflatten(leaves, recipe.spec)
+            return ran.made[id(recipe)]
         if isinstance(recipe, View):
             base = self._value(recipe.of, ran).detach()
             offset = base.storage_offset() + recipe.offset

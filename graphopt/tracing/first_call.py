@@ -41,7 +41,7 @@ def repeats_but_creation(
         made: how the first one makes state.
     """
     (raw, inputs), (next_raw, next_inputs) = first, following
-    if next_raw.signature.states or not _same_recipes(raw, next_raw):
+    if next_raw.signature.states or not gives_alike(raw, next_raw):
         return False
     states, gradients = _new_states(next_inputs, inputs), _new_gradients(next_inputs, inputs)
     before, after = list(inputs.kinds_and_names(call)), list(next_inputs.kinds_and_names(call))
@@ -103,8 +103,8 @@ def _numbers(call: Call, inputs: Inputs) -> dict[int, float]:
     return {start + i: float(v) for i, v in enumerate(values) if isinstance(v, (int, float))}
 
 
-def _same_recipes(first: RawTrace, following: RawTrace) -> bool:
-    """Whether what is no part of the graphs is returned alike."""
+def gives_alike(first: RawTrace, following: RawTrace) -> bool:
+    """Whether both calls do what is no part of the graphs alike: what they return and leave."""
     ours, theirs = first.signature.outputs, following.signature.outputs
     if first.signature.output_spec != following.signature.output_spec:
         return False

@@ -71,6 +71,7 @@ class Recipes:
         self._call, self._inputs, self._traced, self._made = call, inputs, traced, made
         self._left_storages, self._is_outside = left_storages, is_outside
         self.results: list[Any] = []
+        self._laters: dict[int, tuple[Later, Recipe]] = {}
         self.numbers: set[int] = set()
         self._live: dict[int, Live] = {id(tensor): Live(None, i) for i, tensor in enumerate(flat)}
         self._storages: dict[int, Live] = {
@@ -196,9 +197,12 @@ class Recipes:
         return leaf if isinstance(leaf, Constant) else Constant(leaf)
 
     def _of_later(self, value: Later) -> Recipe:
-        """How every call makes a value that only Python computes."""
-        leaves, spec = _compat.tree_flatten(nest_of(as_left(value)))
-        return Nested(spec, tuple(map(self._of_leaf, leaves)))
+        """How every call makes a value that only Python computes: once, however often it leaves
+        it."""
+        if id(value) not in self._laters:
+            leaves, spec = _compat.tree_flatten(nest_of(as_left(value)))
+            self._laters[id(value)] = value, Nested(spec, tuple(map(self._of_leaf, leaves)))
+        return self._laters[id(value)][1]
 
     def _real(self, leaf: Any) -> Any:
         """What stands in a container for a leaf: the model's own tensor for its stand-in; None for

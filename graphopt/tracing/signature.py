@@ -58,7 +58,8 @@ class Constant:
 
 @dataclass(frozen=True)
 class Nested:
-    """A container made anew in every call, such as the pair of states that an LSTM keeps.
+    """A container made anew in every call, such as the pair of states that an LSTM keeps; one for
+    all that have this very recipe.
 
     Attributes:
         spec: its structure, a pytree's.

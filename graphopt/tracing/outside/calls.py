@@ -298,6 +298,7 @@ class NativeCalls:
         if isinstance(container, dict) and key not in container:
             record.mutated(container, line)
         if isinstance(container, list) and isinstance(key, int) and key < 0:
+            record.size(container, record.path(container, "list"), line)
             key += len(container)
         record.pin(key)
         if _hashable(key):

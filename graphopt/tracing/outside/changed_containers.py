@@ -174,6 +174,18 @@ class ContainerChanges(KnownObjects):
             return None
         return changed.before, list(changed.changes)
 
+    def puts_into(self, container: Any, key: Any) -> None:
+        """The step puts something in the place of an item. Each call does so before it changes the
+        list: an item that is another one by then is none that each call finds."""
+        changed = self._changes.get(id(container))
+        if changed is None or not changed.changes:
+            return
+        appends = type(container) is list and all(
+            how.method == "append" for how, _ in changed.changes
+        )
+        if not appends or type(key) is not int or key < 0:
+            changed.otherwise = True
+
     def additions(self, container: Any) -> int:
         """How many items the step has put into a container."""
         changed = self._changes.get(id(container))

@@ -186,6 +186,8 @@ class Record(OutsideReads):
         if self._is_its_own(place):
             self.mutated(place.holder, line or SourceLine("", 0, ""))
             return
+        if place.kind == "item":
+            self.puts_into(place.holder, place.key)
         if line is not None:
             line = users(line)
             self.unrepeated.note(place.holder, path or self._path_of(place, owner), line)
