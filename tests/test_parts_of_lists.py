@@ -182,7 +182,21 @@ def last_taken(s: Any, loss: Tensor) -> tuple[int, Any]:
     return before, s.losses.pop() if s.losses else None
 
 
-@pytest.mark.parametrize("body", [last_replaced, second_replaced, last_taken])
+def cut_behind_a_look(s: Any, loss: Tensor) -> float:
+    last = s.losses[-1]
+    del s.losses[:-2]
+    return float(last)
+
+
+def cut_behind_a_maximum(s: Any, loss: Tensor) -> float:
+    most = max(s.losses, default=0.0)
+    del s.losses[:-2]
+    return float(most)
+
+
+@pytest.mark.parametrize(
+    "body", [last_replaced, second_replaced, last_taken, cut_behind_a_look, cut_behind_a_maximum]
+)
 def test_items_of_a_list_that_the_program_changes_between_calls(body: Body) -> None:
     found = []
     for compiled in (False, True):
@@ -206,3 +220,21 @@ def test_an_item_of_a_list_whose_items_the_step_has_moved_is_refused() -> None:
     _, step = stepping(first_replaced_behind_an_insert, True)
     with pytest.raises(graphopt.CaptureError, match=r"it changes s\.losses in a way"):
         step()
+
+
+def test_lists_of_a_module_that_a_step_swaps() -> None:
+    model = nn.Linear(3, 1)
+    model.now, model.before = [1.0], [2.0]  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @graphopt.compile(pipeline="none")
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        model.now, model.before = model.before, model.now
+        return loss
+
+    for now in ([2.0], [1.0], [2.0]):
+        step(model, optimizer, torch.randn(4, 3))
+        assert model.now == now

@@ -181,6 +181,8 @@ class _Walk:
         path = (*table.path, key)
         if isinstance(value, torch.Tensor) or len(path) > _DEPTH:
             return True
+        if type(value) is list and not _may_hold_tensors(value):
+            return True  # each call adds to it what it would to one outside
         if type(value) in _TABLES or type(value) is list:
             return self._of_table(value, path)
         return not may_be_taken_apart(type(value)) or self.of_object(value, path)

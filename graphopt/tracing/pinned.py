@@ -10,7 +10,9 @@ from graphopt.errors import CaptureError
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.given_objects import OpenedObjects
 from graphopt.tracing.nests import containers_in, parts
+from graphopt.tracing.outside.places import is_container
 from graphopt.tracing.outside.record import Record
+from graphopt.tracing.signature import Constant, Recipe
 
 
 def nest_parts(value: Any) -> Iterator[Any]:
@@ -51,6 +53,15 @@ def refuse_found_twice(
                 f"it changes a {type(container).__name__} among its arguments {where}",
                 hint="let the step get to it in one way alone",
             )
+
+
+def pin_left(record: Record, recipes: Iterable[Recipe]) -> None:
+    """The step leaves constants in attributes of modules: each call leaves the containers that were
+    there before, and so has to find them where this one has."""
+    values = [recipe.value for recipe in recipes if isinstance(recipe, Constant)]
+    for each in nest_parts(values):
+        if is_container(each) and record.is_outside(each):
+            record.pin(each)
 
 
 def pin_held(record: Record, objects: OpenedObjects, tables: Iterable[dict[str, Any]]) -> None:

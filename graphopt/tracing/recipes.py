@@ -26,7 +26,7 @@ from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.number_expressions import Leaf
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.obtained import ObtainedValues
-from graphopt.tracing.outside.places import is_value
+from graphopt.tracing.outside.places import is_container, is_value
 from graphopt.tracing.scheduled import ScheduledSetting
 from graphopt.tracing.signature import (
     Computed,
@@ -188,6 +188,15 @@ class Recipes:
         leaves, spec = _compat.tree_flatten(value)
         recipes = tuple(map(self._of_leaf, leaves))
         return recipes[0] if spec == _compat.ONE_VALUE else Nested(spec, recipes)
+
+    def of_item(self, value: Any) -> Recipe:
+        """How every call makes what it puts into a container among its arguments: a list or the
+        like that was there before, without tensors, is that very one."""
+        if is_container(value) and self._is_outside(value):
+            leaves = _compat.tree_flatten(value)[0]
+            if all(is_value(leaf) and not holds_later(leaf) for leaf in leaves):
+                return Constant(value)
+        return self.of_nest(value)
 
     def _of_leaf(self, leaf: Any) -> Recipe:
         """How every call makes what is in a nest."""

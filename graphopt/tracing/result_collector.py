@@ -141,7 +141,7 @@ class ResultCollector:
 
     def _given(self, change: ContainerChange) -> ContainerChange:
         """A change with recipes for what it puts into the container."""
-        items = tuple((key, self.recipes.of_nest(value)) for key, value in change.items)
+        items = tuple((key, self.recipes.of_item(value)) for key, value in change.items)
         return replace(change, items=items)
 
     def _flags_of_parameters(self) -> Iterator[tuple[int, bool]]:

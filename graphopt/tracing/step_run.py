@@ -52,7 +52,7 @@ from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.changing_texts import ChangingTexts
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
-from graphopt.tracing.pinned import pin_changes, pin_held, refuse_found_twice
+from graphopt.tracing.pinned import pin_changes, pin_held, pin_left, refuse_found_twice
 from graphopt.tracing.placed import take_placed
 from graphopt.tracing.positions import Positions
 from graphopt.tracing.rebinding import Rebinding
@@ -428,6 +428,7 @@ class StepRun:
         )
         collector = ResultCollector(self._call, self._inputs, traced, recipes)
         signature = self.signature = collector.collect(ran, held.left(), counted)
+        pin_left(self.outside, (each.recipe for each in signature.attributes))
         pin_held(self.outside, self._call.objects, (table for table, _ in held.tables))
         signature.attributes += collector.attributes(marked)
         signature.texts = [given for _, given in self.outside.texts.any()]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphopt.errors import CaptureError
-from graphopt.host.changes import MUTABLE
+from graphopt.host.changes import MUTABLE, is_changed_to
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.changed_containers import ChangedContainer
 from graphopt.tracing.outside.places import (
@@ -344,6 +344,8 @@ class Record(OutsideReads):
                     location=str(each.line),
                     hint="append and delete single items, or change it outside the step",
                 )
+            elif is_changed_to(each.container, each.before, ()):  # of another it may leave less
+                self.holds_contents(each.container, each.line)
 
     def is_asked(self, container: Any) -> bool:
         """Whether the graph takes numbers of a container, such as its length."""
