@@ -102,7 +102,8 @@ class OutsideReads(ContainerChanges):
             return value
         if self.is_own(place.holder):
             self.used_counts.update({identity} & self._derived)
-            self.reached(value, path)
+            if identity not in self._written:
+                self.reached(value, path)
             self.pins_own(value)
             if identity not in self._written and not is_stand_in(value) and not is_value(value):
                 self._own_reads.setdefault(identity, self._made(place, value, path, line))
