@@ -67,7 +67,7 @@ def take_changed(
             within = found_again(record, each.container)
         if within is None:
             record.pin(each.container)
-        found.append(ChangedResult(each.container, items, within))
+        found.append(ChangedResult(each.container, items, within, str(each.line)))
     followed = {id(each.container): each.within for each in found if each.within is not None}
     record.laters.settle(followed)
     return found

@@ -125,8 +125,19 @@ def _raising_file(error: CaptureError) -> str | None:
     return code.co_filename if raises else None
 
 
-def _location(error: BaseException, call: Call) -> str:
-    return str(user_line_of(error) or definition_of(call))
+@contextmanager
+def located(line: str | None) -> Iterator[None]:
+    """While active, refusals that have no line of their own get this one."""
+    try:
+        yield
+    except CaptureError as error:
+        error.location = error.location or line
+        raise
+
+
+def _location(error: BaseException, call: Call) -> str | None:
+    line = user_line_of(error) or definition_of(call)
+    return None if line is None else str(line)
 
 
 def definition_of(call: Call) -> SourceLine | None:

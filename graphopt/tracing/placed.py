@@ -29,7 +29,7 @@ from graphopt.errors import CaptureError
 from graphopt.host.changes import MUTABLE
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.draws.arguments import is_known
-from graphopt.tracing.draws.live import is_array
+from graphopt.tracing.draws.live import is_array, place_of
 from graphopt.tracing.draws.on_host import is_immutable_number
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import is_exact, may_be_input
@@ -147,7 +147,7 @@ class _Places:
             return None
         if value is before and type(value) in MUTABLE and record.depends_on(place):
             return None  # which has been changed in place
-        if value is before and record.is_found_anew(place):
+        if value is before and (record.is_found_anew(place) or place_of(value) is not None):
             return None  # what each call finds stays there
         in_place = isinstance(before, torch.Tensor) and value is self._stand_in(before)
         left = value if in_place else _left_by_each_call(record, written, value, self.made)
@@ -177,7 +177,7 @@ class _Places:
             within = found_again(record, place.holder)
         if within is None and _is_found(record, written):
             self.finder.carries(written.path, place)
-        return PlacedResult(place, left, within)
+        return PlacedResult(place, left, within, line=written.location)
 
     def _stand_in(self, tensor: torch.Tensor) -> Any:
         return self.stand_ins.get(id(tensor), self.finder.stand_in_of(tensor))
@@ -309,7 +309,7 @@ def _left_by_each_call(
             record.refused = record.refused or CaptureError(
                 f"it reads {written.path} outside its arguments, and then puts a text or another"
                 " value there that only Python computes, of what the graph gives",
-                location=None if written.line is None else str(written.line),
+                location=written.location,
                 hint="keep it in another place than the one that is read; or let it be a number of"
                 " Python's, float(value); or let a function do it that is called in every step:"
                 " graphopt.callback(function, value)",
@@ -329,7 +329,7 @@ def _left_by_each_call(
         record.refused = record.refused or CaptureError(
             f"it puts a {type(value).__name__} that holds a tensor, or that it leaves elsewhere as"
             f" well, into {written.path}",
-            location=None if written.line is None else str(written.line),
+            location=written.location,
             hint="put the tensor there, or a tuple, dictionary or data class of its values",
         )
     return left

@@ -159,12 +159,14 @@ class PlacedResult:
         within: where each call finds the container that the place is an item of; None where it is
             the same one in each call.
         behind: of a key that is new, those that come behind it in the dictionary.
+        line: which has put it there, as a message says it.
     """
 
     place: OutsidePlace
     recipe: Recipe
     within: FollowedPlace | None = None
     behind: tuple[Any, ...] = ()
+    line: str | None = field(default=None, compare=False)
 
     def now(self) -> OutsidePlace:
         """The place in this call, before it puts anything anywhere."""
@@ -179,12 +181,13 @@ class ChangedResult:
 
     Attributes:
         changes: in order, each with its value.
-        within: as of `PlacedResult`.
+        within, line: as of `PlacedResult`.
     """
 
     container: Any
     changes: tuple[tuple[ChangeByMethod, Recipe], ...]
     within: FollowedPlace | None = None
+    line: str | None = field(default=None, compare=False)
 
     def now(self) -> Any:
         """The container in this call, before it puts anything anywhere."""

@@ -34,7 +34,7 @@ from graphopt.tracing.number_tuples import with_leaf
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.optimizer_state import entries_at, is_nest, mapped, of_none, tensors_of, write
 from graphopt.tracing.running_trace import current_trace
-from graphopt.tracing.source import current_user_line
+from graphopt.tracing.source import current_location
 
 
 @dataclass
@@ -251,6 +251,6 @@ class _Settings(dict[str, Any]):
             return
         raise CaptureError(
             f"it changes {key!r} of an optimizer's parameter group",
-            location=str(current_user_line()),
+            location=current_location(),
             hint="change it outside the step, between two calls",
         )

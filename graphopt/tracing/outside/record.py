@@ -42,6 +42,11 @@ class WrittenPlace(NamedTuple):
     path: str
     line: SourceLine | None = None
 
+    @property
+    def location(self) -> str | None:
+        """The line as a message says it."""
+        return None if self.line is None else str(self.line)
+
 
 class Record(OutsideReads):
     """What one trace read outside, and what it wrote there.
