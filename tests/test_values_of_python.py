@@ -214,10 +214,6 @@ def test_it_is_what_eager_code_computes(effect: Effect) -> None:
     assert captures <= CAPTURES[effect]
 
 
-def keeps_the_array(kept: Any, loss: Tensor, x: Tensor) -> None:
-    kept.rows.append(x.numpy())
-
-
 def writes_to_its_tensor(kept: Any, loss: Tensor, x: Tensor) -> None:
     double = x * 2
     array = double.numpy()
@@ -251,7 +247,6 @@ def shows_a_gradient(kept: Any, loss: Tensor, x: Tensor) -> Any:
 
 
 REFUSED = {
-    keeps_the_array: "in the memory of an argument",
     writes_to_its_tensor: "in whose memory an array lies",
     is_a_key_of_a_new_table: "is a key",
     is_called_in_c: "computes it of a method",

@@ -15,7 +15,7 @@ import operator
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -131,6 +131,13 @@ class Later(FoundByGraph):
             known.memories, known.shares = self.memories, self.shares
             known.dimensions = self.dimensions
         return self._known_as
+
+    def remade(self, args: Iterable[Any]) -> Later:
+        """What the same function gives of these arguments as they are, and not as copies."""
+        found = Later(self._function, ())
+        found._args = tuple(args)
+        found.parts = tuple(each for each in found._args if type(each) is Later)
+        return found
 
     def changes(self, function: Callable[..., Any], *args: Any) -> Later:
         """From here on, it is the array as a function that changes it in place leaves it."""
@@ -437,7 +444,7 @@ def _dimensions_left(dimensions: int | None, keys: Sequence[Any]) -> int | None:
 
 def _dimensions_of(function: Callable[..., Any], args: Sequence[Any]) -> int | None:
     """How many dimensions what a function gives has; see `Later.dimensions`."""
-    if is_numpy_of_tensor(function) and isinstance(args[0], torch.Tensor):
+    if is_numpy_of_tensor(function) and args and isinstance(args[0], torch.Tensor):
         return args[0].ndim
     function = _called_by(function)
     if makes_array(function, args):
