@@ -6,6 +6,7 @@ import cProfile
 import dis
 import gc
 import importlib
+import inspect
 import itertools
 import logging
 import re
@@ -617,6 +618,8 @@ def test_container_that_the_step_adds_to_and_trims(name: str) -> None:
     for _ in range(4):
         expected = train(one.model, one.optimizer, X, Y, eager())
         assert torch.equal(compiled(two.model, two.optimizer, X, Y), expected)
+        left = inspect.getclosurevars(captured).nonlocals
+        assert left == inspect.getclosurevars(eager).nonlocals
     assert len(compiled.captures) == 1
 
 

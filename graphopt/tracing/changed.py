@@ -8,7 +8,7 @@ Taken out after the trace, where nothing else has been done with a container and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from graphopt.errors import CaptureError
@@ -24,6 +24,7 @@ from graphopt.tracing.told import told
 def take_changed(
     record: Record,
     placed: Iterable[PlacedResult],
+    replaced: Mapping[int, FollowedPlace],
     puts_back: Callable[[Any], bool],
     made: dict[int, Any],
 ) -> list[ChangedResult]:
@@ -32,6 +33,7 @@ def take_changed(
 
     Args:
         placed: what it has left in places, in which there is what was before.
+        replaced: containers in whose place it leaves others; see `exchanged_containers`.
         puts_back: whether an object is as it was when the trace is over. What other threads may be
             changing is not.
         made: what each call makes anew, by id; see `told`.
@@ -41,7 +43,8 @@ def take_changed(
         if not puts_back(container):
             record.unrepeated.refuse(record.path(container, type(container).__name__), line)
     exchanged = {id(each.place.now()): FollowedPlace(each.place) for each in placed}
-    for each in record.take_changed():
+    exchanged.update(replaced)
+    for each in record.take_changed(replaced.keys()):
         if not puts_back(each.container):
             if is_changed_to(each.container, each.before, each.changes):
                 put_back(each.container, each.before)

@@ -64,6 +64,7 @@ def take_placed(
     stand_ins: Mapping[int, torch.Tensor],
     tables: Iterable[dict[str, Any]],
     made: dict[int, Any],
+    exchanged: Mapping[int, FollowedPlace],
 ) -> list[PlacedResult]:
     """Take out what a traced step has put into places outside; there is then what was before. Where
     the step finds a tensor or a number in such a place, and leaves another one, the finder takes
@@ -77,8 +78,9 @@ def take_placed(
         stand_ins: of the inputs, by the id of the real tensor.
         tables: those that are looked after otherwise.
         made: what each call makes anew, by id; see `told`.
+        exchanged: see `exchanged_containers`.
     """
-    places = _Places(record, finder, stand_ins, made, set(map(id, tables)), _exchanged(record))
+    places = _Places(record, finder, stand_ins, made, set(map(id, tables)), exchanged)
     all_written = list(record.written_places())
     for replaced in filter(partial(_is_found, record), record.replaced_own()):
         finder.carries(replaced.path, replaced.place)
@@ -107,7 +109,7 @@ class _Places:
 
     Attributes:
         others: tables that are looked after otherwise, by id.
-        exchanged: see `_exchanged`.
+        exchanged: see `exchanged_containers`.
     """
 
     record: Record
@@ -150,7 +152,10 @@ class _Places:
         if value is before and (record.is_found_anew(place) or place_of(value) is not None):
             return None  # what each call finds stays there
         in_place = isinstance(before, torch.Tensor) and value is self._stand_in(before)
-        left = value if in_place else _left_by_each_call(record, written, value, self.made)
+        if id(before) in self.exchanged and type(before) in (list, deque):
+            left = told(record, value, self.made)  # which is made of what each call finds
+        else:
+            left = value if in_place else _left_by_each_call(record, written, value, self.made)
         if left is None and not holds_later(value):
             _leave(record, written, value)
             return None
@@ -210,11 +215,11 @@ def found_again(record: Record, container: Any) -> FollowedPlace | None:
     return FollowedPlace(place, found_again(record, place.holder))
 
 
-def _exchanged(record: Record) -> dict[int, FollowedPlace]:
+def exchanged_containers(record: Record) -> dict[int, FollowedPlace]:
     """The containers outside, by id, in whose place the step leaves a new one, each with that place
     (`self.backup = {}`), where the step has got to it by that alone: each call finds another."""
     found = {}
-    for written in record.written_places():
+    for written in chain(record.written_places(), record.replaced_own()):
         before = written.before
         new = _is_new(record, written) or _is_traced(written.place.now())
         if type(before) in _CONTAINERS and new and is_at(record, before, written.place):
@@ -226,7 +231,7 @@ def is_at(record: Record, value: Any, place: OutsidePlace) -> bool:
     """Whether a step has got to an object by one place alone, and goes by what is in it."""
     only = _only_place(record, value)
     found = only is not None and only.identity == place.identity
-    return found and not record.is_gone_into(value)
+    return found and not record.is_pinned(value)
 
 
 def _only_place(record: Record, value: Any) -> OutsidePlace | None:

@@ -53,7 +53,7 @@ from graphopt.tracing.outside.changing_texts import ChangingTexts
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.pinned import pin_changes, pin_held, refuse_found_twice
-from graphopt.tracing.placed import take_placed
+from graphopt.tracing.placed import exchanged_containers, take_placed
 from graphopt.tracing.positions import Positions
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.recipes import Recipes
@@ -380,13 +380,15 @@ class StepRun:
 
     def _left_outside(self, traced: Traced, held: HeldBefore, draws: Substitutes) -> LeftOutside:
         """Take out what the step has left outside its arguments."""
+        exchanged = exchanged_containers(self.outside)
         for path, place in self.outside.changed_lengths():
-            self.finder.carries(path, place, counted=True)
+            if id(place.holder) not in exchanged:
+                self.finder.carries(path, place, counted=True)
         made = self._left
         tables = [*held.objects, *(each.table for each in self._call.objects.tables)]
-        placed = take_placed(self.outside, self.finder, traced.by_id, tables, made)
+        placed = take_placed(self.outside, self.finder, traced.by_id, tables, made, exchanged)
         stored = draws.picks.take_stored(made)
-        changed = take_changed(self.outside, placed, self._puts_back, made)
+        changed = take_changed(self.outside, placed, exchanged, self._puts_back, made)
         user = (self._call.leaves[position] for position in self._inputs.user)
         draws.picks.finish(traced.by_id[id(leaf)] for leaf in user)
         refuse_changed(self.made.calls, self.outside.written_arrays())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import operator
 import sys
-from collections import Counter, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from types import CellType, FrameType, ModuleType
 from typing import Any
@@ -42,10 +42,8 @@ from graphopt.tracing.outside.native import is_large_array, set_by_c
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_container, is_read
 from graphopt.tracing.outside.record import Record
 
-_SLICED = frozenset({list, tuple})
-"""Containers part of which is one of their kind."""
-
-
+_UNLIKE_NONE = frozenset({list, tuple, dict, set, deque, OrderedDict, defaultdict, Counter})
+"""Containers that equal no None, whatever is in them."""
 _BEGINNING = frozenset({defaultdict, Counter})
 """Dictionaries in which a step may begin to count."""
 _METHODS = {"+=": "__iadd__", "|=": "__ior__", "-=": "difference_update"}
@@ -208,16 +206,14 @@ class Instructions(LaterOperands):
             kept_lists.reads(record, kept, container, f"{{}}[{key}]", at.line)
             at.takes(2, self._substitute(operator.getitem, (container, key)))
             return
-        trimmed = isinstance(key, slice) and self._is_trimmed(at.frame, container)
-        if not trimmed:
-            item = laters.item(container, at.top(1), at.line, at.step.fed)
-            if item is not None:
-                if is_array(container) and not (at.step.fed or laters.is_kept(container)):
-                    self._read_contents(at.frame, container, at.line)
-                at.put(2, Gives(item))
-                at.put(1, 0)
-                return
-        if not record.is_outside(container) or trimmed:
+        item = laters.item(container, at.top(1), at.line, at.step.fed)
+        if item is not None:
+            if is_array(container) and not (at.step.fed or laters.is_kept(container)):
+                self._read_contents(at.frame, container, at.line)
+            at.put(2, Gives(item))
+            at.put(1, 0)
+            return
+        if not record.is_outside(container):
             return
         path = self._path(at.frame, container)
         if isinstance(container, dict) or (
@@ -238,19 +234,11 @@ class Instructions(LaterOperands):
 
     def _slice(self, at: Instruction) -> None:
         container, key = at.top(3), slice(at.top(2), at.top(1))
-        if self._is_trimmed(at.frame, container):
-            return
         item = self._record.laters.item(container, key, at.line)
         if item is None:
             self._read_contents(at.frame, container, at.line)
         else:
             at.put(3, Gives(item))
-
-    def _is_trimmed(self, frame: FrameType, value: Any) -> bool:
-        """Whether a part of a value takes its place, and goes nowhere else."""
-        loaded = self._record.loads.places(id(frame))
-        taken = (place for place in loaded if not self._record.is_own(place.holder))
-        return type(value) in _SLICED and any(place.now() is value for place in taken)
 
     def _existing_item(self, container: Any, key: Any, path: str, line: SourceLine) -> None:
         try:
@@ -380,6 +368,8 @@ class Instructions(LaterOperands):
             self._record.pin(at.top(2))
 
     def _compared(self, at: Instruction) -> None:
+        if {type(at.top(1)), type(at.top(2))} - _UNLIKE_NONE == {type(None)}:
+            return
         self._two(at)
         if not (is_container(at.top(1)) or is_container(at.top(2))):
             self._pin_both(at)

@@ -6,6 +6,7 @@ import copy
 import types
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Set
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -88,7 +89,6 @@ class Record(OutsideReads):
     def finish(self) -> None:
         """The step is over: look for what it changed."""
         self.texts.finish()
-        self._settle_trimmed()
         self._forget_contents(self.laters.arrays)
         self.unrepeated.finish()
         self.changed = self._changed()
@@ -321,17 +321,18 @@ class Record(OutsideReads):
         if self.counted is not None and self.counted.place.identity == place.identity:
             self.counted = None
 
-    def take_changed(self) -> Iterator[ChangedContainer]:
-        """Lists, queues and sets that the step has changed, and neither read nor replaced; those
-        that it has changed otherwise than by what can be done again have no changes.
-        Nothing else remembers what it has put there from then on."""
+    def take_changed(self, replaced: Set[int]) -> Iterator[ChangedContainer]:
+        """Lists, queues and sets that the step has changed, and not read; those that it has changed
+        otherwise than by what can be done again have no changes. Nothing else remembers what it has
+        put there from then on.
+
+        Args:
+            replaced: those that it may have read, by id, since it leaves others in their places.
+        """
         read = {
             id(each.place.holder)
             for each in self.reads.values()
             if not (each.value is MISSING and isinstance(each.place.holder, (list, deque)))
-        }
-        read |= {
-            id(each.value) for each in self.reads.values() if each.place.now() is not each.value
         }
         changed, self._changes = self._changes, {}
         for key, each in changed.items():
@@ -339,7 +340,7 @@ class Record(OutsideReads):
                 continue
             if each.otherwise:
                 each.changes.clear()
-            if key not in read:
+            if key not in read or key in replaced:
                 yield each
             elif self.is_asked(each.container):
                 self.refused = self.refused or CaptureError(
@@ -355,7 +356,8 @@ class Record(OutsideReads):
 
     def places_of(self, value: Any) -> list[OutsidePlace]:
         """All places in which the step has read an object."""
-        return [read.place for read in self.reads.values() if read.value is value]
+        reads = chain(self.reads.values(), map(self._own_reads.__getitem__, self._replaced_own()))
+        return [read.place for read in reads if read.value is value]
 
     def is_written(self, place: OutsidePlace) -> bool:
         """Whether the step has written to a place."""
@@ -368,17 +370,6 @@ class Record(OutsideReads):
     def has_written(self, table: dict[str, Any], key: str) -> bool:
         """Whether the step wrote to an item of a dictionary."""
         return OutsidePlace("item", table, key).identity in self._written
-
-    def _settle_trimmed(self) -> None:
-        """Containers that were added to, and in whose place is a part of them now: another may be
-        there the next time, if nothing else was done with them."""
-        used = {id(read.place.holder) for read in self.reads.values()}
-        used |= self._pinned.keys() | self.gone_into
-        for identity, read in self.reads.items():
-            now, key = read.place.now(), id(read.value)
-            trimmed = identity in self._derived and key in self._mutated and key not in used
-            if trimmed and type(now) is type(read.value):
-                self.reads[identity] = read._replace(value=now)
 
     def _changed(self) -> tuple[Read, Any] | None:
         """A place that the step has read, and then changed, and what is there now."""
