@@ -437,6 +437,7 @@ class StepRun:
         self.whole_calls.settle(self.finder.found, _compat.current_tracer().graph)
         signature.data.update(recipes.computed(rebinding.given))
         signature.reshaped = rebinding.reshaping.reshaped
+        signature.shrunk = rebinding.reshaping.shrunk
         signature.rebound.update(recipes.computed(rebinding.rebound))
         marks.put_back()
         self.kept_numbers = recipes.numbers
