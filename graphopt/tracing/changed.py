@@ -13,9 +13,11 @@ from typing import Any
 
 from graphopt.errors import CaptureError
 from graphopt.host.changes import ChangeByMethod, is_changed_to, put_back
+from graphopt.tracing.later import holds_unknown
 from graphopt.tracing.outside.changed_containers import ChangedContainer
 from graphopt.tracing.outside.places import FollowedPlace
 from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.unrepeated import users
 from graphopt.tracing.placed import found_again, is_at
 from graphopt.tracing.signature import ChangedResult, Constant, PlacedResult
 from graphopt.tracing.told import told
@@ -71,6 +73,8 @@ def take_changed(
         if within is None:
             record.pin(each.container)
         found.append(ChangedResult(each.container, items, within, str(each.line)))
+    for each in record.not_followed:
+        record.refused = record.refused or _reads_besides(record, each)
     followed = {id(each.container): each.within for each in found if each.within is not None}
     record.laters.settle(followed)
     return found
@@ -96,4 +100,29 @@ def _changes_otherwise(record: Record, changed: ChangedContainer) -> CaptureErro
         f"it changes {path} in a way that is not followed, which would happen at capture only",
         location=str(changed.line),
         hint="append, insert, add or delete single items, or do it outside the step",
+    )
+
+
+def _reads_besides(record: Record, changed: ChangedContainer) -> CaptureError | None:
+    """Why each call cannot change a container for itself that the step also reads; None where what
+    it puts there are constants."""
+    container, location = changed.container, str(changed.line)
+    path = record.path(container, "a list")
+    if record.is_asked(container):
+        return CaptureError(
+            f"it changes {path}, whose length or sum is an input of the graph, in a way that is not"
+            " followed",
+            location=location,
+            hint="append and delete single items, or change it outside the step",
+        )
+    if not any(holds_unknown(value) for _, value in changed.changes):
+        return None
+    read = record.read_of(container)
+    return CaptureError(
+        f"it puts what the graph gives into {path}, and reads {read.path} in a way that is not"
+        f" followed ({users(read.line)})",
+        location=location,
+        hint="read it in a function that is called in every step, graphopt.callback(function), or"
+        " outside the step; what is followed of a list is its length, and sums, items and what"
+        " numpy gives of its numbers",
     )

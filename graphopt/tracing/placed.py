@@ -55,7 +55,7 @@ from graphopt.tracing.outside.record import Record, WrittenPlace
 from graphopt.tracing.reachable import is_shared
 from graphopt.tracing.scheduled import is_scheduled
 from graphopt.tracing.signature import PlacedResult
-from graphopt.tracing.told import holds_traced, told
+from graphopt.tracing.told import holds_traced, refused_object, told
 
 
 def take_placed(
@@ -331,12 +331,8 @@ def _left_by_each_call(
         follows = record.is_input(place) or _is_new(record, written) or not (found or keyed)
     left = told(record, value, made) if follows else None
     if follows and left is None and _is_held(record, value, made):
-        record.refused = record.refused or CaptureError(
-            f"it puts a {type(value).__name__} that holds a tensor, or that it leaves elsewhere as"
-            f" well, into {written.path}",
-            location=written.location,
-            hint="put the tensor there, or a tuple, dictionary or data class of its values",
-        )
+        refused = refused_object(value, written.path, written.location)
+        record.refused = record.refused or refused
     return left
 
 

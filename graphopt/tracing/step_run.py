@@ -44,7 +44,7 @@ from graphopt.tracing.laters import Laters
 from graphopt.tracing.leftovers import HostState
 from graphopt.tracing.lengths import Lengths
 from graphopt.tracing.made_arrays import MadeArrays
-from graphopt.tracing.marks import Marks, marks_kept
+from graphopt.tracing.marks import AttributeChange, Marks, marks_kept
 from graphopt.tracing.noticed_steps import notice_steps
 from graphopt.tracing.number_lists import NumberLists, places_of_lists
 from graphopt.tracing.numpy_lists import of_list, of_sequence
@@ -69,6 +69,7 @@ from graphopt.tracing.signature import Signature
 from graphopt.tracing.stand_ins import arguments_of, stand_ins_of
 from graphopt.tracing.substitute import Traced, insert
 from graphopt.tracing.tagging import Tagger, tagged
+from graphopt.tracing.told import attribute_told
 from graphopt.tracing.whole_calls import WholeCalls
 
 Scene = Iterator[AbstractContextManager[Any]]
@@ -127,6 +128,7 @@ class StepRun:
         self._lists = NumberLists(())
         self._scheduled: list[Optimizer] = []
         self._left: dict[int, Any] = {}
+        self._objects: dict[tuple[int, str], AttributeChange] = {}
         self._view: HostView
         self._schedulers: TracedSchedulers
 
@@ -297,6 +299,11 @@ class StepRun:
                 self._give(returned)
                 self.outside.laters.arrays.finish()
                 outside = self._left_outside(traced, held, draws)
+                self._objects = {
+                    (id(change.table), change.key): told
+                    for change in held.changes()
+                    if (told := attribute_told(self.outside, change, self._left)) is not change
+                }
             self.gradients_first = redirect.gradients_first
         rebinding.finish()
         if self.made.refused is not None:
@@ -429,7 +436,9 @@ class StepRun:
             is_outside=self.outside.is_outside,
         )
         collector = ResultCollector(self._call, self._inputs, traced, recipes)
-        signature = self.signature = collector.collect(ran, held.left(), counted)
+        objects, self._objects = self._objects, {}
+        left = (objects.get((id(each.table), each.key), each) for each in held.left())
+        signature = self.signature = collector.collect(ran, left, counted)
         pin_held(self.outside, self._call.objects, (table for table, _ in held.tables))
         signature.attributes += collector.attributes(marked)
         signature.texts = [given for _, given in self.outside.texts.any()]

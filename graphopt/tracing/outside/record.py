@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphopt.errors import CaptureError
 from graphopt.host.changes import MUTABLE
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.changed_containers import ChangedContainer
@@ -64,6 +63,7 @@ class Record(OutsideReads):
         times_written: how often the step has written to a place, by its identity.
         optimizers: whose state the step uses, by id.
         optimizers_read: ids of those whose parameter groups it reads.
+        not_followed: what it has changed and read, where each call does not do that for itself.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class Record(OutsideReads):
         self.asked_type: SourceLine | None = None
         self.times_written: Counter[tuple[Any, ...]] = Counter()
         self._left_in: dict[int, Any] = {}
+        self.not_followed: list[ChangedContainer] = []
 
     def finish(self) -> None:
         """The step is over: look for what it changed."""
@@ -328,6 +329,7 @@ class Record(OutsideReads):
 
         Args:
             replaced: those that it may have read, by id, since it leaves others in their places.
+                Others that it has read are `not_followed`.
         """
         read = {
             id(each.place.holder)
@@ -342,13 +344,17 @@ class Record(OutsideReads):
                 each.changes.clear()
             if key not in read or key in replaced:
                 yield each
-            elif self.is_asked(each.container):
-                self.refused = self.refused or CaptureError(
-                    f"it changes {self.path(each.container, 'a list')}, whose length or sum is an"
-                    " input of the graph, in a way that is not followed",
-                    location=str(each.line),
-                    hint="append and delete single items, or change it outside the step",
-                )
+            else:
+                self.not_followed.append(each)
+
+    def read_of(self, container: Any) -> Read:
+        """What the step has read of a container, or that it goes through it."""
+        reads = [
+            r for r in self.reads.values() if r.place.holder is container or r.value is container
+        ]
+        first = next((r for r in reads if r.place.holder is container), reads[0])
+        through = f"all of {self.path(container, 'it')}"
+        return first._replace(path=through) if id(container) in self._gone_over else first
 
     def is_asked(self, container: Any) -> bool:
         """Whether the graph takes numbers of a container, such as its length."""
