@@ -221,7 +221,8 @@ def exchanged_containers(record: Record) -> dict[int, FollowedPlace]:
     found = {}
     for written in chain(record.written_places(), record.replaced_own()):
         before = written.before
-        new = _is_new(record, written) or _is_traced(written.place.now())
+        now = written.place.now()
+        new = now is not before and (_is_new(record, written) or _is_traced(now))
         if type(before) in _CONTAINERS and new and is_at(record, before, written.place):
             found[id(before)] = FollowedPlace(written.place)
     return found
