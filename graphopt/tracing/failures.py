@@ -19,6 +19,12 @@ _LOG = (
     " the value from the step"
 )
 
+_PICKLED = (
+    "it saves or pickles tensors or numbers (torch.save, pickle)",
+    "let a function do it that is called in every step: graphopt.callback(torch.save,"
+    " model.state_dict(), path), or do it outside the step",
+)
+
 _ADVICE: tuple[tuple[str, str, str | None], ...] = (
     ("ReadFloat", "it takes the value of a tensor for a plain number", _LOG),
     ("ReadInt", "it takes the value of a tensor for a plain number", _LOG),
@@ -60,6 +66,8 @@ _ADVICE: tuple[tuple[str, str, str | None], ...] = (
         "take sizes from shapes or Python numbers; pad sequences of several lengths, and mask the"
         " loss, instead of packing them",
     ),
+    ("<locals>.CorrectedMode", *_PICKLED),
+    ("<locals>.QuickShapeEnv", *_PICKLED),
     ("is not JSON serializable", "it turns into text what is known only when a step runs", _LOG),
     (
         ".numpy() is not supported",

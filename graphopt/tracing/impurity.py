@@ -41,8 +41,8 @@ def no_output() -> Iterator[None]:
         raise CaptureError(
             f"the step {what}, which would happen at capture only",
             location=current_location(),
-            hint="let a function do it that is called in every step: graphopt.callback(print, loss)"
-            ", or return what is to be shown from the step and write it outside",
+            hint="let a function do it that is called in every step, and opens the file itself:"
+            " graphopt.callback(write_row, loss); or return what is to be written from the step",
         )
 
     def checked_print(*args: Any, **kwargs: Any) -> None:
