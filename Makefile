@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 NEWEST_VENV := .venv-newest
+OLDEST_VENV := .venv-oldest
 RUN := $(VENV)/bin/python
 LOCATION := $(VENV)/location
 DEMO_READY := $(VENV)/installed-demo
@@ -25,8 +26,8 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test test-all check test-alone test-all-alone check-alone check-newest lint \
-	clean
+.PHONY: help demo docs test test-all check test-alone test-all-alone check-alone check-newest check-oldest \
+	lint clean
 
 help:
 	@echo 'make demo    train a small GPT on two local ranks, eager DDP and graphopt side by side'
@@ -36,6 +37,7 @@ help:
 	@echo 'make check   lint and the quick tests, side by side'
 	@echo 'make docs    the API reference, in docs/api'
 	@echo 'make check-newest    the quick tests with the newest torch, in an environment of its own'
+	@echo 'make check-oldest    the same with the oldest torch that graphopt works with'
 	@echo 'make lint    ruff and mypy'
 	@echo 'make clean   remove what the others made'
 
@@ -61,7 +63,10 @@ check-alone: $(TEST_READY)
 	$(RUN) -m pytest $(PARALLEL) -m "not slow and not hf and not full"
 
 check-newest:
-	.ci/check-newest "$(PYTHON)" "$(NEWEST_VENV)" $(PARALLEL)
+	.ci/check-torch newest "$(PYTHON)" "$(NEWEST_VENV)" $(PARALLEL)
+
+check-oldest:
+	.ci/check-torch oldest "$(PYTHON)" "$(OLDEST_VENV)" $(PARALLEL)
 
 docs: $(DOCS_READY)
 	rm -rf docs/api
@@ -73,7 +78,7 @@ lint: $(TEST_READY)
 	$(RUN) -m mypy --strict $(SOURCES)
 
 clean:
-	rm -rf $(VENV) $(NEWEST_VENV) docs/api build dist graphopt.egg-info graphopt-repro .hypothesis
+	rm -rf $(VENV) $(NEWEST_VENV) $(OLDEST_VENV) docs/api build dist graphopt.egg-info graphopt-repro .hypothesis
 	find . -type d \( -name __pycache__ -o -name .pytest_cache -o -name .mypy_cache \
 		-o -name .ruff_cache \) -prune -exec rm -rf {} +
 

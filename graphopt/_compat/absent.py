@@ -48,7 +48,8 @@ def believe(capability: tuple[int, int]) -> None:
     # A fake tensor of `torch.tensor(1.0, device="cuda")` keeps its value, which stays on the CPU.
     torch._C._set_only_lift_cpu_tensors(True)
     setattr(FakeTensorMode, "avoid_device_init", property(lambda self: True))  # noqa: B010
-    fake_tensor.init_gpu_context = lambda device: None  # torch 2.11 asks for it all the same
+    # Torch 2.11 asks for it all the same.
+    setattr(fake_tensor, "init_gpu_context", lambda device: None)  # noqa: B010
     setattr(FakeTensor, "__deepcopy__", deepcopied)  # noqa: B010
     torch.utils.swap_tensors = _swap
 

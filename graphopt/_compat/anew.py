@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from torch.utils import _pytree
 
+from graphopt._compat.classes import is_made_by_statement
 from graphopt._compat.identity import Itself
 
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 _OWN_STATE = ("__reduce__", "__reduce_ex__", "__del__", "__new__")
 """Methods of a class that may make more of its objects than their attributes."""
 
@@ -121,7 +121,7 @@ def _opened_object(value: Any) -> tuple[list[Any], _Kind] | None:
 
 def _is_plain(kind: type) -> bool:
     """Whether a class of the program's adds nothing to its objects but attributes."""
-    if not kind.__flags__ & _HEAP_TYPE:
+    if not is_made_by_statement(kind):
         return kind is types.SimpleNamespace
     package = kind.__module__.partition(".")[0]
     if package in _WITH_MORE and not kind.__module__.startswith(_PLAIN_PACKAGES):

@@ -87,7 +87,7 @@ def _decompositions(mode: Any) -> Any:
     """What is recorded as other operators: the table of a mode, in torch 2.11 of the process."""
     if hasattr(mode, "decomposition_table"):
         return mode.decomposition_table
-    return proxy_tensor.CURRENT_DECOMPOSITION_TABLE
+    return vars(proxy_tensor)["CURRENT_DECOMPOSITION_TABLE"]
 
 
 class _QuickTracer(PythonKeyTracer):

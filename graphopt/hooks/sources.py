@@ -33,7 +33,7 @@ _CHANGING = frozenset(
 )
 """Methods of lists, sets, dicts, deques and counters that change them."""
 
-_ITEM_CHANGES = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR", "DUP_TOP_TWO", "COPY"})
+_ITEM_CHANGES = frozenset({"STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR", "DUP_TOP_TWO", "COPY"})
 """Instructions behind a container whose item is assigned to; the last two: with ``+=``, which reads
 container and key once more."""
 

@@ -75,7 +75,12 @@ def take_changed(
         found.append(ChangedResult(each.container, items, within, str(each.line)))
     for each in record.not_followed:
         record.refused = record.refused or _reads_besides(record, each)
-    followed = {id(each.container): each.within for each in found if each.within is not None}
+    followed = {
+        identity: exchanged[identity]
+        for identity, container in record.laters.lists.items()
+        if identity in exchanged and is_at(record, container, exchanged[identity].place)
+    }
+    followed |= {id(each.container): each.within for each in found if each.within is not None}
     record.laters.settle(followed)
     return found
 

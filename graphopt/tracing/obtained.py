@@ -162,8 +162,9 @@ class ObtainedValues:
 
 def _holders(tensors: list[torch.Tensor]) -> list[object]:
     """Python objects, other than `tensors` and frames, that refer to one of the tensors."""
+    asked = tuple(tensors)  # from Python 3.13 on, what is asked about is found as well
     return [
         holder
-        for holder in gc.get_referrers(*tensors)
-        if holder is not tensors and not isinstance(holder, FrameType)
+        for holder in gc.get_referrers(*asked)
+        if holder is not tensors and holder is not asked and not isinstance(holder, FrameType)
     ]

@@ -152,10 +152,7 @@ class _Places:
         if value is before and (record.is_found_anew(place) or place_of(value) is not None):
             return None  # what each call finds stays there
         in_place = isinstance(before, torch.Tensor) and value is self._stand_in(before)
-        if id(before) in self.exchanged and type(before) in (list, deque):
-            left = told(record, value, self.made)  # which is made of what each call finds
-        else:
-            left = value if in_place else _left_by_each_call(record, written, value, self.made)
+        left = value if in_place else _left_by_each_call(record, written, value, self.made)
         if left is None and not holds_later(value):
             _leave(record, written, value)
             return None
@@ -311,7 +308,8 @@ def _left_by_each_call(
         follows = follows or _is_traced(value, tensors=False)
         empty = written.before is None or written.before is MISSING
         begins = empty and not is_later_text(value)  # which may go on from what is there then
-        if reads and holds_later(value) and not (record.is_input(place) or begins):
+        known = record.is_input(place) or begins or _is_part(record, written, value)
+        if reads and holds_later(value) and not known:
             record.refused = record.refused or CaptureError(
                 f"it reads {written.path} outside its arguments, and then puts a text or another"
                 " value there that only Python computes, of what the graph gives",
@@ -335,6 +333,13 @@ def _left_by_each_call(
         refused = refused_object(value, written.path, written.location)
         record.refused = record.refused or refused
     return left
+
+
+def _is_part(record: Record, written: WrittenPlace, value: Any) -> bool:
+    """Whether a value that only Python computes takes the place of the list of which it is computed
+    (`self.losses = self.losses[-100:]`): each call computes it of the list that it finds."""
+    before = written.before
+    return type(before) is list and type(value) is Later and is_at(record, before, written.place)
 
 
 def _is_held(record: Record, value: Any, made: dict[int, Any]) -> bool:

@@ -66,8 +66,13 @@ def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
 
 def _is_fed(before: dis.Instruction, taking: dis.Instruction) -> bool:
     """Whether an item is taken of a container and a key that stay on the stack."""
-    copies = before.opname == "DUP_TOP_TWO" or (before.opname, before.arg) == ("COPY", 2)
-    return taking.opname == "BINARY_SUBSCR" and copies
+    if taking.opname not in _OPERANDS:
+        return False
+    copies = ("COPY", _OPERANDS[taking.opname])
+    return before.opname == "DUP_TOP_TWO" or (before.opname, before.arg) == copies
+
+
+_OPERANDS = {"BINARY_SUBSCR": 2, "BINARY_SLICE": 3}
 
 
 def _name(instruction: dis.Instruction) -> Any:
@@ -107,7 +112,8 @@ _HANDLERS = {
     "BINARY_SUBSCR": "_item",
     "STORE_SUBSCR": "_set_item",
     "DELETE_SUBSCR": "_delete_item",
-    "BINARY_SLICE": "_slice",
+    "BINARY_SLICE": "_item",
+    "STORE_SLICE": "_set_item",
     "BINARY_OP": "_two",
     "COMPARE_OP": "_compared",
     "IS_OP": "_same_object",

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from graphopt import _compat
+from graphopt._compat.classes import is_made_by_statement
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, attributes_of
 from graphopt.tracing.outside.record import Record
@@ -57,7 +58,7 @@ def read_class(record: Record, value: Any, path: str, line: SourceLine) -> None:
     attributes = attributes_of(value)
     if isinstance(value, torch.Tensor) or not record.is_outside(value):
         return
-    if not type(value).__flags__ & _MUTABLE:
+    if not is_made_by_statement(type(value)):
         return
     if attributes is None or not record.is_own(attributes):
         record.read(OutsidePlace("type", value), f"the class of {path}", line)
@@ -167,7 +168,7 @@ def _in_classes(
     for each in classes:
         if each in _FIXED and name not in vars(each):
             continue
-        if not each.__flags__ & _MUTABLE:
+        if not is_made_by_statement(each):
             if name in vars(each):
                 return vars(each)[name]
             continue
@@ -178,9 +179,6 @@ def _in_classes(
         if value is not MISSING:
             return value
     return None
-
-
-_MUTABLE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 
 
 def _found(owner: type, name: str) -> tuple[type, Any] | None:

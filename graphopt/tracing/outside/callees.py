@@ -27,8 +27,15 @@ Substitute = Callable[[Any, Sequence[Any]], "Callable[..., Any] | None"]
 
 NAMED_CALLS = ("CALL_KW", "CALL_FUNCTION_KW")
 """Calls with names of keywords above all else."""
+_OF_SLICES = frozenset({"BINARY_SLICE", "STORE_SLICE"})
 _PLAIN = ("CALL_FUNCTION", "CALL_FUNCTION_KW")
 """Calls that are never of a method."""
+
+
+def instruction_of(frame: FrameType, step: OutsideAccess) -> Instruction:
+    """An instruction that is about to be executed, with its operands."""
+    kind = _OfSlice if step.instruction in _OF_SLICES else Instruction
+    return kind(frame, step)
 
 
 class Instruction(Operands):
@@ -81,3 +88,22 @@ class Instruction(Operands):
         keywords = self.step.argument & 1
         place = 2 + keywords + int(sys.version_info >= (3, 13))
         return place, self.top(1 + keywords), list(self.top(1).values()) if keywords else []
+
+
+class _OfSlice(Instruction):
+    """`x[a:b]` and `x[a:b] = y` from Python 3.12 on, where the two ends are on the stack: as one
+    that has a slice there, on top of it, as before."""
+
+    __slots__ = ()
+
+    def top(self, place: int) -> Any:
+        if place == 1:
+            return slice(super().top(2), super().top(1))
+        return super().top(place + 1)
+
+    def put(self, place: int, value: Any) -> None:
+        if place > 1:
+            super().put(place + 1, value)
+        elif isinstance(value, slice):  # any other stands for a key that nothing uses
+            super().put(2, value.start)
+            super().put(1, value.stop)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from graphopt import _compat
+from graphopt._compat.classes import is_made_by_statement
 from graphopt.errors import CaptureError
 from graphopt.tracing.outside.callees import Instruction
 from graphopt.tracing.outside.places import (
@@ -38,7 +39,6 @@ _CALLED_BY = ("step_run.py", "said.py")
 """Files of graphopt that call the step, and methods by which its objects say what they are."""
 _TAKING_TEXTS = (str, repr, format, print, getattr, next, len, bool)
 _GOING_THROUGH = (list, tuple, next)
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 
 
 class TextOutside:
@@ -182,7 +182,7 @@ class ChangingTexts:
         kind = callee if isinstance(callee, type) else type(callee)
         return bool(
             isinstance(callee, (types.FunctionType, nn.Module))
-            or (kind.__flags__ & _HEAP_TYPE and not _is_in_c(kind, callee))
+            or (is_made_by_statement(kind) and not _is_in_c(kind, callee))
             or _is_one_of(callee, _TAKING_TEXTS)
         )
 

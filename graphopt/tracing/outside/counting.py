@@ -12,8 +12,9 @@ _STORES = {
     "LOAD_GLOBAL": "STORE_GLOBAL",
     "LOAD_DEREF": "STORE_DEREF",
     "BINARY_SUBSCR": "STORE_SUBSCR",
+    "BINARY_SLICE": "STORE_SLICE",
 }
-_HEIGHTS = {"STORE_ATTR": 2, "STORE_SUBSCR": 3}
+_HEIGHTS = {"STORE_ATTR": 2, "STORE_SUBSCR": 3, "STORE_SLICE": 4}
 """Of the stack where such a store begins, with the stored value at its bottom."""
 _MOVING = frozenset({"SWAP", "ROT_TWO", "ROT_THREE", "ROT_FOUR"})
 _COMPUTING = ("BINARY_", "INPLACE_")
@@ -35,7 +36,8 @@ def counting_pairs(instructions: Sequence[dis.Instruction]) -> dict[int, int]:
         if wanted is None:
             continue
         store = _store(instructions[index + 1 :], wanted)
-        if store is not None and (wanted == "STORE_SUBSCR" or store.argval == instruction.argval):
+        of_item = wanted in ("STORE_SUBSCR", "STORE_SLICE")
+        if store is not None and (of_item or store.argval == instruction.argval):
             pairs[instruction.offset] = store.offset
     return pairs
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from graphopt._compat.classes import is_made_by_statement
 from graphopt._compat.hidden import undisabled
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.outside.files import is_observed
@@ -24,7 +25,6 @@ from graphopt.tracing.outside.modules import description_of
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, Read, is_value, same
 
 CONTAINERS = frozenset({dict, list, set, deque, defaultdict, OrderedDict})
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 
 
 class GuardedObject:
@@ -170,8 +170,8 @@ def is_plain_class(kind: type) -> bool:
         return False
     return all(
         each is object
-        or (each.__flags__ & _HEAP_TYPE and ("__dict__" in vars(each) or "__slots__" in vars(each)))
-        or (each.__flags__ & _HEAP_TYPE and each.__basicsize__ == _size_of_base(each))
+        or (is_made_by_statement(each) and ("__dict__" in vars(each) or "__slots__" in vars(each)))
+        or (is_made_by_statement(each) and each.__basicsize__ == _size_of_base(each))
         for each in kind.__mro__
     )
 

@@ -33,7 +33,7 @@ from graphopt.tracing.outside.attributes import (
     read_method,
     read_setting,
 )
-from graphopt.tracing.outside.callees import NAMED_CALLS, Instruction, Substitute
+from graphopt.tracing.outside.callees import NAMED_CALLS, Instruction, Substitute, instruction_of
 from graphopt.tracing.outside.calls import NativeCalls
 from graphopt.tracing.outside.given_functions import GivenFunction, is_called_by
 from graphopt.tracing.outside.held import is_plain_class
@@ -61,7 +61,7 @@ class Instructions(LaterOperands):
     def before(self, frame: FrameType, step: OutsideAccess) -> None:
         """`frame` is about to execute an instruction."""
         handler: Callable[[Instruction], None] = getattr(self, step.handler)
-        at = Instruction(frame, step)
+        at = instruction_of(frame, step)
         record = self._record
         if step.feeding is None:
             loaded = record.texts.looked_for(at)
@@ -206,7 +206,11 @@ class Instructions(LaterOperands):
             kept_lists.reads(record, kept, container, f"{{}}[{key}]", at.line)
             at.takes(2, self._substitute(operator.getitem, (container, key)))
             return
-        item = laters.item(container, at.top(1), at.line, at.step.fed)
+        if type(key) is slice and self._goes_back(at.frame, container):
+            record.read_container(id(at.frame), container)
+            item = laters.items(container, at.line, key)
+        else:
+            item = laters.item(container, at.top(1), at.line, at.step.fed)
         if item is not None:
             if is_array(container) and not (at.step.fed or laters.is_kept(container)):
                 self._read_contents(at.frame, container, at.line)
@@ -221,24 +225,24 @@ class Instructions(LaterOperands):
         ):
             self._existing_item(container, key, path, at.line)
         elif is_read(container):
-            record.contents(container, path, at.line)
+            self._read_contents(at.frame, container, at.line)
         else:
             read_method(record, type(container), "__getitem__", at.line)
 
     def _fed(self, at: Instruction) -> None:
         """An item is taken that goes back to where it comes from: the container is there twice."""
-        container, like = at.top(2), object()
-        made = self._record.laters.arrays.made(container, like, (at.top(1),), at.frame, stacked=2)
+        key, container, like = at.top(1), at.top(2), object()
+        made = self._record.laters.arrays.made(container, like, (key,), at.frame, stacked=2)
         if at.takes(2, made):
-            at.put(4, made)
+            at.put(4 + int(at.step.instruction == "BINARY_SLICE"), made)
 
-    def _slice(self, at: Instruction) -> None:
-        container, key = at.top(3), slice(at.top(2), at.top(1))
-        item = self._record.laters.item(container, key, at.line)
-        if item is None:
-            self._read_contents(at.frame, container, at.line)
-        else:
-            at.put(3, Gives(item))
+    def _goes_back(self, frame: FrameType, value: Any) -> bool:
+        """Whether what is made of a list outside takes its place, and goes nowhere else."""
+        if type(value) is not list or not self._record.is_outside(value):
+            return False
+        loaded = self._record.loads.places(id(frame))
+        taken = (place for place in loaded if not self._record.is_own(place.holder))
+        return any(place.now() is value for place in taken)
 
     def _existing_item(self, container: Any, key: Any, path: str, line: SourceLine) -> None:
         try:

@@ -14,6 +14,7 @@ from enum import Enum
 from types import CellType, SimpleNamespace
 from typing import Any
 
+from graphopt._compat.classes import is_made_by_statement
 from graphopt.tracing.outside.held import GuardedObject, can_follow
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, attributes_of, is_value
 from graphopt.tracing.outside.record import Record
@@ -65,11 +66,8 @@ def is_object(value: Any) -> bool:
         return False
     if type(value).__module__.partition(".")[0] == "numpy":
         return False
-    plain = type(value).__flags__ & _HEAP_TYPE or type(value) is SimpleNamespace
+    plain = is_made_by_statement(type(value)) or type(value) is SimpleNamespace
     return bool(plain) and can_follow(value)
-
-
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 
 
 def pin_others(record: Record, places: list[OutsidePlace]) -> None:

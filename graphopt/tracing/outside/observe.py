@@ -23,6 +23,7 @@ from graphopt._compat import frames
 from graphopt._compat.untraced import OwnTracer, UntracedOperators
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.outside import native
 from graphopt.tracing.outside.accesses import OutsideAccess, steps_of
 from graphopt.tracing.outside.attributes import read_function, read_method
 from graphopt.tracing.outside.callees import Substitute
@@ -245,8 +246,11 @@ def _monitored(observer: Observer) -> Iterator[None]:
     monitoring.use_tool_id(tool, "graphopt")
     instruction, start = monitoring.events.INSTRUCTION, monitoring.events.PY_START
     looked_at: dict[CodeType, dict[int, OutsideAccess]] = {}
+    others = native.other_threads()  # which are monitored as well
 
     def started(code: CodeType, offset: int) -> Any:
+        if threading.get_ident() in others:
+            return None
         steps = observer.entered(sys._getframe(1))
         if steps and code not in looked_at:
             looked_at[code] = steps
@@ -255,13 +259,15 @@ def _monitored(observer: Observer) -> Iterator[None]:
         return monitoring.DISABLE if id(code) in observer.ignored else None
 
     def executed(code: CodeType, offset: int) -> None:
+        if threading.get_ident() in others:
+            return
         observer.record.texts.put_back()
         step = looked_at[code].get(offset)
         if step is not None:
             observer.before(sys._getframe(1), step)
 
     def handled(code: CodeType, offset: int, error: BaseException) -> None:
-        if code in looked_at:
+        if code in looked_at and threading.get_ident() not in others:
             observer.raised(error)
 
     caught = monitoring.events.EXCEPTION_HANDLED

@@ -1,0 +1,18 @@
+"""What CPython says of classes."""
+
+from __future__ import annotations
+
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
+
+
+def is_made_by_statement(kind: type) -> bool:
+    """Whether a class may have been made by a class statement: its attributes can be set, and its
+    objects can get another class. More and more classes of C, such as `deque` from Python 3.12 on,
+    are on the heap like those, but cannot be changed.
+
+        >>> from collections import UserList, deque
+        >>> is_made_by_statement(UserList), is_made_by_statement(deque)
+        (True, False)
+    """
+    return kind.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE) == _HEAP_TYPE
