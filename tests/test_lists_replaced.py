@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import graphopt
 from loops import Loop, graphs_of, trained
 
 
@@ -162,3 +163,46 @@ def test_a_comparison_with_none_reads_nothing() -> None:
         return Loop(step, lambda: plot, before)
 
     assert graphs_of(make, 6) <= 3
+
+
+def test_items_that_two_lists_have_are_one() -> None:
+    """The program changes its batch, which the former list and the new one hold."""
+
+    def make() -> Loop:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rows: list[Tensor] = []
+        batches: list[Tensor] = []
+
+        def step(number: int, x: Tensor) -> Any:
+            nonlocal rows
+            batches.append(x)
+            rows.append(x)
+            rows = rows[-2:]
+            return trained(model, optimizer, x)
+
+        def left() -> Any:
+            batches[-1].mul_(2)
+            return rows
+
+        return Loop(step, left)
+
+    graphs_of(make, 4)
+
+
+def test_a_row_that_is_changed_behind_a_part_of_its_list() -> None:
+    held = SimpleNamespace(rows=[])
+    model = nn.Linear(4, 1)
+
+    @graphopt.compile
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).sum().detach()
+        row = [loss.item()]
+        held.rows.append(row)
+        held.rows = held.rows[-2:]
+        row.append(3)
+        return loss
+
+    with pytest.raises(graphopt.CaptureError):
+        step(torch.ones(2, 4))
+    assert held.rows == []

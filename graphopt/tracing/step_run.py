@@ -261,6 +261,7 @@ class StepRun:
         given = self._view.given = GivenContainers(args, kwargs, self._call.objects)
         optimizers = self._call.optimizer_objects()
         self.outside.stands_for = self._originals(traced)
+        self.outside.storages = frozenset(map(_compat.storage_key, traced.by_id.values()))
         with ExitStack() as stack:
             stack.callback(self._find_owners)  # also where the step is refused
             for context in self._running():
