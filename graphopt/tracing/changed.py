@@ -95,7 +95,8 @@ def _puts_new(
         f"it puts a {' and a '.join(sorted(kinds))} that it makes into {path}, which would happen"
         " at capture only",
         location=str(changed.line),
-        hint="put a tuple, dictionary or data class of its values there, or do it outside the step",
+        hint="put a tuple, dictionary or data class of its values there, or let a function do it"
+        " that is called in every step: graphopt.callback(history.append, loss)",
     )
 
 
