@@ -133,7 +133,7 @@ OTHERS: dict[str, tuple[Use, Callable[[int], Any], int]] = {
         lambda number: (lambda array: (array, array.copy() if number else array))(floats(number)),
         2,
     ),
-    "text": (lambda array: (X, str(array)), floats, 3),
+    "text": (lambda array: (X, str(array)), floats, 1),
 }
 
 

@@ -370,3 +370,29 @@ def test_an_exception(where: str, pipeline: str) -> None:
         results.append([p.detach().clone() for p in w.model.parameters()])
     assert all(map(torch.equal, *results))
     assert isinstance(fresh().model, MLP)
+
+
+def test_a_checkpoint_is_saved_by_a_function_that_every_step_calls(tmp_path: Any) -> None:
+    """As the refusal of a step that saves it itself says."""
+    model, path = nn.Linear(3, 1), tmp_path / "model.pt"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(x: Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+
+    @graphopt.compile
+    def saves(x: Tensor) -> None:
+        train(x)
+        torch.save(model.state_dict(), path)
+
+    @graphopt.compile
+    def lets_save(x: Tensor) -> None:
+        train(x)
+        graphopt.callback(torch.save, model.state_dict(), path)
+
+    with pytest.raises(graphopt.CaptureError, match=r"graphopt.callback\(torch.save"):
+        saves(torch.ones(2, 3))
+    for _ in range(2):
+        lets_save(torch.ones(2, 3))
+        assert torch.equal(torch.load(path)["weight"], model.weight)

@@ -132,6 +132,24 @@ def test_a_date_of_today() -> None:
     assert type(kept[1]) is datetime.date
 
 
+def test_times_of_numbers_that_are_known_before_a_call() -> None:
+    """As the bars of `progress` have them."""
+    train, said = training(), []
+
+    @graphopt.compile
+    def step(number: int) -> Any:
+        train()
+        left = datetime.timedelta(seconds=10 * number, minutes=1)
+        said.append(f"{left}")
+        return left, left.total_seconds()
+
+    for number in range(4):
+        left = datetime.timedelta(seconds=10 * number, minutes=1)
+        assert step(number) == (left, left.total_seconds())
+        assert said[-1] == str(left)
+    assert len(step.captures) == 1
+
+
 def test_a_step_decides_by_a_clock() -> None:
     """A line that is printed every so often: it was never printed, or always."""
     train, last, late = training(), time.perf_counter(), []

@@ -167,3 +167,52 @@ def test_a_list_that_equals_the_former_one_is_another_list(new: Callable[[], lis
         return Loop(step, lambda: [agent, agent.rows, kept], between)
 
     graphs_of(make, 7)
+
+
+def listed(agent: Any, x: Tensor) -> Tensor:
+    """As the encoder of monodepth2."""
+    agent.rows = []
+    agent.rows.append(agent.layer(x))
+    agent.rows.append(agent.rows[-1] * 2)
+    return agent.rows[-1]
+
+
+def tabled(agent: Any, x: Tensor) -> Tensor:
+    agent.table = {}
+    agent.table["out", 0] = agent.layer(x)
+    agent.table.setdefault("rows", []).append(agent.table["out", 0])
+    agent.table["k"] = agent.table.pop(("out", 0)) * len(agent.table)
+    return agent.table["k"]
+
+
+def kept_elsewhere(agent: Any, x: Tensor) -> Tensor:
+    agent.rows = []
+    agent.rows.append(agent.layer(x))
+    agent.state = agent.rows
+    agent.rows = []
+    agent.rows.append(agent.state[0] * 3)
+    agent.state.append(agent.rows[0])
+    return agent.state[-1]
+
+
+@pytest.mark.parametrize("between", [by_the_program, nothing])
+@pytest.mark.parametrize("forward", [listed, tabled, kept_elsewhere])
+def test_a_forward_that_runs_several_times_begins_a_container_each_time(
+    forward: Callable[..., Tensor], between: Callable[..., Any]
+) -> None:
+    def make() -> Loop:
+        agent = Agent()
+        optimizer = torch.optim.SGD(agent.parameters(), lr=0.01)
+
+        def step(number: int, x: Tensor) -> Tensor:
+            (forward(agent, x) * forward(agent, x + 1)).mean().backward()
+            optimizer.step()
+            return forward(agent, x).detach()
+
+        def left() -> Any:
+            return [agent, agent.rows, list(map(str, agent.table)), agent.state]
+
+        return Loop(step, left, lambda number: between(agent, number))
+
+    graphs = graphs_of(make, 5)
+    assert between is by_the_program or graphs <= 2

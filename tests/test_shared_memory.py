@@ -160,3 +160,62 @@ def test_an_array_is_not_used_behind_an_update(use: Callable[[Tensor, Any], Any]
 
     with pytest.raises(CaptureError, match=r"afterwards\n.*# here\n"):
         step(torch.ones(2, 4))
+
+
+def rows_of(y: Tensor) -> Any:
+    array = y.detach().cpu().numpy()
+    return [array[i] for i in range(array.shape[0])]
+
+
+def parts_of_views(y: Tensor) -> Any:
+    first = int(y.abs().sum() * 10) % 4
+    return y[1:].numpy()[:, 0], y.t().numpy().reshape(-1), y.numpy().T, (y.numpy()[first], y)
+
+
+def behind_an_update(y: Tensor) -> Any:
+    array, row, mean = y.numpy(), y.numpy()[0], y.numpy().mean()
+    y.add_(1)
+    return array, row, mean
+
+
+def beside_copies(y: Tensor) -> Any:
+    return y.numpy(), y.double().numpy(), y.numpy().astype(np.float64), y.numpy() + 1
+
+
+@pytest.mark.parametrize("use", [rows_of, parts_of_views, behind_an_update, beside_copies])
+def test_arrays_over_an_argument_are_kept_as_such(use: Callable[[Tensor], Any]) -> None:
+    """The program changes the argument by the array, and the array by the argument."""
+
+    def run(compiled: bool) -> Any:
+        torch.manual_seed(0)
+        model, kept, found = nn.Linear(3, 1), [], []
+
+        def step(y: Tensor) -> Any:
+            kept.append(use(y) if use is not behind_an_update else y.numpy())
+            return model(y).sum().detach(), use(y) if use is behind_an_update else None
+
+        called: Any = graphopt.compile(step) if compiled else step
+        batches = [torch.randn(4, 3) for _ in range(3)]
+        for batch in (*batches, batches[0]):
+            found.append(repr(called(batch)))
+            batch.mul_(2)
+            found.append(repr(kept))
+            arrays = (each for row in kept for each in (row if type(row) is tuple else [row]))
+            for array in arrays:
+                if isinstance(array, np.ndarray):
+                    array += 1
+            found.append(repr((kept, batches)))
+        return found
+
+    assert run(True) == run(False)
+
+
+def test_an_array_over_a_parameter_is_not_kept() -> None:
+    model = nn.Linear(3, 1)
+
+    @graphopt.compile
+    def step(x: Tensor) -> Any:
+        return model(x).sum().detach(), model.weight.detach().numpy()[0]
+
+    with pytest.raises(CaptureError, match="none of its arguments"):
+        step(torch.ones(2, 3))

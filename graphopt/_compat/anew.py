@@ -27,6 +27,10 @@ _WITH_MORE = (sys.stdlib_module_names | {"torch", "numpy", "graphopt"}) - {"__ma
 """Packages of classes whose objects are more than their attributes, such as modules."""
 
 
+_PLAIN_PACKAGES = ("torch.distributions.",)
+"""Of these, those whose classes are nothing else."""
+
+
 class _Kind(NamedTuple):
     """How an object is made of its parts: `make(parts, *known)`."""
 
@@ -119,7 +123,8 @@ def _is_plain(kind: type) -> bool:
     """Whether a class of the program's adds nothing to its objects but attributes."""
     if not is_made_by_statement(kind):
         return kind is types.SimpleNamespace
-    if kind.__module__.partition(".")[0] in _WITH_MORE:
+    package = kind.__module__.partition(".")[0]
+    if package in _WITH_MORE and not kind.__module__.startswith(_PLAIN_PACKAGES):
         return False
     return not any(name in vars(kind) for name in _OWN_STATE) and type(kind) is type
 

@@ -1,9 +1,12 @@
-"""Parts of arrays that a step takes, and changes, where each call computes the arrays."""
+"""Arrays that each call computes: parts that a step takes, and what changes them in place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from graphopt.tracing.draws.arrays import changes_first
 
 
 class OnCopy:
@@ -35,3 +38,16 @@ def without_ranges(key: Any) -> Any:
     if type(key) is tuple:
         return tuple(map(without_ranges, key))
     return list(key) if type(key) is range else key
+
+
+def changing_first(callee: Any, args: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """A function of numpy's that changes its first argument, with all of these; none of another."""
+    numpy, of = sys.modules.get("numpy"), getattr(callee, "__self__", None)
+    if numpy is None or len(args) < 2:
+        return None, []
+    if changes_first(callee) and getattr(numpy, callee.__name__, None) is callee:
+        return callee, list(args)
+    if getattr(callee, "__name__", "") != "at":
+        return None, []
+    given = [of, *args] if type(of).__module__ == "numpy" else list(args)
+    return (given[0].at, given[1:]) if isinstance(given[0], numpy.ufunc) else (None, [])

@@ -31,7 +31,7 @@ from graphopt.tracing.lost_history import without_history
 from graphopt.tracing.outside.attributes import read_attribute
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.source import current_user_line
+from graphopt.tracing.source import current_location, current_user_line
 from graphopt.tracing.tensor_classes import WITH_GRADIENTS, check_class, special_class
 
 
@@ -341,7 +341,7 @@ class Finder:
                 " torch.frombuffer, which would be baked in as a constant"
             )
             hint = "torch.tensor(values) of numbers is seen; make others outside, and pass them"
-        return CaptureError(reason, location=str(current_user_line()), hint=hint)
+        return CaptureError(reason, location=current_location(), hint=hint)
 
     def optimizer(self, optimizer: Optimizer) -> bool:
         """The step steps an optimizer. Returns whether it is one that the step has reached."""

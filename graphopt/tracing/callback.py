@@ -19,7 +19,7 @@ from graphopt.tracing.computations import nest_of
 from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.host_numbers import scalar_of_numpy
 from graphopt.tracing.replace import original
-from graphopt.tracing.source import current_user_line, is_around_step
+from graphopt.tracing.source import current_location, is_around_step
 
 
 def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
@@ -103,7 +103,7 @@ def _refuse_traced(fn: Callable[..., Any]) -> None:
         what = f"a tensor of shape {list(value.shape)}" if _compat.is_fake(value) else "a number"
         raise CaptureError(
             f"the function given to graphopt.callback uses {what} of the step that it is not given",
-            location=str(current_user_line()),
+            location=current_location(),
             hint="pass it: graphopt.callback(lambda loss: history.append(loss), loss)",
         )
 
@@ -113,7 +113,7 @@ def _refuse_arrays(values: Any) -> None:
         raise CaptureError(
             "a function given to graphopt.callback gets an array that numpy draws, or computes from"
             " what is drawn",
-            location=str(current_user_line()),
+            location=current_location(),
             hint="give it a tensor: graphopt.callback(function, torch.tensor(array))",
         )
 

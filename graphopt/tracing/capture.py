@@ -14,14 +14,11 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.host import is_host_call
-from graphopt.ir.metadata import known_value
 from graphopt.ir.placement import set_placement
 from graphopt.parallel import Manual, OverRanks, Parallel, resolve
 from graphopt.parallel.markers import Group
 from graphopt.parallel.parallelize import parallelize
 from graphopt.ranks.apart import groups_apart
-from graphopt.rewriting.finding import needed_for
 from graphopt.runtime.collector import collector_paused
 from graphopt.tracing.alike import first_own, own_inputs
 from graphopt.tracing.besides import Besides, MoreInputs
@@ -316,23 +313,13 @@ def first_trace(
             call = retried(call, inputs, error)
             continue
         uses_none = not inputs.module_tensors and not call.modules
-        if uses_none and not _returns_early(raw, communication):
+        if uses_none and communication is not None:
             raise CaptureError(
                 "there is no torch.nn.Module among its arguments, and it uses none",
                 location=str(definition_of(call)),
                 hint="pass the model and the optimizer to the step: step(model, optimizer, batch)",
             )
         return call, inputs, raw
-
-
-def _returns_early(raw: RawTrace, communication: MarkedCommunication | None) -> bool:
-    """Whether a call of a step without other ranks has computed nothing that it leaves, returns or
-    says: it waits for more data."""
-    graph = raw.graph_module.graph
-    ends = [node for node in graph.nodes if node.op == "output" or is_host_call(node)]
-    computed = [node for node in needed_for(ends, graph.nodes) if node.op == "call_function"]
-    values = map(known_value, computed)
-    return communication is None and not any(isinstance(v, torch.Tensor) for v in values)
 
 
 def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Call:

@@ -8,14 +8,16 @@ Taken out after the trace, where nothing else has been done with a container and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from graphopt.errors import CaptureError
 from graphopt.host.changes import ChangeByMethod, is_changed_to, put_back
+from graphopt.tracing.later import holds_unknown
 from graphopt.tracing.outside.changed_containers import ChangedContainer
 from graphopt.tracing.outside.places import FollowedPlace
 from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.unrepeated import users
 from graphopt.tracing.placed import found_again, is_at
 from graphopt.tracing.signature import ChangedResult, Constant, PlacedResult
 from graphopt.tracing.told import told
@@ -24,6 +26,7 @@ from graphopt.tracing.told import told
 def take_changed(
     record: Record,
     placed: Iterable[PlacedResult],
+    replaced: Mapping[int, FollowedPlace],
     puts_back: Callable[[Any], bool],
     made: dict[int, Any],
 ) -> list[ChangedResult]:
@@ -32,6 +35,7 @@ def take_changed(
 
     Args:
         placed: what it has left in places, in which there is what was before.
+        replaced: containers in whose place it leaves others; see `exchanged_containers`.
         puts_back: whether an object is as it was when the trace is over. What other threads may be
             changing is not.
         made: what each call makes anew, by id; see `told`.
@@ -41,7 +45,8 @@ def take_changed(
         if not puts_back(container):
             record.unrepeated.refuse(record.path(container, type(container).__name__), line)
     exchanged = {id(each.place.now()): FollowedPlace(each.place) for each in placed}
-    for each in record.take_changed():
+    exchanged.update(replaced)
+    for each in record.take_changed(replaced.keys()):
         if not puts_back(each.container):
             if is_changed_to(each.container, each.before, each.changes):
                 put_back(each.container, each.before)
@@ -67,7 +72,9 @@ def take_changed(
             within = found_again(record, each.container)
         if within is None:
             record.pin(each.container)
-        found.append(ChangedResult(each.container, items, within))
+        found.append(ChangedResult(each.container, items, within, str(each.line)))
+    for each in record.not_followed:
+        record.refused = record.refused or _reads_besides(record, each)
     followed = {
         identity: exchanged[identity]
         for identity, container in record.laters.lists.items()
@@ -88,7 +95,8 @@ def _puts_new(
         f"it puts a {' and a '.join(sorted(kinds))} that it makes into {path}, which would happen"
         " at capture only",
         location=str(changed.line),
-        hint="put a tuple, dictionary or data class of its values there, or do it outside the step",
+        hint="put a tuple, dictionary or data class of its values there, or let a function do it"
+        " that is called in every step: graphopt.callback(history.append, loss)",
     )
 
 
@@ -98,4 +106,29 @@ def _changes_otherwise(record: Record, changed: ChangedContainer) -> CaptureErro
         f"it changes {path} in a way that is not followed, which would happen at capture only",
         location=str(changed.line),
         hint="append, insert, add or delete single items, or do it outside the step",
+    )
+
+
+def _reads_besides(record: Record, changed: ChangedContainer) -> CaptureError | None:
+    """Why each call cannot change a container for itself that the step also reads; None where what
+    it puts there are constants."""
+    container, location = changed.container, str(changed.line)
+    path = record.path(container, "a list")
+    if record.is_asked(container):
+        return CaptureError(
+            f"it changes {path}, whose length or sum is an input of the graph, in a way that is not"
+            " followed",
+            location=location,
+            hint="append and delete single items, or change it outside the step",
+        )
+    if not any(holds_unknown(value) for _, value in changed.changes):
+        return None
+    read = record.read_of(container)
+    return CaptureError(
+        f"it puts what the graph gives into {path}, and reads {read.path} in a way that is not"
+        f" followed ({users(read.line)})",
+        location=location,
+        hint="read it in a function that is called in every step, graphopt.callback(function), or"
+        " outside the step; what is followed of a list is its length, and sums, items and what"
+        " numpy gives of its numbers",
     )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing.source import current_user_line
+from graphopt.tracing.source import current_location
 
 
 class TracedWork:
@@ -265,7 +265,7 @@ def _check_alike(
         raise CaptureError(
             f"it calls torch.distributed.{name} with tensors of different shapes or dtypes, which"
             " has no functional form",
-            location=str(current_user_line()),
+            location=current_location(),
             hint="let all ranks give tensors of one shape, padded to the longest",
         )
 
@@ -284,6 +284,6 @@ def _name(op: Any) -> str:
             return name
     raise CaptureError(
         f"it reduces with {op}, which has no functional form",
-        location=str(current_user_line()),
+        location=current_location(),
         hint="use SUM, AVG, PRODUCT, MIN or MAX",
     )

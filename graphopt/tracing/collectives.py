@@ -15,7 +15,7 @@ import torch.distributed as dist
 from graphopt.errors import CaptureError
 from graphopt.tracing.collective_forms import FORMS
 from graphopt.tracing.replace import replaced
-from graphopt.tracing.source import current_user_line
+from graphopt.tracing.source import current_location
 
 _OBJECTS = (
     "sends Python objects, which are pickled when the step is captured",
@@ -56,7 +56,7 @@ def _refusal(name: str, reason: str, hint: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise CaptureError(
             f"it calls torch.distributed.{name}, which {reason}",
-            location=str(current_user_line()),
+            location=current_location(),
             hint=hint,
         )
 

@@ -9,7 +9,7 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import is_dense
-from graphopt.tracing.source import current_user_line
+from graphopt.tracing.source import current_location
 
 
 def deepcopied(tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
@@ -24,7 +24,7 @@ def deepcopied(tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
     if id(tensor) not in memo and (storage in memo or not _is_whole(tensor)):
         raise CaptureError(
             "copy.deepcopy of a tensor that shares its memory with others, or is a part of it",
-            location=str(current_user_line()),
+            location=current_location(),
             hint="copy its values: tensor.detach().clone()",
         )
     memo[storage] = tensor

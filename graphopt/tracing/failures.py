@@ -19,6 +19,12 @@ _LOG = (
     " the value from the step"
 )
 
+_PICKLED = (
+    "it saves or pickles tensors or numbers (torch.save, pickle)",
+    "let a function do it that is called in every step: graphopt.callback(torch.save,"
+    " model.state_dict(), path), or do it outside the step",
+)
+
 _ADVICE: tuple[tuple[str, str, str | None], ...] = (
     ("ReadFloat", "it takes the value of a tensor for a plain number", _LOG),
     ("ReadInt", "it takes the value of a tensor for a plain number", _LOG),
@@ -60,6 +66,8 @@ _ADVICE: tuple[tuple[str, str, str | None], ...] = (
         "take sizes from shapes or Python numbers; pad sequences of several lengths, and mask the"
         " loss, instead of packing them",
     ),
+    ("<locals>.CorrectedMode", *_PICKLED),
+    ("<locals>.QuickShapeEnv", *_PICKLED),
     ("is not JSON serializable", "it turns into text what is known only when a step runs", _LOG),
     (
         ".numpy() is not supported",
@@ -125,8 +133,19 @@ def _raising_file(error: CaptureError) -> str | None:
     return code.co_filename if raises else None
 
 
-def _location(error: BaseException, call: Call) -> str:
-    return str(user_line_of(error) or definition_of(call))
+@contextmanager
+def located(line: str | None) -> Iterator[None]:
+    """While active, refusals that have no line of their own get this one."""
+    try:
+        yield
+    except CaptureError as error:
+        error.location = error.location or line
+        raise
+
+
+def _location(error: BaseException, call: Call) -> str | None:
+    line = user_line_of(error) or definition_of(call)
+    return None if line is None else str(line)
 
 
 def definition_of(call: Call) -> SourceLine | None:

@@ -14,6 +14,7 @@ from graphopt.ir.metadata import known_value
 from graphopt.tracing.call import Call
 from graphopt.tracing.compare import NodeLabels, difference_of, significant
 from graphopt.tracing.creation import Creation
+from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.optimizer_state import OfNone
 from graphopt.tracing.outside.places import same
@@ -41,7 +42,7 @@ def repeats_but_creation(
         made: how the first one makes state.
     """
     (raw, inputs), (next_raw, next_inputs) = first, following
-    if next_raw.signature.states or not gives_alike(raw, next_raw):
+    if next_raw.signature.states or not _same_recipes(raw, next_raw):
         return False
     states, gradients = _new_states(next_inputs, inputs), _new_gradients(next_inputs, inputs)
     before, after = list(inputs.kinds_and_names(call)), list(next_inputs.kinds_and_names(call))
@@ -103,8 +104,8 @@ def _numbers(call: Call, inputs: Inputs) -> dict[int, float]:
     return {start + i: float(v) for i, v in enumerate(values) if isinstance(v, (int, float))}
 
 
-def gives_alike(first: RawTrace, following: RawTrace) -> bool:
-    """Whether both calls do what is no part of the graphs alike: what they return and leave."""
+def _same_recipes(first: RawTrace, following: RawTrace) -> bool:
+    """Whether what is no part of the graphs is returned alike."""
     ours, theirs = first.signature.outputs, following.signature.outputs
     if first.signature.output_spec != following.signature.output_spec:
         return False
@@ -128,6 +129,17 @@ def _same_attributes(first: RawTrace, following: RawTrace) -> bool:
         if recipe is None or not _same_recipe(recipe, attribute.recipe):
             return False
     return all(isinstance(recipe, Constant) for recipe in before.values())
+
+
+def returned_alike(first: RawTrace, following: RawTrace) -> bool:
+    """Whether both calls return the same numbers and texts, apart from what is computed."""
+    ours, theirs = first.signature, following.signature
+    if ours.output_spec != theirs.output_spec:
+        return False
+    given = (recipe.value if isinstance(recipe, Constant) else None for recipe in ours.outputs)
+    others = (recipe.value if isinstance(recipe, Constant) else None for recipe in theirs.outputs)
+    pairs = zip(given, others, strict=True)
+    return all(same(a, b) for a, b in pairs if is_plain(a) and is_plain(b))
 
 
 def left_alike(first: RawTrace, following: RawTrace) -> bool:
@@ -167,7 +179,7 @@ def _settings(raw: RawTrace) -> list[Any]:
     """What else a call changes: numbers of parameter groups, and the storage of parameters."""
     settings = [(s.optimizer, s.group, s.key, _known(s.recipe)) for s in raw.signature.settings]
     signature = raw.signature
-    moved = [list(signature.rebound), list(signature.data), signature.reshaped]
+    moved = [list(signature.rebound), list(signature.data), signature.reshaped, signature.shrunk]
     return [settings, *moved, signature.flags, signature.flags_of_parameters]
 
 

@@ -80,7 +80,7 @@ class FoundPlace(NamedTuple):
 def texts_read(record: Record) -> Iterator[OutsidePlace]:
     """Where a step has found texts for which its graph holds."""
     for read in record.reads.values():
-        if is_plain_text(read.value) and (read.place.is_item or read.place.kind == "cell"):
+        if is_plain_text(read.value) and read.place.may_carry:
             yield read.place
 
 
@@ -90,9 +90,9 @@ def found_places(record: Record, call: Call, guard: OutsideGuard) -> Iterator[Fo
         value, holder = read.value, read.place.holder
         if read.place.kind == "size" and type(holder) in _LISTS:
             yield FoundPlace(read.path, _itself(holder), None, value)
-        if not (read.place.is_item or read.place.kind == "cell"):
+        if not read.place.may_carry:
             continue
-        if is_array(value) and read.place.is_item:
+        if is_array(value):
             kept: Any = digest_of(value)
         elif is_exact(value) or is_plain_text(value) or _is_in_one_place(record, value):
             kept = weakref.ref(value) if isinstance(value, torch.Tensor) else value

@@ -16,6 +16,7 @@ from graphopt.tracing.argument_guards import ArgumentGuards
 from graphopt.tracing.besides import Besides, CarriedPlace, NumberBefore
 from graphopt.tracing.call import Call
 from graphopt.tracing.draws.live import live_arrays
+from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import Inputs, PlacedNumber
 from graphopt.tracing.number_guards import NumberGuards
 from graphopt.tracing.object_guards import ModeChange, ModuleGuards
@@ -71,7 +72,7 @@ class Guards:
                 call.names[position],
                 call.leaves[position],
                 call.besides.counts,
-                placed.get(id(vars(call.leaves[position])), ()),
+                _looked_at_elsewhere(vars(call.leaves[position]), placed, assigned),
             )
             for position in call.optimizers
         ]
@@ -186,6 +187,16 @@ class Guards:
     def numbers_of(self, call: Call) -> list[Any]:
         """The hyperparameters of a call that fits, in order."""
         return self._numbers.of(call)
+
+
+def _looked_at_elsewhere(
+    attributes: dict[str, Any], placed: dict[int, set[str]], assigned: dict[int, set[str]]
+) -> set[str]:
+    """Attributes of an optimizer whose numbers the graph takes, and objects and containers in whose
+    place the step leaves others, which are guarded as other places are."""
+    left = assigned.get(id(attributes), set())
+    objects = {key for key in left if not is_plain(attributes.get(key))}
+    return objects | placed.get(id(attributes), set())
 
 
 def _assigned(signature: Signature) -> dict[int, set[str]]:

@@ -69,7 +69,7 @@ class HeldBefore:
         Args:
             used: places, by their identities, that have held another number in between.
         """
-        for table, key, name, before, after in self.changes():
+        for table, key, name, before, after, _ in self.changes():
             note_counted(finder, name, OutsidePlace("item", table, key), before, after)
         for name, (table, _) in zip(self._names, self.tables, strict=True) if used else ():
             for key, value in table.items():

@@ -18,7 +18,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.replace import replaced
-from graphopt.tracing.source import current_user_line, inside_step, is_library_file
+from graphopt.tracing.source import (
+    current_location,
+    current_user_line,
+    inside_step,
+    is_library_file,
+)
 
 _WRITING = frozenset("wax+")
 
@@ -35,9 +40,9 @@ def no_output() -> Iterator[None]:
     def refuse(what: str) -> None:
         raise CaptureError(
             f"the step {what}, which would happen at capture only",
-            location=str(current_user_line()),
-            hint="let a function do it that is called in every step: graphopt.callback(print, loss)"
-            ", or return what is to be shown from the step and write it outside",
+            location=current_location(),
+            hint="let a function do it that is called in every step, and opens the file itself:"
+            " graphopt.callback(write_row, loss); or return what is to be written from the step",
         )
 
     def checked_print(*args: Any, **kwargs: Any) -> None:
@@ -66,7 +71,7 @@ def no_loading() -> Iterator[None]:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise CaptureError(
             "it loads a file with torch.load, which would happen at capture only",
-            location=str(current_user_line()),
+            location=current_location(),
             hint="load it outside the step, and pass what it holds",
         )
 
@@ -92,7 +97,7 @@ def no_other_optimizers(
             find(optimizer)
             raise CaptureError(
                 f"it steps a {type(optimizer).__name__} that is not among its arguments",
-                location=str(current_user_line()),
+                location=current_location(),
                 hint="pass the optimizer to the step: step(model, optimizer, batch)",
             )
 

@@ -22,7 +22,7 @@ from graphopt.host.assumptions import Assumption
 from graphopt.ir.metadata import known_value, storages_of
 from graphopt.ir.operators import operator_of, written
 from graphopt.runtime.budget import WITHOUT_BRANCHES
-from graphopt.tracing.source import current_user_line
+from graphopt.tracing.source import current_location
 
 _EXACT = """
 full zeros ones eye scalar_tensor new_full new_zeros new_ones full_like zeros_like ones_like
@@ -75,7 +75,7 @@ class KnownValues:
         if value is None:
             raise CaptureError(
                 "Python code depends on the value of a tensor, and the tensors given are fake ones",
-                location=str(current_user_line()),
+                location=current_location(),
                 hint=f"{WITHOUT_BRANCHES}, or decide by what the step itself makes of constants,"
                 " as a mask, or capture with real tensors",
             )

@@ -225,6 +225,8 @@ _FRESH = frozenset(
 def is_elementwise(function: Any) -> bool:
     """Whether a function gives an array of its own where one of its operands is an array that has
     dimensions."""
+    if type(function).__module__ == "numpy" and type(function).__name__ == "ufunc":
+        return function.signature is None and function.nout == 1
     return _is_one_of(function, _ELEMENTWISE)
 
 

@@ -15,7 +15,7 @@ import operator
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -96,7 +96,7 @@ class Later(FoundByGraph):
         laters = [a for a in _compat.tree_leaves(self._args) if isinstance(a, Later)]
         for each in laters:
             each.is_used()
-        self.own = OwnMemory() if is_fresh(function) and not is_number else None
+        self.own = OwnMemory() if is_fresh(_called_by(function)) and not is_number else None
         within = () if is_number or self.own else tuple(laters)
         self.shares |= any(each.shares for each in within)
         self.memories: set[SharedMemory | OwnMemory] = set()
@@ -131,6 +131,13 @@ class Later(FoundByGraph):
             known.memories, known.shares = self.memories, self.shares
             known.dimensions = self.dimensions
         return self._known_as
+
+    def remade(self, args: Iterable[Any]) -> Later:
+        """What the same function gives of these arguments as they are, and not as copies."""
+        found = Later(self._function, ())
+        found._args = tuple(args)
+        found.parts = tuple(each for each in found._args if type(each) is Later)
+        return found
 
     def changes(self, function: Callable[..., Any], *args: Any) -> Later:
         """From here on, it is the array as a function that changes it in place leaves it."""
@@ -361,12 +368,14 @@ def holds_unknown(value: Any, of_host: bool = False) -> bool:
     """Whether a value, or one in lists, tuples and dictionaries, is known only when the graph runs.
 
     Args:
-        of_host: so are numbers that are known before.
+        of_host: so are numbers and arrays that are known before.
     """
 
     def is_unknown(leaf: Any) -> bool:
         if isinstance(leaf, SYMBOLIC):
             return of_host or not is_host_number(leaf)
+        if is_known(leaf):
+            return of_host
         return is_later(leaf) or is_scheduled(leaf) or _compat.is_fake(leaf)
 
     return any(map(is_unknown, leaves_in(value)))
@@ -411,12 +420,14 @@ def argument(value: Any) -> Any:
         return {key: argument(each) for key, each in value.items()}
     if type(value) is slice:
         bounds = value.start, value.stop, value.step
-        if holds_unknown(bounds, True) or any(map(is_known, bounds)):
+        if holds_unknown(bounds, True):
             return Later(slice, bounds)
     if is_known(value):
         return _known_before(value)
     if is_of_numpy(value) and not value.dtype.hasobject:
-        return Later(Method("copy"), (Later(ArrayConstant(value), ()),))
+        found = Later(Method("copy"), (Later(ArrayConstant(value), ()),))
+        found.dimensions = value.ndim or None
+        return found
     if is_constant(value):
         return value
     raise _refused(f"computes it of a {type(value).__name__}")
@@ -433,12 +444,19 @@ def _dimensions_left(dimensions: int | None, keys: Sequence[Any]) -> int | None:
 
 def _dimensions_of(function: Callable[..., Any], args: Sequence[Any]) -> int | None:
     """How many dimensions what a function gives has; see `Later.dimensions`."""
-    if is_numpy_of_tensor(function) and isinstance(args[0], torch.Tensor):
+    if is_numpy_of_tensor(function) and args and isinstance(args[0], torch.Tensor):
         return args[0].ndim
-    if makes_array(function.function if type(function) is Named else function, args):
-        return -1
+    function = _called_by(function)
+    if makes_array(function, args):
+        of_list = function.__name__ == "array" and args and type(args[0]) in (list, tuple)
+        return 1 if of_list and args[0] and are_numbers(args[0]) else -1
     operands = [each.dimensions or 0 for each in args if type(each) is Later]
     return -1 if is_elementwise(function) and max(operands, default=0) > 0 else None
+
+
+def _called_by(function: Callable[..., Any]) -> Any:
+    """The function that one calls which gives it its arguments in another way."""
+    return function.function if isinstance(function, (Named, _Swapped)) else function
 
 
 def _changed(value: Later, method: Callable[..., Any], *args: Any) -> None:

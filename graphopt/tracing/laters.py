@@ -218,7 +218,7 @@ class Laters(KnownTexts):
         if function is not None and not is_total(callee, args) and self._is_known(list(args)):
             return functools.partial(self._called_now, callee)
         if function is not None:
-            kept = [each for each in args if self.is_kept(each)]
+            kept = [each for each in args if self.is_kept(each, rows=is_of_numpy(callee))]
             lists = bool(kept) and not any(map(self.arrays.is_written, kept))
             lists = lists and bool(kept_lists.folded(self._record, callee, args))
             if not lists and (kept or self._needs(callee, args)):
@@ -236,12 +236,13 @@ class Laters(KnownTexts):
         self, function: Callable[..., Any], callee: Any, args: Sequence[Any], line: SourceLine
     ) -> Callable[..., Any]:
         is_number = is_in(callee, NUMBERS) or (of_floats(callee) and len(args) == 1)
-        self._reads(args, line)
+        rows = is_of_numpy(callee)
+        self._reads([each for each in args if not self.is_kept(each, rows)], line)
         of_numbers = is_of(callee, math) or (hasattr(callee, "nin") and is_of_numpy(callee))
         is_number |= of_numbers and are_numbers(args)
 
         def apply(*args: Any, **options: Any) -> Any:
-            args = tuple(self.items(arg, line) if self.is_kept(arg) else arg for arg in args)
+            args = tuple(self.items(arg, line) if self.is_kept(arg, rows) else arg for arg in args)
             value = applied(function, args, options, is_number and not options)
             if self._is_known(value) and not numbers_in(value):
                 evaluated(value, lambda number: number, lambda each: each)  # it may raise
@@ -314,15 +315,27 @@ class Laters(KnownTexts):
             return args
         return [self.exact(each) for each in args]
 
-    def is_kept(self, value: Any) -> bool:
+    def is_kept(self, value: Any, rows: bool = False) -> bool:
         """Whether a value is a list or a queue of numbers and texts outside, to which the step has
-        added, or an array to which each call writes."""
+        added, or an array to which each call writes.
+
+        Args:
+            rows: so is one of lists and tuples of these, which the step does not change.
+        """
         if self.arrays.is_written(value):
             return True
         if type(value) not in (list, deque) or not self._record.is_outside(value):
             return False
         found = self._record.kept(value)
-        return found is not None and bool(found[1]) and all(map(_is_plain, value))
+        if found is None or not found[1]:
+            return False
+        is_row = self._is_row if rows else _is_plain
+        return all(map(is_row, value))
+
+    def _is_row(self, value: Any) -> bool:
+        if type(value) not in (list, tuple):
+            return _is_plain(value)
+        return not self._record.is_changed(value) and all(map(self._is_row, value))
 
     def items(self, container: Any, line: SourceLine, key: Any = None) -> Later:
         """The items of such a list; those that a slice selects."""

@@ -25,7 +25,7 @@ import torch
 from graphopt.errors import CaptureError
 from graphopt.host import HostCall
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.array_parts import copied_item, without_ranges
+from graphopt.tracing.array_parts import changing_first, copied_item, without_ranges
 from graphopt.tracing.callback import record as record_call
 from graphopt.tracing.computations import nest_of, numbers_in
 from graphopt.tracing.draws.arguments import Method, is_known
@@ -198,17 +198,17 @@ class LiveArrays:
     def called(
         self, callee: Any, args: Sequence[Any], line: SourceLine
     ) -> Callable[..., Any] | None:
-        """What is called in place of `numpy.add.at` and the like."""
-        numpy = sys.modules.get("numpy")
-        if numpy is None or getattr(callee, "__name__", "") != "at" or len(args) < 2:
+        """What is called in place of `numpy.add.at`, `numpy.copyto` and the like."""
+        changing, given = changing_first(callee, args)
+        if not given:
             return None
-        of, *given = [*filter(None, [_ufunc_of(callee)]), *args]
-        if not (isinstance(of, numpy.ufunc) and self.is_array(given[0])):
+        first, array = len(args) - len(given), given[0]
+        if type(array) is Later:
+            return lambda *found: _changed(found[first], changing, *found[first + 1 :])
+        unknown = self.is_array(array) and holds_unknown(given[1:])
+        if not (unknown or self.is_written(array) or place_of(array) is not None):
             return None
-        if not (holds_unknown(given[1:]) or self.is_written(given[0])):
-            return None
-        first = len(args) - len(given)
-        return lambda *found: self.write(of.at, found[first], found[first + 1 :], line)
+        return lambda *found: self.write(changing, found[first], found[first + 1 :], line)
 
     def write(self, function: Any, array: Any, args: Sequence[Any], line: SourceLine) -> None:
         """Each call calls a function that writes to an array."""
@@ -230,7 +230,7 @@ class LiveArrays:
                 "do all of that in a function whose result nobody uses",
             )
         if id(array) in record.contents_read:
-            places = [each for each in record.places_of(array) if each.is_item]
+            places = [each for each in record.places_of(array) if each.may_carry]
             if sum(self._carry(path, each) for each in places):
                 return  # it is traced again
             raise refusal(
@@ -323,9 +323,8 @@ class _InPlace:
         return same and self._function is other._function
 
 
-def _ufunc_of(callee: Any) -> Any:
-    of = getattr(callee, "__self__", None)
-    return of if type(of).__module__ == "numpy" else None
+def _changed(array: Later, function: Callable[..., Any], *args: Any) -> None:
+    array.changes(function, *args)
 
 
 def _with_bounds(value: Any) -> Iterator[Any]:

@@ -63,7 +63,7 @@ class MadeArrays:
     def _carry(self, array: Any) -> None:
         path = self._record.path(array, "an array")
         for place in self._record.places_of(array):
-            if place.is_item:
+            if place.may_carry:
                 self._finder.carries(path, place, counted=True)
 
     def _is_made(self, value: Any) -> bool:

@@ -25,13 +25,14 @@ from graphopt.tracing.substitute import Traced, tables_kept
 
 class AttributeChange(NamedTuple):
     """An attribute that a step has set: the table it stands in, its name there and in messages,
-    what it was, and what it is."""
+    what it was, what it is, and whether that is what `told` says of an object."""
 
     table: dict[str, Any]
     key: str
     name: str
     before: Any
     after: Any
+    is_told: bool = False
 
 
 def marks_kept(inputs: Inputs) -> AbstractContextManager[None]:

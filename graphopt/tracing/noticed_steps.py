@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from graphopt import _compat
 from graphopt._compat.backward import is_in_backward
 from graphopt.errors import CaptureError
-from graphopt.tracing.source import current_user_line, user_line_of
+from graphopt.tracing.source import current_location, user_line_of
 from graphopt.tracing.tagging import Tagger
 
 
@@ -57,7 +57,7 @@ def _in_backward(optimizer: Optimizer) -> CaptureError:
     return CaptureError(
         f"{type(optimizer).__name__}.step() runs within the backward, where gradients are not"
         " averaged over the ranks yet",
-        location=str(current_user_line()),
+        location=current_location(),
         hint="call it after loss.backward()",
     )
 

@@ -25,7 +25,7 @@ from graphopt.tracing.number_functions import (
     numpy_float64,
     of_numpy,
 )
-from graphopt.tracing.source import current_user_line, is_torch_file
+from graphopt.tracing.source import current_location, is_torch_file
 
 SCHEDULED = ("lr", "betas", "momentum", "weight_decay")
 """Settings of a parameter group that schedulers change; all others are guarded by value."""
@@ -194,7 +194,7 @@ def noting(made: Notes) -> AbstractContextManager[None]:
 
 def refusal(reason: str, hint: str) -> CaptureError:
     """The refusal of a step, even if it swallows the error."""
-    error = CaptureError(reason, location=str(current_user_line()), hint=hint)
+    error = CaptureError(reason, location=current_location(), hint=hint)
     made = _made.get()
     return error if made is None else made.refuse(error)
 

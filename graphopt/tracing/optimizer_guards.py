@@ -32,7 +32,7 @@ class OptimizerGuard:
 
     Args:
         counts: settings that the step itself counts up.
-        inputs: attributes whose numbers the graph takes.
+        passed_over: attributes that are looked at elsewhere.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class OptimizerGuard:
         name: str,
         optimizer: Optimizer,
         counts: frozenset[str] = frozenset(),
-        inputs: Collection[str] = (),
+        passed_over: Collection[str] = (),
     ) -> None:
         self.name, self.counts = name, counts
         self.type = type(optimizer)
-        self._passed_over = _OF_OPTIMIZERS.union(inputs)
+        self._passed_over = _OF_OPTIMIZERS.union(passed_over)
         self.attributes = self._attributes(optimizer)
         self.groups = [
             (list(group["params"]), _settings(group, counts)) for group in optimizer.param_groups

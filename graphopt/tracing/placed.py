@@ -29,7 +29,7 @@ from graphopt.errors import CaptureError
 from graphopt.host.changes import MUTABLE
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.draws.arguments import is_known
-from graphopt.tracing.draws.live import is_array
+from graphopt.tracing.draws.live import is_array, place_of
 from graphopt.tracing.draws.on_host import is_immutable_number
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import is_exact, may_be_input
@@ -55,7 +55,7 @@ from graphopt.tracing.outside.record import Record, WrittenPlace
 from graphopt.tracing.reachable import is_shared
 from graphopt.tracing.scheduled import is_scheduled
 from graphopt.tracing.signature import PlacedResult
-from graphopt.tracing.told import holds_traced, told
+from graphopt.tracing.told import holds_traced, refused_object, told
 
 
 def take_placed(
@@ -64,6 +64,7 @@ def take_placed(
     stand_ins: Mapping[int, torch.Tensor],
     tables: Iterable[dict[str, Any]],
     made: dict[int, Any],
+    exchanged: Mapping[int, FollowedPlace],
 ) -> list[PlacedResult]:
     """Take out what a traced step has put into places outside; there is then what was before. Where
     the step finds a tensor or a number in such a place, and leaves another one, the finder takes
@@ -77,8 +78,9 @@ def take_placed(
         stand_ins: of the inputs, by the id of the real tensor.
         tables: those that are looked after otherwise.
         made: what each call makes anew, by id; see `told`.
+        exchanged: see `exchanged_containers`.
     """
-    places = _Places(record, finder, stand_ins, made, set(map(id, tables)), _exchanged(record))
+    places = _Places(record, finder, stand_ins, made, set(map(id, tables)), exchanged)
     all_written = list(record.written_places())
     for replaced in filter(partial(_is_found, record), record.replaced_own()):
         finder.carries(replaced.path, replaced.place)
@@ -107,7 +109,7 @@ class _Places:
 
     Attributes:
         others: tables that are looked after otherwise, by id.
-        exchanged: see `_exchanged`.
+        exchanged: see `exchanged_containers`.
     """
 
     record: Record
@@ -147,7 +149,7 @@ class _Places:
             return None
         if value is before and type(value) in MUTABLE and record.depends_on(place):
             return None  # which has been changed in place
-        if value is before and record.is_found_anew(place):
+        if value is before and (record.is_found_anew(place) or place_of(value) is not None):
             return None  # what each call finds stays there
         in_place = isinstance(before, torch.Tensor) and value is self._stand_in(before)
         left = value if in_place else _left_by_each_call(record, written, value, self.made)
@@ -177,7 +179,7 @@ class _Places:
             within = found_again(record, place.holder)
         if within is None and _is_found(record, written):
             self.finder.carries(written.path, place)
-        return PlacedResult(place, left, within)
+        return PlacedResult(place, left, within, line=written.location)
 
     def _stand_in(self, tensor: torch.Tensor) -> Any:
         return self.stand_ins.get(id(tensor), self.finder.stand_in_of(tensor))
@@ -210,13 +212,14 @@ def found_again(record: Record, container: Any) -> FollowedPlace | None:
     return FollowedPlace(place, found_again(record, place.holder))
 
 
-def _exchanged(record: Record) -> dict[int, FollowedPlace]:
+def exchanged_containers(record: Record) -> dict[int, FollowedPlace]:
     """The containers outside, by id, in whose place the step leaves a new one, each with that place
     (`self.backup = {}`), where the step has got to it by that alone: each call finds another."""
     found = {}
-    for written in record.written_places():
+    for written in chain(record.written_places(), record.replaced_own()):
         before = written.before
-        new = _is_new(record, written) or _is_traced(written.place.now())
+        now = written.place.now()
+        new = now is not before and (_is_new(record, written) or _is_traced(now))
         if type(before) in _CONTAINERS and new and is_at(record, before, written.place):
             found[id(before)] = FollowedPlace(written.place)
     return found
@@ -310,7 +313,7 @@ def _left_by_each_call(
             record.refused = record.refused or CaptureError(
                 f"it reads {written.path} outside its arguments, and then puts a text or another"
                 " value there that only Python computes, of what the graph gives",
-                location=None if written.line is None else str(written.line),
+                location=written.location,
                 hint="keep it in another place than the one that is read; or let it be a number of"
                 " Python's, float(value); or let a function do it that is called in every step:"
                 " graphopt.callback(function, value)",
@@ -327,12 +330,8 @@ def _left_by_each_call(
         follows = record.is_input(place) or _is_new(record, written) or not (found or keyed)
     left = told(record, value, made) if follows else None
     if follows and left is None and _is_held(record, value, made):
-        record.refused = record.refused or CaptureError(
-            f"it puts a {type(value).__name__} that holds a tensor, or that it leaves elsewhere as"
-            f" well, into {written.path}",
-            location=None if written.line is None else str(written.line),
-            hint="put the tensor there, or a tuple, dictionary or data class of its values",
-        )
+        refused = refused_object(value, written.path, written.location)
+        record.refused = record.refused or refused
     return left
 
 

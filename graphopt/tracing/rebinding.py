@@ -30,7 +30,7 @@ from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs import Inputs, Storage
 from graphopt.tracing.reshaping import Reshaping
-from graphopt.tracing.source import current_user_line
+from graphopt.tracing.source import current_location
 from graphopt.tracing.substitute import Traced
 
 
@@ -173,7 +173,7 @@ def _given(call: Call, inputs: Inputs, traced: Traced) -> Iterator[tuple[int, in
 def _refusal(reason: str) -> CaptureError:
     return CaptureError(
         reason,
-        location=str(current_user_line()),
+        location=current_location(),
         hint="write the new values in place: with torch.no_grad(): parameter.copy_(new)",
     )
 

@@ -19,7 +19,7 @@ from graphopt.tracing.draws.taking import IteratorOfCall
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.inputs import Inputs, is_exact, is_number
-from graphopt.tracing.later import Later, as_later, holds_later, is_later
+from graphopt.tracing.later import Later, as_later, holds_later, is_later, is_numpy_of_tensor
 from graphopt.tracing.lost_history import has_history
 from graphopt.tracing.made_containers import constant_with
 from graphopt.tracing.marks import AttributeChange
@@ -80,8 +80,10 @@ class Recipes:
             if tensor.numel()
         }
         self._offsets = {Live(None, i): int(t.storage_offset()) for i, t in enumerate(flat)}
+        self._of_model: set[Any] = set()
         for index, entry in enumerate(inputs.module_tensors):
             stand_in = traced.by_id[id(entry.tensor)]
+            self._of_model.add(_compat.storage_key(stand_in))
             self._live[id(stand_in)] = self._live[id(entry.tensor)] = Live(index, None)
 
     def of(self, value: Any, what: str) -> Recipe:
@@ -152,6 +154,8 @@ class Recipes:
 
     def of_attribute(self, change: AttributeChange) -> Recipe:
         """How every call makes what it sets an attribute to."""
+        if change.is_told:
+            return self.of_nest(change.after)
         _refuse_counter(change)
         after = change.after
         if isinstance(after, torch.Tensor):
@@ -209,9 +213,31 @@ class Recipes:
         """How every call makes a value that only Python computes: once, however often it leaves
         it."""
         if id(value) not in self._laters:
-            leaves, spec = _compat.tree_flatten(nest_of(as_left(value)))
+            left = self._over_argument(value) if value.shares else as_left(value)
+            leaves, spec = _compat.tree_flatten(nest_of(left))
             self._laters[id(value)] = value, Nested(spec, tuple(map(self._of_leaf, leaves)))
         return self._laters[id(value)][1]
+
+    def _over_argument(self, value: Any) -> Any:
+        """An array in the memory of an argument, or a part of one, as one over that of each call.
+
+        Raises:
+            CaptureError: it lies in the memory of another tensor.
+        """
+        if type(value) is not Later or not value.shares:
+            return value
+        function, args = value.made_by
+        if not is_numpy_of_tensor(function) or type(args[0]) is Later:
+            return value.remade(map(self._over_argument, args))
+        tensor = None if value.shared is None else value.shared.as_tensor()
+        memory = None if tensor is None else _compat.storage_key(tensor)
+        if memory not in self._storages or memory in self._of_model:
+            raise refusal(
+                "it keeps or returns an array in the memory of a tensor that is none of its"
+                " arguments, such as one of the model",
+                "keep a copy: tensor.numpy().copy()",
+            )
+        return value.remade([tensor])
 
     def _real(self, leaf: Any) -> Any:
         """What stands in a container for a leaf: the model's own tensor for its stand-in; None for
@@ -228,14 +254,9 @@ def as_left(value: Later) -> Later:
     """A value that the step keeps or returns, as it is at its end.
 
     Raises:
-        CaptureError: it is an array in the memory of what the step is given, or a part of one in
-            the memory of a tensor that it has updated since.
+        CaptureError: it is a part of an array in the memory of a tensor that the step has updated
+            since.
     """
-    if value.shares:
-        raise refusal(
-            "it keeps or returns an array in the memory of an argument or of a tensor of the model",
-            "keep a copy: tensor.numpy().copy()",
-        )
     written = [memory for memory in value.memories if memory.is_written]
     if not written:
         return value

@@ -19,7 +19,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing.source import current_user_line
+from graphopt.tracing.source import current_location
 
 KERNELS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 """Functions of torch that run a whole recurrent layer, packed or not."""
@@ -60,7 +60,7 @@ def refused(function: Any) -> CaptureError:
     return CaptureError(
         f"it runs a recurrent layer ({function.__name__}) by cuDNN, which keeps its weights in"
         " memory of its own",
-        location=str(current_user_line()),
+        location=current_location(),
         hint="put the call under torch.backends.cudnn.flags(enabled=False): torch's own kernels"
         " run then, in eager code as well",
     )

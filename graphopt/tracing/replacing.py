@@ -113,11 +113,18 @@ class Replacing:
 def _update_buffer(entry: ModuleTensor, old: torch.Tensor, new: object) -> None:
     if not isinstance(new, torch.Tensor) or _kind(new) != _kind(old):
         raise CaptureError(
-            f"it replaces {entry.fqn} by another object",
-            hint="update it in place (copy_), with the same shape and dtype",
+            f"it replaces the buffer {entry.fqn}, {_said(old)}, by {_said(new)}",
+            hint="make it with its shape and dtype before the first step, and update it in place"
+            " (copy_)",
         )
     with torch.no_grad():
         old.copy_(new)
+
+
+def _said(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    return f"a tensor of shape {list(value.shape)} ({value.dtype})"
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ shape and strides, as in eager code, over the memory that it has:
 Tensors that belong to a model, or to nobody, have to be as they were when the step is over. But one
 outside that the step resizes before it does anything else with it
 (`image.resize_(x.size()).copy_(x)`) is resized before each call runs: the graph takes it as it is
-then.
+then, and it may end with other sizes.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Reshaping:
 
     Attributes:
         reshaped: arguments that end in another shape, by position.
+        shrunk: the same of tensors outside, by their numbers.
 
     Args:
         alone: no other rank runs the same step.
@@ -56,12 +57,19 @@ class Reshaping:
         self._finder = finder
         self._outside = dict(_resizable(inputs, traced)) if alone else {}
         self._unused = set(self._outside)
-        self._first = {id(tensor) for tensor, _ in call.besides.resized}
+        resized = {id(tensor) for tensor, _ in call.besides.resized}
+        self._first = set(resized)
         self._positions = dict(_positions(call, inputs, traced))
+        self._numbers = {
+            id(traced.by_id[id(entry.tensor)]): number
+            for number, entry in enumerate(inputs.module_tensors)
+            if id(entry.tensor) in resized
+        }
         self._inputs = set(map(id, traced.by_id.values()))
         self._tracer = _compat.current_tracer()
         self._before: dict[int, tuple[torch.Tensor, Shape, SourceLine | None]] = {}
         self.reshaped: dict[int, Shape] = {}
+        self.shrunk: dict[int, Shape] = {}
 
     def uses(self, func: Any, args: Any, kwargs: dict[str, Any], caller: FrameType) -> None:
         """The step, or torch for it, calls a function of torch."""
@@ -119,11 +127,13 @@ class Reshaping:
         for target, before, line in self._before.values():
             if _shape(target) == before:
                 continue
-            position = self._positions.get(id(target))
-            if position is None:
+            if id(target) in self._numbers:
+                self.shrunk[self._numbers[id(target)]] = _shape(target)
+            elif id(target) in self._positions:
+                self.reshaped[self._positions[id(target)]] = _shape(target)
+            else:
                 what = "a tensor of the model, or from outside its arguments,"
                 raise _refusal(what, line)
-            self.reshaped[position] = _shape(target)
 
 
 def _refusal(what: str, line: SourceLine | None) -> CaptureError:

@@ -13,6 +13,7 @@ from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call, has_gradient
 from graphopt.tracing.draws.picked import StoredItem
 from graphopt.tracing.draws.rows import Row
+from graphopt.tracing.failures import located
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import Inputs
@@ -110,7 +111,7 @@ class ResultCollector:
             gradients=list(self._gradients()),
             states=list(self._states()),
             attributes=self.attributes(c for c in attributes if not recipes.is_same(c)),
-            placed=[replace(each, recipe=recipes.of_nest(each.recipe)) for each in outside.placed],
+            placed=[self._placed(each) for each in outside.placed],
             changed=[self._changed(each) for each in outside.changed],
             selected=[
                 SelectedResult(
@@ -135,9 +136,14 @@ class ResultCollector:
             for each in changes
         ]
 
+    def _placed(self, placed: PlacedResult) -> PlacedResult:
+        with located(placed.line):
+            return replace(placed, recipe=self.recipes.of_nest(placed.recipe))
+
     def _changed(self, changed: ChangedResult) -> ChangedResult:
-        changes = tuple((change, self.recipes.of_nest(value)) for change, value in changed.changes)
-        return replace(changed, changes=changes)
+        with located(changed.line):
+            changes = ((change, self.recipes.of_nest(value)) for change, value in changed.changes)
+            return replace(changed, changes=tuple(changes))
 
     def _given(self, change: ContainerChange) -> ContainerChange:
         """A change with recipes for what it puts into the container."""

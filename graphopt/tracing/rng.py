@@ -17,7 +17,7 @@ from torch.fx.node import has_side_effect
 from graphopt.errors import CaptureError
 from graphopt.ir.generators import generator_of
 from graphopt.tracing.replace import replaced
-from graphopt.tracing.source import current_user_line
+from graphopt.tracing.source import current_location
 
 _library = torch.library.Library("graphopt", "DEF")
 _library.define("get_rng_state(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
@@ -54,7 +54,7 @@ has_side_effect(torch.ops.graphopt.set_rng_state.default)
 def _refuse_seed(*args: Any, **kwargs: Any) -> Any:
     raise CaptureError(
         "the random number generator is seeded inside the step",
-        location=str(current_user_line()),
+        location=current_location(),
         hint="call torch.manual_seed outside the step",
     )
 

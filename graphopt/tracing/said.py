@@ -21,7 +21,8 @@ from graphopt.host import HostCall
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.callback import record as record_call
 from graphopt.tracing.computations import nest_of
-from graphopt.tracing.later import Later, Named, holds_unknown, is_later, refuse_keys
+from graphopt.tracing.draws.arguments import is_known
+from graphopt.tracing.later import Later, Named, argument, holds_unknown, is_later, refuse_keys
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
@@ -162,6 +163,8 @@ def _given(record: Record, value: Any, within: bool = False) -> Any:
     """What a function gets for a value: a container outside as it finds it then."""
     if isinstance(value, types.GeneratorType):
         value = list(value)
+    if is_known(value):
+        return argument(value)
     if record.laters.is_kept(value):
         return record.laters.items(value, current_user_line() or SourceLine("", 0, ""))
     if not isinstance(value, (list, tuple, dict, set, deque)) or is_value(value):

@@ -45,7 +45,7 @@ from graphopt.tracing.scheduled import (
     SettingFloat,
     used,
 )
-from graphopt.tracing.source import current_user_line
+from graphopt.tracing.source import current_location
 
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 """Settings of parameter groups that schedulers change; torch's own the rate alone, but for those
@@ -327,14 +327,14 @@ class TracedSchedulers:
         if isinstance(value, torch.Tensor):
             raise CaptureError(
                 f"it steps a {self.name}, which changes {key!r} of a parameter group, a tensor",
-                location=str(current_user_line()),
+                location=current_location(),
                 hint="call scheduler.step() outside the step, after it",
             )
         if self._found.get(id(group), group).get(key) is not value:
             raise CaptureError(
                 f"it sets {key!r} of a parameter group before the step of a {self.name}, which is"
                 " not traced and would not see it",
-                location=str(current_user_line()),
+                location=current_location(),
                 hint="set it in the scheduler, or outside the step",
             )
         unknown = self._unknown(key, read, value)

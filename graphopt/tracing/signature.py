@@ -160,12 +160,14 @@ class PlacedResult:
         within: where each call finds the container that the place is an item of; None where it is
             the same one in each call.
         behind: of a key that is new, those that come behind it in the dictionary.
+        line: which has put it there, as a message says it.
     """
 
     place: OutsidePlace
     recipe: Recipe
     within: FollowedPlace | None = None
     behind: tuple[Any, ...] = ()
+    line: str | None = field(default=None, compare=False)
 
     def now(self) -> OutsidePlace:
         """The place in this call, before it puts anything anywhere."""
@@ -180,12 +182,13 @@ class ChangedResult:
 
     Attributes:
         changes: in order, each with its value.
-        within: as of `PlacedResult`.
+        within, line: as of `PlacedResult`.
     """
 
     container: Any
     changes: tuple[tuple[ChangeByMethod, Recipe], ...]
     within: FollowedPlace | None = None
+    line: str | None = field(default=None, compare=False)
 
     def now(self) -> Any:
         """The container in this call, before it puts anything anywhere."""
@@ -221,6 +224,7 @@ class Signature:
             to the storage that they had, None where it has not; see `rebinding`.
         data: gradients and arguments that get other storage (`.data = …`), by their placeholder.
         reshaped: sizes and strides of arguments that get others in place, by position.
+        shrunk: the same of tensors outside, by their numbers among the module tensors.
         flags: `requires_grad` of arguments that get another, by position.
         flags_of_parameters: `requires_grad` of module tensors that get another, by their number.
         stamps: of what the step has left last in places that functions on the host find changed, by
@@ -247,6 +251,7 @@ class Signature:
     rebound: dict[int, Computed | None] = field(default_factory=dict)
     data: dict[int, Computed] = field(default_factory=dict)
     reshaped: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    shrunk: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     flags: dict[int, bool] = field(default_factory=dict)
     flags_of_parameters: dict[int, bool] = field(default_factory=dict)
     stamps: dict[Hashable, int] = field(default_factory=dict)

@@ -89,6 +89,12 @@ def current_user_line() -> SourceLine | None:
     return inside_step(sys._getframe(1))
 
 
+def current_location() -> str | None:
+    """That line as a message says it."""
+    line = current_user_line()
+    return None if line is None else str(line)
+
+
 def current_modules() -> list[torch.nn.Module]:
     """Modules whose forward is running, outermost first."""
     found = [

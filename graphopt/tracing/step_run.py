@@ -44,7 +44,7 @@ from graphopt.tracing.laters import Laters
 from graphopt.tracing.leftovers import HostState
 from graphopt.tracing.lengths import Lengths
 from graphopt.tracing.made_arrays import MadeArrays
-from graphopt.tracing.marks import Marks, marks_kept
+from graphopt.tracing.marks import AttributeChange, Marks, marks_kept
 from graphopt.tracing.noticed_steps import notice_steps
 from graphopt.tracing.number_lists import NumberLists, places_of_lists
 from graphopt.tracing.numpy_lists import of_list, of_sequence
@@ -53,7 +53,7 @@ from graphopt.tracing.outside.changing_texts import ChangingTexts
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.pinned import pin_changes, pin_held, pin_left, refuse_found_twice
-from graphopt.tracing.placed import take_placed
+from graphopt.tracing.placed import exchanged_containers, take_placed
 from graphopt.tracing.positions import Positions
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.recipes import Recipes
@@ -69,6 +69,7 @@ from graphopt.tracing.signature import Signature
 from graphopt.tracing.stand_ins import arguments_of, stand_ins_of
 from graphopt.tracing.substitute import Traced, insert
 from graphopt.tracing.tagging import Tagger, tagged
+from graphopt.tracing.told import attribute_told
 from graphopt.tracing.whole_calls import WholeCalls
 
 Scene = Iterator[AbstractContextManager[Any]]
@@ -127,6 +128,7 @@ class StepRun:
         self._lists = NumberLists(())
         self._scheduled: list[Optimizer] = []
         self._left: dict[int, Any] = {}
+        self._objects: dict[tuple[int, str], AttributeChange] = {}
         self._view: HostView
         self._schedulers: TracedSchedulers
 
@@ -259,6 +261,7 @@ class StepRun:
         given = self._view.given = GivenContainers(args, kwargs, self._call.objects)
         optimizers = self._call.optimizer_objects()
         self.outside.stands_for = self._originals(traced)
+        self.outside.storages = frozenset(map(_compat.storage_key, traced.by_id.values()))
         with ExitStack() as stack:
             stack.callback(self._find_owners)  # also where the step is refused
             for context in self._running():
@@ -297,6 +300,11 @@ class StepRun:
                 self._give(returned)
                 self.outside.laters.arrays.finish()
                 outside = self._left_outside(traced, held, draws)
+                self._objects = {
+                    (id(change.table), change.key): told
+                    for change in held.changes()
+                    if (told := attribute_told(self.outside, change, self._left)) is not change
+                }
             self.gradients_first = redirect.gradients_first
         rebinding.finish()
         if self.made.refused is not None:
@@ -380,13 +388,15 @@ class StepRun:
 
     def _left_outside(self, traced: Traced, held: HeldBefore, draws: Substitutes) -> LeftOutside:
         """Take out what the step has left outside its arguments."""
+        exchanged = exchanged_containers(self.outside)
         for path, place in self.outside.changed_lengths():
-            self.finder.carries(path, place, counted=True)
+            if id(place.holder) not in exchanged:
+                self.finder.carries(path, place, counted=True)
         made = self._left
         tables = [*held.objects, *(each.table for each in self._call.objects.tables)]
-        placed = take_placed(self.outside, self.finder, traced.by_id, tables, made)
+        placed = take_placed(self.outside, self.finder, traced.by_id, tables, made, exchanged)
         stored = draws.picks.take_stored(made)
-        changed = take_changed(self.outside, placed, self._puts_back, made)
+        changed = take_changed(self.outside, placed, exchanged, self._puts_back, made)
         user = (self._call.leaves[position] for position in self._inputs.user)
         draws.picks.finish(traced.by_id[id(leaf)] for leaf in user)
         refuse_changed(self.made.calls, self.outside.written_arrays())
@@ -427,7 +437,9 @@ class StepRun:
             is_outside=self.outside.is_outside,
         )
         collector = ResultCollector(self._call, self._inputs, traced, recipes)
-        signature = self.signature = collector.collect(ran, held.left(), counted)
+        objects, self._objects = self._objects, {}
+        left = (objects.get((id(each.table), each.key), each) for each in held.left())
+        signature = self.signature = collector.collect(ran, left, counted)
         pin_left(self.outside, (each.recipe for each in signature.attributes))
         pin_held(self.outside, self._call.objects, (table for table, _ in held.tables))
         signature.attributes += collector.attributes(marked)
@@ -436,6 +448,7 @@ class StepRun:
         self.whole_calls.settle(self.finder.found, _compat.current_tracer().graph)
         signature.data.update(recipes.computed(rebinding.given))
         signature.reshaped = rebinding.reshaping.reshaped
+        signature.shrunk = rebinding.reshaping.shrunk
         signature.rebound.update(recipes.computed(rebinding.rebound))
         marks.put_back()
         self.kept_numbers = recipes.numbers

@@ -33,8 +33,9 @@ from graphopt.tracing.inputs import (
 from graphopt.tracing.number_tuples import with_leaf
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.optimizer_state import entries_at, is_nest, mapped, of_none, tensors_of, write
+from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.running_trace import current_trace
-from graphopt.tracing.source import current_user_line
+from graphopt.tracing.source import current_location
 
 
 @dataclass
@@ -78,8 +79,14 @@ def preserved(call: Call) -> Iterator[None]:
         stack.enter_context(lists_kept(each.table for each in call.objects.tables))
         for each in call.besides.carried:
             if each.place.is_written:
-                stack.callback(each.place.write, each.place.now())
+                stack.callback(_put_back, each.place, each.place.now())
         yield
+
+
+def _put_back(place: OutsidePlace, value: Any) -> None:
+    """Of a list that the step has emptied, all items are put back later."""
+    if place.now() is not MISSING or not isinstance(place.holder, list):
+        place.write(value)
 
 
 @contextmanager
@@ -251,6 +258,6 @@ class _Settings(dict[str, Any]):
             return
         raise CaptureError(
             f"it changes {key!r} of an optimizer's parameter group",
-            location=str(current_user_line()),
+            location=current_location(),
             hint="change it outside the step, between two calls",
         )

@@ -8,6 +8,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from graphopt import _compat
+from graphopt.errors import CaptureError
 from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.later import (
     Later,
@@ -17,6 +18,7 @@ from graphopt.tracing.later import (
     is_later_text,
     refuse_keys,
 )
+from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
@@ -67,13 +69,44 @@ def told(
     return None if any(item is None for item in items) else filled(items)
 
 
+def attribute_told(
+    record: Record, change: AttributeChange, made: dict[int, Any]
+) -> AttributeChange:
+    """An attribute of a module in which a step leaves an object that it has made of what is traced,
+    as what each call makes.
+
+    Raises:
+        CaptureError: it is of a class whose objects cannot be made anew, or stands elsewhere, too.
+    """
+    after = change.after
+    leaves = [leaf for leaf in _compat.tree_leaves(after) if not is_value(leaf)]
+    objects = [leaf for leaf in leaves if not _is_traced(leaf) and holds_traced(record, leaf)]
+    if not objects:
+        return change
+    nest = told(record, after, made)
+    if nest is None:
+        raise refused_object(objects[0], change.name, None)
+    return change._replace(after=nest, is_told=True)
+
+
+def refused_object(value: Any, path: str, location: str | None) -> CaptureError:
+    """Why an object that holds what is traced is not left in a place by each call."""
+    return CaptureError(
+        f"it puts a {type(value).__name__} that holds a tensor, or that it leaves elsewhere as"
+        f" well, into {path}",
+        location=location,
+        hint="put the tensor there, or a tuple, dictionary or data class of its values",
+    )
+
+
 def holds_traced(record: Record, value: Any) -> bool:
     """Whether an object that the step has made holds what is traced, itself or in its own."""
+    others = (type, ModuleType) if type(value) is FunctionType else (type, ModuleType, FunctionType)
+    return _holds(record, value, _is_traced, others)
 
-    def is_traced(each: Any) -> bool:
-        return _compat.is_fake(each) or isinstance(each, SYMBOLIC) or is_later(each)
 
-    return _holds(record, value, is_traced, (type, ModuleType, FunctionType))
+def _is_traced(value: Any) -> bool:
+    return _compat.is_fake(value) or isinstance(value, SYMBOLIC) or is_later(value)
 
 
 def holds_text(record: Record, value: Any) -> bool:

@@ -34,7 +34,6 @@ from graphopt.tracing.leftovers import (
     keeps_plain_values,
 )
 from graphopt.tracing.lost_history import without_history
-from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.optimizer_state import entries_at
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import refuse_unrepeated
@@ -187,14 +186,14 @@ def _run_once(run: StepRun, call: Call, fakes: list[torch.Tensor]) -> tuple[RawT
         refuse_counts(graph_module.graph)
         run.outside.texts.refuse_taken_apart()
         drawn = generators.advanced()
-        _refuse_kept_numbers(run.made, call, _numbers_of(call) | run.kept_numbers)
+        _refuse_kept_numbers(run, call, _numbers_of(call) | run.kept_numbers)
     if run.finder.found:
         raise MoreInputs(run.finder.found)
     assert run.signature is not None
-    _refuse_kept_numbers(run.made, call, set())
+    _refuse_kept_numbers(run, call, set())
     run.made.add(run.finder.let_go())
     fakes = [*fakes, *run.drawn]
-    _refuse_kept(run.made, fakes, call)
+    _refuse_kept(run, fakes, call)
     if run.outside.refused is not None:
         raise run.outside.refused
     first = run.gradients_first
@@ -225,11 +224,13 @@ def _refuse_other_draws(earlier: HostProgram, now: HostProgram, call: Call) -> N
         )
 
 
-def _refuse_kept(made: ObtainedValues, fakes: list[torch.Tensor], call: Call) -> None:
+def _refuse_kept(run: StepRun, fakes: list[torch.Tensor], call: Call) -> None:
     """Refuse a step that keeps a traced tensor somewhere (in a list it closes over, say)."""
-    kept = made.kept({id(fake) for fake in fakes})
+    kept = run.made.kept({id(fake) for fake in fakes})
     if kept is None:
         return
+    if run.outside.refused is not None:  # which says where
+        raise run.outside.refused
     shape, line = kept
     raise CaptureError(
         f"it keeps a tensor of shape {shape} outside the model and its return value, which would"
@@ -250,16 +251,19 @@ def _numbers_of(call: Call) -> set[int]:
     return known
 
 
-def _refuse_kept_numbers(made: ObtainedValues, call: Call, known: set[int]) -> None:
+def _refuse_kept_numbers(run: StepRun, call: Call, known: set[int]) -> None:
     """Refuse a step that keeps a number it read from a tensor, anywhere but in `known`."""
-    kept = made.kept_number(known)
-    if kept is not None:
-        raise CaptureError(
-            "it keeps a number that it read from a tensor (`.item()`) or drew at random outside its"
-            " return value, which would happen at capture only",
-            location=str(kept[0] or definition_of(call)),
-            hint=_KEEP_HINT,
-        )
+    kept = run.made.kept_number(known)
+    if kept is None:
+        return
+    if run.outside.refused is not None:  # which says where
+        raise run.outside.refused
+    raise CaptureError(
+        "it keeps a number that it read from a tensor (`.item()`) or drew at random outside its"
+        " return value, which would happen at capture only",
+        location=str(kept[0] or definition_of(call)),
+        hint=_KEEP_HINT,
+    )
 
 
 _KEEP_HINT = (

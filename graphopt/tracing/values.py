@@ -19,7 +19,7 @@ from graphopt.ir.generators import generators_used
 from graphopt.ir.operators import draws, is_marker
 from graphopt.tracing import recurrent
 from graphopt.tracing.alike import depends_on, reached_by
-from graphopt.tracing.source import current_user_line
+from graphopt.tracing.source import current_location, current_user_line
 
 
 class Values:
@@ -74,7 +74,7 @@ class Values:
         if is_collective(node) or is_marker(node):
             raise CaptureError(
                 "it decides by the value of a tensor behind a collective",
-                location=str(current_user_line()),
+                location=current_location(),
                 hint="decide outside the step",
             )
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._values.__getitem__)

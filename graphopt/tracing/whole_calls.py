@@ -43,7 +43,7 @@ from graphopt.tracing.reachable import codes_in, names_in, reached_from
 from graphopt.tracing.said import found, hand_on
 from graphopt.tracing.scheduled import ScheduledSetting
 from graphopt.tracing.shared_memory import SharedMemory, refuse_written
-from graphopt.tracing.source import is_own_file, is_torch_file
+from graphopt.tracing.source import is_library_file
 
 Site = tuple[CodeType, int]
 """Where a call stands: the code, and the offset of its instruction."""
@@ -227,7 +227,8 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _is_of_program(callee: Any) -> bool:
-    """Whether a callee is a function in Python, of the program's or of a library's."""
+    """Whether a callee is a function in Python, of the program's or of a package's. Of the standard
+    library's some give back a lock, which the next trace would wait for."""
     function = getattr(callee, "__func__", callee)
     if not isinstance(function, FunctionType) or is_of_torch(function):
         return False
@@ -235,7 +236,7 @@ def _is_of_program(callee: Any) -> bool:
     waits = code.co_flags & (
         inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
     )
-    return not waits and not (is_torch_file(code.co_filename) or is_own_file(code.co_filename))
+    return not waits and not is_library_file(code.co_filename)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from graphopt.tracing.draws.arguments import FoundByGraph, Known, Metadata, Meth
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.number_expressions import Application, Leaf
 from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.running_trace import current_trace
 
 METADATA = frozenset({"shape", "ndim", "dtype", "size", "nbytes", "itemsize", "strides"})
 VIEWS = frozenset({"T", "mT", "real", "imag"})
@@ -30,11 +31,19 @@ METHODS = frozenset(
 """Methods that change nothing."""
 CHANGING_METHODS = frozenset({"sort", "fill"})
 """Methods that change an array, and give nothing."""
+_CHANGING_FIRST = frozenset(
+    {"copyto", "put", "putmask", "place", "put_along_axis", "fill_diagonal"}
+)
 CHANGING = frozenset(
-    {"copyto", "put", "putmask", "place", "put_along_axis", "fill_diagonal", "save", "savez",
-     "savez_compressed", "savetxt", "array2string", "array_repr", "array_str"}
+    {*_CHANGING_FIRST, "save", "savez", "savez_compressed", "savetxt", "array2string", "array_repr",
+     "array_str"}
 )  # fmt: skip
 """Functions of numpy that write into an array or a file, or give text."""
+
+
+def changes_first(function: Any) -> bool:
+    """Whether a function of numpy's changes the array that is its first argument."""
+    return getattr(function, "__name__", "") in _CHANGING_FIRST
 
 
 def is_of_numpy(value: Any) -> bool:
@@ -136,6 +145,9 @@ class HostArray(Known):
         return self.calls.apply(function, (*inputs, *options.values()), tuple(options))
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+        if changes_first(function) and type(args[0]) is HostArray and not options:
+            args[0].changes(function, *args[1:])
+            return None
         if function.__name__ in CHANGING or options.get("out") is not None:
             raise self._changed()
         return self.calls.apply(function, (*args, *options.values()), tuple(options))
@@ -212,12 +224,13 @@ class HostArray(Known):
         return hash(self.calls.by_value(self.expression, self.plain))
 
     def __str__(self) -> str:
-        raise self._refused("turns it into text")
+        return current_trace().text_of(str, (self,))
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return current_trace().text_of(repr, (self,))
 
     def __format__(self, spec: str) -> str:
-        return str(self)
+        return current_trace().text_of(format, (self, spec))
 
     def __copy__(self) -> HostArray:
         return self

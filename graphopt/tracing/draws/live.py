@@ -75,7 +75,7 @@ def live_arrays(besides: Besides) -> list[CarriedPlace]:
     for each in besides.carried:
         if each.counted or not (besides.plain_arrays or each.place.identity in places):
             places[each.place.identity] = each
-    return [each for each in places.values() if each.place.is_item and is_array(each.place.now())]
+    return [each for each in places.values() if each.place.may_carry and is_array(each.place.now())]
 
 
 def insert_arrays(besides: Besides, calls: HostCalls, inputs: Inputs) -> None:

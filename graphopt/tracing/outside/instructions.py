@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import operator
 import sys
-from collections import Counter, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from types import CellType, FrameType, ModuleType
 from typing import Any
@@ -24,6 +24,7 @@ from graphopt.tracing.classes_asked import Classed, class_in_trace, is_of_trace
 from graphopt.tracing.draws.arguments import any_known, is_known, plain
 from graphopt.tracing.draws.live import is_array
 from graphopt.tracing.inputs import may_be_input
+from graphopt.tracing.later import is_later
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside import kept_lists
 from graphopt.tracing.outside.accesses import OutsideAccess
@@ -42,9 +43,8 @@ from graphopt.tracing.outside.native import is_large_array, set_by_c
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_container, is_read
 from graphopt.tracing.outside.record import Record
 
-"""Containers part of which is one of their kind."""
-
-
+_UNLIKE_NONE = frozenset({list, tuple, dict, set, deque, OrderedDict, defaultdict, Counter})
+"""Containers that equal no None, whatever is in them."""
 _BEGINNING = frozenset({defaultdict, Counter})
 """Dictionaries in which a step may begin to count."""
 _METHODS = {"+=": "__iadd__", "|=": "__ior__", "-=": "difference_update"}
@@ -243,7 +243,17 @@ class Instructions(LaterOperands):
             return False
         loaded = self._record.loads.places(id(frame))
         taken = (place for place in loaded if not self._record.is_own(place.holder))
-        return any(place.now() is value for place in taken)
+        found = any(place.now() is value for place in taken)
+        return found and all(map(self._may_be_copied, value))
+
+    def _may_be_copied(self, item: Any) -> bool:
+        """Whether an item of the former list may be another one in the new list: no container or
+        object that the step has made, and no tensor in the memory of one that it is given."""
+        if type(item) is tuple:
+            return all(map(self._may_be_copied, item))
+        if _compat.is_fake(item):
+            return _compat.storage_key(item) not in self._record.storages
+        return not self._record.is_made_here(item) or isinstance(item, SYMBOLIC) or is_later(item)
 
     def _existing_item(self, container: Any, key: Any, path: str, line: SourceLine) -> None:
         try:
@@ -373,6 +383,8 @@ class Instructions(LaterOperands):
             self._record.pin(at.top(2))
 
     def _compared(self, at: Instruction) -> None:
+        if {type(at.top(1)), type(at.top(2))} - _UNLIKE_NONE == {type(None)}:
+            return
         self._two(at)
         if not (is_container(at.top(1)) or is_container(at.top(2))):
             self._pin_both(at)

@@ -30,6 +30,7 @@ class KnownObjects:
     Attributes:
         given: objects among its arguments in whose place others may be.
         stands_for: the tensors that have stand-ins, by the ids of these.
+        storages: of the stand-ins.
         doubled: containers, by id, that have both for keys.
         gone_into: containers, by id, of whose contents values are computed when the graph has run.
         exchanged: those that have stand-ins for keys.
@@ -51,6 +52,7 @@ class KnownObjects:
         self.given = GivenObjects()
         self.gone_into: set[int] = set()
         self.stands_for: Mapping[int, torch.Tensor] = {}
+        self.storages: Set[Any] = frozenset()
         self.doubled: set[int] = set()
         self.exchanged: set[int] = set()
         self.gone_through: set[int] = set()

@@ -14,6 +14,7 @@ from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.draws.arguments import FoundByGraph, is_known
 from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.later import Later
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.behind import Behind
 from graphopt.tracing.outside.changed_containers import ContainerChanges
@@ -102,13 +103,15 @@ class OutsideReads(ContainerChanges):
             return value
         if self.is_own(place.holder):
             self.used_counts.update({identity} & self._derived)
-            self.reached(value, path)
+            if identity not in self._written:
+                self.reached(value, path)
             self.pins_own(value)
             if identity not in self._written and not is_stand_in(value) and not is_value(value):
                 self._own_reads.setdefault(identity, self._made(place, value, path, line))
             return value
         if identity in self._derived and not self._begins_in(identity):
-            self.counted = self.counted or self._made(place, value, path, line)
+            if type(value) is not Later:  # which is made of what each call finds
+                self.counted = self.counted or self._made(place, value, path, line)
             self.used_counts.add(identity)
         if identity in self._written or id(place.holder) in self._emptied:
             return value

@@ -6,11 +6,11 @@ import copy
 import types
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Set
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
-from graphopt.errors import CaptureError
 from graphopt.host.changes import MUTABLE, is_changed_to
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.changed_containers import ChangedContainer
@@ -42,6 +42,11 @@ class WrittenPlace(NamedTuple):
     path: str
     line: SourceLine | None = None
 
+    @property
+    def location(self) -> str | None:
+        """The line as a message says it."""
+        return None if self.line is None else str(self.line)
+
 
 class Record(OutsideReads):
     """What one trace read outside, and what it wrote there.
@@ -58,6 +63,7 @@ class Record(OutsideReads):
         times_written: how often the step has written to a place, by its identity.
         optimizers: whose state the step uses, by id.
         optimizers_read: ids of those whose parameter groups it reads.
+        not_followed: what it has changed and read, where each call does not do that for itself.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class Record(OutsideReads):
         self.asked_type: SourceLine | None = None
         self.times_written: Counter[tuple[Any, ...]] = Counter()
         self._left_in: dict[int, Any] = {}
+        self.not_followed: list[ChangedContainer] = []
 
     def finish(self) -> None:
         """The step is over: look for what it changed."""
@@ -317,17 +324,19 @@ class Record(OutsideReads):
         if self.counted is not None and self.counted.place.identity == place.identity:
             self.counted = None
 
-    def take_changed(self) -> Iterator[ChangedContainer]:
-        """Lists, queues and sets that the step has changed, and neither read nor replaced; those
-        that it has changed otherwise than by what can be done again have no changes.
-        Nothing else remembers what it has put there from then on."""
+    def take_changed(self, replaced: Set[int]) -> Iterator[ChangedContainer]:
+        """Lists, queues and sets that the step has changed, and not read; those that it has changed
+        otherwise than by what can be done again have no changes. Nothing else remembers what it has
+        put there from then on.
+
+        Args:
+            replaced: those that it may have read, by id, since it leaves others in their places.
+                Others that it has read are `not_followed`.
+        """
         read = {
             id(each.place.holder)
             for each in self.reads.values()
             if not (each.value is MISSING and isinstance(each.place.holder, (list, deque)))
-        }
-        read |= {
-            id(each.value) for each in self.reads.values() if each.place.now() is not each.value
         }
         changed, self._changes = self._changes, {}
         for key, each in changed.items():
@@ -335,17 +344,22 @@ class Record(OutsideReads):
                 continue
             if each.otherwise:
                 each.changes.clear()
-            if key not in read:
+            if key not in read or key in replaced:
                 yield each
-            elif self.is_asked(each.container):
-                self.refused = self.refused or CaptureError(
-                    f"it changes {self.path(each.container, 'a list')}, whose length or sum is an"
-                    " input of the graph, in a way that is not followed",
-                    location=str(each.line),
-                    hint="append and delete single items, or change it outside the step",
-                )
-            elif is_changed_to(each.container, each.before, ()):  # of another it may leave less
-                self.holds_contents(each.container, each.line)
+                continue
+            if is_changed_to(each.container, each.before, ()) and not self.is_asked(each.container):
+                self.holds_contents(each.container, each.line)  # of another it may leave less
+            else:
+                self.not_followed.append(each)
+
+    def read_of(self, container: Any) -> Read:
+        """What the step has read of a container, or that it goes through it."""
+        reads = [
+            r for r in self.reads.values() if r.place.holder is container or r.value is container
+        ]
+        first = next((r for r in reads if r.place.holder is container), reads[0])
+        through = f"all of {self.path(container, 'it')}"
+        return first._replace(path=through) if id(container) in self._gone_over else first
 
     def is_asked(self, container: Any) -> bool:
         """Whether the graph takes numbers of a container, such as its length."""
@@ -353,7 +367,8 @@ class Record(OutsideReads):
 
     def places_of(self, value: Any) -> list[OutsidePlace]:
         """All places in which the step has read an object."""
-        return [read.place for read in self.reads.values() if read.value is value]
+        reads = chain(self.reads.values(), map(self._own_reads.__getitem__, self._replaced_own()))
+        return [read.place for read in reads if read.value is value]
 
     def is_written(self, place: OutsidePlace) -> bool:
         """Whether the step has written to a place."""
