@@ -63,7 +63,7 @@ class Clocks:
             return lambda *zone, **named: applied(date, (self._now(), *zone), named)
         if len(args) == _TIMES_OF_NOW.get(callee, -1):
             return functools.partial(self._of_now, callee)
-        if callee in _OF_TIMES and any(map(holds_unknown, args)):
+        if callee in _OF_TIMES and any(holds_unknown(each, of_host=True) for each in args):
             return lambda *given, **named: _made(callee, applied(callee, given, named))
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,6 +118,7 @@ class StepRun:
         self.whole_calls = self.outside.whole_calls = WholeCalls(
             self.outside, call.besides, self._is_worked_on
         )
+        self.made.asking = partial(self.whole_calls.asked, self.finder.found)
         self.drawn: list[torch.Tensor] = []
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
