@@ -144,7 +144,7 @@ class Record(OutsideReads):
         """The arrays to which the step, or a function on the host, writes."""
         holders = [each for each, _ in self.rewritten.values()]
         holders += [each.place.holder for each in self._places.values()]
-        own = [each for each in holders if hasattr(each, "tobytes")]
+        own = [each for each in holders if hasattr(type(each), "tobytes")]
         return [*own, *self.laters.arrays.written()]
 
     def changed_holders(self) -> list[Any]:
