@@ -106,4 +106,8 @@ def test_compiled_in_low_precision() -> None:
     inputs = (logits, targets, torch.ones(CLASSES).bfloat16())
     graph = gradient_graph(logits, targets)
     got = LoweredSubgraph(graph, "region")(*inputs)
-    torch.testing.assert_close(list(got), graph(*inputs), rtol=2e-2, atol=1e-2)
+    # Torch 2.11 believes in a sum of weights in float32, where its kernel gives one in bfloat16.
+    as_kernels = torch.__version__ >= "2.12"
+    torch.testing.assert_close(
+        list(got), graph(*inputs), rtol=2e-2, atol=1e-2, check_dtype=as_kernels
+    )

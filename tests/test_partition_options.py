@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch._dynamo.backends import distributed as torch_ddp
@@ -49,11 +50,14 @@ def test_every_combination_is_as_with_torch(data: st.DataObject) -> None:
         split = split_module(module, None, assignment.__getitem__, names, **options)
     except PartitionCycleError:
         return
+    earlier = "tuple_return" not in signature(torch_split_module).parameters  # torch 2.11
+    if earlier:
+        assume(not options.pop("tuple_return"))
     theirs = torch_split_module(module, None, assignment.__getitem__, their_names, **options)
     assert_same(run(split), run(module))
     assert calls(split) == calls(theirs)
     assert names == their_names
-    assert split.meta["partition_names"] == theirs.meta["partition_names"]
+    assert earlier or split.meta["partition_names"] == theirs.meta["partition_names"]
     assert_same_submodules(split, theirs)
     for node in split.graph.find_nodes(op="call_module"):
         (result,) = split.get_submodule(node.target).graph.find_nodes(op="output")[0].args

@@ -14,6 +14,7 @@ def believe(capability: tuple[int, int]) -> None:
 
     For a process of its own: nothing takes this back.
     """
+    from torch._subclasses import fake_tensor
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     major, minor = capability
@@ -35,6 +36,7 @@ def believe(capability: tuple[int, int]) -> None:
         "get_device_name": lambda device=None: properties.name,
         "get_device_properties": lambda device=None: properties,
         "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "is_bf16_supported": lambda including_emulation=True: major >= 8,
         "is_initialized": lambda: True,
         "synchronize": lambda device=None: None,
@@ -46,6 +48,7 @@ def believe(capability: tuple[int, int]) -> None:
     # A fake tensor of `torch.tensor(1.0, device="cuda")` keeps its value, which stays on the CPU.
     torch._C._set_only_lift_cpu_tensors(True)
     setattr(FakeTensorMode, "avoid_device_init", property(lambda self: True))  # noqa: B010
+    fake_tensor.init_gpu_context = lambda device: None  # torch 2.11 asks for it all the same
     setattr(FakeTensor, "__deepcopy__", deepcopied)  # noqa: B010
     torch.utils.swap_tensors = _swap
 

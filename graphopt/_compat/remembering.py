@@ -22,6 +22,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (
     ProxyTorchDispatchMode,
     PythonKeyTracer,
@@ -66,7 +67,7 @@ class RememberingMode(ProxyTorchDispatchMode):
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
         question = None
-        if _is_remembered(func) and func not in self.decomposition_table:
+        if _is_remembered(func) and func not in _decompositions(self):
             with torch._C.DisableTorchFunction():
                 question = Question.of(self.tracer, func, args, kwargs or {})
         if question is None or has_preserved_node_meta():
@@ -80,6 +81,13 @@ class RememberingMode(ProxyTorchDispatchMode):
             with torch._C.DisableTorchFunction():
                 question.learn(answer, result)
         return result
+
+
+def _decompositions(mode: Any) -> Any:
+    """What is recorded as other operators: the table of a mode, in torch 2.11 of the process."""
+    if hasattr(mode, "decomposition_table"):
+        return mode.decomposition_table
+    return proxy_tensor.CURRENT_DECOMPOSITION_TABLE
 
 
 class _QuickTracer(PythonKeyTracer):

@@ -92,8 +92,11 @@ def input_backward(
     """
     from torch.distributed.pipelining._backward import stage_backward_input
 
-    given = None if gradients is None else list(gradients)
-    _, groups = stage_backward_input(list(outputs), given, list(inputs), module.parameters())
+    # Torch 2.11 takes no output that has no gradient.
+    chosen = [n for n, output in enumerate(outputs) if output.requires_grad]
+    given = None if gradients is None else [gradients[n] for n in chosen]
+    differentiated = [outputs[n] for n in chosen]
+    _, groups = stage_backward_input(differentiated, given, list(inputs), module.parameters())
     return groups
 
 
