@@ -62,6 +62,7 @@ from graphopt.tracing.redirect import Redirect
 from graphopt.tracing.replacing import Replacing
 from graphopt.tracing.result_collector import LeftOutside, Ran, ResultCollector
 from graphopt.tracing.running_trace import values_of
+from graphopt.tracing.saved_files import SavedFiles
 from graphopt.tracing.scaling import TracedScaling
 from graphopt.tracing.scheduled import computing
 from graphopt.tracing.schedulers import TracedSchedulers
@@ -118,6 +119,7 @@ class StepRun:
         self.whole_calls = self.outside.whole_calls = WholeCalls(
             self.outside, call.besides, self._is_worked_on
         )
+        self.outside.files = SavedFiles(self.outside, self._is_worked_on)
         self.made.asking = partial(self.whole_calls.asked, self.finder.found)
         self.drawn: list[torch.Tensor] = []
         self.signature: Signature | None = None
@@ -232,6 +234,7 @@ class StepRun:
     def _running(self) -> Scene:
         """What is so while the step runs."""
         yield impurity.no_output()
+        yield self.outside.files.noticed()
         optimizers, own = self._call.optimizer_objects(), self._is_made_here
         self._schedulers = TracedSchedulers(
             optimizers, self.made.calls, self.mode, self._scheduled.append, own

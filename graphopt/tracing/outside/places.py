@@ -61,7 +61,7 @@ class OutsidePlace:
             that is known of it but its values; "form", that without its sizes; "target" of a weak
             reference; "remembers", whether a function with a cache has not been made to forget
             since the cache was so full; "text", whether a text is in an item of a dictionary or a
-            variable of a closure.
+            variable of a closure; "file", what a function says of a file.
     """
 
     kind: str
@@ -239,6 +239,7 @@ _READERS: Mapping[str, Any] = {
     "target": lambda holder, key: holder(),
     "remembers": _remembers,
     "text": _is_text,
+    "file": lambda holder, key: key(holder),
 }
 
 

@@ -138,7 +138,7 @@ class Record(OutsideReads):
         self.length_of, self.draws_items, self.item_setter = of_none, draws_none, set_itself
         self.iterated = self.reads_array = of_none
         self.groups, self.real_groups = {}, {}
-        self.laters = self.whole_calls = None
+        self.laters = self.whole_calls = self.files = None
 
     def written_arrays(self) -> list[Any]:
         """The arrays to which the step, or a function on the host, writes."""
