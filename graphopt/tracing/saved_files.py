@@ -27,11 +27,12 @@ from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.later import argument, is_later
 from graphopt.tracing.numbers import SYMBOLIC, refusal
+from graphopt.tracing.opened_files import OpenedFiles
 from graphopt.tracing.outside.places import OutsidePlace, is_value
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.reachable import reached_from
 from graphopt.tracing.replace import replaced
-from graphopt.tracing.said import found, hand_on
+from graphopt.tracing.said import call_named, found, hand_on
 from graphopt.tracing.scheduled import is_scheduled
 from graphopt.tracing.source import is_library_file
 
@@ -69,6 +70,8 @@ class SavedFiles:
     def __init__(self, record: Record, is_worked_on: Callable[[Any], bool]) -> None:
         self._record, self._is_worked_on = record, is_worked_on
         self._changes = self._asked = self._looks = False
+        self._opened = OpenedFiles(record, self._note_change)
+        self.finish = self._opened.finish
 
     def called(
         self, callee: Any, args: Sequence[Any], line: SourceLine, discarded: bool
@@ -77,6 +80,9 @@ class SavedFiles:
         others."""
         if callee is torch.save:
             return self._save
+        opened = self._opened.called(callee, args, line)
+        if opened is not None:
+            return opened
         if is_library_file(line.file):
             return None
         owner, function = getattr(callee, "__self__", None), _of_path(callee, args)
@@ -246,8 +252,8 @@ def _cannot_save(what: str) -> CaptureError:
 
 
 def _call(function: Any, names: tuple[str, ...], *args: Any) -> None:
-    count = len(args) - len(names)
-    function(*args[:count], **dict(zip(names, args[count:], strict=True)))
+    """Call a function that does more than show a text."""
+    call_named(function, names, *args)
 
 
 def _saved(function: Any, names: tuple[str, ...], made: Any, f: Any, rest: Any, *args: Any) -> None:

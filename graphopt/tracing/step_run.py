@@ -298,6 +298,7 @@ class StepRun:
                 arrays.finish()
                 taken.finish()
                 self.outside.laters.finish()
+                self.outside.files.finish()
                 refuse_written(self.outside.laters.memories, _compat.current_tracer().graph)
                 self._give(returned)
                 self.outside.laters.arrays.finish()
