@@ -301,6 +301,20 @@ def a_dictionary_with_a_tensor_changed(w: World, x: Tensor) -> Any:
     return len(given)
 
 
+COUNTED = 0
+
+
+def _counts() -> None:
+    global COUNTED
+    COUNTED += 1
+
+
+@refused
+def reads_a_global_variable_behind(world: World, x: Tensor) -> Any:
+    graphopt.callback(_counts)
+    return world.model(x).sum() + COUNTED
+
+
 def trained(body: Body, compiled: bool) -> list[Any]:
     world = World()
     if body.__name__ in SCHEDULES:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import graphopt
+from loops import Loop, graphs_of, trained
 
 
 class Meter:
@@ -162,6 +163,32 @@ def test_an_array_that_others_hold() -> None:
     eager = run(False)
     with contextlib.suppress(graphopt.CaptureError):
         assert eager == run(True)
+
+
+KINDS: dict[str, Any] = {
+    "integers": lambda s, number: s.sum + numpy.int64(-2),
+    "an argument": lambda s, number: s.sum + numpy.int64(1) + number,
+    "single precision": lambda s, number: numpy.float32(s.sum) + numpy.float32(0.1),
+    "a remainder": lambda s, number: (s.sum + numpy.int32(5)) % numpy.int32(7),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_of_scalars_of_numpy_that_are_known(kind: str) -> None:
+    def make() -> Loop:
+        s, model = _state(), nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(number: int, x: torch.Tensor) -> Any:
+            trained(model, optimizer, x)
+            for _ in range(2):
+                s.sum = KINDS[kind](s, number)
+                print(s.sum, type(s.sum).__name__, f"{s.sum / 3:.3f}")
+            return s.sum
+
+        return Loop(step, lambda: [model, s.sum])
+
+    assert graphs_of(make, 5) <= 2
 
 
 def test_a_sum_in_a_default_dictionary() -> None:

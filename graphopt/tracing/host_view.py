@@ -285,7 +285,8 @@ class HostView:
         for place, path, line in behind.call(number):
             holder = place.holder if isinstance(place, OutsidePlace) else place.optimizer()
             of_optimizer = not isinstance(place, OutsidePlace)
-            if reach.has(holder) or (of_optimizer and any(map(reach.has, self._groups))):
+            found = reach.has(holder) or (of_optimizer and any(map(reach.has, self._groups)))
+            if found or (not of_optimizer and reach.sets(holder, place.key)):
                 self._record.pin(holder)
                 self._record.pin(self._record.owner(holder))
                 yield ReadBehind(place, path, f"{line.file}:{line.line}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import operator
+import sys
 import time
 import types
 from collections import deque
@@ -487,8 +488,10 @@ _NUMBERS = (int, float, ScheduledSetting, *SYMBOLIC)
 
 def are_numbers(values: Sequence[Any]) -> bool:
     """Whether values are numbers, some of which may be known only when the graph has run."""
+    numpy = sys.modules.get("numpy")
+    kinds = _NUMBERS if numpy is None else (*_NUMBERS, numpy.number)
     return all(
-        each._is_number if type(each) is Later else isinstance(each, _NUMBERS) for each in values
+        each._is_number if type(each) is Later else isinstance(each, kinds) for each in values
     )
 
 

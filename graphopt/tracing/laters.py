@@ -71,7 +71,13 @@ from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.numpy_lists import of_list
 from graphopt.tracing.outside import kept_lists
 from graphopt.tracing.outside.changing_texts import TextOutside
-from graphopt.tracing.outside.formats import Percent, gives_objects_a_width
+from graphopt.tracing.outside.formats import (
+    FieldsOfObject,
+    Percent,
+    RepeatedText,
+    gives_objects_a_width,
+    keys_of_object,
+)
 from graphopt.tracing.outside.held import is_plain_class
 from graphopt.tracing.outside.places import FollowedPlace, is_value
 from graphopt.tracing.outside.record import Record
@@ -423,11 +429,19 @@ class Laters(KnownTexts):
         known = self.known(text)
         if not isinstance(known, str):
             return None
+        keys = keys_of_object(known, values)
+        if keys is not None:
+            return FieldsOfObject(known, keys, line)
         unknown = is_later(known) or holds_unknown(values, of_host=True)
         if not unknown and not gives_objects_a_width(known, values):
             return None if known is text else known
         self._reads(values, line)
         return Percent(known)
+
+    def repeated(self, value: Any, times: Any) -> Any:
+        """What stands for a text in `text * times`; None: itself."""
+        known = type(times) in (int, bool) or not isinstance(times, (int, torch.SymInt))
+        return RepeatedText(value) if isinstance(value, str) and not known else None
 
 
 _BY_KEY = frozenset({setattr, operator.getitem, dict.get, dict.pop, dict.__getitem__})

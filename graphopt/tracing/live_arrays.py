@@ -287,7 +287,7 @@ def _row(value: Any) -> tuple[Any, Any] | None:
     table = items.container if isinstance(items, LiveItems) else None
     if type(table) not in _TABLES or not all(type(row) in _ROWS for row in _rows(table)):
         return None
-    if not table and getattr(table, "default_factory", None) not in _ROWS:
+    if not table and not (isinstance(table, defaultdict) and table.default_factory in _ROWS):
         return None
     return table, key
 

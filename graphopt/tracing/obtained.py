@@ -38,6 +38,7 @@ class ObtainedValues:
         calls: the host's part of the step; not there before the step runs.
         positions: known numbers as positions; not there before the step runs.
         refused: an error that the step may have swallowed.
+        asking: told that the step asks for a value; not there before the step runs.
         handed_out: where the step took a setting or count of an optimizer as the number that it is.
     """
 
@@ -46,6 +47,7 @@ class ObtainedValues:
         self.decider: Decider
         self.calls: HostCalls
         self.positions: Positions
+        self.asking: Callable[[], None]
         self.handed_out: list[SourceLine | None] = []
         self._references: list[tuple[weakref.ref[torch.Tensor], SourceLine | None]] = []
         self._numbers: list[tuple[weakref.ref[Any], SourceLine | None]] = []
@@ -76,6 +78,7 @@ class ObtainedValues:
             numbers: the inputs of the graph that it was computed from.
             text: it becomes text.
         """
+        self.asking()
         if all(number in self._arguments for number in numbers):
             return
         self.handed_out.append(current_user_line())
@@ -84,6 +87,7 @@ class ObtainedValues:
 
     def decide(self, number: Any, kind: type) -> Any:
         """What a number is in this call."""
+        self.asking()
         return untraced(self.decider.decide, number, kind)
 
     def text(self, function: Callable[..., str], args: tuple[Any, ...]) -> str:
@@ -94,6 +98,7 @@ class ObtainedValues:
         self, value: Later, kind: type, replaced: Callable[[Any], Callable[..., Any]]
     ) -> Any:
         """What a value is in this call that Python computes of what the graph gives."""
+        self.asking()
         return untraced(self.decider.computed, value, kind, replaced)
 
     def in_graph(self, value: Later, replaced: Callable[[Any], Callable[..., Any]]) -> Any:

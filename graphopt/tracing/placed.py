@@ -94,7 +94,7 @@ def _keys_behind(written: WrittenPlace) -> tuple[Any, ...]:
     table, key = written.place.holder, written.place.key
     if (
         written.before is not MISSING
-        or type(table) not in (dict, defaultdict, OrderedDict)
+        or not written.place.is_item
         or not all(type(each) in (str, int) for each in (key, *table))  # others may not compare
         or key not in table
     ):
@@ -133,7 +133,7 @@ class _Places:
             if not changed and note_counted(self.finder, written.path, place, before, value, used):
                 place.write(before)  # the step is traced anew, and not everything is put back
                 return None
-            of_host = is_immutable_number(before) and type(as_later(value)) is Later
+            of_host = is_immutable_number(before) and _is_of_host(before, value)
             known = not isinstance(place.key, SYMBOLIC)
             if of_host and known and not record.is_input(place):
                 self.finder.on_host(written.path, place)
@@ -345,6 +345,14 @@ def _is_part(record: Record, written: WrittenPlace, value: Any) -> bool:
 def _is_held(record: Record, value: Any, made: dict[int, Any]) -> bool:
     """Whether an object that the step has made holds what is traced, or stands elsewhere."""
     return id(value) in made or holds_traced(record, value)
+
+
+def _is_of_host(before: Any, value: Any) -> bool:
+    """Whether a number is put into the place of another one that only Python computes."""
+    if type(as_later(value)) is Later or is_known(value):
+        return True
+    of_numpy = type(value).__module__ == "numpy" and is_immutable_number(value)
+    return of_numpy and not same(before, value)
 
 
 def _stand_in(tensor: torch.Tensor, known: Mapping[int, torch.Tensor], finder: Finder) -> Any:

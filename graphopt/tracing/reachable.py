@@ -12,6 +12,7 @@ holds a lock or a thread) are left alone, as are loggers, files and modules of P
 from __future__ import annotations
 
 import array
+import dis
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -239,6 +240,15 @@ class Reach:
         """Whether a value is among what was reached."""
         return self._known is None or id(value) in self._known
 
+    def sets(self, namespace: object, name: object) -> bool:
+        """Whether a function among what was reached sets a global variable."""
+        return any(
+            name in code.co_names and name in _globals_set_by(code)
+            for function in self.functions
+            if function.__globals__ is namespace
+            for code in codes_in(function.__code__)
+        )
+
 
 def reached_from(function: Any, arguments: Iterable[object]) -> Reach:
     """What `function` can reach from its closure, its arguments and the globals that it names."""
@@ -247,6 +257,13 @@ def reached_from(function: Any, arguments: Iterable[object]) -> Reach:
     search.add([function, *arguments])
     held = {id(value) for _, value in search.run()}
     return Reach(None if search.pending else search.seen | held, search.keep)
+
+
+def _globals_set_by(code: CodeType) -> set[str]:
+    return {str(each.argval) for each in dis.get_instructions(code) if each.opname in _SETTING}
+
+
+_SETTING = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 
 
 def _is_memory(value: object) -> bool:

@@ -128,7 +128,7 @@ def _write(record: Record, function: Any, *args: Any) -> Any:
 
 
 def _hand_on(record: Record, function: Any, /, *args: Any, **options: Any) -> None:
-    hand_on(record, _call, function, *args, **options)
+    hand_on(record, call_named, function, *args, **options)
 
 
 def hand_on(record: Record, caller: Any, function: Any, /, *args: Any, **options: Any) -> HostCall:
@@ -146,10 +146,10 @@ def hand_on(record: Record, caller: Any, function: Any, /, *args: Any, **options
 
 def only_says(call: HostCall) -> bool:
     """Whether a call of a function on the host shows or writes a text, and no more."""
-    return isinstance(call.fn, functools.partial) and call.fn.func is _call
+    return isinstance(call.fn, functools.partial) and call.fn.func is call_named
 
 
-def _call(function: Any, names: tuple[str, ...], *args: Any) -> None:
+def call_named(function: Any, names: tuple[str, ...], *args: Any) -> None:
     """Call a function with names for its last arguments."""
     Named(function, names)(*found(args))
 
@@ -159,8 +159,16 @@ def found(args: Sequence[Any]) -> list[Any]:
     return [arg() if _is_itself(arg) else arg for arg in args]
 
 
+class FileInTrace:
+    """Stands for a file that each call opens; see `opened_files`."""
+
+    of_calls: Any
+
+
 def _given(record: Record, value: Any, within: bool = False) -> Any:
     """What a function gets for a value: a container outside as it finds it then."""
+    if isinstance(value, FileInTrace):
+        return value.of_calls
     if isinstance(value, types.GeneratorType):
         value = list(value)
     if is_known(value):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ from graphopt.tracing.redirect import Redirect
 from graphopt.tracing.replacing import Replacing
 from graphopt.tracing.result_collector import LeftOutside, Ran, ResultCollector
 from graphopt.tracing.running_trace import values_of
+from graphopt.tracing.saved_files import SavedFiles
 from graphopt.tracing.scaling import TracedScaling
 from graphopt.tracing.scheduled import computing
 from graphopt.tracing.schedulers import TracedSchedulers
@@ -118,6 +120,8 @@ class StepRun:
         self.whole_calls = self.outside.whole_calls = WholeCalls(
             self.outside, call.besides, self._is_worked_on
         )
+        self.outside.files = SavedFiles(self.outside, self._is_worked_on)
+        self.made.asking = partial(self.whole_calls.asked, self.finder.found)
         self.drawn: list[torch.Tensor] = []
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
@@ -232,6 +236,7 @@ class StepRun:
     def _running(self) -> Scene:
         """What is so while the step runs."""
         yield impurity.no_output()
+        yield self.outside.files.noticed()
         optimizers, own = self._call.optimizer_objects(), self._is_made_here
         self._schedulers = TracedSchedulers(
             optimizers, self.made.calls, self.mode, self._scheduled.append, own
@@ -296,6 +301,7 @@ class StepRun:
                 arrays.finish()
                 taken.finish()
                 self.outside.laters.finish()
+                self.outside.files.finish()
                 refuse_written(self.outside.laters.memories, _compat.current_tracer().graph)
                 self._give(returned)
                 self.outside.laters.arrays.finish()

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import dis
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, TracebackType
+from types import CellType, CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from graphopt.tracing.draws.generators import is_same_state
 from graphopt.tracing.draws.taken import saved_states
 from graphopt.tracing.known_functions import is_of_torch
 from graphopt.tracing.later import Named, containers_in, is_constant, is_later, leaves_in
-from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.own_containers import OwnContainers
@@ -43,7 +44,7 @@ from graphopt.tracing.reachable import codes_in, names_in, reached_from
 from graphopt.tracing.said import found, hand_on
 from graphopt.tracing.scheduled import ScheduledSetting
 from graphopt.tracing.shared_memory import SharedMemory, refuse_written
-from graphopt.tracing.source import is_library_file
+from graphopt.tracing.source import is_around_step, is_library_file
 
 Site = tuple[CodeType, int]
 """Where a call stands: the code, and the offset of its instruction."""
@@ -65,6 +66,7 @@ class WholeCalls:
         self._record, self._is_worked_on = record, is_worked_on
         self._tried, self._sites = besides.whole, besides.whole - besides.followed
         self._seen: set[Site] = set()
+        self._showing: dict[Site, bool] = {}
         self._made: list[tuple[Site, HostCall, Uses]] = []
         self._given: list[tuple[Site, SharedMemory]] = []
         self._own: dict[Site, OwnContainers] = {}
@@ -78,6 +80,10 @@ class WholeCalls:
         if not _is_of_program(callee):
             return None
         self._seen.add(site)
+        if site not in self._tried and site not in self._showing and _shows(callee):
+            containers = [each for value in args for each in containers_in(value)]
+            fit = all(map(self._record.is_outside, containers))  # it may change one of the step's
+            self._showing[site] = fit and self._used_by(callee, args) is not None
         uses = self._used_by(callee, args) if site in self._sites else None
         if uses is None:
             return None
@@ -102,6 +108,27 @@ class WholeCalls:
             within += self._sites_in(cause.__traceback__)
             cause = cause.__cause__
         return frozenset([site for site in within if site not in self._tried][-1:])
+
+    def asked(self, found: Besides) -> None:
+        """The step asks for a value, for which its graph would hold alone. Where it does so in a
+        function that shows something, that may be called as a whole, whatever the value is.
+
+        Raises:
+            CaptureError: it is to be.
+        """
+        site = self._site_of(sys._getframe(1)) if self._showing else None
+        if site is not None and self._showing[site]:
+            found.whole |= {site}
+            raise refusal("it is to be traced with a function that is called as a whole", "")
+
+    def _site_of(self, frame: FrameType | None) -> Site | None:
+        """The innermost call of a function that shows something which is running."""
+        while frame is not None and not is_around_step(frame):
+            for site in self._showing:
+                if site[0] is frame.f_code and 0 <= frame.f_lasti - site[1] <= _WITH_CACHES:
+                    return site
+            frame = frame.f_back
+        return None
 
     def others(self) -> frozenset[Site]:
         """All calls that are not to be made as a whole yet."""
@@ -237,6 +264,18 @@ def _is_of_program(callee: Any) -> bool:
         inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
     )
     return not waits and not is_library_file(code.co_filename)
+
+
+def _shows(callee: Any) -> bool:
+    """Whether the code of a function says that it shows something, and nothing of exceptions."""
+    code = getattr(callee, "__func__", callee).__code__
+    if _SHOWING.isdisjoint(code.co_names) or not _ENDING.isdisjoint(code.co_names):
+        return False
+    return all(step.opname != "RAISE_VARARGS" for step in dis.get_instructions(code))
+
+
+_SHOWING = frozenset({"print", "stdout", "stderr", "write"})
+_ENDING = frozenset({"exit", "_exit", "quit"})
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,8 @@ class NativeCalls:
             record.size(bound, path, line)
         else:
             record.contents(bound, path, line, name not in _GIVING_ITEMS)
-            if name in _CHANGING or (hasattr(bound, "tobytes") and native.is_changing_arrays(name)):
+            of_bytes = hasattr(type(bound), "tobytes")
+            if name in _CHANGING or (of_bytes and native.is_changing_arrays(name)):
                 record.mutated(bound, line)
 
     def _native(self, name: str, bound: Any, path: str, line: SourceLine) -> None:

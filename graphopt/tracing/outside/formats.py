@@ -15,14 +15,15 @@ import string
 import types
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
+from graphopt.errors import GraphOptError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.kept_items import as_piece
-from graphopt.tracing.later import Later, is_later, leaves_in
+from graphopt.tracing.later import Later, holds_unknown, is_later, leaves_in
 from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.places import is_value
-from graphopt.tracing.running_trace import current_trace
+from graphopt.tracing.running_trace import BEGIN, current_trace
 
 _METHODS = (types.BuiltinMethodType, types.MethodDescriptorType)
 _CONVERSIONS: dict[str | None, int] = {None: -1, "s": 115, "r": 114, "a": 97}
@@ -118,8 +119,11 @@ _FIELD = re.compile(rf"([^.\[\]]*)((?:{_PART.pattern.replace('(', '(?:')})*)")
 
 
 def _item(value: ast.expr, key: str) -> ast.Subscript:
-    constant = ast.Constant(int(key) if key.isdecimal() else key)
-    return ast.Subscript(value, constant, ast.Load())
+    return _item_of(value, int(key) if key.isdecimal() else key)
+
+
+def _item_of(value: ast.expr, key: str | int) -> ast.Subscript:
+    return ast.Subscript(value, ast.Constant(key), ast.Load())
 
 
 def _conversion(letter: str | None) -> int:
@@ -150,14 +154,14 @@ class Percent:
         self._kinds = {kind for _, kind in _VALUES.findall("%s %r" if is_later(text) else text)}
 
     def __mod__(self, values: Any) -> str:
-        return current_trace().text(Later(operator.mod, (self._text, self._shown(values))))
+        return current_trace().text(Later(operator.mod, (self._text, self.shown(values))))
 
-    def _shown(self, value: Any) -> Any:
+    def shown(self, value: Any) -> Any:
         """A value with texts in place of objects."""
         if type(value) is tuple:
-            return tuple(map(self._shown, value))
+            return tuple(map(self.shown, value))
         if type(value) is dict:
-            return {key: self._shown(each) for key, each in value.items()}
+            return {key: self.shown(each) for key, each in value.items()}
         if not _says_itself(value):
             return value
         texts = (
@@ -165,6 +169,108 @@ class Percent:
             repr(value) if self._kinds & {"r", "a"} else "",
         )
         return Later(_Shown, texts)
+
+
+def keys_of_object(text: str, value: Any) -> list[str] | None:
+    """The keys that `text % value` asks an object for, whose items code of its class gives; None
+    where it does not ask one by keys alone."""
+    method = getattr(type(value), "__getitem__", None)
+    if not isinstance(method, types.FunctionType) or isinstance(value, (tuple, Later)):
+        return None
+    if not is_observed(method.__code__.co_filename):
+        return None
+    fields = [each.group() for each in _FIELDS.finditer(text) if each.group() != "%%"]
+    keys = [_KEY.match(each) for each in fields]
+    if not all(keys) or any(BEGIN in each for each in fields):
+        return None
+    return [each.group(1) for each in keys if each]
+
+
+_KEY = re.compile(r"%\(([^()]*)\)")
+_FIELDS = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(?:\d+|\*)?(?:\.(?:\d+|\*)?)?[hlL]?(?:[a-zA-Z%]|$)?")
+
+
+class FieldsOfObject:
+    """The left side of `text % value`, of which the fields are items of an object.
+
+    Args:
+        keys: of the items, in the order in which Python asks for them.
+        line: where it stands.
+    """
+
+    def __init__(self, text: str, keys: Sequence[str], line: SourceLine) -> None:
+        self._text, self._keys = text, tuple(keys)
+        value = ast.Name("value", ast.Load())
+        items: list[ast.expr] = [_item_of(value, key) for key in keys]
+        self._items = _function("lambda value: 0", ast.Tuple(items, ast.Load()), line)
+
+    def __mod__(self, value: Any) -> str:
+        items = Percent(self._text).shown(self._items(value))
+        fill = _Filled(self._keys)
+        if not is_later(self._text) and not holds_unknown(items, of_host=True):
+            return fill(self._text, *items)
+        return current_trace().text(Later(fill, (self._text, *items)))
+
+
+class _Filled:
+    """Brings the items of an object into a text.
+
+    Raises:
+        GraphOptError: the text asks for others than it did at capture.
+    """
+
+    __name__ = "percent"
+
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        self.keys = keys
+
+    def __call__(self, text: str, *items: Any) -> str:
+        given = _Items(list(zip(self.keys, items, strict=True)))
+        filled = text % given
+        if given.left:
+            given.refuse()
+        return filled
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Filled) and self.keys == other.keys
+
+    def __hash__(self) -> int:
+        return hash(self.keys)
+
+
+class _Items:
+    """Gives items in the order in which they have been asked for."""
+
+    def __init__(self, left: list[tuple[str, Any]]) -> None:
+        self.left = left
+
+    def __getitem__(self, key: str) -> Any:
+        if not self.left or self.left[0][0] != key:
+            self.refuse()
+        return self.left.pop(0)[1]
+
+    def refuse(self) -> NoReturn:
+        raise GraphOptError(
+            "a text that is brought into another one with % has fields itself"
+            "\n  hint:  bring it in with the others: '%(x)s %(text)s' % values"
+        )
+
+    def __str__(self) -> str:
+        self.refuse()
+
+    __repr__ = __str__
+
+
+class RepeatedText:
+    """A text of which a number says how often it is repeated that only the graph knows."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __mul__(self, times: Any) -> str:
+        return current_trace().text(Later(operator.mul, (self._text, times)))
+
+    __rmul__ = __mul__
 
 
 def gives_objects_a_width(text: str, values: Any) -> bool:

@@ -337,6 +337,9 @@ class Instructions(LaterOperands):
         laters = self._record.laters
         if is_percent and at.takes(2, laters.percent(at.top(2), at.top(1), at.line)):
             return
+        if at.step.name == "*":
+            at.takes(2, laters.repeated(at.top(2), at.top(1)))
+            at.takes(1, laters.repeated(at.top(1), at.top(2)))
         self._known_beside(at, 1, 2)
         self._known_beside(at, 2, 1)
         for place in (1, 2):
@@ -346,6 +349,8 @@ class Instructions(LaterOperands):
             at.takes(1, beside(at.top(2), at.top(1)))
 
     def _in_place(self, at: Instruction) -> None:
+        if at.step.name == "*=" and at.takes(2, self._record.laters.repeated(at.top(2), at.top(1))):
+            return
         self._known_beside(at, 1, 2)
         self._known_beside(at, 2, 1)
         changed, value = at.top(2), at.top(1)

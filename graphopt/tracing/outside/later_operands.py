@@ -15,6 +15,7 @@ from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.callees import NAMED_CALLS, Instruction
 from graphopt.tracing.outside.formats import Converted, formatting
 from graphopt.tracing.outside.record import Record
+from graphopt.tracing.replace import original
 
 _SAYING_THEMSELVES = (str, int, float, torch.Tensor, *SYMBOLIC)
 """What gives a text that knows whether it stands for a value."""
@@ -101,6 +102,8 @@ class LaterOperands:
         if at.step.discarded:
             other = self._record.whole_calls.instead((at.code, at.step.offset), callee, args)
         other = other or formatting(callee, args, at.line)
+        files, discarded = self._record.files, at.step.discarded
+        other = other or files.called(original(callee), args, at.line, discarded)
         return other or self._record.laters.called(callee, args, at.line, at.step.discarded)
 
 

@@ -61,7 +61,7 @@ class OutsidePlace:
             that is known of it but its values; "form", that without its sizes; "target" of a weak
             reference; "remembers", whether a function with a cache has not been made to forget
             since the cache was so full; "text", whether a text is in an item of a dictionary or a
-            variable of a closure.
+            variable of a closure; "file", what a function says of a file.
     """
 
     kind: str
@@ -81,8 +81,9 @@ class OutsidePlace:
 
     @property
     def is_item(self) -> bool:
-        """Whether it is an item of a dictionary, as attributes are."""
-        return self.kind == "item" and type(self.holder) in _TABLES
+        """Whether it is an item of a dictionary, as attributes are, or of one of a class that does
+        with items what dictionaries do."""
+        return self.kind == "item" and _is_table(type(self.holder))
 
     @property
     def may_carry(self) -> bool:
@@ -100,6 +101,19 @@ class OutsidePlace:
         """Put a value there; `MISSING` takes away what is there. Of an item, an attribute, a
         variable of a closure, or what a class has for a name."""
         _WRITERS[self.kind](self.holder, self.key, value)
+
+
+def _is_table(kind: type) -> bool:
+    if kind in _TABLES:
+        return True
+    base = next((each for each in kind.__mro__ if each in _TABLES), None)
+    return base is not None and all(
+        getattr(kind, name) is getattr(base, name) for name in _OF_ITEMS
+    )
+
+
+_OF_ITEMS = ("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "get", "pop",
+             "setdefault", "keys", "items", "values")  # fmt: skip
 
 
 class CellTable(MutableMapping[Any, Any]):
@@ -132,7 +146,7 @@ def _whole(holder: Any, key: Any) -> Any:
         return frozenset(holder) if isinstance(holder, set) else bytes(holder)
     if isinstance(holder, ctypes.Array):
         return bytes(holder)
-    if hasattr(holder, "tobytes"):
+    if hasattr(type(holder), "tobytes"):
         return (getattr(holder, "shape", ()), str(getattr(holder, "dtype", "")), holder.tobytes())
     return _identities(holder.values() if isinstance(holder, dict) else holder)
 
@@ -225,14 +239,20 @@ _READERS: Mapping[str, Any] = {
     "target": lambda holder, key: holder(),
     "remembers": _remembers,
     "text": _is_text,
+    "file": lambda holder, key: key(holder),
 }
 
 
 def _write_item(holder: Any, key: Any, value: Any) -> None:
+    """Without methods of the program's, which ran while the step was traced."""
+    base: Any = next((kind for kind in _BASES if isinstance(holder, kind)), type(holder))
     if value is not MISSING:
-        holder[key] = value
-    elif not isinstance(holder, (list, collections.deque)) and key in holder:
-        del holder[key]
+        base.__setitem__(holder, key, value)
+    elif not isinstance(holder, (list, collections.deque)) and base.__contains__(holder, key):
+        base.__delitem__(holder, key)
+
+
+_BASES = (collections.OrderedDict, dict, list, collections.deque)
 
 
 def _write_cell(holder: CellType, key: Any, value: Any) -> None:
@@ -334,9 +354,10 @@ def is_read(value: Any) -> bool:
 
 def is_bytes(value: Any) -> bool:
     """Whether what a value holds are numbers in memory, and no objects."""
-    return isinstance(value, _BYTES) or (
-        hasattr(value, "tobytes") and getattr(getattr(value, "dtype", None), "kind", "") != "O"
-    )
+    if isinstance(value, _BYTES):
+        return True
+    of_arrays = hasattr(type(value), "tobytes")
+    return of_arrays and getattr(getattr(value, "dtype", None), "kind", "") != "O"
 
 
 def bytes_in(value: Any) -> int:

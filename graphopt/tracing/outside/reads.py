@@ -65,6 +65,7 @@ class OutsideReads(ContainerChanges):
         super().__init__(own)
         self.laters: Any = None
         self.whole_calls: Any = None
+        self.files: Any = None
         self.reads_array: Callable[[Any], object] = of_none
         self.groups: dict[int, Any] = {}
         self.real_groups: dict[int, Any] = {}

@@ -144,13 +144,13 @@ class Record(OutsideReads):
         self.length_of, self.draws_items, self.item_setter = of_none, draws_none, set_itself
         self.iterated = self.reads_array = of_none
         self.groups, self.real_groups = {}, {}
-        self.laters = self.whole_calls = None
+        self.laters = self.whole_calls = self.files = None
 
     def written_arrays(self) -> list[Any]:
         """The arrays to which the step, or a function on the host, writes."""
         holders = [each for each, _ in self.rewritten.values()]
         holders += [each.place.holder for each in self._places.values()]
-        own = [each for each in holders if hasattr(each, "tobytes")]
+        own = [each for each in holders if hasattr(type(each), "tobytes")]
         return [*own, *self.laters.arrays.written()]
 
     def changed_holders(self) -> list[Any]:
