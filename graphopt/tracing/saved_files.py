@@ -51,6 +51,7 @@ _CHANGING = (
     *(shutil.copyfile, shutil.copy, shutil.copy2, shutil.move, shutil.rmtree, _mkdir, _unlink),
     *(os.makedirs, os.mkdir, os.remove, os.unlink, os.rename, os.replace),
 )
+_MAKING_FOLDERS = (os.makedirs, os.mkdir, _mkdir)
 _OF_PATHS: dict[str, Callable[..., Any]] = {
     **dict(zip(("exists", "is_file", "is_dir"), _ASKED, strict=True)),
     "mkdir": _mkdir,
@@ -69,7 +70,7 @@ class SavedFiles:
 
     def __init__(self, record: Record, is_worked_on: Callable[[Any], bool]) -> None:
         self._record, self._is_worked_on = record, is_worked_on
-        self._changes = self._asked = self._looks = False
+        self._changes = self._folders = self._asked = self._looks = False
         self._opened = OpenedFiles(record, self._note_change)
         self.finish = self._opened.finish
 
@@ -96,7 +97,7 @@ class SavedFiles:
         return None
 
     def _exists(self, function: Callable[..., bool], line: SourceLine, path: Any) -> bool:
-        if self._changes:
+        if self._changes or (self._folders and function is not os.path.isfile):
             raise refusal("it looks for a file behind a line that changes files", _HINT)
         if isinstance(path, int):
             return function(path)
@@ -106,7 +107,7 @@ class SavedFiles:
         return function(known)
 
     def _change(self, function: Callable[..., Any], *args: Any, **options: Any) -> None:
-        self._note_change()
+        self._note_change(function in _MAKING_FOLDERS)
         args = tuple(os.fspath(arg) if isinstance(arg, PurePath) else arg for arg in args)
         hand_on(self._record, _call, function, *args, **options)
 
@@ -121,12 +122,14 @@ class SavedFiles:
         given = (made, f, args, *parts.outside)
         hand_on(self._record, _saved, torch.save, *given, **options)
 
-    def _note_change(self) -> None:
-        self._changes = True
+    def _note_change(self, folders: bool = False) -> None:
+        """The step changes files, or makes folders alone."""
+        self._folders |= folders
+        self._changes |= not folders
         self._refuse()
 
     def _refuse(self) -> None:
-        if self._changes and self._asked:
+        if (self._changes or self._folders) and self._asked:
             raise refusal("it changes files, and asks about files", _HINT)
 
     def _ask(self, frame: FrameType) -> None:
