@@ -193,13 +193,6 @@ def test_error_inside_the_model_names_a_line_and_keeps_its_cause() -> None:
     assert isinstance(error.__cause__, RuntimeError)
 
 
-def test_no_model_among_the_arguments() -> None:
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        return (x * y[:, None]).sum()
-
-    assert "model" in str(refused(step, World(step, [], [])))
-
-
 def test_model_on_another_device_than_the_batch() -> None:
     x, y = CASE.batch(0)
     error = str(refused(train_step, fresh(), lines_of=MLP.forward, batch=(x.to("meta"), y)))

@@ -10,6 +10,7 @@ import copy
 import json
 import logging
 import math
+import pickle
 import queue
 from collections.abc import Callable
 from functools import partial
@@ -373,7 +374,7 @@ def test_an_exception(where: str, pipeline: str) -> None:
 
 
 def test_a_checkpoint_is_saved_by_a_function_that_every_step_calls(tmp_path: Any) -> None:
-    """As the refusal of a step that saves it itself says."""
+    """As the refusal of a step says that pickles tensors itself."""
     model, path = nn.Linear(3, 1), tmp_path / "model.pt"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -384,7 +385,7 @@ def test_a_checkpoint_is_saved_by_a_function_that_every_step_calls(tmp_path: Any
     @graphopt.compile
     def saves(x: Tensor) -> None:
         train(x)
-        torch.save(model.state_dict(), path)
+        path.write_bytes(pickle.dumps(model.state_dict()))
 
     @graphopt.compile
     def lets_save(x: Tensor) -> None:

@@ -179,9 +179,9 @@ def test_a_refused_step_leaves_counts_as_they_were() -> None:
     def step(model: Any, optimizer: Any, x: Tensor) -> None:
         model(x).sum().backward()
         optimizer.step()
-        open(os.devnull, "w").close()
+        open(os.devnull, "r+").close()
 
-    with pytest.raises(graphopt.CaptureError, match="writes to a file"):
+    with pytest.raises(graphopt.CaptureError, match="file"):
         step(model, optimizer, torch.randn(5, 6))
     assert not optimizer.state
     assert optimizer.param_groups[0]["calls"] == 0

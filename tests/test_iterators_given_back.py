@@ -183,6 +183,6 @@ def test_an_optimizer_that_a_step_makes_and_keeps_is_refused_at_once() -> None:
     for _ in range(2):
         step(torch.ones(2, 3))
     weight = algorithm.net.weight.tolist()
-    with pytest.raises(CaptureError, match="steps a Adam that is not among its arguments"):
+    with pytest.raises(CaptureError, match=r"puts a Adam .* into optimizer"):
         step(torch.ones(2, 3))
     assert algorithm.net.weight.tolist() == weight

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
+
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.draws.arguments import is_known
@@ -91,11 +93,14 @@ def attribute_told(
 
 def refused_object(value: Any, path: str, location: str | None) -> CaptureError:
     """Why an object that holds what is traced is not left in a place by each call."""
+    hint = "put the tensor there, or a tuple, dictionary or data class of its values"
+    if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+        hint = "make it outside the step"
     return CaptureError(
         f"it puts a {type(value).__name__} that holds a tensor, or that it leaves elsewhere as"
         f" well, into {path}",
         location=location,
-        hint="put the tensor there, or a tuple, dictionary or data class of its values",
+        hint=hint,
     )
 
 
