@@ -1,4 +1,4 @@
-"""Lists outside of which a step puts a part, or what it makes of one, into their place."""
+"""Lists outside into whose place a step puts a part, or what it makes of one; and their items."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ def in_a_dictionary(s: Any, loss: Tensor) -> None:
 def stepping(body: Body, compiled: bool) -> tuple[Any, Any]:
     """What a step works on outside, and the step: a call without arguments."""
     torch.manual_seed(0)
-    s = SimpleNamespace(losses=[], tables={"losses": []}, steps=0, most=2)
+    s = SimpleNamespace(losses=[], tables={"losses": []}, steps=0, most=2, array=numpy.zeros(3))
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -238,3 +239,36 @@ def test_lists_of_a_module_that_a_step_swaps() -> None:
     for now in ([2.0], [1.0], [2.0]):
         step(model, optimizer, torch.randn(4, 3))
         assert model.now == now
+
+
+def same_item(s: Any, loss: Tensor) -> None:
+    s.array[0] = 2.0
+    s.array[0] = loss.item()
+
+
+def all_of_it(s: Any, loss: Tensor) -> None:
+    s.array[1] = 2.0
+    s.array *= loss.item()
+
+
+def other_items(s: Any, loss: Tensor) -> None:
+    s.array[0] = 2.0
+    s.array[1] = loss.item()
+    s.array[2] = 3.0
+
+
+@pytest.mark.parametrize("body", [same_item, all_of_it])
+def test_an_array_at_constants_first(body: Body) -> None:
+    _, step = stepping(body, True)
+    with pytest.raises(graphopt.CaptureError, match=r"reads or changes s\.array and then"):
+        step()
+
+
+def test_an_array_at_other_items() -> None:
+    found = []
+    for compiled in (False, True):
+        s, step = stepping(other_items, compiled)
+        step()
+        step()
+        found.append(s.array.tolist())
+    assert found[0] == found[1]

@@ -132,9 +132,10 @@ def _same_attributes(first: RawTrace, following: RawTrace) -> bool:
 
 
 def returned_alike(first: RawTrace, following: RawTrace) -> bool:
-    """Whether both calls return the same numbers and texts, apart from what is computed."""
+    """Whether both calls return the same numbers and texts, apart from what is computed, and leave
+    them among their arguments."""
     ours, theirs = first.signature, following.signature
-    if ours.output_spec != theirs.output_spec:
+    if ours.output_spec != theirs.output_spec or not _same_containers(first, following):
         return False
     given = (recipe.value if isinstance(recipe, Constant) else None for recipe in ours.outputs)
     others = (recipe.value if isinstance(recipe, Constant) else None for recipe in theirs.outputs)

@@ -220,11 +220,10 @@ class LiveArrays:
         path = record.path(array, "an array")
         record.needed_lists |= {id(array)} & record.number_lists
         self._put.add(args)
-        if (
-            type(array) in _TABLES
-            and id(array) not in self._written
-            and self._is_used_otherwise(array)
-        ):
+        table = type(array) in _TABLES
+        key = args[0] if function is operator.setitem else None
+        used = self._is_used_otherwise(array) if table else record.has_written_item(array, key)
+        if used and id(array) not in self._written:  # which each call would write behind that
             raise refusal(
                 f"it reads or changes {path} and then changes it by what the graph gives",
                 "do all of that in a function whose result nobody uses",

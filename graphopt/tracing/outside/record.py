@@ -255,6 +255,15 @@ class Record(OutsideReads):
             return f"{self.path(holder, type(holder).__name__)}[{key_text(place.key)}]"
         return f"{self.path(owner, type(owner).__name__)}.{place.key}"
 
+    def has_written_item(self, array: Any, key: Any) -> bool:
+        """Whether the step has put constants into items of an array that may be among those of a
+        key; None: all."""
+        places = [each.place for each in self._places.values() if each.place.holder is array]
+        at_once = type(key) is int and key >= 0
+        return any(
+            not (at_once and type(p.key) is int and p.key >= 0 and p.key != key) for p in places
+        )
+
     def written_places(self) -> Iterator[WrittenPlace]:
         """The places that the step wrote to, other than attributes of modules and optimizers, also
         by functions without Python code (`dict.update`)."""
