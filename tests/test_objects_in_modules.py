@@ -89,3 +89,38 @@ def test_one_object_in_two_places_is_refused() -> None:
     with pytest.raises(graphopt.CaptureError, match="leaves elsewhere as well, into"):
         step(torch.ones(2, 4))
     assert model.kept is None
+
+
+class TwoLists(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.one: list[Any] = []
+        self.other: list[Any] = []
+        self.table: dict[str, Any] = {}
+
+
+def step_of_lists(elsewhere: bool) -> Callable[[TwoLists, Tensor], None]:
+    def step(model: TwoLists, x: Tensor) -> None:
+        loss = model(x).square().mean()
+        loss.backward()
+        model.one = [loss.item(), 1.0]
+        if elsewhere:
+            model.table["one"] = model.one
+        else:
+            model.other = model.one
+
+    return step
+
+
+def test_a_list_in_two_attributes_is_one() -> None:
+    model = TwoLists()
+    step = graphopt.compile(step_of_lists(False), pipeline="none")
+    for _ in range(2):
+        step(model, torch.ones(2, 3))
+        assert model.one is model.other
+
+
+def test_a_list_in_an_attribute_and_elsewhere_is_refused() -> None:
+    step = graphopt.compile(step_of_lists(True), pipeline="none")
+    with pytest.raises(graphopt.CaptureError, match="leaves elsewhere as well"):
+        step(TwoLists(), torch.ones(2, 3))

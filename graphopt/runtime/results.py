@@ -171,7 +171,11 @@ class StepResults:
                 leave(value)
             return value
         if isinstance(recipe, Constant):
-            return recipe.anew() if isinstance(recipe, MadeConstant) else recipe.value
+            if not isinstance(recipe, MadeConstant):
+                return recipe.value
+            if id(recipe) not in ran.made:
+                ran.made[id(recipe)] = recipe.anew()
+            return ran.made[id(recipe)]
         if isinstance(recipe, Scheduled):
             return recipe.read()
         if isinstance(recipe, FromHost):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from graphopt.tracing.signature import (
     View,
 )
 from graphopt.tracing.substitute import Traced
+from graphopt.tracing.told import refused_object
 
 _CONSTANTS = (type(None), int, float, str, bool, complex, bytes, torch.dtype, torch.device)
 
@@ -51,6 +52,7 @@ class Recipes:
         made: what the step has got from torch.
         left_storages: those that parameters had before `.data = …`.
         is_outside: whether an object was there before the step.
+        left: the ids of what the step has made and leaves in other places.
 
     Attributes:
         results: traced values that the graph has to return, in order.
@@ -66,12 +68,14 @@ class Recipes:
         made: ObtainedValues,
         left_storages: Collection[int],
         is_outside: Callable[[Any], bool],
+        left: Set[int],
     ) -> None:
-        self._is_outside = is_outside
+        self._is_outside, self._left = is_outside, left
         self._call, self._inputs, self._traced, self._made = call, inputs, traced, made
-        self._left_storages, self._is_outside = left_storages, is_outside
+        self._left_storages = left_storages
         self.results: list[Any] = []
         self._laters: dict[int, tuple[Later, Recipe]] = {}
+        self._containers: dict[int, tuple[Any, Recipe]] = {}
         self.numbers: set[int] = set()
         self._live: dict[int, Live] = {id(tensor): Live(None, i) for i, tensor in enumerate(flat)}
         self._storages: dict[int, Live] = {
@@ -158,6 +162,15 @@ class Recipes:
             return self.of_nest(change.after)
         _refuse_counter(change)
         after = change.after
+        if not is_container(after) or self._is_outside(after):
+            return self._of_attribute(after)
+        if id(after) in self._left:
+            raise refused_object(after, change.name, None)
+        if id(after) not in self._containers:
+            self._containers[id(after)] = after, self._of_attribute(after)
+        return self._containers[id(after)][1]
+
+    def _of_attribute(self, after: Any) -> Recipe:
         if isinstance(after, torch.Tensor):
             return self._of_tensor(after)
         leaves, spec = _compat.tree_flatten(after)

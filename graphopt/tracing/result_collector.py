@@ -53,11 +53,13 @@ class LeftOutside(NamedTuple):
         placed: in attributes, dictionaries and variables.
         changed: how it has changed lists, queues and sets.
         rows: lists that numbers of the call select.
+        made: what the step has made of all of that, by id.
     """
 
     placed: list[PlacedResult]
     changed: list[ChangedResult]
     rows: list[Row | StoredItem]
+    made: frozenset[int]
 
 
 class Ran(NamedTuple):

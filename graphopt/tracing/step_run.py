@@ -408,7 +408,7 @@ class StepRun:
         refuse_changed(self.made.calls, self.outside.written_arrays())
         selected = draws.rows.take(self.outside.is_used, self.outside.pin)
         rows: list[Row | StoredItem] = [*selected, *stored]
-        return LeftOutside(placed, changed, rows)
+        return LeftOutside(placed, changed, rows, frozenset(made))
 
     def _find_owners(self) -> None:
         """Look for what is to be an input besides: modules of tensors that have none, and
@@ -441,6 +441,7 @@ class StepRun:
         recipes = Recipes(
             *(self._call, self._inputs, traced, flat, self.made, rebinding.left_storages),
             is_outside=self.outside.is_outside,
+            left=ran.outside.made,
         )
         collector = ResultCollector(self._call, self._inputs, traced, recipes)
         objects, self._objects = self._objects, {}
