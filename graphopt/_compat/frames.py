@@ -121,6 +121,11 @@ def loaded_globals(code: CodeType) -> tuple[tuple[str, str | None], ...]:
     return tuple(found)
 
 
+def stored_globals(code: CodeType) -> set[str]:
+    """Global names that a function assigns to or deletes."""
+    return {code.co_names[argument] for opcode, argument in _opcodes(code) if opcode in _SETTING}
+
+
 def _opcodes(code: CodeType) -> Iterator[tuple[int, int]]:
     """Each instruction of a function, with its whole argument."""
     raw, extended = code.co_code, 0
@@ -132,6 +137,7 @@ def _opcodes(code: CodeType) -> Iterator[tuple[int, int]]:
             extended = 0
 
 
+_SETTING = frozenset(dis.opmap[name] for name in ("STORE_GLOBAL", "DELETE_GLOBAL"))
 _LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]
 _OF_ATTRIBUTES = frozenset(dis.opmap[n] for n in ("LOAD_ATTR", "LOAD_METHOD") if n in dis.opmap)
 _CACHE = dis.opmap.get("CACHE", 0)

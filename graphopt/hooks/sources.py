@@ -21,6 +21,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from graphopt._compat.frames import stored_globals
 from graphopt.manager.literals import has_literal, literal
 from graphopt.tracing.reachable import names_in
 
@@ -143,8 +144,7 @@ def _is_changed(name: str, value: object, code: CodeType) -> bool:
 
 def _rebound_names(code: CodeType) -> set[str]:
     """Names of globals that code assigns to."""
-    steps = dis.get_instructions(code)
-    found = {s.argval for s in steps if s.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")}
+    found = stored_globals(code)
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return found.union(*map(_rebound_names, inner))
 

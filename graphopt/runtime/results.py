@@ -171,20 +171,13 @@ class StepResults:
                 leave(value)
             return value
         if isinstance(recipe, Constant):
-            if not isinstance(recipe, MadeConstant):
-                return recipe.value
-            if id(recipe) not in ran.made:
-                ran.made[id(recipe)] = recipe.anew()
-            return ran.made[id(recipe)]
+            return self._made(recipe, ran) if isinstance(recipe, MadeConstant) else recipe.value
         if isinstance(recipe, Scheduled):
             return recipe.read()
         if isinstance(recipe, FromHost):
             return ran.drawn.value(recipe.index)
         if isinstance(recipe, Nested):
-            if id(recipe) not in ran.made:
-                leaves = [self._value(leaf, ran) for leaf in recipe.leaves]
-                ran.made[id(recipe)] = _compat.tree_unflatten(leaves, recipe.spec)
-            return ran.made[id(recipe)]
+            return self._made(recipe, ran)
         if isinstance(recipe, View):
             base = self._value(recipe.of, ran).detach()
             offset = base.storage_offset() + recipe.offset
@@ -193,6 +186,17 @@ class StepResults:
             return self._tensors[recipe.module_tensor].live()
         assert recipe.placeholder is not None
         return ran.flat[recipe.placeholder]
+
+    def _made(self, recipe: Nested | MadeConstant, ran: _Ran) -> Any:
+        """What a recipe makes anew, once in each call."""
+        if id(recipe) not in ran.made:
+            if isinstance(recipe, MadeConstant):
+                made = recipe.anew()
+            else:
+                leaves = [self._value(leaf, ran) for leaf in recipe.leaves]
+                made = _compat.tree_unflatten(leaves, recipe.spec)
+            ran.made[id(recipe)] = made
+        return ran.made[id(recipe)]
 
 
 def _move_behind(table: dict[Any, Any], keys: Sequence[Any]) -> None:

@@ -113,7 +113,7 @@ def _same_recipes(first: RawTrace, following: RawTrace) -> bool:
         return False
     if _settings(first) != _settings(following):
         return False
-    if not (_same_containers(first, following) and left_alike(first, following)):
+    if not (_same_containers(first, following) and _left_alike(first, following)):
         return False
     if _owners(first) != _owners(following) or not _same_attributes(first, following):
         return False
@@ -131,19 +131,23 @@ def _same_attributes(first: RawTrace, following: RawTrace) -> bool:
     return all(isinstance(recipe, Constant) for recipe in before.values())
 
 
-def returned_alike(first: RawTrace, following: RawTrace) -> bool:
+def gives_alike(first: RawTrace, following: RawTrace) -> bool:
     """Whether both calls return the same numbers and texts, apart from what is computed, and leave
-    them among their arguments."""
-    ours, theirs = first.signature, following.signature
-    if ours.output_spec != theirs.output_spec or not _same_containers(first, following):
+    the same among their arguments and outside them."""
+    if first.signature.output_spec != following.signature.output_spec:
         return False
-    given = (recipe.value if isinstance(recipe, Constant) else None for recipe in ours.outputs)
-    others = (recipe.value if isinstance(recipe, Constant) else None for recipe in theirs.outputs)
-    pairs = zip(given, others, strict=True)
+    if not (_same_containers(first, following) and _left_alike(first, following)):
+        return False
+    pairs = zip(_constants_returned(first), _constants_returned(following), strict=True)
     return all(same(a, b) for a, b in pairs if is_plain(a) and is_plain(b))
 
 
-def left_alike(first: RawTrace, following: RawTrace) -> bool:
+def _constants_returned(raw: RawTrace) -> list[Any]:
+    """What a call returns; None for what is computed."""
+    return [each.value if isinstance(each, Constant) else None for each in raw.signature.outputs]
+
+
+def _left_alike(first: RawTrace, following: RawTrace) -> bool:
     """Whether both calls leave the same in the same places outside their arguments."""
     placed = [
         [each.place.identity for each in raw.signature.placed]

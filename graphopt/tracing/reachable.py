@@ -12,7 +12,6 @@ holds a lock or a thread) are left alone, as are loggers, files and modules of P
 from __future__ import annotations
 
 import array
-import dis
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -35,6 +34,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphopt import _compat
+from graphopt._compat import frames
 from graphopt.tracing import contents
 from graphopt.tracing.contents import Names, ObjectKind
 from graphopt.tracing.outside.native import PUT_BACK
@@ -243,7 +243,7 @@ class Reach:
     def sets(self, namespace: object, name: object) -> bool:
         """Whether a function among what was reached sets a global variable."""
         return any(
-            name in code.co_names and name in _globals_set_by(code)
+            name in frames.stored_globals(code)
             for function in self.functions
             if function.__globals__ is namespace
             for code in codes_in(function.__code__)
@@ -257,13 +257,6 @@ def reached_from(function: Any, arguments: Iterable[object]) -> Reach:
     search.add([function, *arguments])
     held = {id(value) for _, value in search.run()}
     return Reach(None if search.pending else search.seen | held, search.keep)
-
-
-def _globals_set_by(code: CodeType) -> set[str]:
-    return {str(each.argval) for each in dis.get_instructions(code) if each.opname in _SETTING}
-
-
-_SETTING = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 
 
 def _is_memory(value: object) -> bool:

@@ -9,7 +9,7 @@ from graphopt.tracing.besides import MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.compare import GraphDifference, first_difference
 from graphopt.tracing.failures import definition_of
-from graphopt.tracing.first_call import left_alike, returned_alike
+from graphopt.tracing.first_call import gives_alike
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import unchanged
 from graphopt.tracing.reduction import UnagreedParameterError
@@ -110,8 +110,7 @@ def _repeats(first: RawTrace, second: RawTrace | None) -> bool:
     return (
         second is not None
         and first_difference(first.graph_module, second.graph_module) is None
-        and left_alike(first, second)
-        and returned_alike(first, second)
+        and gives_alike(first, second)
     )
 
 
@@ -119,7 +118,7 @@ def _leaves_else(first: RawTrace, second: RawTrace | None) -> bool:
     """Whether the second call differs from the first one only in what it returns or leaves."""
     return (
         second is not None
-        and not (left_alike(first, second) and returned_alike(first, second))
+        and not gives_alike(first, second)
         and first_difference(first.graph_module, second.graph_module) is None
     )
 
