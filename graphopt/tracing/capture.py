@@ -204,8 +204,8 @@ def _rewritten(
     )
     for node, spec in zip(functional.graph_module.graph.nodes, specs, strict=False):
         set_placement(node, spec.placement)
-    note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
     note_returned(functional.graph_module, inputs, raw.signature)
+    note_dead_gradients(functional.graph_module, specs, inputs, raw.signature)
     note_unread_numbers(functional.graph_module, inputs)
     inputs.rebound = list(raw.signature.rebound)
     note_held(functional.graph_module, inputs, held_names(inputs, raw), held)

@@ -68,12 +68,13 @@ def _copied(value: fx.Node) -> fx.Node:
 def note_dead_gradients(
     graph_module: fx.GraphModule, specs: tuple[InputSpec, ...], inputs: Inputs, signature: Signature
 ) -> None:
-    """Gradients that nobody reads and the step replaces can be dropped before it runs."""
+    """Gradients that nobody reads, that the step does not leave anywhere, and that it replaces can
+    be dropped before it runs."""
     replaced = {result.owner for result in signature.gradients} - {None}
     unread = {
         node.target
         for node in graph_module.graph.nodes
-        if node.op == "placeholder" and not node.users
+        if node.op == "placeholder" and not node.users and not node.meta.get(RETURNED)
     }
     gradient_specs = [spec for spec in specs if spec.kind == "gradient"][: len(inputs.gradients)]
     owners = {id(entry): index for index, entry in enumerate(inputs.module_tensors)}

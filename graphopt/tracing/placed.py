@@ -55,13 +55,14 @@ from graphopt.tracing.outside.unrepeated import LeftPlace
 from graphopt.tracing.reachable import is_shared
 from graphopt.tracing.scheduled import is_scheduled
 from graphopt.tracing.signature import PlacedResult
+from graphopt.tracing.substitute import Traced
 from graphopt.tracing.told import holds_traced, refused_object, told
 
 
 def take_placed(
     record: Record,
     finder: Finder,
-    stand_ins: Mapping[int, torch.Tensor],
+    traced: Traced,
     tables: Iterable[dict[str, Any]],
     made: dict[int, Any],
     exchanged: Mapping[int, FollowedPlace],
@@ -75,12 +76,15 @@ def take_placed(
 
     Args:
         record: of the step, which is not finished yet.
-        stand_ins: of the inputs, by the id of the real tensor.
+        traced: the inputs.
         tables: those that are looked after otherwise.
         made: what each call makes anew, by id; see `told`.
         exchanged: see `exchanged_containers`.
     """
-    places = _Places(record, finder, stand_ins, made, set(map(id, tables)), exchanged)
+    gradients = set(map(id, traced.gradients.values()))
+    places = _Places(
+        *(record, finder, traced.by_id, gradients, made, set(map(id, tables)), exchanged)
+    )
     all_written = list(record.written_places())
     for replaced in filter(partial(_is_found, record), record.replaced_own()):
         finder.carries(replaced.path, replaced.place)
@@ -108,6 +112,7 @@ class _Places:
     """Takes values out of the places to which a step has written. See `take_placed`.
 
     Attributes:
+        gradients: ids of stand-ins of gradients, which each call may find replaced.
         others: tables that are looked after otherwise, by id.
         exchanged: see `exchanged_containers`.
     """
@@ -115,6 +120,7 @@ class _Places:
     record: Record
     finder: Finder
     stand_ins: Mapping[int, torch.Tensor]
+    gradients: Set[int]
     made: dict[int, Any]
     others: Set[int]
     exchanged: Mapping[int, FollowedPlace]
@@ -152,6 +158,7 @@ class _Places:
         if value is before and (record.is_found_anew(place) or place_of(value) is not None):
             return None  # what each call finds stays there
         in_place = isinstance(before, torch.Tensor) and value is self._stand_in(before)
+        in_place = in_place and id(value) not in self.gradients
         left = value if in_place else _left_by_each_call(record, written, value, self.made)
         if left is None and not holds_later(value):
             _leave(record, written, value)

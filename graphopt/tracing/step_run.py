@@ -402,7 +402,7 @@ class StepRun:
                 self.finder.carries(path, place, counted=True)
         made = self._left
         tables = [*held.objects, *(each.table for each in self._call.objects.tables)]
-        placed = take_placed(self.outside, self.finder, traced.by_id, tables, made, exchanged)
+        placed = take_placed(self.outside, self.finder, traced, tables, made, exchanged)
         stored = draws.picks.take_stored(made)
         changed = take_changed(self.outside, placed, exchanged, self._puts_back, made)
         user = (self._call.leaves[position] for position in self._inputs.user)
