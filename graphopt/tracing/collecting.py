@@ -36,6 +36,7 @@ from graphopt.tracing.number_tuples import TupleTable, is_tensor, leaves_of
 from graphopt.tracing.numbers import SCHEDULED
 from graphopt.tracing.optimizer_state import ITSELF, OfNone, distinct_states, of_none, tensors_of
 from graphopt.tracing.outside.places import CellTable, OutsidePlace
+from graphopt.tracing.parts import refuse_overlaps
 
 
 def collect(call: Call, known: Inputs | None = None) -> Inputs:
@@ -67,7 +68,7 @@ def collect(call: Call, known: Inputs | None = None) -> Inputs:
     _take_aliases(inputs, call)
     inputs.answers.extend(call.decided)
     inputs.sizes = call.sizes
-    _refuse_overlaps(inputs, call)
+    refuse_overlaps(inputs.kinds_and_names(call), inputs.live_values(call))
     inputs.held = _held(inputs, call, frozenset() if known is None else known.found_held)
     return inputs
 
@@ -307,18 +308,3 @@ def _is_input(key: str, value: object, counts: Collection[str]) -> bool:
     if isinstance(value, torch.Tensor):
         return True
     return (key in SCHEDULED or key in counts) and is_number(value)
-
-
-def _refuse_overlaps(inputs: Inputs, call: Call) -> None:
-    """Two placeholders over one storage would hide a write from the other."""
-    owner: dict[int, str] = {}
-    values = inputs.live_values(call)
-    for (kind, fqn), tensor in zip(inputs.kinds_and_names(call), values, strict=True):
-        if kind in ("user_input", "hyperparameter") or tensor.numel() == 0:
-            continue
-        other = owner.setdefault(_compat.storage_key(tensor), fqn)
-        if other != fqn:
-            raise CaptureError(
-                f"{other} and {fqn} share storage",
-                hint="give one of them storage of its own (tensor.clone())",
-            )
