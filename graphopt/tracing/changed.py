@@ -13,7 +13,7 @@ from typing import Any
 
 from graphopt.errors import CaptureError
 from graphopt.host.changes import ChangeByMethod, is_changed_to, put_back
-from graphopt.tracing.later import holds_unknown
+from graphopt.tracing.later_values import holds_unknown
 from graphopt.tracing.outside.changed_containers import ChangedContainer
 from graphopt.tracing.outside.places import FollowedPlace
 from graphopt.tracing.outside.record import Record

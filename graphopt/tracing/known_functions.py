@@ -54,6 +54,21 @@ PASSING = frozenset({setattr, zip, enumerate, iter, reversed, *_MAKING, map, fil
                       callable, id})  # fmt: skip
 """Functions that do nothing with the values that they hand on, or ask them."""
 
+OF_TENSORS = frozenset(
+    {"item", "tolist", "median", "float", "double", "long", "int", "cpu", "numpy", "detach",
+     "quantile", "count", "index", "view", "bool", "unsqueeze", "total_seconds", "timestamp",
+     "date"}
+)  # fmt: skip
+"""Methods of tensors, lists and times that change nothing."""
+OF_ROWS = frozenset({"append", "appendleft", "extend", "insert", "add", "update"})
+"""Methods that change a list, dictionary or set."""
+GIVING_NUMBERS = frozenset({"item", "total_seconds", "timestamp"})
+TEXTS_OF_TIMES = frozenset({"strftime", "isoformat", "ctime"})
+OF_TIMES = frozenset(
+    {"year", "month", "day", "hour", "minute", "second", "microsecond", "days", "seconds",
+     "microseconds", "tm_year", "tm_mon", "tm_mday", "tm_hour", "tm_min", "tm_sec"}
+)  # fmt: skip
+"""Attributes of dates, times and what lies between them."""
 
 _OF_LISTS = frozenset({"clear", "pop", "popleft", "reverse", "rotate"})
 _GIVING_BY_CLASS: dict[Any, frozenset[str]] = {

@@ -50,22 +50,16 @@ from graphopt.tracing.known_functions import (
     of_floats,
 )
 from graphopt.tracing.known_texts import KnownTexts, hands_on
-from graphopt.tracing.later import (
-    ESCAPED,
-    Later,
-    applied,
-    are_numbers,
-    argument,
-    as_later,
-    containers_in,
+from graphopt.tracing.later import ESCAPED, Later, applied, are_numbers, argument, as_later
+from graphopt.tracing.later_values import (
     holds_later,
     holds_unknown,
     is_later,
     is_later_text,
-    leaves_in,
     letters,
 )
 from graphopt.tracing.live_arrays import FedItems, LiveArrays
+from graphopt.tracing.nests import containers_within, leaves_in
 from graphopt.tracing.number_functions import numpy_float64
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.numpy_lists import of_list
@@ -260,7 +254,7 @@ class Laters(KnownTexts):
 
     def _reads(self, values: Any, line: SourceLine) -> None:
         """The step computes of what is in these values."""
-        for value in containers_in(values):
+        for value in containers_within(values):
             if self._record.is_outside(value) and not self.is_kept(value):
                 path = self._record.path(value, type(value).__name__)
                 self._record.contents(value, path, line)

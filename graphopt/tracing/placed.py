@@ -33,9 +33,8 @@ from graphopt.tracing.draws.live import is_array, place_of
 from graphopt.tracing.draws.on_host import is_immutable_number
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import is_exact, may_be_input
-from graphopt.tracing.later import (
-    Later,
-    as_later,
+from graphopt.tracing.later import Later, as_later
+from graphopt.tracing.later_values import (
     holds_later,
     is_later,
     is_later_text,
