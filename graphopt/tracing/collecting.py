@@ -31,7 +31,7 @@ from graphopt.tracing.inputs import (
     is_number,
     may_be_input,
 )
-from graphopt.tracing.lost_history import accumulates
+from graphopt.tracing.lost_history import accumulates, marks_of
 from graphopt.tracing.number_tuples import TupleTable, is_tensor, leaves_of
 from graphopt.tracing.numbers import SCHEDULED
 from graphopt.tracing.optimizer_state import ITSELF, OfNone, distinct_states, of_none, tensors_of
@@ -124,11 +124,8 @@ def module_tensors(call: Call) -> list[ModuleTensor]:
 def _marks(entries: Iterable[ModuleTensor]) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Tensors that the program keeps as attributes of parameters and buffers."""
     for entry in entries:
-        if type(entry.tensor) in (torch.Tensor, nn.Parameter):
-            table = vars(entry.tensor)
-            for key, value in table.items():
-                if isinstance(value, torch.Tensor) and value.grad_fn is None:
-                    yield f"{entry.fqn}.{key}", table, key
+        for key, _ in marks_of(entry.tensor):
+            yield f"{entry.fqn}.{key}", vars(entry.tensor), key
 
 
 _Slot = tuple[str, MutableMapping[Any, Any], Any]
