@@ -51,9 +51,11 @@ def run(seed: int, module: ModuleType, compiled: bool, capsys: Any) -> tuple[lis
         found.append(left)
         if i == 2:
             s.rows, s.count = [9.0], 5
+            s.texts.append("p")
         if i == 3:
             s.losses.append(3.25)
             s.array[1] = 4.0
+            s.name, s.words[1] = "m", "other"
     return found, ""
 
 

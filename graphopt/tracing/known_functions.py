@@ -63,7 +63,17 @@ OF_TENSORS = frozenset(
 OF_ROWS = frozenset({"append", "appendleft", "extend", "insert", "add", "update"})
 """Methods that change a list, dictionary or set."""
 GIVING_NUMBERS = frozenset({"item", "total_seconds", "timestamp"})
-TEXTS_OF_TIMES = frozenset({"strftime", "isoformat", "ctime"})
+_OF_TEXTS = frozenset(
+    {"format", "ljust", "rjust", "center", "strip", "lstrip", "rstrip", "upper", "lower", "title",
+     "replace", "zfill", "removeprefix", "removesuffix", "capitalize", "expandtabs"}
+)  # fmt: skip
+"""Methods of texts that give a text."""
+GIVING_TEXTS = (_OF_TEXTS - {"replace"}) | {"strftime", "isoformat", "ctime"}
+"""Methods of texts and times that give a text, whatever they are of."""
+ASKING_TEXTS = frozenset(
+    {"startswith", "endswith", "find", "rfind", "count", "isdigit", "isalpha", "isupper", "islower",
+     "splitlines", "casefold", "swapcase"}
+)  # fmt: skip
 OF_TIMES = frozenset(
     {"year", "month", "day", "hour", "minute", "second", "microsecond", "days", "seconds",
      "microseconds", "tm_year", "tm_mon", "tm_mday", "tm_hour", "tm_min", "tm_sec"}
@@ -160,14 +170,7 @@ def gives_text(callee: Any) -> bool:
     if callee in (json.dumps, repr, str, format):
         return True
     name = getattr(callee, "__name__", "")
-    return getattr(callee, "__objclass__", None) is str and name in _TEXTS
-
-
-_TEXTS = frozenset(
-    {"format", "ljust", "rjust", "center", "strip", "lstrip", "rstrip", "upper", "lower", "title",
-     "replace", "zfill", "removeprefix", "removesuffix", "capitalize", "expandtabs"}
-)  # fmt: skip
-"""Methods of texts that give a text."""
+    return getattr(callee, "__objclass__", None) is str and name in (*_OF_TEXTS, "join")
 
 
 def is_total(callee: Any, args: Sequence[Any]) -> bool:
@@ -176,14 +179,8 @@ def is_total(callee: Any, args: Sequence[Any]) -> bool:
         name = callee.__name__
         if name == "format":
             return type(args[0]) is str and BEGIN not in args[0] and "[" not in args[0]
-        return name in _TEXTS or name in _ASKING_TEXTS
+        return name in _OF_TEXTS or name in ASKING_TEXTS
     return _is_one_of(callee, (len, str, repr, format, bool, list, tuple, sorted))
-
-
-_ASKING_TEXTS = frozenset(
-    {"startswith", "endswith", "find", "rfind", "count", "isdigit", "isalpha", "isupper", "islower",
-     "splitlines", "casefold", "swapcase"}
-)  # fmt: skip
 
 
 def takes_apart(callee: Any, args: Sequence[Any]) -> bool:

@@ -35,11 +35,12 @@ from graphopt.tracing.draws.arrays import (
 )
 from graphopt.tracing.draws.program import ArrayConstant
 from graphopt.tracing.known_functions import (
+    ASKING_TEXTS,
     GIVING_NUMBERS,
+    GIVING_TEXTS,
     OF_ROWS,
     OF_TENSORS,
     OF_TIMES,
-    TEXTS_OF_TIMES,
     is_elementwise,
     is_fresh,
     makes_array,
@@ -181,12 +182,12 @@ class Later(FoundByGraph):
             return of_row
         if name in CHANGING_METHODS and self.own is not None:
             return partial(_changed, self, Method(name))
-        if name not in METHODS and name not in OF_TENSORS and name not in TEXTS_OF_TIMES:
+        if not any(name in names for names in (METHODS, OF_TENSORS, GIVING_TEXTS, ASKING_TEXTS)):
             return self._of_tensor(name)
 
         def method(*args: Any, **options: Any) -> Any:
             found = applied(Method(name), (self, *args), options, is_number=name in GIVING_NUMBERS)
-            return current_trace().text(found) if name in TEXTS_OF_TIMES else found
+            return current_trace().text(found) if name in GIVING_TEXTS else found
 
         method.of_later = True  # type: ignore[attr-defined]
         return method

@@ -269,8 +269,11 @@ class Laters(KnownTexts):
             return Method(callee.__name__)
         if callee in (len, bool) and args and self.is_kept(args[0]):
             return None  # an input of the graph
+        if kind is str and callee.__name__ == "join":
+            kept = self.is_kept(args[-1]) or type(args[-1]) is Later
+            return Method("join") if kept or type(args[0]) is Later else None
         if kind is str or (kind in (list, deque) and callee.__name__ in OF_LISTS):
-            return None if callee.__name__ == "join" else Method(callee.__name__)
+            return Method(callee.__name__)
         if is_in(callee, FUNCTIONS) or makes_tensor(callee):
             return callee  # type: ignore[no-any-return]
         if any(is_of(callee, module) for module in MODULES):
@@ -304,6 +307,8 @@ class Laters(KnownTexts):
             args = [self.known(each) for each in args]
         if name == "join" and args and is_later_text(args[-1]):
             args = [*args[:-1], letters(args[-1])]
+        if name == "join" and args and self._has_pieces(args[-1]):
+            args = [*args[:-1], [self._joinable(each) for each in args[-1]]]
         if name in ("extend", "extendleft") and is_later(args[-1]):
             return [*args[:-1], list(as_later(args[-1]))]
         if callee is range:
@@ -319,6 +324,16 @@ class Laters(KnownTexts):
         if hands_on(callee):
             return args
         return [self.exact(each) for each in args]
+
+    def _has_pieces(self, value: Any) -> bool:
+        """Whether the step has made a list or tuple of texts that only Python computes."""
+        if type(value) not in (list, tuple) or self._record.is_outside(value):
+            return False
+        return any(type(each) is Later for each in value)
+
+    def _joinable(self, piece: Any) -> Any:
+        """A piece of a text that only Python computes, as a text; another one itself."""
+        return self.text(Later("".join, ([piece],))) if type(piece) is Later else piece
 
     def is_kept(self, value: Any, rows: bool = False) -> bool:
         """Whether a value is a list or a queue of numbers and texts outside, to which the step has

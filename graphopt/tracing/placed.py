@@ -51,6 +51,7 @@ from graphopt.tracing.outside.places import (
     same,
 )
 from graphopt.tracing.outside.record import Record, WrittenPlace
+from graphopt.tracing.outside.unrepeated import LeftPlace
 from graphopt.tracing.reachable import is_shared
 from graphopt.tracing.scheduled import is_scheduled
 from graphopt.tracing.signature import PlacedResult
@@ -189,9 +190,10 @@ def _leave(record: Record, written: WrittenPlace, value: Any) -> None:
     if same(written.before, value):
         record.holds(written.place, value, written.path, written.line)
     elif not _is_traced(value):
+        place = written.place
         record.unrepeated.add(written.path, written.line)
-        if is_plain(value) and written.place.is_written and not record.is_told(written.place):
-            record.unrepeated.left.append((written.path, written.place))
+        told_of = is_plain(value) and place.is_written and not record.is_told(place)
+        record.unrepeated.left.append(LeftPlace(written.path, place, written.line, told_of))
 
 
 def found_again(record: Record, container: Any) -> FollowedPlace | None:
