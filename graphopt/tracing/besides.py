@@ -27,7 +27,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.constants import constant_of, is_new
-from graphopt.tracing.lost_history import without_history
+from graphopt.tracing.lost_history import marks_of, without_history
 from graphopt.tracing.outside.attributes import read_attribute
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
@@ -418,7 +418,9 @@ class Finder:
 
 
 def _tensors_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """Parameters and buffers of modules, and what else is in attributes of theirs."""
+    """Parameters and buffers of modules, and what else is in attributes of theirs and of these."""
     for module in modules:
         for table in (vars(module), _compat.own_parameters(module), _compat.own_buffers(module)):
-            yield from (each for each in list(table.values()) if isinstance(each, torch.Tensor))
+            for each in filter(torch.is_tensor, list(table.values())):
+                yield each
+                yield from (mark for _, mark in marks_of(each))

@@ -31,11 +31,12 @@ from graphopt.tracing.inputs import (
     is_number,
     may_be_input,
 )
-from graphopt.tracing.lost_history import accumulates
+from graphopt.tracing.lost_history import accumulates, marks_of
 from graphopt.tracing.number_tuples import TupleTable, is_tensor, leaves_of
 from graphopt.tracing.numbers import SCHEDULED
 from graphopt.tracing.optimizer_state import ITSELF, OfNone, distinct_states, of_none, tensors_of
 from graphopt.tracing.outside.places import CellTable, OutsidePlace
+from graphopt.tracing.parts import refuse_overlaps
 
 
 def collect(call: Call, known: Inputs | None = None) -> Inputs:
@@ -67,7 +68,7 @@ def collect(call: Call, known: Inputs | None = None) -> Inputs:
     _take_aliases(inputs, call)
     inputs.answers.extend(call.decided)
     inputs.sizes = call.sizes
-    _refuse_overlaps(inputs, call)
+    refuse_overlaps(inputs.kinds_and_names(call), inputs.live_values(call))
     inputs.held = _held(inputs, call, frozenset() if known is None else known.found_held)
     return inputs
 
@@ -123,11 +124,8 @@ def module_tensors(call: Call) -> list[ModuleTensor]:
 def _marks(entries: Iterable[ModuleTensor]) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Tensors that the program keeps as attributes of parameters and buffers."""
     for entry in entries:
-        if type(entry.tensor) in (torch.Tensor, nn.Parameter):
-            table = vars(entry.tensor)
-            for key, value in table.items():
-                if isinstance(value, torch.Tensor) and value.grad_fn is None:
-                    yield f"{entry.fqn}.{key}", table, key
+        for key, _ in marks_of(entry.tensor):
+            yield f"{entry.fqn}.{key}", vars(entry.tensor), key
 
 
 _Slot = tuple[str, MutableMapping[Any, Any], Any]
@@ -307,18 +305,3 @@ def _is_input(key: str, value: object, counts: Collection[str]) -> bool:
     if isinstance(value, torch.Tensor):
         return True
     return (key in SCHEDULED or key in counts) and is_number(value)
-
-
-def _refuse_overlaps(inputs: Inputs, call: Call) -> None:
-    """Two placeholders over one storage would hide a write from the other."""
-    owner: dict[int, str] = {}
-    values = inputs.live_values(call)
-    for (kind, fqn), tensor in zip(inputs.kinds_and_names(call), values, strict=True):
-        if kind in ("user_input", "hyperparameter") or tensor.numel() == 0:
-            continue
-        other = owner.setdefault(_compat.storage_key(tensor), fqn)
-        if other != fqn:
-            raise CaptureError(
-                f"{other} and {fqn} share storage",
-                hint="give one of them storage of its own (tensor.clone())",
-            )

@@ -10,7 +10,7 @@ from graphopt.errors import CaptureError
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call
 from graphopt.tracing.host_numbers import is_host_number
-from graphopt.tracing.inputs import is_number
+from graphopt.tracing.inputs import is_number, is_switch
 from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.moving import is_object
@@ -87,13 +87,17 @@ class HeldBefore:
                 hint="change it outside the step, between two calls",
             )
         for (index, number, old), new in zip(self.groups, now, strict=True):
-            for key in [key for key in {**old, **new} if new.get(key) is not old.get(key)]:
+            changed = [k for k in {**old, **new} if new.get(k, MISSING) is not old.get(k, MISSING)]
+            for key in changed:
+                if is_switch(new.get(key, MISSING)):
+                    found.append((index, number, key, new[key]))
+                    continue
                 if not is_number(new.get(key)) and not isinstance(new.get(key), SYMBOLIC):
                     raise CaptureError(
                         f"it changes {key!r} of an optimizer's parameter group",
                         hint="change it outside the step, between two calls",
                     )
-                if key in old and not is_host_number(old[key]):
+                if is_number(old.get(key)) and not is_host_number(old[key]):
                     finder.count(key)
                 found.append((index, number, key, new[key]))
         return found

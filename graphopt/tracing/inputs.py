@@ -306,6 +306,12 @@ def as_tensor(number: Any) -> torch.Tensor:
     return torch.tensor(number, dtype=torch.float64, device="cpu")
 
 
+def is_switch(value: object) -> bool:
+    """A constant that a setting of an optimizer may be besides numbers, as `nesterov` is: a graph
+    is for one of them."""
+    return value is None or type(value) is bool
+
+
 def is_number(value: object) -> bool:
     """A Python number other than a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -10,7 +10,7 @@ import math
 import operator
 import statistics
 import types
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -48,7 +48,9 @@ TAKING = frozenset(
     {"append", "appendleft", "extend", "extendleft", "insert", "update", "setdefault"}
 )
 GOING_THROUGH = frozenset({reversed, enumerate, zip, iter, map, filter})
-PASSING = frozenset({setattr, zip, enumerate, iter, reversed, dict, map, filter, next,
+_MAKING = (dict, OrderedDict, defaultdict, deque)
+"""Containers that are made of others."""
+PASSING = frozenset({setattr, zip, enumerate, iter, reversed, *_MAKING, map, filter, next,
                       callable, id})  # fmt: skip
 """Functions that do nothing with the values that they hand on, or ask them."""
 
@@ -187,7 +189,7 @@ def takes_apart(callee: Any, args: Sequence[Any]) -> bool:
     name = getattr(callee, "__name__", "")
     if _is_one_of(callee, _HANDING_ON) or name == "join" or _is_harmless(callee):
         return False
-    if is_followed(callee) and not (_is_one_of(callee, (dict, filter)) or name == "update"):
+    if is_followed(callee) and not (_is_one_of(callee, (*_MAKING, filter)) or name == "update"):
         return False
     return any(callable(each) or isinstance(each, Iterator) for each in args)
 

@@ -298,6 +298,11 @@ class Laters(KnownTexts):
         if callee in (len, bool) and args and self.is_kept(args[0]):
             return args  # an input of the graph
         self._note_taken_apart(callee, args)
+        if callee in (getattr, hasattr, setattr) and len(args) > 1:
+            of = self._record.marking if callee is setattr else self._record.marked
+            args = [of(*args[:2]), *args[1:]]
+        elif callee is vars and args:
+            self._record.marked(args[0], "__dict__")
         if callee is id or is_of_library(callee):
             args = [self.known(each) for each in args]
         if name == "join" and args and is_later_text(args[-1]):

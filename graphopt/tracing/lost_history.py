@@ -12,7 +12,7 @@ that it finds outside, goes on as eager code does, until a backward would go thr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -53,6 +53,14 @@ def kind_of_history(tensor: torch.Tensor) -> str | None:
 def accumulates(tensor: torch.Tensor) -> bool:
     """Whether backwards leave gradients in a tensor."""
     return tensor.requires_grad and tensor.is_leaf
+
+
+def marks_of(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that the program keeps as attributes of a parameter or buffer, by their names."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        for key, value in vars(tensor).items():
+            if isinstance(value, torch.Tensor) and value.grad_fn is None:
+                yield key, value
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:

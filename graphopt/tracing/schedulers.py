@@ -32,6 +32,7 @@ from graphopt.host.settings import SettingReading
 from graphopt.tracing.callback import record
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.last_rates import LastRate, is_rate, not_numbers
 from graphopt.tracing.numbers import SYMBOLIC, noted
 from graphopt.tracing.replace import replaced
 from graphopt.tracing.scheduled import (
@@ -78,30 +79,6 @@ def _recording(step: Callable[..., Any], stepped: TracedSchedulers) -> Callable[
     return stepped_in_every_call
 
 
-class LastRate:
-    """Reads one of the rates that a scheduler has set last, when a call begins.
-
-    Args:
-        scheduler: whose rates.
-        read: its `get_last_lr`, or `get_lr`.
-    """
-
-    def __init__(self, scheduler: Any, read: Callable[[Any], list[Any]]) -> None:
-        self._scheduler, self._read = scheduler, read
-
-    def __call__(self, index: int) -> Any:
-        rate = self._read(self._scheduler)[index]
-        return rate.value if is_host_number(rate) else rate  # while the step is traced
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, LastRate):
-            return False
-        return other._scheduler is self._scheduler and other._read is self._read
-
-    def __hash__(self) -> int:
-        return id(self._scheduler)
-
-
 def _last_rates(
     read: Callable[[Any], list[Any]], stepped: TracedSchedulers, calls: HostCalls
 ) -> Callable[[Any], list[Any]]:
@@ -111,13 +88,14 @@ def _last_rates(
         if stepped.has(self):
             return stepped.rates(self, read, calls_functions=own or "lr_lambdas" in vars(self))
         rates = read(self)
-        if stepped.traces(self):
+        if own or stepped.traces(self):
             return rates
-        kinds = (float, *SYMBOLIC) if read.__name__ == "get_lr" else float
-        if own or not all(isinstance(rate, kinds) for rate in rates):
-            return rates
+        if not all(map(is_rate, rates)):
+            raise not_numbers(self)
         if read.__name__ == "get_lr":
             stepped.refuse_set(self)
+        elif any(isinstance(rate, SYMBOLIC) and not is_host_number(rate) for rate in rates):
+            return rates
         return [calls.apply(LastRate(self, read), (index,)) for index in range(len(rates))]
 
     return rates_of

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -270,6 +271,10 @@ class StepRun:
         given = self._view.given = GivenContainers(args, kwargs, self._call.objects)
         optimizers = self._call.optimizer_objects()
         self.outside.stands_for = self._originals(traced)
+        tensors = [entry.tensor for entry in self._inputs.module_tensors]
+        self.outside.stand_ins = WeakValueDictionary(
+            {id(tensor): traced.by_id[id(tensor)] for tensor in tensors}
+        )
         self.outside.storages = frozenset(map(_compat.storage_key, traced.by_id.values()))
         with ExitStack() as stack:
             stack.callback(self._find_owners)  # also where the step is refused

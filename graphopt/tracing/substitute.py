@@ -28,6 +28,7 @@ from graphopt.tracing.inputs import (
     PlacedNumber,
     StateNumber,
     is_number,
+    is_switch,
     state_key,
 )
 from graphopt.tracing.number_tuples import with_leaf
@@ -246,14 +247,14 @@ def _stand_ins_in(key: Any, value: Any, traced: Traced) -> Any:
 
 
 class _Settings(dict[str, Any]):
-    """A parameter group in which the step may change numbers only."""
+    """A parameter group in which the step may change numbers and switches only."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         if is_of_numpy(value) and not is_host_number(value):
             value = current_trace().known_number(value)
         if is_known(value):  # the optimizer's own code takes numbers only
             value = value.calls.as_float(value)
-        if is_number(value) or isinstance(value, SYMBOLIC):
+        if is_number(value) or isinstance(value, SYMBOLIC) or is_switch(value):
             dict.__setitem__(self, key, value)
             return
         raise CaptureError(

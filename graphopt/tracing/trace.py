@@ -37,6 +37,7 @@ from graphopt.tracing.lost_history import without_history
 from graphopt.tracing.optimizer_state import entries_at
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import refuse_unrepeated
+from graphopt.tracing.parts import of_their_own
 from graphopt.tracing.reduction import MarkedCommunication
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.sparse import refuse_counts
@@ -135,7 +136,8 @@ def _traced(
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(
         strides.corrected, trusted.check, strides.known
     )
-    fakes = [_compat.to_fake(mode, without_history(value)) for value in values]
+    apart = of_their_own(inputs.kinds_and_names(call), values)
+    fakes = [_compat.to_fake(mode, without_history(value)) for value in apart]
     run = StepRun(call, inputs, communication, mode, values, state)
     try:
         found = _run_once(run, call, fakes)

@@ -154,6 +154,10 @@ class Instructions(LaterOperands):
         if at.step.name == "__class__" and (_compat.is_fake(value) or is_of_trace(value)):
             at.put(1, Classed(class_in_trace(value, self._record.stands_for)))
             return
+        marked = self._record.marked(value, at.step.name)
+        if marked is not value:
+            at.put(1, marked)
+            return
         path = f"{self._path(at.frame, value)}.{at.step.name}"
         read_attribute(self._record, value, at.step.name, path, at.line)
 
@@ -162,7 +166,9 @@ class Instructions(LaterOperands):
         read_attribute(self._record, value, at.step.name, f"super().{at.step.name}", at.line)
 
     def _set_attribute(self, at: Instruction) -> None:
-        owner = at.top(1)
+        owner = self._record.marking(at.top(1), at.step.name)
+        if owner is not at.top(1):
+            at.put(1, owner)
         if not (isinstance(owner, ModuleType) or is_plain_class(type(owner))):
             self._known(at, 2)  # torch's own code may read it
         read_setting(self._record, owner, at.step.name, at.line)

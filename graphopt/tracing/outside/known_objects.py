@@ -7,14 +7,17 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from graphopt import _compat
+from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.later import Later
 from graphopt.tracing.outside.existing import existing_now
 from graphopt.tracing.outside.places import OutsidePlace, is_container, is_value, viewed
+from graphopt.tracing.source import current_location
 
 
 class GivenObjects(dict[int, Any]):
@@ -30,6 +33,7 @@ class KnownObjects:
     Attributes:
         given: objects among its arguments in whose place others may be.
         stands_for: the tensors that have stand-ins, by the ids of these.
+        stand_ins: of tensors of modules, by the ids of these.
         storages: of the stand-ins.
         doubled: containers, by id, that have both for keys.
         gone_into: containers, by id, of whose contents values are computed when the graph has run.
@@ -52,6 +56,8 @@ class KnownObjects:
         self.given = GivenObjects()
         self.gone_into: set[int] = set()
         self.stands_for: Mapping[int, torch.Tensor] = {}
+        self.stand_ins: Mapping[int, torch.Tensor] = WeakValueDictionary()
+        self._marked: set[tuple[int, str]] = set()
         self.storages: Set[Any] = frozenset()
         self.doubled: set[int] = set()
         self.exchanged: set[int] = set()
@@ -60,6 +66,33 @@ class KnownObjects:
         self.number_lists: Set[int] = frozenset()
         self.needed_lists: set[int] = set()
         self.resized: Set[int] = frozenset()
+
+    def marking(self, value: Any, name: Any) -> Any:
+        """A tensor of which the step sets an attribute: what stands for it, if anything does, as
+        the step may find it there as well."""
+        if not isinstance(value, torch.Tensor) or hasattr(type(value), name):
+            return value
+        stand_in = self.stand_ins.get(id(value), value)
+        self._marked.add((id(stand_in), name))
+        return stand_in
+
+    def marked(self, value: Any, name: Any) -> Any:
+        """A tensor of which the step reads an attribute: what stands for it, if the step has set
+        that attribute.
+
+        Raises:
+            CaptureError: it reads all of them as a dictionary, and has set one.
+        """
+        if not self._marked or not isinstance(value, torch.Tensor):
+            return value
+        stand_in = self.stand_ins.get(id(value), value)
+        if name == "__dict__" and any(marked == id(stand_in) for marked, _ in self._marked):
+            raise CaptureError(
+                "it reads the dictionary of attributes of a tensor, and has set one of them",
+                location=current_location(),
+                hint="ask for an attribute by its name: getattr(parameter, name, None)",
+            )
+        return stand_in if (id(stand_in), name) in self._marked else value
 
     def is_outside(self, value: Any) -> bool:
         """Whether an object existed before the step."""
