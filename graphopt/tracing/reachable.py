@@ -56,7 +56,7 @@ _OF_COMPILERS = ("torch.fx.", "torch._subclasses.", "torch._dynamo.", "torch._fu
 """Modules of objects that hold what torch knows of graphs and fake tensors."""
 _OF_MODES = frozenset({"torch.amp.autocast_mode", "torch.cuda.amp.autocast_mode",
                        "torch.cpu.amp.autocast_mode", "torch.autograd.grad_mode"})  # fmt: skip
-"""Modules of objects that note in themselves, each time they are entered, which mode was on before."""
+"""Modules of objects that note in themselves which mode was on before they were entered."""
 _NOT_ENTERED = _LEFT_ALONE | {
     "logging",
     "io",
