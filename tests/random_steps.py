@@ -49,6 +49,23 @@ STATEMENTS = [
     *("s.mixed += loss.detach()", "w = loss * (s.count + 1)", "w = loss * s.rate"),
     *("w = w + len({l})", "w = w * float({a}[0])", "w = w + s.mixed"),
     *("for h in {l}: w = w + h * 0.1",),
+    # texts
+    *("s.texts.append(f'{{loss.item():.3f}}')", "s.texts.append('q')", "s.texts = s.texts[-3:]"),
+    *("s.texts.append(s.name)", "s.name = s.name + str(i)", "s.name = f'{{i}} {{s.name}}'[:4]"),
+    *(
+        "out.append('|'.join(s.texts))",
+        "print(', '.join(s.texts[-2:]))",
+        "s.texts.insert(0, s.name)",
+    ),
+    *("out.append(s.name.upper())", "out.append(s.texts[-1].strip() if s.texts else '')"),
+    *("s.table[s.name] = {v}", "out.append(s.table.get(s.name))", "s.texts[-1:] = [f'{{{n}}}']"),
+    *("out.append('-'.join(str(h) for h in {l}))", "out.append('-'.join([s.name, *s.texts]))"),
+    *(
+        "out.append(s.words[int(y[0])].title())",
+        "s.texts.append(s.words[model(x)[0].argmax().item()])",
+    ),
+    "out.append(' '.join(s.words[k] for k in model(x).argmax(1).tolist()))",
+    "out.append(' '.join([s.words[k] for k in model(x).argmax(1).tolist()]))",
     # what it says and returns
     *(
         "out.append({n})",
@@ -89,6 +106,7 @@ class State:
         self.counter: Any = collections.Counter()
         self.array, self.other = numpy.zeros(4), numpy.arange(4.0)
         self.mixed, self.held, self.tuples = torch.zeros(()), Held(1.0), list[Any]()
+        self.texts, self.name, self.words = ["a"], "n", ["one", "two ", "Three"]
 
     def add(self, value: Any) -> None:
         self.count += 1

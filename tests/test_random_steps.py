@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import zlib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,10 +17,10 @@ from random_steps import Filled, Model, given_as, same_objects, shown, source
 CALLS = 5
 
 
-def loaded(seed: int, folder: Path) -> ModuleType:
+def loaded(text: str, folder: Path) -> ModuleType:
     """The module of a step, from a file: its lines are looked at."""
-    path = folder / f"random_step_{seed}.py"
-    path.write_text(source(seed))
+    path = folder / f"random_step_{zlib.crc32(text.encode())}.py"
+    path.write_text(text)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -50,15 +51,17 @@ def run(seed: int, module: ModuleType, compiled: bool, capsys: Any) -> tuple[lis
         found.append(left)
         if i == 2:
             s.rows, s.count = [9.0], 5
+            s.texts.append("p")
         if i == 3:
             s.losses.append(3.25)
             s.array[1] = 4.0
+            s.name, s.words[1] = "m", "other"
     return found, ""
 
 
 def check(seed: int, folder: Path, capsys: Any) -> bool:
     """Whether it was captured."""
-    module = loaded(seed, folder)
+    module = loaded(source(seed), folder)
     expected, ended = run(seed, module, False, capsys)
     found, refused = run(seed, module, True, capsys)
     assert found == expected[: len(found)], source(seed)

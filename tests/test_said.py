@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -164,3 +166,48 @@ def test_what_else_autograd_knows_of_a_tensor_is_not_shown(what: str) -> None:
 
     with pytest.raises(CaptureError, match="autograd knows" if what == "parameter" else "outside"):
         step(torch.ones(2))
+
+
+def redirected(text: io.StringIO, loss: Tensor) -> None:
+    with contextlib.redirect_stdout(text):
+        print(loss.item())
+
+
+def exchanged(text: io.StringIO, loss: Tensor) -> None:
+    shown_on, sys.stdout = sys.stdout, text
+    try:
+        print(loss.item())
+    finally:
+        sys.stdout = shown_on
+
+
+@pytest.mark.parametrize("show", [redirected, exchanged])
+def test_a_step_that_shows_something_elsewhere_is_refused(
+    show: Callable[[io.StringIO, Tensor], None],
+) -> None:
+    weight = nn.Parameter(torch.ones(2))
+
+    @graphopt.compile
+    def step(x: Tensor) -> str:
+        loss = (weight * x).sum()
+        loss.backward()
+        show(text := io.StringIO(), loss)
+        return text.getvalue()
+
+    with pytest.raises(CaptureError, match=r"another file in place of sys.stdout.*\n.*print"):
+        step(torch.ones(2))
+
+
+def test_what_a_program_shows_elsewhere_is_shown_there() -> None:
+    weight = nn.Parameter(torch.ones(2))
+
+    @graphopt.compile
+    def step(x: Tensor) -> None:
+        loss = (weight * x).sum()
+        loss.backward()
+        print(loss.item())
+
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        for scale in range(3):
+            step(torch.ones(2) * scale)
+    assert text.getvalue() == "0.0\n2.0\n4.0\n"

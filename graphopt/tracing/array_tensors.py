@@ -21,7 +21,9 @@ from graphopt.tracing.draws.items import LiveItems, is_numeric
 from graphopt.tracing.draws.recorder import SHARING, tensor_over
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.known_functions import is_in
-from graphopt.tracing.later import Later, is_later, is_numpy_of_tensor
+from graphopt.tracing.later import Later
+from graphopt.tracing.later_values import is_later
+from graphopt.tracing.named_calls import is_numpy_of_tensor
 from graphopt.tracing.number_expressions import Application
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.running_trace import current_trace

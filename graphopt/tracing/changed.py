@@ -13,7 +13,7 @@ from typing import Any
 
 from graphopt.errors import CaptureError
 from graphopt.host.changes import ChangeByMethod, is_changed_to, put_back
-from graphopt.tracing.later import holds_unknown
+from graphopt.tracing.later_values import holds_unknown
 from graphopt.tracing.outside.changed_containers import ChangedContainer
 from graphopt.tracing.outside.places import FollowedPlace
 from graphopt.tracing.outside.record import Record
@@ -111,7 +111,7 @@ def _changes_otherwise(record: Record, changed: ChangedContainer) -> CaptureErro
 
 def _reads_besides(record: Record, changed: ChangedContainer) -> CaptureError | None:
     """Why each call cannot change a container for itself that the step also reads; None where what
-    it puts there are constants."""
+    it puts there are constants, and no call computes of what is there then."""
     container, location = changed.container, str(changed.line)
     path = record.path(container, "a list")
     if record.is_asked(container):
@@ -121,12 +121,14 @@ def _reads_besides(record: Record, changed: ChangedContainer) -> CaptureError | 
             location=location,
             hint="append and delete single items, or change it outside the step",
         )
-    if not any(holds_unknown(value) for _, value in changed.changes):
+    computed = id(container) in record.laters.lists
+    if not computed and not any(holds_unknown(value) for _, value in changed.changes):
         return None
     read = record.read_of(container)
+    does = "puts what the graph gives into" if not computed else "changes and computes of"
     return CaptureError(
-        f"it puts what the graph gives into {path}, and reads {read.path} in a way that is not"
-        f" followed ({users(read.line)})",
+        f"it {does} {path}, and reads {read.path} in a way that is not followed"
+        f" ({users(read.line)})",
         location=location,
         hint="read it in a function that is called in every step, graphopt.callback(function), or"
         " outside the step; what is followed of a list is its length, and sums, items and what"

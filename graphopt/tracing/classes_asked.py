@@ -17,7 +17,8 @@ import torch
 
 from graphopt import _compat
 from graphopt.tracing.host_numbers import is_host_number
-from graphopt.tracing.later import Later, is_later_text
+from graphopt.tracing.later import Later
+from graphopt.tracing.later_values import is_later_text
 from graphopt.tracing.numbers import ReadBool, ReadFloat, ReadInt, TakenInt, may_be_of_numpy
 from graphopt.tracing.running_trace import current_trace
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from graphopt import _compat
 from graphopt.host.clock import ClockReading
-from graphopt.tracing.later import applied, holds_unknown
+from graphopt.tracing.later import applied
+from graphopt.tracing.later_values import holds_unknown
 from graphopt.tracing.numbers import as_read
 from graphopt.tracing.running_trace import current_trace
 

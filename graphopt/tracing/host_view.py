@@ -34,7 +34,7 @@ from graphopt.tracing.computations import nest_of
 from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.given import GivenContainers
 from graphopt.tracing.inputs import Inputs
-from graphopt.tracing.later import is_later
+from graphopt.tracing.later_values import is_later
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.behind import Behind
 from graphopt.tracing.outside.moving import is_object

@@ -23,7 +23,8 @@ from graphopt.tracing.draws.arguments import Method
 from graphopt.tracing.draws.items import LiveItems
 from graphopt.tracing.kept_items import KeptItems
 from graphopt.tracing.known_functions import is_fresh, makes_tensor
-from graphopt.tracing.later import Later, Named
+from graphopt.tracing.later import Later
+from graphopt.tracing.named_calls import Named
 from graphopt.tracing.outside.changing_texts import TextOutside
 from graphopt.tracing.scheduled import is_scheduled
 from graphopt.tracing.source import current_user_line

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from graphopt.host.changes import ChangeByMethod
-from graphopt.tracing.later import Later, is_later
+from graphopt.tracing.later import Later
+from graphopt.tracing.later_values import is_later
 from graphopt.tracing.outside.places import FollowedPlace
 from graphopt.tracing.running_trace import current_trace
 

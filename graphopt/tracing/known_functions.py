@@ -52,6 +52,31 @@ PASSING = frozenset({setattr, zip, enumerate, iter, reversed, dict, map, filter,
                       callable, id})  # fmt: skip
 """Functions that do nothing with the values that they hand on, or ask them."""
 
+OF_TENSORS = frozenset(
+    {"item", "tolist", "median", "float", "double", "long", "int", "cpu", "numpy", "detach",
+     "quantile", "count", "index", "view", "bool", "unsqueeze", "total_seconds", "timestamp",
+     "date"}
+)  # fmt: skip
+"""Methods of tensors, lists and times that change nothing."""
+OF_ROWS = frozenset({"append", "appendleft", "extend", "insert", "add", "update"})
+"""Methods that change a list, dictionary or set."""
+GIVING_NUMBERS = frozenset({"item", "total_seconds", "timestamp"})
+_OF_TEXTS = frozenset(
+    {"format", "ljust", "rjust", "center", "strip", "lstrip", "rstrip", "upper", "lower", "title",
+     "replace", "zfill", "removeprefix", "removesuffix", "capitalize", "expandtabs"}
+)  # fmt: skip
+"""Methods of texts that give a text."""
+GIVING_TEXTS = (_OF_TEXTS - {"replace"}) | {"strftime", "isoformat", "ctime"}
+"""Methods of texts and times that give a text, whatever they are of."""
+ASKING_TEXTS = frozenset(
+    {"startswith", "endswith", "find", "rfind", "count", "isdigit", "isalpha", "isupper", "islower",
+     "splitlines", "casefold", "swapcase"}
+)  # fmt: skip
+OF_TIMES = frozenset(
+    {"year", "month", "day", "hour", "minute", "second", "microsecond", "days", "seconds",
+     "microseconds", "tm_year", "tm_mon", "tm_mday", "tm_hour", "tm_min", "tm_sec"}
+)  # fmt: skip
+"""Attributes of dates, times and what lies between them."""
 
 _OF_LISTS = frozenset({"clear", "pop", "popleft", "reverse", "rotate"})
 _GIVING_BY_CLASS: dict[Any, frozenset[str]] = {
@@ -143,14 +168,7 @@ def gives_text(callee: Any) -> bool:
     if callee in (json.dumps, repr, str, format):
         return True
     name = getattr(callee, "__name__", "")
-    return getattr(callee, "__objclass__", None) is str and name in _TEXTS
-
-
-_TEXTS = frozenset(
-    {"format", "ljust", "rjust", "center", "strip", "lstrip", "rstrip", "upper", "lower", "title",
-     "replace", "zfill", "removeprefix", "removesuffix", "capitalize", "expandtabs"}
-)  # fmt: skip
-"""Methods of texts that give a text."""
+    return getattr(callee, "__objclass__", None) is str and name in (*_OF_TEXTS, "join")
 
 
 def is_total(callee: Any, args: Sequence[Any]) -> bool:
@@ -159,14 +177,8 @@ def is_total(callee: Any, args: Sequence[Any]) -> bool:
         name = callee.__name__
         if name == "format":
             return type(args[0]) is str and BEGIN not in args[0] and "[" not in args[0]
-        return name in _TEXTS or name in _ASKING_TEXTS
+        return name in _OF_TEXTS or name in ASKING_TEXTS
     return _is_one_of(callee, (len, str, repr, format, bool, list, tuple, sorted))
-
-
-_ASKING_TEXTS = frozenset(
-    {"startswith", "endswith", "find", "rfind", "count", "isdigit", "isalpha", "isupper", "islower",
-     "splitlines", "casefold", "swapcase"}
-)  # fmt: skip
 
 
 def takes_apart(callee: Any, args: Sequence[Any]) -> bool:

@@ -19,7 +19,9 @@ from graphopt.tracing.draws.items import LiveItems
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.kept_items import KeptItems, PieceOfOutside
 from graphopt.tracing.known_functions import is_followed, is_of_library, takes_apart
-from graphopt.tracing.later import Later, as_later, holds_later, is_later, leaves_in, refuse_keys
+from graphopt.tracing.later import Later, as_later
+from graphopt.tracing.later_values import holds_later, is_later, refuse_keys
+from graphopt.tracing.nests import leaves_in
 from graphopt.tracing.numbers import refusal
 from graphopt.tracing.outside.changing_texts import TextOutside
 from graphopt.tracing.outside.record import Record

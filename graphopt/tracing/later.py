@@ -15,7 +15,6 @@ import operator
 import sys
 import time
 import types
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -35,12 +34,21 @@ from graphopt.tracing.draws.arrays import (
     is_of_numpy,
 )
 from graphopt.tracing.draws.program import ArrayConstant
-from graphopt.tracing.host_numbers import is_host_number
-from graphopt.tracing.known_functions import is_elementwise, is_fresh, makes_array
-from graphopt.tracing.nests import parts
+from graphopt.tracing.known_functions import (
+    ASKING_TEXTS,
+    GIVING_NUMBERS,
+    GIVING_TEXTS,
+    OF_ROWS,
+    OF_TENSORS,
+    OF_TIMES,
+    is_elementwise,
+    is_fresh,
+    makes_array,
+)
+from graphopt.tracing.named_calls import Named, Swapped, called_by, is_numpy_of_tensor, joined
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.running_trace import BEGIN, current_trace, is_running
-from graphopt.tracing.scheduled import ScheduledSetting, is_scheduled
+from graphopt.tracing.scheduled import ScheduledSetting
 from graphopt.tracing.shared_memory import OwnMemory, SharedMemory
 
 ESCAPED = "\\udc81"
@@ -72,9 +80,9 @@ class Later(FoundByGraph):
         "_args",
         "_function",
         "_is_changed",
-        "_is_number",
         "_known_as",
         "dimensions",
+        "is_number",
         "memories",
         "own",
         "parts",
@@ -92,12 +100,12 @@ class Later(FoundByGraph):
         memory: SharedMemory | None = None,
     ) -> None:
         self._function, self._args = function, tuple(map(argument, args))
-        self._is_number, self._is_changed = is_number, is_changed
+        self.is_number, self._is_changed = is_number, is_changed
         self.shares = shares
         laters = [a for a in _compat.tree_leaves(self._args) if isinstance(a, Later)]
         for each in laters:
             each.is_used()
-        self.own = OwnMemory() if is_fresh(_called_by(function)) and not is_number else None
+        self.own = OwnMemory() if is_fresh(called_by(function)) and not is_number else None
         within = () if is_number or self.own else tuple(laters)
         self.shares |= any(each.shares for each in within)
         self.memories: set[SharedMemory | OwnMemory] = set()
@@ -167,19 +175,19 @@ class Later(FoundByGraph):
         if name in METADATA or name in VIEWS:
             known = current_trace().takes(self)
             return self._of_tensor(name) if known else Later(Attribute(name), (self,))
-        if name in _OF_TIMES:
+        if name in OF_TIMES:
             return Later(Attribute(name), (self,), is_number=True)
-        of_row = current_trace().arrays.row_method(self, name) if name in _OF_ROWS else None
+        of_row = current_trace().arrays.row_method(self, name) if name in OF_ROWS else None
         if of_row is not None:
             return of_row
         if name in CHANGING_METHODS and self.own is not None:
             return partial(_changed, self, Method(name))
-        if name not in METHODS and name not in _OF_TENSORS and name not in _TEXTS_OF_TIMES:
+        if not any(name in names for names in (METHODS, OF_TENSORS, GIVING_TEXTS, ASKING_TEXTS)):
             return self._of_tensor(name)
 
         def method(*args: Any, **options: Any) -> Any:
-            found = applied(Method(name), (self, *args), options, is_number=name in _GIVING_NUMBERS)
-            return current_trace().text(found) if name in _TEXTS_OF_TIMES else found
+            found = applied(Method(name), (self, *args), options, is_number=name in GIVING_NUMBERS)
+            return current_trace().text(found) if name in GIVING_TEXTS else found
 
         method.of_later = True  # type: ignore[attr-defined]
         return method
@@ -201,7 +209,7 @@ class Later(FoundByGraph):
 
     def __getitem__(self, key: Any) -> Any:
         left = _dimensions_left(self.dimensions, key if type(key) is tuple else (key,))
-        is_number = self._is_number or left == 0
+        is_number = self.is_number or left == 0
         item = Later(operator.getitem, (self, without_ranges(key)), is_number)
         item.dimensions = left or None
         return item
@@ -260,32 +268,12 @@ class Later(FoundByGraph):
     __array__ = __array_function__ = __reduce_ex__ = _not_known
 
 
-_OF_TENSORS = frozenset(
-    {"item", "tolist", "median", "float", "double", "long", "int", "cpu", "numpy", "detach",
-     "quantile", "count", "index", "view", "bool", "unsqueeze", "total_seconds", "timestamp",
-     "date"}
-)  # fmt: skip
-"""Methods of tensors, lists and times that change nothing."""
 _OF_SHAPES: dict[str, Callable[[torch.Tensor], Any]] = {
     "shape": lambda tensor: tuple(tensor.shape),
     "ndim": lambda tensor: tensor.ndim,
     "size": lambda tensor: tensor.numel(),
 }
 """What numpy's attributes of an array are that lies in the memory of a tensor."""
-_OF_ROWS = frozenset({"append", "appendleft", "extend", "insert", "add", "update"})
-"""Methods that change a list, dictionary or set."""
-_GIVING_NUMBERS = frozenset({"item", "total_seconds", "timestamp"})
-_TEXTS_OF_TIMES = frozenset({"strftime", "isoformat", "ctime"})
-_OF_TIMES = frozenset(
-    {"year", "month", "day", "hour", "minute", "second", "microsecond", "days", "seconds",
-     "microseconds", "tm_year", "tm_mon", "tm_mday", "tm_hour", "tm_min", "tm_sec"}
-)  # fmt: skip
-"""Attributes of dates, times and what lies between them."""
-
-
-def is_numpy_of_tensor(function: Any) -> bool:
-    """Whether a function gives the array in the memory of a tensor."""
-    return isinstance(function, Method) and function.__name__ == "numpy"
 
 
 def applied(
@@ -302,28 +290,6 @@ def applied(
     return Later(function, args, is_number)
 
 
-class Named:
-    """Calls a function with names for its last arguments."""
-
-    def __init__(self, function: Callable[..., Any], names: tuple[str, ...]) -> None:
-        self.function, self.names = function, names
-        self.__name__ = getattr(function, "__name__", type(function).__name__)
-
-    def __call__(self, *args: Any) -> Any:
-        count = len(args) - len(self.names)
-        return self.function(*args[:count], **dict(zip(self.names, args[count:], strict=True)))
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and bool(vars(other) == vars(self))
-
-    def __hash__(self) -> int:
-        return hash(self.names)
-
-
-def _joined(*pieces: Any) -> str:
-    return "".join(pieces)
-
-
 def as_later(value: Any) -> Any:
     """A text in which something stands for values, as a value; any other value itself."""
     if not isinstance(value, str) or not (BEGIN in value or ESCAPED in value):
@@ -333,77 +299,7 @@ def as_later(value: Any) -> Any:
     pieces = current_trace().parts(value)
     if all(type(piece) is str for piece in pieces):
         return value
-    return pieces[0] if len(pieces) == 1 else Later(_joined, pieces)
-
-
-def is_later(value: Any) -> bool:
-    """Whether a value is computed when the graph has run, a text or another one."""
-    return type(as_later(value)) is Later
-
-
-def is_later_text(value: Any) -> bool:
-    """Whether a value is a text in which something stands for values."""
-    return isinstance(value, str) and is_later(value)
-
-
-def is_number_later(value: Any) -> bool:
-    """Whether a value is a number that is computed when the graph has run."""
-    return type(value) is Later and value._is_number
-
-
-def letters(text: str) -> list[str]:
-    """The letters of a text that is made when the graph has run, as many as in this call."""
-    return [current_trace().text(letter) for letter in as_later(text)]
-
-
-def refuse_keys(value: Any) -> None:
-    """Refuse a dictionary with a key in which something stands for a value."""
-    if isinstance(value, dict) and any(map(is_later, value)):
-        raise refusal(
-            "a text with a number that the graph gives is a key",
-            "let the key be a number that is known before the call, or keep the text as a value",
-        )
-
-
-def holds_unknown(value: Any, of_host: bool = False) -> bool:
-    """Whether a value, or one in lists, tuples and dictionaries, is known only when the graph runs.
-
-    Args:
-        of_host: so are numbers and arrays that are known before.
-    """
-
-    def is_unknown(leaf: Any) -> bool:
-        if isinstance(leaf, SYMBOLIC):
-            return of_host or not is_host_number(leaf)
-        if is_known(leaf):
-            return of_host
-        return is_later(leaf) or is_scheduled(leaf) or _compat.is_fake(leaf)
-
-    return any(map(is_unknown, leaves_in(value)))
-
-
-def holds_later(value: Any) -> bool:
-    """Whether a value, or one in lists, tuples and dictionaries, is computed when the graph has
-    run."""
-    return any(map(is_later, leaves_in(value)))
-
-
-def containers_in(value: Any) -> list[Any]:
-    """A list, queue, dictionary or set, or those in lists, tuples and dictionaries."""
-    return [each for each in parts(value, _is_nest) if isinstance(each, _CONTAINERS)]
-
-
-def leaves_in(value: Any) -> Iterator[Any]:
-    """A value, or those in lists, tuples and dictionaries."""
-    return (each for each in parts(value, _is_nest) if not _is_nest(each))
-
-
-def _is_nest(value: Any) -> bool:
-    return type(value) in _NESTS
-
-
-_NESTS = frozenset({list, tuple, dict})
-_CONTAINERS = (list, dict, set, deque)
+    return pieces[0] if len(pieces) == 1 else Later(joined, pieces)
 
 
 def argument(value: Any) -> Any:
@@ -421,7 +317,7 @@ def argument(value: Any) -> Any:
         return {key: argument(each) for key, each in value.items()}
     if type(value) is slice:
         bounds = value.start, value.stop, value.step
-        if holds_unknown(bounds, True):
+        if not all(map(is_constant, bounds)):
             return Later(slice, bounds)
     if is_known(value):
         return _known_before(value)
@@ -447,17 +343,12 @@ def _dimensions_of(function: Callable[..., Any], args: Sequence[Any]) -> int | N
     """How many dimensions what a function gives has; see `Later.dimensions`."""
     if is_numpy_of_tensor(function) and args and isinstance(args[0], torch.Tensor):
         return args[0].ndim
-    function = _called_by(function)
+    function = called_by(function)
     if makes_array(function, args):
         of_list = function.__name__ == "array" and args and type(args[0]) in (list, tuple)
         return 1 if of_list and args[0] and are_numbers(args[0]) else -1
     operands = [each.dimensions or 0 for each in args if type(each) is Later]
     return -1 if is_elementwise(function) and max(operands, default=0) > 0 else None
-
-
-def _called_by(function: Callable[..., Any]) -> Any:
-    """The function that one calls which gives it its arguments in another way."""
-    return function.function if isinstance(function, (Named, _Swapped)) else function
 
 
 def _changed(value: Later, method: Callable[..., Any], *args: Any) -> None:
@@ -491,7 +382,7 @@ def are_numbers(values: Sequence[Any]) -> bool:
     numpy = sys.modules.get("numpy")
     kinds = _NUMBERS if numpy is None else (*_NUMBERS, numpy.number)
     return all(
-        each._is_number if type(each) is Later else isinstance(each, kinds) for each in values
+        each.is_number if type(each) is Later else isinstance(each, kinds) for each in values
     )
 
 
@@ -519,7 +410,7 @@ def _forward(function: Callable[..., Any], in_place: bool = False) -> Callable[.
             return Later(changing, (self, *others), False, True)
         if in_place and self.dimensions is not None:
             return self.changes(changing, *others)
-        if in_place and not self._is_number:
+        if in_place and not self.is_number:
             raise _refused("changes it in place", "make another one: x = x + y, not x += y")
         return Later(function, (self, *others), are_numbers((self, *others)))
 
@@ -527,18 +418,7 @@ def _forward(function: Callable[..., Any], in_place: bool = False) -> Callable[.
 
 
 def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, other: _forward(_Swapped(function))(self, other)
-
-
-class _Swapped(Method):
-    """An operator whose operands are the other way round."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function.__name__)
-        self.function = function
-
-    def __call__(self, one: Any, other: Any) -> Any:
-        return self.function(other, one)
+    return lambda self, other: _forward(Swapped(function))(self, other)
 
 
 for _name in (

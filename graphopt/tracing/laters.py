@@ -50,22 +50,16 @@ from graphopt.tracing.known_functions import (
     of_floats,
 )
 from graphopt.tracing.known_texts import KnownTexts, hands_on
-from graphopt.tracing.later import (
-    ESCAPED,
-    Later,
-    applied,
-    are_numbers,
-    argument,
-    as_later,
-    containers_in,
+from graphopt.tracing.later import ESCAPED, Later, applied, are_numbers, argument, as_later
+from graphopt.tracing.later_values import (
     holds_later,
     holds_unknown,
     is_later,
     is_later_text,
-    leaves_in,
     letters,
 )
 from graphopt.tracing.live_arrays import FedItems, LiveArrays
+from graphopt.tracing.nests import containers_within, leaves_in
 from graphopt.tracing.number_functions import numpy_float64
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.numpy_lists import of_list
@@ -260,7 +254,7 @@ class Laters(KnownTexts):
 
     def _reads(self, values: Any, line: SourceLine) -> None:
         """The step computes of what is in these values."""
-        for value in containers_in(values):
+        for value in containers_within(values):
             if self._record.is_outside(value) and not self.is_kept(value):
                 path = self._record.path(value, type(value).__name__)
                 self._record.contents(value, path, line)
@@ -275,8 +269,11 @@ class Laters(KnownTexts):
             return Method(callee.__name__)
         if callee in (len, bool) and args and self.is_kept(args[0]):
             return None  # an input of the graph
+        if kind is str and callee.__name__ == "join":
+            kept = self.is_kept(args[-1]) or type(args[-1]) is Later
+            return Method("join") if kept or type(args[0]) is Later else None
         if kind is str or (kind in (list, deque) and callee.__name__ in OF_LISTS):
-            return None if callee.__name__ == "join" else Method(callee.__name__)
+            return Method(callee.__name__)
         if is_in(callee, FUNCTIONS) or makes_tensor(callee):
             return callee  # type: ignore[no-any-return]
         if any(is_of(callee, module) for module in MODULES):
@@ -305,6 +302,8 @@ class Laters(KnownTexts):
             args = [self.known(each) for each in args]
         if name == "join" and args and is_later_text(args[-1]):
             args = [*args[:-1], letters(args[-1])]
+        if name == "join" and args and self._has_pieces(args[-1]):
+            args = [*args[:-1], [self._joinable(each) for each in args[-1]]]
         if name in ("extend", "extendleft") and is_later(args[-1]):
             return [*args[:-1], list(as_later(args[-1]))]
         if callee is range:
@@ -320,6 +319,16 @@ class Laters(KnownTexts):
         if hands_on(callee):
             return args
         return [self.exact(each) for each in args]
+
+    def _has_pieces(self, value: Any) -> bool:
+        """Whether the step has made a list or tuple of texts that only Python computes."""
+        if type(value) not in (list, tuple) or self._record.is_outside(value):
+            return False
+        return any(type(each) is Later for each in value)
+
+    def _joinable(self, piece: Any) -> Any:
+        """A piece of a text that only Python computes, as a text; another one itself."""
+        return self.text(Later("".join, ([piece],))) if type(piece) is Later else piece
 
     def is_kept(self, value: Any, rows: bool = False) -> bool:
         """Whether a value is a list or a queue of numbers and texts outside, to which the step has

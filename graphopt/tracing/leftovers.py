@@ -8,7 +8,7 @@ or a flag of an object, is made to be once the step is captured, as an eager cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +25,8 @@ from graphopt.tracing.nests import parts
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.steps import not_repeated
+from graphopt.tracing.outside.unrepeated import LeftPlace
 from graphopt.tracing.reachable import reachable
 from graphopt.tracing.running_trace import has_piece
 
@@ -193,9 +195,9 @@ def left_by_branches(
     """Why a step that decides by values is not captured as it is. Plain values that it leaves where
     it has read something else, such as a flag, each call is to put there, whichever branch it
     takes; anything else would happen at capture only."""
-    if record.unrepeated.left:
-        places = [CarriedPlace(*each, counted=True) for each in record.unrepeated.left]
-        return MoreInputs(Besides(carried=places))
+    told = left_for_each_call(record.unrepeated.left)
+    if told is not None:
+        return told
     what, line = effects.first_change(record)
     return CaptureError(
         f"it decides by the value of a tensor, and changes {what} outside the model, which"
@@ -204,6 +206,32 @@ def left_by_branches(
         hint="do it behind the step, or let a function do it that is called in every step:"
         " graphopt.callback(rows.clear)",
     )
+
+
+def left_for_each_call(left: Iterable[LeftPlace]) -> MoreInputs | None:
+    """Let each call put plain values into places in which a trace leaves them; None where there are
+    none."""
+    places = [
+        CarriedPlace(each.path, each.place, counted=True) for each in left if each.may_be_told
+    ]
+    return MoreInputs(Besides(carried=places)) if places else None
+
+
+def check_left(effects: OutsideChanges, record: Record) -> None:
+    """Values are left behind by the call of a trace alone: none may be lost, as in an object among
+    the arguments, which is put back by itself.
+
+    Raises:
+        CaptureError: one is lost.
+        MoreInputs: a plain one, which each call is to put there.
+    """
+    changed = {id(change.changed) for change in effects.changes}
+    lost = [each for each in record.unrepeated.left if id(each.place.holder) not in changed]
+    told = left_for_each_call(lost)
+    if told is not None:
+        raise told
+    for each in lost:
+        raise not_repeated(each.path, each.line)
 
 
 def _new_values(change: ObjectChange) -> Iterator[Any]:

@@ -32,7 +32,9 @@ from graphopt.tracing.draws.arguments import Method, is_known
 from graphopt.tracing.draws.items import LiveItems
 from graphopt.tracing.draws.live import is_array, place_of
 from graphopt.tracing.host_numbers import is_host_number
-from graphopt.tracing.later import Later, argument, as_later, holds_unknown, leaves_in
+from graphopt.tracing.later import Later, argument, as_later
+from graphopt.tracing.later_values import holds_unknown
+from graphopt.tracing.nests import leaves_in
 from graphopt.tracing.number_expressions import Leaf
 from graphopt.tracing.numbers import refusal
 from graphopt.tracing.outside.places import OutsidePlace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +10,8 @@ Path = tuple[Any, ...]
 """Positions and keys that lead from `(args, kwargs)` to a container."""
 
 _TABLES = frozenset({dict, OrderedDict, defaultdict})
+_NESTS = frozenset({list, tuple, dict})
+_CONTAINERS = (list, dict, set, deque)
 
 
 def parts(value: Any, is_nest: Callable[[Any], bool]) -> Iterator[Any]:
@@ -27,6 +29,20 @@ def parts(value: Any, is_nest: Callable[[Any], bool]) -> Iterator[Any]:
             seen.add(id(each))
             yield each
             pending.extend(each.values() if isinstance(each, dict) else each)
+
+
+def containers_within(value: Any) -> list[Any]:
+    """A list, queue, dictionary or set, or those in lists, tuples and dictionaries."""
+    return [each for each in parts(value, _is_plain_nest) if isinstance(each, _CONTAINERS)]
+
+
+def leaves_in(value: Any) -> Iterator[Any]:
+    """A value, or those in lists, tuples and dictionaries."""
+    return (each for each in parts(value, _is_plain_nest) if not _is_plain_nest(each))
+
+
+def _is_plain_nest(value: Any) -> bool:
+    return type(value) in _NESTS
 
 
 def containers_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Any]]:

@@ -18,7 +18,8 @@ import torch
 from graphopt import _compat
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.known_functions import MAKING_TENSORS, is_in
-from graphopt.tracing.later import is_later, leaves_in
+from graphopt.tracing.later_values import is_later
+from graphopt.tracing.nests import leaves_in
 from graphopt.tracing.number_functions import OF_FLOATS_IN_NUMPY, numpy_float64
 from graphopt.tracing.numbers import (
     SYMBOLIC,

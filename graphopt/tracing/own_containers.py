@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from graphopt.host.held import holds_same
-from graphopt.tracing.later import containers_in
+from graphopt.tracing.nests import containers_within
 
 
 class _Given:
@@ -33,7 +33,7 @@ class OwnContainers:
     def add(self, values: Iterable[Any]) -> None:
         """The step gives these, or what is in them."""
         for value in values:
-            containers = containers_in(value)
+            containers = containers_within(value)
             own = containers[:1] if containers and containers[0] is value else []
             self._given += map(_Given, own)
             self._inner += map(_Given, containers[len(own) :])

@@ -33,9 +33,8 @@ from graphopt.tracing.draws.live import is_array, place_of
 from graphopt.tracing.draws.on_host import grows, is_immutable_number
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import is_exact, may_be_input
-from graphopt.tracing.later import (
-    Later,
-    as_later,
+from graphopt.tracing.later import Later, as_later
+from graphopt.tracing.later_values import (
     holds_later,
     is_later,
     is_later_text,
@@ -52,6 +51,7 @@ from graphopt.tracing.outside.places import (
     same,
 )
 from graphopt.tracing.outside.record import Record, WrittenPlace
+from graphopt.tracing.outside.unrepeated import LeftPlace
 from graphopt.tracing.reachable import is_shared
 from graphopt.tracing.scheduled import is_scheduled
 from graphopt.tracing.signature import PlacedResult
@@ -193,9 +193,10 @@ def _leave(record: Record, written: WrittenPlace, value: Any) -> None:
     if same(written.before, value):
         record.holds(written.place, value, written.path, written.line)
     elif not _is_traced(value):
+        place = written.place
         record.unrepeated.add(written.path, written.line)
-        if is_plain(value) and written.place.is_written and not record.is_told(written.place):
-            record.unrepeated.left.append((written.path, written.place))
+        told_of = is_plain(value) and place.is_written and not record.is_told(place)
+        record.unrepeated.left.append(LeftPlace(written.path, place, written.line, told_of))
 
 
 def found_again(record: Record, container: Any) -> FollowedPlace | None:

@@ -19,10 +19,12 @@ from graphopt.tracing.draws.taking import IteratorOfCall
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.inputs import Inputs, is_exact, is_number
-from graphopt.tracing.later import Later, as_later, holds_later, is_later, is_numpy_of_tensor
+from graphopt.tracing.later import Later, as_later
+from graphopt.tracing.later_values import holds_later, is_later
 from graphopt.tracing.lost_history import has_history
 from graphopt.tracing.made_containers import constant_with
 from graphopt.tracing.marks import AttributeChange
+from graphopt.tracing.named_calls import is_numpy_of_tensor
 from graphopt.tracing.number_expressions import Leaf
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.obtained import ObtainedValues

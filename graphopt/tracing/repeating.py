@@ -10,6 +10,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.compare import GraphDifference, first_difference
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.first_call import gives_alike
+from graphopt.tracing.leftovers import check_left
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import unchanged
 from graphopt.tracing.reduction import UnagreedParameterError
@@ -30,6 +31,7 @@ def repeated(
     if second is not None and _repeats(raw, second):
         return raw, unchanged(second.outside), complete(raw)
     if raw.effects and _leaves_else(raw, second):
+        check_left(raw.effects, raw.outside)
         return raw, raw.outside, False
     third = retrace()
     if _repeats(third, second):
@@ -39,6 +41,7 @@ def repeated(
     if raw.effects and (second is None or not second.effects):
         difference = _difference_once(raw, second, third, retrace)
         if difference is None:
+            check_left(third.effects, third.outside)
             return third, third.outside, False
     else:
         assert second is not None

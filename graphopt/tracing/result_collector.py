@@ -71,6 +71,7 @@ class Ran(NamedTuple):
         outside: what it has left outside its arguments.
         given: what it has changed in lists and dictionaries among its arguments.
         rebinding: what it has done with `.data`.
+        told: what it has left in attributes, with objects of which is told what they are.
     """
 
     returned: list[Any]
@@ -79,6 +80,7 @@ class Ran(NamedTuple):
     outside: LeftOutside
     given: list[ContainerChange]
     rebinding: Rebinding
+    told: list[AttributeChange]
 
 
 class ResultCollector:

@@ -10,6 +10,7 @@ import copy
 import functools
 import io
 import logging
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,7 +23,9 @@ from graphopt.ir.source import SourceLine
 from graphopt.tracing.callback import record as record_call
 from graphopt.tracing.computations import nest_of
 from graphopt.tracing.draws.arguments import is_known
-from graphopt.tracing.later import Later, Named, argument, holds_unknown, is_later, refuse_keys
+from graphopt.tracing.later import Later, argument
+from graphopt.tracing.later_values import holds_unknown, is_later, refuse_keys
+from graphopt.tracing.named_calls import Named
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
@@ -136,7 +139,17 @@ def hand_on(record: Record, caller: Any, function: Any, /, *args: Any, **options
 
     Args:
         caller: calls it, given the function, names for its last arguments, and all arguments.
+
+    Raises:
+        CaptureError: the step has sent elsewhere what is shown.
     """
+    if (sys.stdout, sys.stderr) != record.shown_on:
+        raise refusal(
+            "it shows something where it has put another file in place of sys.stdout or sys.stderr"
+            ", and each call shows it when its graph has run",
+            "make the text itself, text = f'loss {loss.item():.3f}'; or show it in a function that"
+            " is called in every step, and redirects it: graphopt.callback(function, loss)",
+        )
     given = [_given(record, arg) for arg in (*args, *options.values())]
     nests = [nest_of(arg) if holds_unknown(arg, of_host=True) else arg for arg in given]
     call = HostCall(functools.partial(caller, function, tuple(options)), nests)

@@ -25,7 +25,8 @@ import torch
 
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.later import argument, is_later
+from graphopt.tracing.later import argument
+from graphopt.tracing.later_values import is_later
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.opened_files import OpenedFiles
 from graphopt.tracing.outside.places import OutsidePlace, is_value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -40,12 +40,12 @@ from graphopt.tracing.host_view import HostView
 from graphopt.tracing.inference import inference_as_no_grad
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber
 from graphopt.tracing.keyed import identified, keyed_by_stand_ins
-from graphopt.tracing.later import refuse_keys
+from graphopt.tracing.later_values import refuse_keys
 from graphopt.tracing.laters import Laters
 from graphopt.tracing.leftovers import HostState
 from graphopt.tracing.lengths import Lengths
 from graphopt.tracing.made_arrays import MadeArrays
-from graphopt.tracing.marks import AttributeChange, Marks, marks_kept
+from graphopt.tracing.marks import Marks, marks_kept
 from graphopt.tracing.noticed_steps import notice_steps
 from graphopt.tracing.number_lists import NumberLists, places_of_lists
 from graphopt.tracing.numpy_lists import of_list, of_sequence
@@ -66,6 +66,7 @@ from graphopt.tracing.saved_files import SavedFiles
 from graphopt.tracing.scaling import TracedScaling
 from graphopt.tracing.scheduled import computing
 from graphopt.tracing.schedulers import TracedSchedulers
+from graphopt.tracing.shared_by_ranks import SharedByRanks
 from graphopt.tracing.shared_memory import refuse_written
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.stand_ins import arguments_of, stand_ins_of
@@ -107,6 +108,11 @@ class StepRun:
         self._caching = torch.is_autocast_cache_enabled()
         self._alone = communication is None and _compat.rank_among_several() is None
         self._tagger = Tagger({module: name for name, module in call.named_submodules()})
+        self._shared: SharedByRanks | None = None
+        if communication is not None:
+            self._shared = SharedByRanks(
+                *(communication, call, inputs, self._tagger), lambda: self.made.decider
+            )
         of_step = (ArgumentNumber, PlacedNumber)
         given = {i for i, n in enumerate(inputs.hyperparameters) if isinstance(n, of_step)}
         self.made = ObtainedValues(self._tagger, given)
@@ -127,12 +133,10 @@ class StepRun:
         self.used: tuple[str, ...] = ()
         self.kept_numbers: set[int] = set()
         self.gradients_first = False
-        self._marker: reduction.GradientMarker | None = None
         self._arrays: dict[int, Any] = {}
         self._lists = NumberLists(())
         self._scheduled: list[Optimizer] = []
         self._left: dict[int, Any] = {}
-        self._objects: dict[tuple[int, str], AttributeChange] = {}
         self._view: HostView
         self._schedulers: TracedSchedulers
 
@@ -154,7 +158,8 @@ class StepRun:
             stack.enter_context(values_inserted(self._call.besides, self.made.calls, self._inputs))
             self._arrays = given_arrays(self._call, self._inputs, self.made.calls)
             marks, held = Marks(self._call, self._inputs, traced), HeldBefore(self._call)
-            self._marker = self._gradient_marker(traced)
+            if self._shared is not None:
+                self._shared.begin(traced)
             self._view = HostView(
                 *(self._call, self._inputs, traced, self.outside), held.tables, held.groups
             )
@@ -254,9 +259,8 @@ class StepRun:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             yield functional_collectives()
         yield identified(self.outside.stands_for)
-        if self._marker is not None:
-            yield self._marker.watching()
-            yield self._buffers_marked()
+        if self._shared is not None:
+            yield from self._shared.running()
 
     # ------------------------------------------------------------------ the step
 
@@ -306,11 +310,9 @@ class StepRun:
                 self._give(returned)
                 self.outside.laters.arrays.finish()
                 outside = self._left_outside(traced, held, draws)
-                self._objects = {
-                    (id(change.table), change.key): told
-                    for change in held.changes()
-                    if (told := attribute_told(self.outside, change, self._left)) is not change
-                }
+                told = [
+                    attribute_told(self.outside, change, self._left) for change in held.changes()
+                ]
             self.gradients_first = redirect.gradients_first
         rebinding.finish()
         if self.made.refused is not None:
@@ -320,7 +322,7 @@ class StepRun:
         self._left = {}
         changes = list(given.changes())
         pin_changes(self.outside, changes)
-        return Ran(*flat, stepped, outside, changes, rebinding)
+        return Ran(*flat, stepped, outside, changes, rebinding, told)
 
     def _needs_lists(self, places: frozenset[Hashable]) -> None:
         self.finder.found.whole_lists |= places
@@ -377,8 +379,8 @@ class StepRun:
 
     def _mark(self) -> None:
         """Mark the gradients that are there."""
-        if self._marker is not None:
-            self._marker.mark_ready()
+        if self._shared is not None:
+            self._shared.mark()
 
     # ------------------------------------------------------------------ what it leaves
 
@@ -444,8 +446,8 @@ class StepRun:
             left=ran.outside.made,
         )
         collector = ResultCollector(self._call, self._inputs, traced, recipes)
-        objects, self._objects = self._objects, {}
-        left = (objects.get((id(each.table), each.key), each) for each in held.left())
+        told = {(id(each.table), each.key): each for each in ran.told if each.is_told}
+        left = (told.get((id(each.table), each.key), each) for each in held.left())
         signature = self.signature = collector.collect(ran, left, counted)
         pin_left(self.outside, (each.recipe for each in signature.attributes))
         pin_held(self.outside, self._call.objects, (table for table, _ in held.tables))
@@ -459,56 +461,5 @@ class StepRun:
         signature.rebound.update(recipes.computed(rebinding.rebound))
         marks.put_back()
         self.kept_numbers = recipes.numbers
-        self.used = () if self._marker is None else tuple(self._marker.used)
-        self._marker = None  # which holds gradients
+        self.used = () if self._shared is None else self._shared.finish()
         return recipes.results
-
-    # ------------------------------------------------------------------ several ranks
-
-    def _gradient_marker(self, traced: Traced) -> reduction.GradientMarker | None:
-        if self._communication is None:
-            return None
-        return reduction.GradientMarker(
-            parameters={e.fqn: traced.by_id[id(e.tensor)] for e in self._inputs.parameters},
-            roots=reduction.roots_of_parameters(self._call, self._inputs),
-            group=self._communication.group,
-            tagger=self._tagger,
-            agreed=self._communication.agreed,
-            ask=self._used_anywhere,
-            accumulated=self._communication.accumulated,
-            persistent=frozenset(id(gradient) for gradient in traced.gradients.values()),
-        )
-
-    def _used_anywhere(
-        self, positions: Sequence[int], sent: Sequence[torch.Tensor]
-    ) -> Sequence[int]:
-        """Which parameters that this rank does not use are used by another one."""
-        agreed = self._communication and self._communication.agreed
-        assert agreed and self.made.decider is not None
-        anywhere = agreed.anywhere or ()
-        likely = tuple(int(agreed.names[position] in anywhere) for position in positions)
-        return self.made.decider.used(positions, sent, likely)
-
-    @contextmanager
-    def _buffers_marked(self) -> Iterator[None]:
-        """While active, a root module's forward begins with buffers that the ranks share."""
-        communication = self._communication
-        assert communication is not None
-        if not communication.parallel.broadcast_buffers:
-            yield
-            return
-
-        def mark(module: torch.nn.Module, args: Any) -> None:
-            names = (name for name, _ in module.named_buffers())
-            with torch.no_grad(), self._tagger.sending(*names):
-                reduction.mark_buffers(module, communication.group)
-
-        handles = [
-            root.register_forward_pre_hook(mark, prepend=True)
-            for _, root in self._call.named_roots()
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()

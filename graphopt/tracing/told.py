@@ -12,14 +12,8 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.draws.arguments import is_known
-from graphopt.tracing.later import (
-    Later,
-    as_later,
-    holds_later,
-    is_later,
-    is_later_text,
-    refuse_keys,
-)
+from graphopt.tracing.later import Later, as_later
+from graphopt.tracing.later_values import holds_later, is_later, is_later_text, refuse_keys
 from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.places import is_value

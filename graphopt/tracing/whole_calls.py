@@ -35,7 +35,10 @@ from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.draws.generators import is_same_state
 from graphopt.tracing.draws.taken import saved_states
 from graphopt.tracing.known_functions import is_of_torch
-from graphopt.tracing.later import Named, containers_in, is_constant, is_later, leaves_in
+from graphopt.tracing.later import is_constant
+from graphopt.tracing.later_values import is_later
+from graphopt.tracing.named_calls import Named
+from graphopt.tracing.nests import containers_within, leaves_in
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
@@ -81,7 +84,7 @@ class WholeCalls:
             return None
         self._seen.add(site)
         if site not in self._tried and site not in self._showing and _shows(callee):
-            containers = [each for value in args for each in containers_in(value)]
+            containers = [each for value in args for each in containers_within(value)]
             fit = all(map(self._record.is_outside, containers))  # it may change one of the step's
             self._showing[site] = fit and self._used_by(callee, args) is not None
         uses = self._used_by(callee, args) if site in self._sites else None
@@ -188,7 +191,7 @@ class WholeCalls:
             return None
         outside = [each for each in leaves if not (is_constant(each) or _is_of_graph(each))]
         with without_overrides():
-            reach = reached_from(callee, [*outside, *containers_in(list(args))])
+            reach = reached_from(callee, [*outside, *containers_within(list(args))])
             worked_on = any(map(self._is_worked_on, reach.memories))
         if reach.is_trained or worked_on:
             return None
@@ -198,7 +201,7 @@ class WholeCalls:
     def _is_left(self, argument: Any) -> bool:
         """Whether the step only reads the containers outside in an argument, which are no parts of
         one that each call makes anew."""
-        containers = [each for each in containers_in(argument) if self._record.is_outside(each)]
+        containers = [each for each in containers_within(argument) if self._record.is_outside(each)]
         if any(map(self._record.is_changed, containers)):
             return False
         return not containers or self._record.is_outside(argument)

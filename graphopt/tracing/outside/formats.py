@@ -20,7 +20,9 @@ from typing import Any, NoReturn
 from graphopt.errors import GraphOptError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.kept_items import as_piece
-from graphopt.tracing.later import Later, holds_unknown, is_later, leaves_in
+from graphopt.tracing.later import Later
+from graphopt.tracing.later_values import holds_unknown, is_later
+from graphopt.tracing.nests import leaves_in
 from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.running_trace import BEGIN, current_trace

@@ -24,7 +24,7 @@ from graphopt.tracing.classes_asked import Classed, class_in_trace, is_of_trace
 from graphopt.tracing.draws.arguments import any_known, is_known, plain
 from graphopt.tracing.draws.live import is_array
 from graphopt.tracing.inputs import may_be_input
-from graphopt.tracing.later import is_later
+from graphopt.tracing.later_values import is_later
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside import kept_lists
 from graphopt.tracing.outside.accesses import OutsideAccess

@@ -10,7 +10,8 @@ import torch
 
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.kept_items import as_piece
-from graphopt.tracing.later import Later, is_later_text, letters
+from graphopt.tracing.later import Later
+from graphopt.tracing.later_values import is_later_text, letters
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.callees import NAMED_CALLS, Instruction
 from graphopt.tracing.outside.formats import Converted, formatting

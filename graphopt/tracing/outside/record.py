@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import types
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Set
@@ -64,6 +65,7 @@ class Record(OutsideReads):
         optimizers: whose state the step uses, by id.
         optimizers_read: ids of those whose parameter groups it reads.
         not_followed: what it has changed and read, where each call does not do that for itself.
+        shown_on: the files on which it would show something when it began.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Record(OutsideReads):
         self.times_written: Counter[tuple[Any, ...]] = Counter()
         self._left_in: dict[int, Any] = {}
         self.not_followed: list[ChangedContainer] = []
+        self.shown_on = sys.stdout, sys.stderr
 
     def finish(self) -> None:
         """The step is over: look for what it changed."""

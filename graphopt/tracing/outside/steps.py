@@ -139,14 +139,18 @@ def unchanged(record: Record) -> Record:
 def refuse_unrepeated(record: Record) -> None:
     """Refuse a step that changes what no later call would change again."""
     if record.unrepeated.first is not None:
-        what, line = record.unrepeated.first
-        raise CaptureError(
-            f"it changes {what} outside its arguments in a way that is not followed, which would"
-            " happen at capture only",
-            location=None if line is None else str(line),
-            hint="let a function do it that is called in every step: graphopt.callback(function),"
-            " or do it outside the step",
-        )
+        raise not_repeated(*record.unrepeated.first)
+
+
+def not_repeated(what: str, line: SourceLine | None) -> CaptureError:
+    """The refusal of a step that changes something as no later call would."""
+    return CaptureError(
+        f"it changes {what} outside its arguments in a way that is not followed, which would"
+        " happen at capture only",
+        location=None if line is None else str(line),
+        hint="let a function do it that is called in every step: graphopt.callback(function),"
+        " or do it outside the step",
+    )
 
 
 def _is_flag(value: Any) -> bool:

@@ -10,12 +10,27 @@ import inspect
 import sys
 import threading
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphopt import _compat
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside import native
+from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.source import current_user_line, frames, is_library_file
+
+
+class LeftPlace(NamedTuple):
+    """A place in which a trace leaves another value.
+
+    Attributes:
+        path: as a message calls it.
+        may_be_told: the value is a plain one, which each call may put there.
+    """
+
+    path: str
+    place: OutsidePlace
+    line: SourceLine | None
+    may_be_told: bool
 
 
 class Unrepeated:
@@ -27,7 +42,7 @@ class Unrepeated:
         once: no other trace changes that again.
         remembering: the code of functions with caches (`functools.lru_cache`) that the step calls.
         variables: context variables that the step has set and not set back, with where.
-        left: places in which it leaves plain values, each with its path: each call may do so.
+        left: places in which it leaves values that none of the traces has made for each call.
     """
 
     def __init__(self) -> None:
@@ -36,7 +51,7 @@ class Unrepeated:
         self.once = False
         self.remembering: set[types.CodeType] = set()
         self.variables: dict[Any, tuple[str, SourceLine]] = {}
-        self.left: list[tuple[str, Any]] = []
+        self.left: list[LeftPlace] = []
         self._lines: dict[int, tuple[str, SourceLine]] = {}
         self._locks: dict[int, tuple[Any, bool, str, SourceLine]] = {}
         self._arrays: dict[int, tuple[Any, Any, str, SourceLine]] = {}

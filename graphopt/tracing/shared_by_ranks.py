@@ -1,0 +1,105 @@
+"""The gradients and buffers of one traced step that several ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from graphopt.tracing.call import Call
+from graphopt.tracing.decisions import Decider
+from graphopt.tracing.inputs import Inputs
+from graphopt.tracing.reduction import (
+    GradientMarker,
+    MarkedCommunication,
+    mark_buffers,
+    roots_of_parameters,
+)
+from graphopt.tracing.substitute import Traced
+from graphopt.tracing.tagging import Tagger
+
+
+class SharedByRanks:
+    """Marks them while the step is traced.
+
+    Args:
+        communication: what is marked.
+        decider: asks whether other ranks use a parameter.
+    """
+
+    def __init__(
+        self,
+        communication: MarkedCommunication,
+        call: Call,
+        inputs: Inputs,
+        tagger: Tagger,
+        decider: Callable[[], Decider],
+    ) -> None:
+        self._communication, self._call, self._inputs = communication, call, inputs
+        self._tagger, self._decider = tagger, decider
+        self._marker: GradientMarker | None = None
+
+    def begin(self, traced: Traced) -> None:
+        """The step is to be run with these tensors."""
+        self._marker = GradientMarker(
+            parameters={e.fqn: traced.by_id[id(e.tensor)] for e in self._inputs.parameters},
+            roots=roots_of_parameters(self._call, self._inputs),
+            group=self._communication.group,
+            tagger=self._tagger,
+            agreed=self._communication.agreed,
+            ask=self._used_anywhere,
+            accumulated=self._communication.accumulated,
+            persistent=frozenset(id(gradient) for gradient in traced.gradients.values()),
+        )
+
+    def running(self) -> Iterator[AbstractContextManager[Any]]:
+        """What is so while the step runs."""
+        if self._marker is not None:
+            yield self._marker.watching()
+            yield self._buffers_marked()
+
+    def mark(self) -> None:
+        """Mark the gradients that are there."""
+        if self._marker is not None:
+            self._marker.mark_ready()
+
+    def finish(self) -> tuple[str, ...]:
+        """The step is over. Returns the parameters with marked gradients, in the order they were
+        ready."""
+        marker, self._marker = self._marker, None  # which holds gradients
+        return () if marker is None else tuple(marker.used)
+
+    def _used_anywhere(
+        self, positions: Sequence[int], sent: Sequence[torch.Tensor]
+    ) -> Sequence[int]:
+        """Which parameters that this rank does not use are used by another one."""
+        agreed = self._communication.agreed
+        assert agreed is not None
+        anywhere = agreed.anywhere or ()
+        likely = tuple(int(agreed.names[position] in anywhere) for position in positions)
+        return self._decider().used(positions, sent, likely)
+
+    @contextmanager
+    def _buffers_marked(self) -> Iterator[None]:
+        """While active, a root module's forward begins with buffers that the ranks share."""
+        communication = self._communication
+        if not communication.parallel.broadcast_buffers:
+            yield
+            return
+
+        def mark(module: torch.nn.Module, args: Any) -> None:
+            names = (name for name, _ in module.named_buffers())
+            with torch.no_grad(), self._tagger.sending(*names):
+                mark_buffers(module, communication.group)
+
+        handles = [
+            root.register_forward_pre_hook(mark, prepend=True)
+            for _, root in self._call.named_roots()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
