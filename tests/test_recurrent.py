@@ -21,7 +21,8 @@ class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
         super().__init__()
         self.rnn = kind(4, 6, batch_first=True, **options)
-        self.last = nn.Linear(12 if options.get("bidirectional") else 6, 3)
+        size = options.get("proj_size", 6)
+        self.last = nn.Linear(2 * size if options.get("bidirectional") else size, 3)
 
     def forward(self, x: Tensor, lengths: Any = None) -> Tensor:
         if lengths is None:
@@ -37,6 +38,10 @@ def whole(model: nn.Module, optimizer: Optimizer, x: Tensor, lengths: Any) -> An
 
 def packed(model: nn.Module, optimizer: Optimizer, x: Tensor, lengths: Any) -> Any:
     return finish(optimizer, model(x, lengths).square().mean())
+
+
+def packed_in_float64(model: nn.Module, optimizer: Optimizer, x: Tensor, lengths: Any) -> Any:
+    return finish(optimizer, model(x.double(), lengths).square().mean())
 
 
 def transcribed(model: nn.Module, optimizer: Optimizer, x: Tensor, lengths: Any) -> Any:
@@ -97,6 +102,20 @@ def test_lstm_by_onednn(options: dict[str, Any]) -> None:
 def test_packed_sequences(kind: type[nn.RNNBase]) -> None:
     lengths = [LENGTHS, LENGTHS, torch.tensor([3, 3, 6, 1]), LENGTHS]
     assert check(packed, lambda: Recurrent(kind, bidirectional=True), lengths) == 2
+
+
+@pytest.mark.parametrize("options", [{"num_layers": 2, "dropout": 0.3}, {"bidirectional": True}])
+def test_packed_sequences_of_one_length(options: dict[str, Any]) -> None:
+    """Torch gives them to oneDNN as sequences that are not packed, and those of others not."""
+    alike = torch.full((4,), 5)
+    lengths = [alike, LENGTHS, alike, torch.full((4,), 1)]
+    assert check(packed, lambda: Recurrent(nn.LSTM, **options), lengths) == 3
+
+
+def test_packed_sequences_of_one_length_that_onednn_does_not_take() -> None:
+    alike = [torch.full((4,), 5)] * 2
+    check(packed, lambda: Recurrent(nn.LSTM, proj_size=3, bidirectional=True), alike)
+    check(packed_in_float64, lambda: Recurrent(nn.LSTM).double(), alike)
 
 
 def test_lengths_in_a_list() -> None:

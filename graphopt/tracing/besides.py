@@ -14,7 +14,7 @@ themselves.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ class CarriedPlace(NamedTuple):
 
 
 class NumberBefore:
-    """Gives the number that was in a place when a call began.
+    """Gives the number, or the array, that was in a place when a call began.
 
     Args:
         path: how a message calls the place.
@@ -66,6 +66,10 @@ class NumberBefore:
         """A call begins. Returns the number."""
         self._value = self.place.now()
         return self._value
+
+    def is_array(self) -> bool:
+        """Whether there is an array."""
+        return isinstance(self.place.now(), Sized)
 
     def __call__(self) -> Any:
         return self._value
@@ -90,8 +94,8 @@ class Besides:
             is refused otherwise, for this reason.
         exchanged: dictionaries and sets, by id, in which stand-ins take the place of keys.
         carried: places in which the step finds a tensor or a number, and leaves another one.
-        on_host: places of numbers to which the step adds what only Python computes; none of
-            these is among `carried`.
+        on_host: places of numbers to which the step adds what only Python computes, and of arrays
+            in whose place it leaves those of other sizes; none of these is among `carried`.
         texts: places of texts that the program changes between calls; see
             `outside.changing_texts`.
         made: attributes that the first call gives tensors, which are among `tensors`: of which
@@ -139,6 +143,8 @@ class Besides:
     def joined(self, other: Besides) -> Besides:
         """All that is in either."""
         on_host = [*self.on_host, *other.on_host]
+        if self.plain_arrays or other.plain_arrays:
+            on_host = [each for each in on_host if not each.is_array()]
         of_host = {each.place.identity for each in on_host}
         carried = [*self.carried, *other.carried]
         if of_host:  # a key that is a number of the trace has no hash
@@ -220,6 +226,7 @@ class Finder:
 
     def __init__(self, record: Record, known: set[int], mode: Any, besides: Besides) -> None:
         self._carried, self._on_host = list(besides.carried), besides.on_host
+        self.plain_arrays = besides.plain_arrays
         self._record, self._known, self._mode = record, set(known), mode
         self._stand_ins: dict[int, torch.Tensor] = {}
         self._made: list[torch.Tensor] = []
@@ -283,7 +290,8 @@ class Finder:
         self.found.resized.append((tensor, shape))
 
     def on_host(self, path: str, place: OutsidePlace) -> None:
-        """The step adds what only Python computes to the number in a place."""
+        """The step adds what only Python computes to the number in a place, or leaves an array of
+        another size there."""
         self.found.on_host.append(NumberBefore(path, place))
 
     def shuffles(self) -> None:

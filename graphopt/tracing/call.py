@@ -292,7 +292,8 @@ def _key(key: object) -> str:
 
 
 def _check_module(name: str, module: nn.Module) -> None:
-    if isinstance(module, (DistributedDataParallel, TorchDataParallel)):
+    scatters = isinstance(module, TorchDataParallel) and module.device_ids  # else it only calls
+    if scatters or isinstance(module, DistributedDataParallel):
         raise CaptureError(
             f"{name} is wrapped in {type(module).__name__}",
             hint="pass the bare model (model.module); with graphopt.DataParallel(), the default"

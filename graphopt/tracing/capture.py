@@ -353,7 +353,7 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
         return extended
     elif _may_be_told(call, inputs):
         more = Besides(as_traced=error.reason)
-    elif array_arguments(call) or not all(each.counted for each in live_arrays(call.besides)):
+    elif _uses_arrays(call):
         more = Besides(plain_arrays=True, unfollowed=_alone(error))
     elif call.objects:
         more = Besides(whole_objects=True, unfollowed=_alone(error))
@@ -364,6 +364,13 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     extended = call.using(call.besides.joined(more))
     assert extended is not None, "what a trace has just used is alive"
     return extended
+
+
+def _uses_arrays(call: Call) -> bool:
+    """Whether there are arrays of which each call finds its own."""
+    if array_arguments(call) or any(each.is_array() for each in call.besides.on_host):
+        return True
+    return not all(each.counted for each in live_arrays(call.besides))
 
 
 def _with_whole_calls(call: Call, refusal: CaptureError) -> Call:

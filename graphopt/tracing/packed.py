@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
-from graphopt.tracing.recurrent import KERNELS
+from graphopt.tracing import recurrent
 
 _PACK, _PAD = "_pack_padded_sequence", "_pad_packed_sequence"
 
@@ -34,7 +34,7 @@ class Packing:
     def takes(self, function: Any, args: Sequence[Any]) -> bool:
         """Whether a torch function reads lengths."""
         name = getattr(function, "__name__", "")
-        if name in KERNELS:  # the packed form has the sizes of its batches second
+        if name in recurrent.KERNELS:  # the packed form has the sizes of its batches second
             return len(args) > 2 and isinstance(args[1], torch.Tensor) and args[1].dim() == 1
         return name in (_PACK, _PAD)
 
@@ -49,7 +49,10 @@ class Packing:
             return self._packed(*args, **kwargs)
         if name == _PAD:
             return self._padded(*args, **kwargs)
-        return function(args[0], self._real(args[1]), *args[2:], **kwargs)
+        data, sizes, others = args[0], self._real(args[1]), args[2:]
+        if name == "lstm" and recurrent.takes_as_padded(data, sizes.tolist(), others[0]):
+            return _of_equal_lengths(function, data, len(sizes), others, kwargs)
+        return function(data, sizes, *others, **kwargs)
 
     def _packed(self, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
         known = self._values(lengths)
@@ -104,6 +107,17 @@ class Packing:
         values = self._values(batch_sizes)
         with _compat.without_modes():
             return torch.tensor(values, device="cpu")
+
+
+def _of_equal_lengths(
+    function: Any, data: torch.Tensor, steps: int, others: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """What torch's kernel does with sequences of one length: as with those that are not packed."""
+    batch = data.shape[0] // steps
+    padded, (given, *others) = data.reshape(steps, batch, data.shape[1]), others
+    begun = [each.view(each.shape[0], batch, each.shape[2]) for each in given]  # plain sizes
+    output, *states = function(padded, begun, *others, False, **kwargs)
+    return output.reshape(data.shape[0], output.shape[2]), *states
 
 
 def _check_lengths(lengths: Sequence[int], x: torch.Tensor, batch_first: bool) -> None:

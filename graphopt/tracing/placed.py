@@ -30,7 +30,7 @@ from graphopt.host.changes import MUTABLE
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.draws.live import is_array, place_of
-from graphopt.tracing.draws.on_host import is_immutable_number
+from graphopt.tracing.draws.on_host import grows, is_immutable_number
 from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import is_exact, may_be_input
 from graphopt.tracing.later import Later, as_later
@@ -136,10 +136,13 @@ class _Places:
         if record.depends_on(place) and not alone:
             changed = type(before) is list and record.is_changed(before)
             used = place.identity in record.used_counts  # and set to what it was, perhaps
-            if not changed and note_counted(self.finder, written.path, place, before, value, used):
+            of_host = not self.finder.plain_arrays and grows(before, value)
+            if not (changed or of_host) and note_counted(
+                self.finder, written.path, place, before, value, used
+            ):
                 place.write(before)  # the step is traced anew, and not everything is put back
                 return None
-            of_host = is_immutable_number(before) and _is_of_host(before, value)
+            of_host |= is_immutable_number(before) and _is_of_host(before, value)
             known = not isinstance(place.key, SYMBOLIC)
             if of_host and known and not record.is_input(place):
                 self.finder.on_host(written.path, place)

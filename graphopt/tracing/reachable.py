@@ -54,6 +54,9 @@ _LEFT_ALONE = frozenset(
 """Packages of objects that other threads work with."""
 _OF_COMPILERS = ("torch.fx.", "torch._subclasses.", "torch._dynamo.", "torch._functorch.")
 """Modules of objects that hold what torch knows of graphs and fake tensors."""
+_OF_MODES = frozenset({"torch.amp.autocast_mode", "torch.cuda.amp.autocast_mode",
+                       "torch.cpu.amp.autocast_mode", "torch.autograd.grad_mode"})  # fmt: skip
+"""Modules of objects that note in themselves which mode was on before they were entered."""
 _NOT_ENTERED = _LEFT_ALONE | {
     "logging",
     "io",
@@ -331,7 +334,9 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 
 def _is_entered(kind: type) -> bool:
     name = kind.__module__
-    return name.partition(".")[0] not in _NOT_ENTERED and not name.startswith(_OF_COMPILERS)
+    if name in _OF_MODES or name.startswith(_OF_COMPILERS):
+        return False
+    return name.partition(".")[0] not in _NOT_ENTERED
 
 
 def _file_of(kind: type) -> str | None:

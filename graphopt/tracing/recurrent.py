@@ -12,7 +12,8 @@ here the operator does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +54,45 @@ def is_on_cudnn(function: Any, args: Sequence[Any]) -> bool:
         return False
     backend = torch.backends.cudnn
     return bool(args[0].device.type == "cuda" and backend.enabled and backend.is_available())
+
+
+def takes_as_padded(data: torch.Tensor, sizes: Sequence[int], states: Sequence[Any]) -> bool:
+    """Whether torch gives an LSTM's packed sequences to oneDNN, which it does where all have one
+    length, where it gives it those that are not packed.
+
+    Args:
+        data: the rows of all steps.
+        sizes: how many of them each step has.
+        states: the hidden state and that of the cells.
+    """
+    is_projected = states[0].shape[2] != states[1].shape[2]
+    if len(set(sizes)) != 1 or is_projected or data.device.type != "cpu":
+        return False
+    enabled = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return bool(enabled) and data.dtype in _OF_ONEDNN and _packed_by_onednn()
+
+
+_OF_ONEDNN = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+@functools.cache
+def _packed_by_onednn() -> bool:
+    """Whether this torch does so, as what it does without a graph shows."""
+    with _compat.without_modes(), torch.enable_grad():
+        rows, state = torch.zeros(1, 1, requires_grad=True), torch.zeros(1, 1, 1)
+        weights = [torch.zeros(4, 1)] * 2
+        settings = (False, 1, 0.0, False, False)
+        found = torch.lstm(
+            rows, torch.ones(1, dtype=torch.int64), (state, state), weights, *settings
+        )
+        kinds = {type(each).__name__ for each in _behind(found[0].grad_fn)}
+    return any(kind.startswith("Mkldnn") for kind in kinds)
+
+
+def _behind(function: Any) -> Iterator[Any]:
+    yield function
+    for further, _ in function.next_functions if function is not None else ():
+        yield from _behind(further)
 
 
 def refused(function: Any) -> CaptureError:

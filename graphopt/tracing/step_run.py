@@ -29,7 +29,7 @@ from graphopt.tracing.decisions import Decider
 from graphopt.tracing.draws.calls import Substitutes
 from graphopt.tracing.draws.given_arrays import given_arrays
 from graphopt.tracing.draws.live import insert_arrays, live_arrays, refuse_changed
-from graphopt.tracing.draws.on_host import numbers_inserted
+from graphopt.tracing.draws.on_host import values_inserted
 from graphopt.tracing.draws.picked import StoredItem
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.draws.rows import Row
@@ -156,7 +156,7 @@ class StepRun:
             self._lists.begin()
             self.outside.number_lists = self._lists.known
             insert_arrays(self._call.besides, self.made.calls, self._inputs)
-            stack.enter_context(numbers_inserted(self._call.besides, self.made.calls))
+            stack.enter_context(values_inserted(self._call.besides, self.made.calls, self._inputs))
             self._arrays = given_arrays(self._call, self._inputs, self.made.calls)
             marks, held = Marks(self._call, self._inputs, traced), HeldBefore(self._call)
             if self._shared is not None:

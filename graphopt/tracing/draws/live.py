@@ -18,7 +18,7 @@ import torch
 from graphopt import _compat
 from graphopt._compat.late import alias_of
 from graphopt.tracing.besides import Besides, CarriedPlace
-from graphopt.tracing.draws.arguments import Method, kind_of_array
+from graphopt.tracing.draws.arguments import Known, Method, kind_of_array
 from graphopt.tracing.draws.arrays import HostArray, HostBool
 from graphopt.tracing.draws.memory import OfTensors
 from graphopt.tracing.draws.recorder import HostCalls
@@ -84,22 +84,31 @@ def insert_arrays(besides: Besides, calls: HostCalls, inputs: Inputs) -> None:
     Raises:
         CaptureError: one lies in the memory of a tensor of the model.
     """
-    tensors = [entry.tensor for entry in inputs.module_tensors]
     for path, place, _ in live_arrays(besides):
-        found = calls.found(ArrayIn(place), (), path)
+        found = found_in(place, path, calls, inputs)
         kind = Application(kind_of_array, (found.expression,))
         calls.by_value(kind, kind_of_array(found.plain))
-        lies_in = LiesInModel(tensors)
-        with _compat.without_modes():
-            shared = lies_in.searched(found.plain)
-        calls.by_value(Application(lies_in, (found.expression,)), False)
-        if shared:
-            raise calls.refused(
-                f"it reads {path}, an array that lies in the memory of a tensor of the model",
-                "read the tensor itself, or keep a copy: tensor.numpy().copy()",
-            )
-        calls.memory.add_outside(found.plain)
         place.write(calls.given(found))
+
+
+def found_in(place: OutsidePlace, path: str, calls: HostCalls, inputs: Inputs) -> Known:
+    """The array in a place, which each call finds there before its graph runs.
+
+    Raises:
+        CaptureError: it lies in the memory of a tensor of the model.
+    """
+    found = calls.found(ArrayIn(place), (), path)
+    lies_in = LiesInModel([entry.tensor for entry in inputs.module_tensors])
+    with _compat.without_modes():
+        shared = lies_in.searched(found.plain)
+    calls.by_value(Application(lies_in, (found.expression,)), False)
+    if shared:
+        raise calls.refused(
+            f"it reads {path}, an array that lies in the memory of a tensor of the model",
+            "read the tensor itself, or keep a copy: tensor.numpy().copy()",
+        )
+    calls.memory.add_outside(found.plain)
+    return found
 
 
 class LiesInModel(OfTensors):
