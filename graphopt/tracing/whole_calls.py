@@ -235,11 +235,11 @@ def _whole(function: Any, names: tuple[str, ...], *args: Any) -> None:
         GraphOptError: it does what only a function may do that is followed.
     """
     tensors = [each for each in leaves_in(list(args)) if isinstance(each, torch.Tensor)]
-    versions, states = [each._version for each in tensors], saved_states()
+    versions, states = [_compat.version_of(each) for each in tensors], saved_states()
     Named(function, names)(*found(args))
     pairs = zip(saved_states(), states, strict=True)
     drawn = not all(is_same_state(now[1], then[1]) for now, then in pairs)
-    if drawn or versions != [each._version for each in tensors]:
+    if drawn or versions != [_compat.version_of(each) for each in tensors]:
         what = "draws random numbers" if drawn else "changes a tensor in place that it is given"
         raise GraphOptError(
             f"{name_of(function)}, which the step calls as a whole, {what}, which the captured step"

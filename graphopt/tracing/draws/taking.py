@@ -284,7 +284,7 @@ class TakenInTrace:
 
 def _version(tensor: torch.Tensor) -> int:
     """What counts the changes of a tensor. Those of inference mode have none."""
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if tensor.is_inference() else _compat.version_of(tensor)
 
 
 class Steps:
