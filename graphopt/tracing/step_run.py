@@ -71,7 +71,7 @@ from graphopt.tracing.shared_by_ranks import SharedByRanks
 from graphopt.tracing.shared_memory import refuse_written
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.stand_ins import arguments_of, stand_ins_of
-from graphopt.tracing.substitute import Traced, insert
+from graphopt.tracing.substitute import Traced, has_left_over, insert
 from graphopt.tracing.tagging import Tagger, tagged
 from graphopt.tracing.told import attribute_told
 from graphopt.tracing.whole_calls import WholeCalls
@@ -152,6 +152,8 @@ class StepRun:
                 (entry.tensor, traced.by_id[id(entry.tensor)]) for entry in self._inputs.parameters
             )
             self._lists = NumberLists(places_of_lists(self._inputs))
+            optimizers = self._call.optimizer_objects()
+            self.outside.left_over = frozenset(map(id, filter(has_left_over, optimizers)))
             insert(self._call, self._inputs, traced)
             self._lists.begin()
             self.outside.number_lists = self._lists.known

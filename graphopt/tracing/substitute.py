@@ -237,6 +237,12 @@ def _traced_state(
     return state
 
 
+def has_left_over(optimizer: Optimizer) -> bool:
+    """Whether the state of an optimizer also holds that of parameters in none of its groups."""
+    grouped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return any(isinstance(key, torch.Tensor) and id(key) not in grouped for key in optimizer.state)
+
+
 def _stand_ins_in(key: Any, value: Any, traced: Traced) -> Any:
     """What stands for an entry of the state; for a nest of tensors, another one."""
     if not is_nest(value):

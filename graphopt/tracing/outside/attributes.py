@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import types
 import weakref
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt._compat.classes import is_made_by_statement
+from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, attributes_of
 from graphopt.tracing.outside.record import Record
@@ -42,10 +44,23 @@ def read_attribute(record: Record, value: Any, name: str, path: str, line: Sourc
     elif isinstance(value, Optimizer) and name in _WATCHED_OF_OPTIMIZERS:
         if name == "state" and record.is_outside(value):  # not one that the step has made
             record.optimizers[id(value)] = value
+            _refuse_left_over(record, value, path, line)
         elif name == "param_groups":
             record.optimizers_read.add(id(value))
     else:
         _of_object(record, value, name, path, line)
+
+
+def _refuse_left_over(record: Record, optimizer: Optimizer, path: str, line: SourceLine) -> None:
+    own = getattr(inspect.unwrap(getattr(type(optimizer), line.function, len)), "__code__", None)
+    by_itself = own is not None and own.co_filename == line.file
+    if id(optimizer) in record.left_over and not by_itself:  # which looks for its parameters there
+        raise CaptureError(
+            f"it uses {path}, which also holds state of a parameter that is in no group of the"
+            " optimizer, and which a trace does not find there",
+            location=str(line),
+            hint="take it out when the parameter goes: optimizer.state.pop(parameter)",
+        )
 
 
 def read_method(record: Record, owner: type, name: str, line: SourceLine) -> None:

@@ -64,6 +64,7 @@ class Record(OutsideReads):
         times_written: how often the step has written to a place, by its identity.
         optimizers: whose state the step uses, by id.
         optimizers_read: ids of those whose parameter groups it reads.
+        left_over: ids of those whose state also holds that of parameters in none of their groups.
         not_followed: what it has changed and read, where each call does not do that for itself.
         shown_on: the files on which it would show something when it began.
     """
@@ -80,6 +81,7 @@ class Record(OutsideReads):
         self._places: dict[tuple[Any, ...], WrittenPlace] = {}
         self.optimizers: dict[int, Any] = {}
         self.optimizers_read: set[int] = set()
+        self.left_over: frozenset[int] = frozenset()
         self.modules: dict[int, tuple[str, torch.nn.Module]] = {}
         self.functions_of_torch: set[types.CodeType] = set()
         self.changed: tuple[Read, Any] | None = None
