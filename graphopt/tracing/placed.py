@@ -160,8 +160,8 @@ class _Places:
             return None  # which has been changed in place
         if value is before and (record.is_found_anew(place) or place_of(value) is not None):
             return None  # what each call finds stays there
-        in_place = isinstance(before, torch.Tensor) and value is self._stand_in(before)
-        in_place = in_place and id(value) not in self.gradients
+        found = isinstance(before, torch.Tensor) and value is self._stand_in(before)
+        in_place = found and id(value) not in self.gradients
         left = value if in_place else _left_by_each_call(record, written, value, self.made)
         if left is None and not holds_later(value):
             _leave(record, written, value)

@@ -263,10 +263,8 @@ class _Settings(dict[str, Any]):
         if is_number(value) or isinstance(value, SYMBOLIC) or is_switch(value):
             dict.__setitem__(self, key, value)
             return
-        if (
-            key in self and value is self[key]
-        ):  # what each call finds there is looked at in any case
-            return
+        if key in self and value is self[key]:
+            return  # what each call finds there is looked at in any case
         raise CaptureError(
             f"it changes {key!r} of an optimizer's parameter group",
             location=current_location(),

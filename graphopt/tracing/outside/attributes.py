@@ -52,9 +52,13 @@ def read_attribute(record: Record, value: Any, name: str, path: str, line: Sourc
 
 
 def _refuse_left_over(record: Record, optimizer: Optimizer, path: str, line: SourceLine) -> None:
-    own = getattr(inspect.unwrap(getattr(type(optimizer), line.function, len)), "__code__", None)
-    by_itself = own is not None and own.co_filename == line.file
-    if id(optimizer) in record.left_over and not by_itself:  # which looks for its parameters there
+    """Refuse to use all state where some is left over; the optimizer's own methods look for its
+    parameters there."""
+    if id(optimizer) not in record.left_over:
+        return
+    method = getattr(type(optimizer), line.function, None)
+    code = None if method is None else getattr(inspect.unwrap(method), "__code__", None)
+    if code is None or code.co_filename != line.file:
         raise CaptureError(
             f"it uses {path}, which also holds state of a parameter that is in no group of the"
             " optimizer, and which a trace does not find there",
