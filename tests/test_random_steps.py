@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -59,15 +60,24 @@ def run(seed: int, module: ModuleType, compiled: bool, capsys: Any) -> tuple[lis
     return found, ""
 
 
+def agrees(text: str, folder: Path, run: Callable[[ModuleType, bool], Any]) -> bool:
+    """Whether a program is captured; it does then what eager code does.
+
+    Args:
+        run: what each call leaves, and the class of the error that ends it; captured or not.
+    """
+    module = loaded(text, folder)
+    expected, ended = run(module, False)
+    found, refused = run(module, True)
+    assert found == expected[: len(found)], text
+    if refused != "CaptureError":
+        assert (len(found), refused) == (len(expected), ended), text
+    return refused != "CaptureError"
+
+
 def check(seed: int, folder: Path, capsys: Any) -> bool:
     """Whether it was captured."""
-    module = loaded(source(seed), folder)
-    expected, ended = run(seed, module, False, capsys)
-    found, refused = run(seed, module, True, capsys)
-    assert found == expected[: len(found)], source(seed)
-    if refused != "CaptureError":
-        assert (len(found), refused) == (len(expected), ended), source(seed)
-    return refused != "CaptureError"
+    return agrees(source(seed), folder, lambda *given: run(seed, *given, capsys))
 
 
 @pytest.mark.parametrize("number", range(4))

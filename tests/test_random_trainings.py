@@ -13,7 +13,7 @@ import torch
 
 import graphopt
 from random_trainings import Model, State, left, shown, source
-from test_random_steps import loaded
+from test_random_steps import agrees
 
 CALLS = 6
 
@@ -39,13 +39,7 @@ def run(module: ModuleType, compiled: bool) -> tuple[list[Any], str]:
 
 def check(seed: int, folder: Path) -> bool:
     """Whether it was captured."""
-    module = loaded(source(seed), folder)
-    expected, ended = run(module, False)
-    found, refused = run(module, True)
-    assert found == expected[: len(found)], source(seed)
-    if refused != "CaptureError":
-        assert (len(found), refused) == (len(expected), ended), source(seed)
-    return refused != "CaptureError"
+    return agrees(source(seed), folder, run)
 
 
 def test_few_random_trainings(tmp_path: Path) -> None:
