@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -315,3 +316,28 @@ def test_views_of_one_computed_tensor_are_read_as_they_are() -> None:
 
     for _ in range(2):
         assert torch.equal(step(torch.ones(2, 3)), (logs + logs[:1]).detach())
+
+
+def test_an_earlier_call_may_leave_a_view() -> None:
+    """Tacotron's decoder keeps what it computes, as views of lists of steps, and begins anew."""
+    trainer = Trainer()
+
+    def step(x: Tensor) -> Tensor:
+        hidden = trainer.model(x)
+        first, second = hidden.split(1, dim=1)
+        trainer.first, trainer.second = first.relu().unsqueeze(0), second
+        trainer.both = torch.stack([first, second]).transpose(0, 1)[1:]
+        trainer.update((trainer.first * second).sum() + trainer.both.square().sum())
+        return trainer.both.detach()
+
+    compiled = graphopt.compile(step)
+    for number in range(4):
+        batch = torch.full((4, 3), 0.1 * number)
+        twin = copy.deepcopy(trainer.model.state_dict())
+        found = compiled(batch)
+        kept = trainer.both.detach().clone(), copy.deepcopy(trainer.model.state_dict())
+        trainer.model.load_state_dict(twin)
+        expected = step(batch)
+        assert torch.equal(found, expected) and torch.equal(kept[0], expected)
+        for name, value in trainer.model.state_dict().items():
+            assert torch.equal(value, kept[1][name]), name

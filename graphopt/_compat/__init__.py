@@ -79,6 +79,7 @@ from graphopt._compat.modules import (
     own_modules,
     own_parameters,
     own_tables,
+    weights_of_layers,
 )
 from graphopt._compat.operators import (
     HigherOrderOperator,

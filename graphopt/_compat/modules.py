@@ -21,6 +21,13 @@ own_tables: attrgetter[tuple[dict[str, Any], ...]] = attrgetter(
 """The tables of a module itself, without those of the modules in it; all three together."""
 
 
+def weights_of_layers(module: nn.Module) -> list[Any]:
+    """The list in which a recurrent module keeps its weights besides: it is made anew by the next
+    forward that finds other weights than it holds. Empty for other modules."""
+    found = vars(module).get("_flat_weights") if isinstance(module, nn.RNNBase) else None
+    return found if type(found) is list else []
+
+
 def is_fsdp(module: nn.Module) -> bool:
     """FSDP's wrapper (FSDP1) or a module that `fully_shard` changed (FSDP2)."""
     if not dist.is_available():

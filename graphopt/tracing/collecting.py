@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
@@ -204,16 +205,21 @@ def _placeholders(tensors: list[ModuleTensor]) -> list[ModuleTensor | Storage]:
 def _states(call: Call, by_id: dict[int, ModuleTensor]) -> Iterator[StateTensor]:
     for index, optimizer in distinct_states(call.optimizer_objects()):
         prefix = call.names[call.optimizers[index]]
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                owner = by_id[id(parameter)]
-                for entry, value in optimizer.state.get(parameter, {}).items():
-                    for key, _ in tensors_of(entry, value):
-                        yield StateTensor(index, owner, key, f"{prefix}.{owner.fqn}.{key}")
+        for parameter in _distinct_parameters(optimizer):
+            owner = by_id[id(parameter)]
+            for entry, value in optimizer.state.get(parameter, {}).items():
+                for key, _ in tensors_of(entry, value):
+                    yield StateTensor(index, owner, key, f"{prefix}.{owner.fqn}.{key}")
         for none, entries in of_none(optimizer.state):
             for key, value in entries.items():
                 if isinstance(value, torch.Tensor):
                     yield StateTensor(index, none, key, _name_of_none(prefix, none, key))
+
+
+def _distinct_parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """The parameters of an optimizer, each once: a weight that layers share may be given twice."""
+    of_groups = (each for group in optimizer.param_groups for each in group["params"])
+    yield from {id(parameter): parameter for parameter in of_groups}.values()
 
 
 def _take_aliases(inputs: Inputs, call: Call) -> None:

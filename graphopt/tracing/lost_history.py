@@ -64,8 +64,9 @@ def marks_of(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """What an input of a step is traced as: itself, without a history."""
-    return tensor if tensor.grad_fn is None else tensor.detach()
+    """What an input of a step is traced as: itself, without a history, and no view where its
+    stand-in is to get one."""
+    return tensor.data if is_computed(tensor) else tensor
 
 
 def has_history(value: Any) -> bool:

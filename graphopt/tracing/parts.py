@@ -35,9 +35,9 @@ def refuse_overlaps(kinds: Iterable[tuple[Kind, str]], values: Sequence[torch.Te
     for (kind, fqn), tensor in zip(kinds, values, strict=True):
         if kind in _SHARING or tensor.numel() == 0:
             continue
-        place, others = _bytes_of(tensor), owners[_compat.storage_key(tensor)]
+        place, others = bytes_of(tensor), owners[_compat.storage_key(tensor)]
         for other, name in others:
-            if name != fqn and place.start < other.stop and other.start < place.stop:
+            if name != fqn and meet(place, other):
                 raise CaptureError(
                     f"{name} and {fqn} share storage",
                     hint="give one of them storage of its own (tensor.clone())",
@@ -63,11 +63,16 @@ def of_their_own(
     ]
 
 
-def _bytes_of(tensor: torch.Tensor) -> range:
+def bytes_of(tensor: torch.Tensor) -> range:
     """Where the elements of a tensor lie in its storage, from the first to the last."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     first, size = tensor.storage_offset(), tensor.element_size()
     return range(first * size, (first + last + 1) * size)
+
+
+def meet(one: range, other: range) -> bool:
+    """Whether two ranges of bytes have a byte in common."""
+    return one.start < other.stop and other.start < one.stop
 
 
 def _alike(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -12,7 +14,10 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import CaptureError, GraphOptError
 from graphopt.graph_utils import is_operator, same_kind, written
+from graphopt.ir.entries import list_call
 from graphopt.ir.metadata import known_value, source_line
+from graphopt.ir.operators import operator_of
+from graphopt.tracing.parts import bytes_of, meet
 
 aten = torch.ops.aten
 
@@ -36,13 +41,15 @@ def explained_at(node: fx.Node) -> Iterator[None]:
 def refuse_unusual_writes(node: fx.Node) -> None:
     """Refuse in-place operators that no copy into an input can stand for.
 
-    One is a change of an argument's own shape or strides. The other is writing to an expanded
+    One is a change of an argument's own shape or strides. Another is writing to an expanded
     tensor, some elements of which are one in memory: eager refuses most such operators, and lets
-    the order of its kernel decide in the others.
+    the order of its kernel decide in the others. A third is a list operator of which one entry
+    reads or writes what another one writes, such as a weight that is given twice.
     """
     if _is_view_in_place(node.target):
         _refuse_reshaped_input(node)
         return
+    _refuse_entries_in_order(node)
     for target in written(node):
         value = known_value(target)
         if is_expanded(value) and not is_operator(node.target, *_UNIFORM):
@@ -56,6 +63,30 @@ def expanded_write(node: fx.Node) -> CaptureError:
         location=str(source_line(node)),
         hint="write to a copy: tensor.clone()",
     )
+
+
+def _refuse_entries_in_order(node: fx.Node) -> None:
+    """Refuse a list operator whose entries depend on what its other entries write."""
+    call = list_call(node) if operator_of(node).writes else None
+    if call is None:
+        return
+    places: defaultdict[int, list[tuple[range, int, bool]]] = defaultdict(list)
+    for item in range(call.count):
+        changed = set(call.writes(item))
+        for source, at in call.reads(item):
+            value = known_value(source) if at is None else known_value(source)[at]
+            if isinstance(value, torch.Tensor) and value.numel():
+                there = places[_compat.storage_key(value)]
+                there.append((bytes_of(value), item, source in changed))
+    for there in places.values():
+        for (place, item, changes), (other, of_other, other_changes) in combinations(there, 2):
+            if item != of_other and (changes or other_changes) and meet(place, other):
+                raise CaptureError(
+                    f"{node.target} changes a tensor that stands in its lists twice",
+                    location=str(source_line(node)),
+                    hint="let it stand there once: give an optimizer each parameter once, or let"
+                    " it go from parameter to parameter (foreach=False, fused=False)",
+                )
 
 
 _UNIFORM = ("aten::fill_", "aten::zero_")

@@ -65,8 +65,10 @@ def traced_key(key: Any) -> Any:
 def preserved(call: Call) -> Iterator[None]:
     """Restore modules, optimizers and random number generators on leaving, also after an error."""
     tables: list[dict[str, Any]] = []
+    lists = [each.table for each in call.objects.tables]
     for _, module in call.named_submodules():
         tables += [vars(module), *_compat.own_tables(module)]
+        lists.append(_compat.weights_of_layers(module))
     for optimizer in call.optimizer_objects():
         tables += [vars(optimizer), *optimizer.param_groups]
     for value in (call.leaves[position] for position in call.constants):
@@ -77,7 +79,7 @@ def preserved(call: Call) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(GeneratorStates.read().restore)
         stack.enter_context(tables_kept(tables))
-        stack.enter_context(lists_kept(each.table for each in call.objects.tables))
+        stack.enter_context(lists_kept(lists))
         for each in call.besides.carried:
             if each.place.is_written:
                 stack.callback(_put_back, each.place, each.place.now())
