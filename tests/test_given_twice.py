@@ -61,11 +61,9 @@ def test_an_optimizer_updates_it_twice(name: str, how: dict[str, Any]) -> None:
 def test_operators_of_all_parameters_at_once_are_refused(name: str, how: str) -> None:
     """What stands second in a list is updated from what the first has become; a graph of values
     would not know."""
-    with pytest.raises(
-        CaptureError, match="(?s)stands in its lists twice.*foreach=False"
-    ) as refused:
+    with pytest.raises(CaptureError, match="stands in its lists twice") as refused:
         graphs_of(lambda: training(OPTIMIZERS[name], **{how: True}), calls=2)
-    assert "loops.py" in str(refused.value)
+    assert "foreach=False" in str(refused.value) and "loops.py" in str(refused.value)
 
 
 def swapped(x: Tensor, y: Tensor) -> None:

@@ -24,7 +24,7 @@ class WeightDrop(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         raw = self.rnn.weight_hh_l0_raw
-        setattr(self.rnn, "weight_hh_l0", F.dropout(raw, 0.5, training=self.training))  # noqa: B010
+        setattr(self.rnn, "weight_hh_l0", F.dropout(1 * raw, 0.5, self.training))  # noqa: B010
         y: Tensor = self.rnn(x.unsqueeze(1))[0]
         return y
 
