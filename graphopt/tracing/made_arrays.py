@@ -7,6 +7,7 @@ In eager code both have one memory: a step that writes to either of them afterwa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,18 @@ from graphopt.tracing.draws.live import is_array
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import current_user_line
 
+_UNFILLED = {"empty": "zeros", "empty_like": "zeros_like"}
 _MAKERS = frozenset({torch.from_numpy, torch.as_tensor, torch.asarray})
+
+
+def filled(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
+    """What is called in place of `numpy.empty`: what other arrays have left in the memory would be
+    another constant in each trace. None in place of other functions."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or getattr(callee, "__name__", "") not in _UNFILLED:
+        return None
+    name = _UNFILLED[callee.__name__]
+    return getattr(numpy, name) if callee is getattr(numpy, callee.__name__) else None
 
 
 class MadeArrays:

@@ -45,7 +45,7 @@ from graphopt.tracing.later_values import refuse_keys
 from graphopt.tracing.laters import Laters
 from graphopt.tracing.leftovers import HostState
 from graphopt.tracing.lengths import Lengths
-from graphopt.tracing.made_arrays import MadeArrays
+from graphopt.tracing.made_arrays import MadeArrays, filled
 from graphopt.tracing.marks import Marks, marks_kept
 from graphopt.tracing.noticed_steps import notice_steps
 from graphopt.tracing.number_lists import NumberLists, places_of_lists
@@ -368,6 +368,7 @@ class StepRun:
                 of_list,
                 of_sequence,
                 lengths.asked,
+                filled,
                 arrays.maker,
                 taken,
                 draws,
