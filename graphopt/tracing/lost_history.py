@@ -6,7 +6,9 @@ has computed them with gradients.
         total.backward()        eager goes back through the calls before: refused
 
 Those of a graph have no history. A step that computes with one that an earlier call has left, or
-that it finds outside, goes on as eager code does, until a backward would go through it.
+that it finds outside, goes on as eager code does, until a backward would go through it. Where that
+ends in a leaf that nothing else holds (`torch.tensor(array, requires_grad=True).float()`), nobody
+finds out that it has not gone there.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt._compat.backward import ends_in_hidden_leaves
 from graphopt.errors import CaptureError
 from graphopt.tracing.source import current_user_line
 from graphopt.tracing.tensor_classes import WITH_GRADIENTS
@@ -47,7 +50,8 @@ def kind_of_history(tensor: torch.Tensor) -> str | None:
     if not is_computed(tensor):
         return None
     hooks = " and hooks" if _compat.hooks_of(tensor) else ""
-    return f"computed with gradients{hooks}"
+    leaf = " of leaves that are gone" if ends_in_hidden_leaves(tensor) else ""
+    return f"computed with gradients{leaf}{hooks}"
 
 
 def accumulates(tensor: torch.Tensor) -> bool:
@@ -93,15 +97,16 @@ def refuse_backward(
     apply: Any = _Computed.apply
     with _compat.without_modes():
         source = torch.empty(0, requires_grad=True)
-    leaves = [source, *filter(accumulates, inputs)]
+    inputs = list(filter(accumulates, inputs))
     for tensor, stand_in in computed:
         if _compat.hooks_of(tensor):
             raise CaptureError(
                 "it uses a tensor with hooks that was computed with gradients outside the step",
                 hint=WITH_GRADIENTS,
             )
+        ends = ends_in_hidden_leaves(tensor)
         with torch.enable_grad():
-            apply(stand_in, is_left(tensor), *leaves)
+            apply(stand_in, is_left(tensor), ends, source, *(() if ends else inputs))
     for _, stand_in in computed:
         made: Any = stand_in.grad_fn
         made.version = _compat.version_of(stand_in)
@@ -130,13 +135,17 @@ class _Computed(torch.autograd.Function):
     """Says of a tensor that it was computed, and not how."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, left: bool, *leaves: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, left: bool, ends: bool, *leaves: torch.Tensor
+    ) -> torch.Tensor:
         ctx.mark_dirty(tensor)
-        ctx.left = left
+        ctx.left, ctx.ends = left, ends
         return tensor
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if ctx.ends:
+            return (None,) * 4
         line = current_user_line()
         location = None if line is None else str(line)
         if not ctx.left:
