@@ -106,3 +106,80 @@ def test_a_module_that_is_moved_to_where_it_is() -> None:
         expected = copy.deepcopy(model)(x)
         assert torch.equal(compiled(model, x), expected)
     assert len(compiled.captures) == 1
+
+
+class Kept(nn.Module):
+    """Puts another buffer into the place of one, and does something with either.
+
+    Attributes:
+        kind: what.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(4, 4)
+        self.register_buffer("last", torch.zeros(4))
+        self.kept: Any = torch.zeros(4)
+        self.log: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.linear(x)
+        new = h.detach().mean(0)
+        if self.kind == "swapped":
+            self.last, self.kept = self.kept, self.last
+        elif self.kind == "the former one is kept":
+            self.log.append(self.last)
+            self.last = new
+        elif self.kind == "a view of it is kept":
+            self.kept = self.last[:2]
+            self.last = new
+        elif self.kind == "the new one is kept":
+            self.last = self.kept = new
+        elif self.kind == "an argument":
+            self.last = x.detach()[0]
+        elif self.kind == "the former one is read":
+            former = self.last
+            self.last = new * 0.5 + former
+            self.kept = former * 2
+        elif self.kind == "copies":
+            self.log.append(self.last.clone())
+            self.last = new
+            self.kept = self.last.clone()
+        elif self.kind == "itself":
+            self.last = self.last.detach().view(4)
+            self.last.mul_(0.9).add_(new)
+        return h + self.last
+
+
+def kept_by(kind: str, compiled: bool) -> list[Any]:
+    torch.manual_seed(0)
+    model = Kept(kind)
+    optimizer = torch.optim.SGD(model.linear.parameters(), lr=0.1)
+    run: Any = graphopt.compile(step) if compiled else step
+    found: list[Any] = []
+    for _ in range(5):
+        found += [run(model, optimizer, torch.randn(6, 4)).detach()]
+        found += [each.clone() for each in (model.last, model.kept, *model.log)]
+        model.last.add_(1)
+        found += [each.clone() for each in (model.last, model.kept, *model.log)]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["the former one is read", "copies", "itself"])
+def test_a_buffer_that_is_replaced(kind: str) -> None:
+    assert_alike(kept_by(kind, True), kept_by(kind, False))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("swapped", "by what shares memory with another tensor"),
+        ("the former one is kept", "returns or keeps the former one"),
+        ("a view of it is kept", "returns or keeps the former one"),
+        ("the new one is kept", "returns or keeps what it puts there"),
+        ("an argument", "by what shares memory with another tensor"),
+    ],
+)
+def test_a_buffer_that_is_replaced_and_kept_is_refused(kind: str, said: str) -> None:
+    with pytest.raises(graphopt.CaptureError, match=said):
+        kept_by(kind, True)

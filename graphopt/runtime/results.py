@@ -14,7 +14,7 @@ from graphopt.host.seen import PutOutside
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.draws.program import HostValues
-from graphopt.tracing.given import make_change
+from graphopt.tracing.given import changed_container, make_change
 from graphopt.tracing.lost_history import leave
 from graphopt.tracing.made_containers import MadeConstant
 from graphopt.tracing.optimizer_state import write
@@ -38,14 +38,14 @@ class _LeftOutside(NamedTuple):
 
     Attributes:
         attributes: values of attributes.
-        items: of containers among the arguments, the items of their changes.
+        containers: those among the arguments, each with the items of its change.
         placed: places with their values.
         changed: containers with how they are changed, each with a value.
         selected: keys with the values that stand under them.
     """
 
     attributes: list[Any]
-    items: list[list[Any]]
+    containers: list[tuple[Any, list[Any]]]
     placed: list[tuple[OutsidePlace, Any]]
     changed: list[tuple[Any, list[tuple[ChangeByMethod, Any]]]]
     selected: list[tuple[Any, Any]]
@@ -75,15 +75,15 @@ class StepResults:
         ran = _Ran(flat, results, call.drawn, {})
         # Everything is found before anything is put where others may find it.
         outputs = [self._value(recipe, ran) for recipe in self._signature.outputs]
-        left = self._left_outside(ran)
+        left = self._left_outside(call, ran)
         self._put_into_tensors(call, ran)
-        self._put_outside(call, left, there)
+        self._put_outside(left, there)
         self._put_into_optimizers(call, ran, there)
         if self._returns_one:
             return outputs[0]
         return _compat.tree_unflatten(outputs, self._signature.output_spec)
 
-    def _left_outside(self, ran: _Ran) -> _LeftOutside:
+    def _left_outside(self, call: Call, ran: _Ran) -> _LeftOutside:
         signature = self._signature
 
         def value(recipe: Recipe) -> Any:
@@ -91,7 +91,13 @@ class StepResults:
 
         return _LeftOutside(
             attributes=[value(each.recipe) for each in signature.attributes],
-            items=[[value(item) for _, item in each.change.items] for each in signature.containers],
+            containers=[
+                (
+                    changed_container(call.given, call.leaves, each.change),
+                    [value(item) for _, item in each.change.items],
+                )
+                for each in signature.containers
+            ],
             placed=[(each.now(), value(each.recipe)) for each in signature.placed],
             changed=[
                 (each.now(), [(how, value(item)) for how, item in each.changes])
@@ -125,7 +131,7 @@ class StepResults:
         for number, flag in signature.flags_of_parameters.items():
             tensors[number].live().requires_grad_(flag)
 
-    def _put_outside(self, call: Call, left: _LeftOutside, there: PutOutside) -> None:
+    def _put_outside(self, left: _LeftOutside, there: PutOutside) -> None:
         signature = self._signature
         for attribute, value in zip(signature.attributes, left.attributes, strict=True):
             if not self._is_changed(attribute.place.identity, there):
@@ -144,8 +150,8 @@ class StepResults:
                 result.container[key] = value
             else:
                 result.container[key][result.position] = value
-        for given, items in zip(signature.containers, left.items, strict=True):
-            make_change(call.given, call.leaves, given.change, items)
+        for given, (container, items) in zip(signature.containers, left.containers, strict=True):
+            make_change(container, given.change, items)
 
     def _put_into_optimizers(self, call: Call, ran: _Ran, there: PutOutside) -> None:
         """Settings of groups, places that are as before again, and that optimizers have stepped."""

@@ -110,18 +110,14 @@ def _is(a: Any, b: Any) -> bool:
     return a is b
 
 
-def make_change(
-    given: tuple[tuple[Any, ...], dict[str, Any]],
-    leaves: Sequence[Any],
-    change: ContainerChange,
-    values: list[Any],
-) -> None:
-    """Make the container of a call what the step makes of it.
+def changed_container(
+    given: tuple[tuple[Any, ...], dict[str, Any]], leaves: Sequence[Any], change: ContainerChange
+) -> Any:
+    """The container of a call, before anything is changed there, of which the step makes another.
 
     Args:
         given: positional and keyword arguments of the call.
         leaves: what is in them.
-        values: what the items are in this call.
     """
     container: Any = given
     for key in change.path:
@@ -129,6 +125,15 @@ def make_change(
             container = leaves[key.position]
         else:
             container = vars(container) if isinstance(key, AttributesOf) else container[key]
+    return container
+
+
+def make_change(container: Any, change: ContainerChange, values: list[Any]) -> None:
+    """Make a container what the step makes of it.
+
+    Args:
+        values: what the items are in this call.
+    """
     if isinstance(container, list):
         container[:] = values
         return

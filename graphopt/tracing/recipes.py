@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from graphopt.tracing.signature import (
     Nested,
     Recipe,
     Scheduled,
+    Signature,
     View,
 )
 from graphopt.tracing.substitute import Traced
@@ -87,8 +88,9 @@ class Recipes:
         }
         self._offsets = {Live(None, i): int(t.storage_offset()) for i, t in enumerate(flat)}
         self._of_model: set[Any] = set()
+        self._stand_ins = {Live(None, i): tensor for i, tensor in enumerate(flat)}
         for index, entry in enumerate(inputs.module_tensors):
-            stand_in = traced.by_id[id(entry.tensor)]
+            stand_in = self._stand_ins[Live(index, None)] = traced.by_id[id(entry.tensor)]
             self._of_model.add(_compat.storage_key(stand_in))
             self._live[id(stand_in)] = self._live[id(entry.tensor)] = Live(index, None)
 
@@ -141,6 +143,18 @@ class Recipes:
     def computed(self, tensors: Mapping[int, torch.Tensor]) -> dict[int, Computed]:
         """Further results of the graph, by what they are known by."""
         return {key: self._result(tensor) for key, tensor in sorted(tensors.items())}
+
+    def left_by(self, signature: Signature) -> Iterator[torch.Tensor]:
+        """What stands for the tensors that a step returns and leaves in other places than those
+        where they stood."""
+        for recipe in signature.recipes():
+            recipe = recipe.of if isinstance(recipe, View) else recipe
+            if isinstance(recipe, Live):
+                yield self._stand_ins[recipe]
+            elif isinstance(recipe, Computed):
+                value = self.results[recipe.index]
+                if isinstance(value, torch.Tensor):
+                    yield value
 
     def _of_tensor(self, tensor: torch.Tensor) -> Recipe:
         live = self._live.get(id(tensor))

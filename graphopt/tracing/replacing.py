@@ -2,14 +2,14 @@
 
 Eager code goes on with a new object, and whoever has the old one keeps it. In the graph this is an
 update of the parameter, which is the same as long as nobody sees the difference: no optimizer holds
-the old one, the step does not reach it elsewhere, and nothing shares the memory of the new one. A
-buffer that is replaced by a tensor of the same kind is updated as well.
+the old one, the step neither reaches nor leaves it elsewhere, and nothing shares the memory of the
+new one. A buffer that is replaced by a tensor of the same kind is updated as well.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class Replacing:
             for member in holder.members
         }
         self._storages = {_compat.storage_key(tensor) for tensor in traced.by_id.values()}
+        self._replaced: dict[int, tuple[ModuleTensor, int]] = {}
 
     def finish(self) -> None:
         """Put the old ones back, and update them.
@@ -66,8 +67,30 @@ class Replacing:
                 if entry.kind == "parameter":
                     self._update_parameter(entry, stand_in, value)
                 else:
-                    _update_buffer(entry, stand_in, value)
+                    self._update_buffer(entry, stand_in, value)
                 owner[key] = stand_in
+
+    def check_left(self, left: Iterable[torch.Tensor]) -> None:
+        """Look at what the step returns and leaves, behind `finish`.
+
+        Args:
+            left: all tensors, but those that stand where they did.
+
+        Raises:
+            CaptureError: one of them is, or shares memory with, what has been replaced, or is what
+                has taken its place.
+        """
+        if not self._replaced:
+            return
+        new = {storage: entry for entry, storage in self._replaced.values()}
+        for storage in map(_compat.storage_key, left):
+            if storage in self._replaced or storage in new:
+                entry = new.get(storage) or self._replaced[storage][0]
+                which = "what it puts there" if storage in new else "the former one"
+                raise CaptureError(
+                    f"it replaces {entry.fqn}, and returns or keeps {which}",
+                    hint="return or keep a copy (clone()), or update it in place (copy_)",
+                )
 
     def _update_parameter(self, entry: ModuleTensor, old: torch.Tensor, new: object) -> None:
         """Let `old`, which stands for a parameter, be what `new` is, its gradient included.
@@ -82,10 +105,31 @@ class Replacing:
                 hint="update it in place, with the same shape and dtype: with torch.no_grad():"
                 " parameter.copy_(new)",
             )
-        self._storages.add(_compat.storage_key(new))
+        self._update(entry, old, new)
+        old.grad = new.grad
+
+    def _update_buffer(self, entry: ModuleTensor, old: torch.Tensor, new: object) -> None:
+        """The same of a buffer, which any of its kind may replace."""
+        if not isinstance(new, torch.Tensor) or _kind(new) != _kind(old):
+            raise CaptureError(
+                f"it replaces the buffer {entry.fqn}, {_said(old)}, by {_said(new)}",
+                hint="make it with its shape and dtype before the first step, and update it in"
+                " place (copy_)",
+            )
+        memory = _compat.storage_key(new)
+        if memory in self._storages and memory != _compat.storage_key(old):
+            raise CaptureError(
+                f"it replaces the buffer {entry.fqn} by what shares memory with another tensor",
+                hint="put a copy there (clone()), or update it in place (copy_)",
+            )
+        self._update(entry, old, new)
+
+    def _update(self, entry: ModuleTensor, old: torch.Tensor, new: torch.Tensor) -> None:
+        memory = _compat.storage_key(new)
+        self._storages.add(memory)
+        self._replaced[_compat.storage_key(old)] = entry, memory
         with torch.no_grad():
             old.copy_(new)
-        old.grad = new.grad
 
     def _reason(self, entry: ModuleTensor, old: torch.Tensor, new: object) -> str | None:
         if not isinstance(new, torch.Tensor) or not _alike(old, new):
@@ -108,17 +152,6 @@ class Replacing:
         """Whether the step got to a tensor in another way than by its module."""
         given = any(leaf is tensor for leaf in self._call.leaves)
         return given or any(read.value is tensor for read in self._record.reads.values())
-
-
-def _update_buffer(entry: ModuleTensor, old: torch.Tensor, new: object) -> None:
-    if not isinstance(new, torch.Tensor) or _kind(new) != _kind(old):
-        raise CaptureError(
-            f"it replaces the buffer {entry.fqn}, {_said(old)}, by {_said(new)}",
-            hint="make it with its shape and dtype before the first step, and update it in place"
-            " (copy_)",
-        )
-    with torch.no_grad():
-        old.copy_(new)
 
 
 def _said(value: object) -> str:

@@ -445,7 +445,8 @@ class StepRun:
         """Say what the results of the graph are for. Returns the results."""
         marked = list(marks.changes())
         counted = held.counted(self.finder)
-        Replacing(self._call, self._inputs, traced, self.outside, self._alone).finish()
+        replacing = Replacing(self._call, self._inputs, traced, self.outside, self._alone)
+        replacing.finish()
         held.note_counted(self.finder, self.outside.used_counts)
         rebinding = ran.rebinding
         recipes = Recipes(
@@ -457,6 +458,7 @@ class StepRun:
         told = {(id(each.table), each.key): each for each in ran.told if each.is_told}
         left = (told.get((id(each.table), each.key), each) for each in held.left())
         signature = self.signature = collector.collect(ran, left, counted)
+        replacing.check_left(recipes.left_by(signature))
         pin_left(self.outside, (each.recipe for each in signature.attributes))
         pin_held(self.outside, self._call.objects, (table for table, _ in held.tables))
         signature.attributes += collector.attributes(marked)
