@@ -53,7 +53,7 @@ class ArrayMemory:
         """Whether one of these values is an array in whose memory the graph writes, which runs when
         all is computed that is known before."""
         arrays = [each for each in values if hasattr(each, "__array_interface__")]
-        return any(_meet(one, other) for one in arrays for other in self._changed)
+        return any(meet(one, other) for one in arrays for other in self._changed)
 
     def lend(self, array: Any, stand_in: torch.Tensor) -> None:
         """A tensor lies in the memory of an array."""
@@ -63,11 +63,11 @@ class ArrayMemory:
 
     def is_lent(self, array: Any) -> bool:
         """Whether a tensor lies in the memory of an array."""
-        return any(_meet(array, each) for each in self._lent)
+        return any(meet(array, each) for each in self._lent)
 
     def meets_outside(self, arrays: Iterable[Any]) -> bool:
         """Whether one of these arrays lies in the memory of one that was there before."""
-        return any(_meet(one, other) for one in arrays for other in self._outside)
+        return any(meet(one, other) for one in arrays for other in self._outside)
 
     def is_written(self) -> bool:
         """Whether one of the tensors has been updated in place."""
@@ -78,5 +78,6 @@ class ArrayMemory:
         return len(self._tensors) > 1 or self._over_outside
 
 
-def _meet(one: Any, other: Any) -> bool:
+def meet(one: Any, other: Any) -> bool:
+    """Whether two arrays may lie in one memory."""
     return bool(sys.modules["numpy"].may_share_memory(one, other))

@@ -30,6 +30,7 @@ from graphopt.tracing.draws.arguments import (
     expression_of,
     is_known,
     is_layout,
+    kind_of_array,
     layout_of,
     plain,
 )
@@ -40,7 +41,7 @@ from graphopt.tracing.draws.generators import (
     read_state,
     write_state,
 )
-from graphopt.tracing.draws.memory import ArrayMemory
+from graphopt.tracing.draws.memory import ArrayMemory, meet
 from graphopt.tracing.draws.program import ArgumentAt, HostInput, HostProgram, HostStep
 from graphopt.tracing.draws.taken import Taking
 from graphopt.tracing.host_numbers import is_host_number, stand_in_of_number
@@ -105,6 +106,7 @@ class HostCalls:
         self.memory = ArrayMemory()
         self.makes_arrays: Callable[[], None] = nothing_more
         self._symbols: dict[str, int] = {}
+        self._copied: dict[int, Any] = {}  # arrays that are reshaped, and no views: of which kind
 
     # ------------------------------------------------------------------ the trace begins and ends
 
@@ -286,6 +288,8 @@ class HostCalls:
             self._random.add(index)
         if generator is None and not self._continuous.isdisjoint(sources):
             self._continuous.add(index)
+        if function in _RESHAPING and not names and _is_copy(value, given[0]):
+            self._copied[index] = kind_of_array(given[0])
         return index, value
 
     # ------------------------------------------------------------------ results
@@ -424,8 +428,16 @@ class HostCalls:
     def is_fresh(self, array: Known) -> bool:
         """Whether an array lies in no memory but its own."""
         step = self.step_of(array)
+        if array.expression.index in self._copied:
+            return self._is_copied(step, self._copied[array.expression.index])
         copies = "copy" not in step.names and step.function is not operator.getitem
         return step.generator is not None or (copies and is_fresh(step.function))
+
+    def _is_copied(self, step: HostStep, kind: Any) -> bool:
+        """Numpy copies what it reshapes where the shape and strides of that ask for it, for which
+        the graph holds alone from here on."""
+        self.by_value(Application(kind_of_array, step.args[:1]), kind)
+        return True
 
     # ------------------------------------------------------------------ conditions
 
@@ -468,6 +480,12 @@ def nothing_more() -> None:
 
 _OF_PARTS = frozenset({operator.getitem, *map(Method, ("reshape", "transpose", "ravel"))})
 """What gives a part of its first argument, or a copy, and of no other."""
+_RESHAPING = frozenset(map(Method, ("reshape", "ravel")))
+"""Of these, what copies where it cannot give a view."""
+
+
+def _is_copy(array: Any, of: Any) -> bool:
+    return hasattr(of, "__array_interface__") and not meet(array, of)
 
 
 def _item(values: Sequence[Any], position: int) -> Any:
