@@ -348,8 +348,9 @@ def test_what_a_scheduler_has_changed_is_not_used(step: Callable[..., Any]) -> N
     trained = Trained("adam", "sequential" if step is asks_inner else "step")
     before = trained.left()
     run = graphopt.compile(step)
-    with pytest.raises(graphopt.CaptureError, match="behind the step of a"):
+    with pytest.raises(graphopt.CaptureError, match="behind the step of a") as refused:
         run(trained, torch.ones(4, 3))
+    assert ("it decides by 'lr'" in str(refused.value)) == step.__name__.startswith("decides")
     assert trained.left() == before
     assert not trained.optimizer.state
 

@@ -181,7 +181,7 @@ def _same_container(a: ContainerResult, b: ContainerResult) -> bool:
 
 
 def _settings(raw: RawTrace) -> list[Any]:
-    """What else a call changes: numbers of parameter groups, and the storage of parameters."""
+    """What else a call changes: settings of parameter groups, and the storage of parameters."""
     settings = [(s.optimizer, s.group, s.key, _known(s.recipe)) for s in raw.signature.settings]
     signature = raw.signature
     moved = [list(signature.rebound), list(signature.data), signature.reshaped, signature.shrunk]
@@ -189,6 +189,8 @@ def _settings(raw: RawTrace) -> list[Any]:
 
 
 def _known(recipe: Recipe) -> Any:
+    if isinstance(recipe, Nested):
+        return recipe.spec, *map(_known, recipe.leaves)
     return recipe if isinstance(recipe, Constant) else type(recipe)
 
 

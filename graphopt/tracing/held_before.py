@@ -12,11 +12,11 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.inputs import is_number, is_switch
 from graphopt.tracing.marks import AttributeChange
-from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.moving import is_object
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.placed import note_counted
 from graphopt.tracing.replaced_modules import Registered
+from graphopt.tracing.setting_place import may_be_left
 
 _OF_OPTIMIZERS = frozenset({"state", "param_groups", "step"})
 """Attributes of optimizers that the trace itself replaces."""
@@ -78,7 +78,7 @@ class HeldBefore:
                     note_counted(finder, f"{name}.{key}".strip("."), place, value, value, True)
 
     def counted(self, finder: Finder) -> list[tuple[int, int, str, Any]]:
-        """Numbers of parameter groups that the step has changed: where, and what they are now."""
+        """Settings of parameter groups that the step has changed: where, and what they are now."""
         found = []
         now = [group for _, _, group in groups_of(self._call)]
         if len(now) != len(self.groups):
@@ -89,15 +89,13 @@ class HeldBefore:
         for (index, number, old), new in zip(self.groups, now, strict=True):
             changed = [k for k in {**old, **new} if new.get(k, MISSING) is not old.get(k, MISSING)]
             for key in changed:
-                if is_switch(new.get(key, MISSING)):
-                    found.append((index, number, key, new[key]))
-                    continue
-                if not is_number(new.get(key)) and not isinstance(new.get(key), SYMBOLIC):
+                if not may_be_left(key, new.get(key, MISSING)):
                     raise CaptureError(
                         f"it changes {key!r} of an optimizer's parameter group",
                         hint="change it outside the step, between two calls",
                     )
-                if is_number(old.get(key)) and not is_host_number(old[key]):
+                is_one = not is_switch(new[key]) and type(new[key]) is not tuple
+                if is_one and is_number(old.get(key)) and not is_host_number(old[key]):
                     finder.count(key)
                 found.append((index, number, key, new[key]))
         return found

@@ -103,7 +103,7 @@ class ResultCollector:
 
         Args:
             attributes: those of modules, optimizers and other objects that are others now.
-            counted: numbers of parameter groups that are, each behind its place.
+            counted: settings of parameter groups that are, each behind its place.
         """
         recipes, outside = self.recipes, ran.outside
         outputs = [recipes.of(leaf, "what the step returns") for leaf in ran.returned]
@@ -125,7 +125,14 @@ class ResultCollector:
                 for position, value in row.written.items()
             ],
             settings=[
-                SettingResult(index, group, key, recipes.of(value, "a count"))
+                SettingResult(
+                    index,
+                    group,
+                    key,
+                    recipes.of_nest(value)
+                    if type(value) is tuple
+                    else recipes.of(value, "a count"),
+                )
                 for index, group, key, value in counted
             ],
             containers=[ContainerResult(self._given(change)) for change in ran.given],

@@ -202,7 +202,7 @@ class ScheduledSetting:
 
     def refuse_asked(self) -> NoReturn:
         """The step decides by it, or by what Python computes of it."""
-        self._used()
+        self._decides()
 
     @property
     def is_float(self) -> bool:
@@ -223,6 +223,9 @@ class ScheduledSetting:
 
     def _used(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise used(f"uses {self.__key!r} of a parameter group", self.__scheduler)
+
+    def _decides(self, *args: Any) -> NoReturn:
+        raise used(f"decides by {self.__key!r} of a parameter group", self.__scheduler)
 
     def _later(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """The same where others are numbers that only the graph or Python knows then."""
@@ -365,10 +368,12 @@ for _name, _function in (("neg", operator.neg), ("pos", operator.pos), ("abs", o
                          ("round", builtins.round)):  # fmt: skip
     setattr(ScheduledSetting, f"__{_name}__", _forward(_function))
 for _operation in (
-    *("float", "int", "index", "bool", "lt", "le", "gt", "ge", "eq", "ne", "hash"),
+    *("float", "int", "index", "hash"),
     *("iter", "getitem", "len", "complex", "trunc", "floor", "ceil", "divmod", "array"),
 ):
     setattr(ScheduledSetting, f"__{_operation}__", ScheduledSetting._used)
+for _operation in ("bool", "lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(ScheduledSetting, f"__{_operation}__", ScheduledSetting._decides)
 
 
 def used(what: str, scheduler: str) -> CaptureError:
@@ -378,5 +383,5 @@ def used(what: str, scheduler: str) -> CaptureError:
         f"it {what} behind the step of a {scheduler}, which is not traced",
         location=None if line is None else str(line),
         hint="step the scheduler last, and use its rates before, or outside the step; behind it"
-        " they may be computed with, kept, shown and returned",
+        " they may be computed with, kept, shown and returned, but not decided by",
     )

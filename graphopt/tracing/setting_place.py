@@ -8,7 +8,26 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from graphopt.tracing.inputs import is_number, is_switch
+from graphopt.tracing.numbers import SCHEDULED, SYMBOLIC
 from graphopt.tracing.outside.places import MISSING
+
+
+def may_be_left(key: str, value: Any) -> bool:
+    """Whether a step may leave a value in a setting, by its key: a number, a switch, or a tuple of
+    numbers where each is an input of the graph."""
+    if is_tuple_of(key, value):
+        return all(map(_is_one, value))
+    return is_switch(value) or _is_one(value)
+
+
+def is_tuple_of(key: str, value: Any) -> bool:
+    """Whether a value is a tuple in a setting whose numbers are inputs of the graph, as `betas`."""
+    return key in SCHEDULED and type(value) is tuple
+
+
+def _is_one(value: Any) -> bool:
+    return is_number(value) or isinstance(value, SYMBOLIC)
 
 
 @dataclass(frozen=True)

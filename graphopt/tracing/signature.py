@@ -130,7 +130,7 @@ class ContainerResult:
 
 @dataclass(frozen=True)
 class SettingResult:
-    """A number of a parameter group that the step has changed."""
+    """A setting of a parameter group that the step has changed."""
 
     optimizer: int
     group: int
@@ -216,7 +216,7 @@ class Signature:
             place; their results follow the user's in `results`.
         user_results: how many of the graph's results belong to the return value.
         stepped: optimizers whose `step` ran.
-        settings: numbers of parameter groups that the step changes.
+        settings: those of parameter groups that the step changes.
         containers: lists and dictionaries among the arguments that it changes.
         placed, changed, selected: what it leaves outside its arguments.
         texts: those outside that the step shows, found anew in each call.

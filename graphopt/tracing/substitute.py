@@ -22,20 +22,12 @@ from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
 from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.host_numbers import is_host_number, is_of_numpy
-from graphopt.tracing.inputs import (
-    ArgumentNumber,
-    Inputs,
-    PlacedNumber,
-    StateNumber,
-    is_number,
-    is_switch,
-    state_key,
-)
+from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber, StateNumber, state_key
 from graphopt.tracing.number_tuples import with_leaf
-from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.optimizer_state import entries_at, is_nest, mapped, of_none, tensors_of, write
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.running_trace import current_trace
+from graphopt.tracing.setting_place import is_tuple_of, may_be_left
 from graphopt.tracing.source import current_location
 
 
@@ -255,14 +247,14 @@ def _stand_ins_in(key: Any, value: Any, traced: Traced) -> Any:
 
 
 class _Settings(dict[str, Any]):
-    """A parameter group in which the step may change numbers and switches only."""
+    """A parameter group in which the step may change numbers, tuples of them and switches only."""
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if is_of_numpy(value) and not is_host_number(value):
-            value = current_trace().known_number(value)
-        if is_known(value):  # the optimizer's own code takes numbers only
-            value = value.calls.as_float(value)
-        if is_number(value) or isinstance(value, SYMBOLIC) or is_switch(value):
+        if is_tuple_of(key, value) and value is not self.get(key):
+            value = tuple(map(_as_number, value))
+        else:
+            value = _as_number(value)
+        if may_be_left(key, value):
             dict.__setitem__(self, key, value)
             return
         if key in self and value is self[key]:
@@ -272,3 +264,11 @@ class _Settings(dict[str, Any]):
             location=current_location(),
             hint="change it outside the step, between two calls",
         )
+
+
+def _as_number(value: Any) -> Any:
+    """A number of numpy's, or one that is computed before the graph runs, as optimizers take it;
+    any other value itself."""
+    if is_of_numpy(value) and not is_host_number(value):
+        value = current_trace().known_number(value)
+    return value.calls.as_float(value) if is_known(value) else value

@@ -98,6 +98,23 @@ def refused_object(value: Any, path: str, location: str | None) -> CaptureError:
     )
 
 
+def read_and_replaced(record: Record) -> CaptureError | None:
+    """Why an object that holds what is traced is not left by each call in the place of one that the
+    step has read; None where the step leaves no such object."""
+    for left in record.unrepeated.left:
+        value = left.place.now()
+        is_object = type(value).__module__ != "builtins" and not _is_traced(value)
+        if is_object and not record.is_outside(value) and holds_traced(record, value):
+            return CaptureError(
+                f"it reads {left.path}, and then puts a {type(value).__name__} there that holds a"
+                " tensor, or a number that is another one in each call",
+                location=None if left.line is None else str(left.line),
+                hint="keep one object there, and set its attributes; or put the new one there"
+                " outside the step",
+            )
+    return None
+
+
 def holds_traced(record: Record, value: Any) -> bool:
     """Whether an object that the step has made holds what is traced, itself or in its own."""
     others = (type, ModuleType) if type(value) is FunctionType else (type, ModuleType, FunctionType)

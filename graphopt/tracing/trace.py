@@ -43,6 +43,7 @@ from graphopt.tracing.signature import Signature
 from graphopt.tracing.sparse import refuse_counts
 from graphopt.tracing.step_run import StepRun
 from graphopt.tracing.substitute import GeneratorStates, preserved
+from graphopt.tracing.told import read_and_replaced
 
 
 @dataclass
@@ -233,6 +234,9 @@ def _refuse_kept(run: StepRun, fakes: list[torch.Tensor], call: Call) -> None:
         return
     if run.outside.refused is not None:  # which says where
         raise run.outside.refused
+    replaced = read_and_replaced(run.outside)
+    if replaced is not None:
+        raise replaced
     shape, line = kept
     raise CaptureError(
         f"it keeps a tensor of shape {shape} outside the model and its return value, which would"
@@ -260,6 +264,9 @@ def _refuse_kept_numbers(run: StepRun, call: Call, known: set[int]) -> None:
         return
     if run.outside.refused is not None:  # which says where
         raise run.outside.refused
+    replaced = read_and_replaced(run.outside)
+    if replaced is not None:
+        raise replaced
     raise CaptureError(
         "it keeps a number that it read from a tensor (`.item()`) or drew at random outside its"
         " return value, which would happen at capture only",
