@@ -183,3 +183,27 @@ def test_a_buffer_that_is_replaced(kind: str) -> None:
 def test_a_buffer_that_is_replaced_and_kept_is_refused(kind: str, said: str) -> None:
     with pytest.raises(graphopt.CaptureError, match=said):
         kept_by(kind, True)
+
+
+def test_a_tensor_from_outside_in_a_module_is_an_input_elsewhere() -> None:
+    """It was taken for one of the module's, and what was computed of it for a constant."""
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        outside = {"x": torch.randn(3, 3), "row": torch.randn(3)}
+        model = nn.Linear(3, 3)
+        model.kept = torch.randn(3, 3)
+
+        def keeping(x: Tensor, model: Any = model, outside: Any = outside) -> Tensor:
+            model.kept = outside["x"]
+            outside["row"] = outside["x"][1]
+            return model(x).detach() + outside["row"]
+
+        run: Any = graphopt.compile(keeping) if compiled else keeping
+        for _ in range(3):
+            found.append([run(torch.ones(2, 3)), outside["row"].clone(), model.kept.clone()])
+            model.kept.add_(1)
+            found[-1].append(outside["row"].clone())
+            outside["x"] = torch.randn(3, 3)
+    for one, other in zip(found[:3], found[3:], strict=True):
+        assert_alike(other, one)

@@ -249,7 +249,8 @@ class Finder:
 
     def _find(self, tensor: torch.Tensor) -> bool:
         owner = self._owners().get(id(tensor))
-        if owner is not None:
+        # The tensors of modules that are inputs have stand-ins; others the step has put there.
+        if owner is not None and id(owner[1]) not in self._known:
             self._add(*owner)
             return True
         optimizer = self._optimizer_over(tensor)
