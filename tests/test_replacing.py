@@ -173,11 +173,11 @@ def test_a_buffer_that_is_replaced(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("swapped", "by what shares memory with another tensor"),
+        ("swapped", "either shares memory with another tensor"),
         ("the former one is kept", "returns or keeps the former one"),
         ("a view of it is kept", "returns or keeps the former one"),
         ("the new one is kept", "returns or keeps what it puts there"),
-        ("an argument", "by what shares memory with another tensor"),
+        ("an argument", "either shares memory with another tensor"),
     ],
 )
 def test_a_buffer_that_is_replaced_and_kept_is_refused(kind: str, said: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from graphopt.errors import CaptureError
 from graphopt.tracing.given_objects import AttributesOf, OpenedObjects
-from graphopt.tracing.nests import Path, containers_in
+from graphopt.tracing.nests import Path, containers_at, containers_in
 from graphopt.tracing.outside.reads import is_stand_in
 
 _NO_ITEM = object()
@@ -67,7 +67,21 @@ class GivenContainers:
         return ((container, path) for path, container, _ in self._before)
 
     def changes(self) -> Iterator[ContainerChange]:
-        """What is different now."""
+        """What is different now.
+
+        Raises:
+            CaptureError: one of the containers stands in another place, where each call would leave
+                an equal one.
+        """
+        places = {id(container): path for path, container, _ in self._before}
+        for change in self._changes():
+            for key, value in change.items:
+                for path, each in containers_at((*change.path, key), value):
+                    if places.get(id(each), path) != path:
+                        raise _moved_elsewhere(each)
+            yield change
+
+    def _changes(self) -> Iterator[ContainerChange]:
         for path, container, before in self._before:
             if isinstance(container, list):
                 if len(container) != len(before) or not all(map(_is, container, before)):
@@ -84,6 +98,14 @@ class GivenContainers:
             )
             if removed or items:
                 yield ContainerChange(path, removed, items)
+
+
+def _moved_elsewhere(container: Any) -> CaptureError:
+    return CaptureError(
+        f"it puts a {type(container).__name__} that stands among its arguments into another place"
+        " there",
+        hint="put a copy there, such as list(values) or dict(values)",
+    )
 
 
 def _moved(before: list[Any], now: list[Any]) -> Iterator[Any]:

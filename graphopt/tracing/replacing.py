@@ -9,6 +9,7 @@ new one. A buffer that is replaced by a tensor of the same kind is updated as we
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.runtime.collector import frozen_objects_seen
 from graphopt.tracing.call import Call
-from graphopt.tracing.inputs import Inputs, ModuleTensor, Storage
+from graphopt.tracing.inputs import Inputs, ModuleTensor
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.substitute import Traced
 
@@ -36,13 +37,10 @@ class Replacing:
     ) -> None:
         self._call, self._inputs, self._traced = call, inputs, traced
         self._record, self._alone = record, alone
-        self._shared = {
-            id(member)
-            for holder in inputs.placeholders
-            if isinstance(holder, Storage)
-            for member in holder.members
-        }
-        self._storages = {_compat.storage_key(tensor) for tensor in traced.by_id.values()}
+        given = {id(tensor): tensor for tensor in traced.by_id.values()}
+        places = Counter(map(_compat.storage_key, given.values()))
+        self._shared = {memory for memory, count in places.items() if count > 1}
+        self._storages = set(places)
         self._replaced: dict[int, tuple[ModuleTensor, int]] = {}
 
     def finish(self) -> None:
@@ -117,9 +115,10 @@ class Replacing:
                 " place (copy_)",
             )
         memory = _compat.storage_key(new)
-        if memory in self._storages and memory != _compat.storage_key(old):
+        former = _compat.storage_key(old)
+        if memory != former and (memory in self._storages or former in self._shared):
             raise CaptureError(
-                f"it replaces the buffer {entry.fqn} by what shares memory with another tensor",
+                f"it replaces the buffer {entry.fqn}, and either shares memory with another tensor",
                 hint="put a copy there (clone()), or update it in place (copy_)",
             )
         self._update(entry, old, new)
@@ -136,7 +135,7 @@ class Replacing:
             return ", which is no parameter of the same kind"
         if not self._alone:
             return ", which other ranks do not know of"
-        if len(entry.slots) > 1 or id(entry) in self._shared:
+        if len(entry.slots) > 1 or _compat.storage_key(old) in self._shared:
             return ", and not everywhere where it is used"
         if _compat.storage_key(new) in self._storages:
             return ", which shares memory with another tensor"

@@ -139,8 +139,8 @@ def _attribute_slots(
 
 
 def _sharing(call: Call, inputs: Inputs) -> list[int]:
-    """Which of the tensors that may be others in each call share storage."""
-    tensors = [entry.live() for entry in inputs.module_tensors if entry.rebindable]
+    """Which tensors share storage, some of which may be others in each call."""
+    tensors = [entry.live() for entry in inputs.module_tensors]
     tensors += [call.leaves[position] for position in inputs.user]
     first: dict[int, int] = {}
     return [first.setdefault(_compat.storage_key(t), i) for i, t in enumerate(tensors)]
