@@ -133,6 +133,13 @@ def test_nan_is_a_value() -> None:
                      ^""",
         ),
         (
+            "delay -> fuse{size_mb=25}",
+            """\
+            options stand in round brackets: pass(name=value)
+                delay -> fuse{size_mb=25}
+                             ^""",
+        ),
+        (
             "delay ->",
             """\
             a pass is expected here

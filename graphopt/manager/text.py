@@ -129,6 +129,8 @@ class _Parser:
         if self.text.startswith("->", self.place):
             self.place += 2
             return
+        if self.text.startswith(("{", "[", ":"), self.place):
+            raise self._error("options stand in round brackets: pass(name=value)", self.place)
         raise self._error("passes are separated by ->", self.place)
 
     def _options(self) -> dict[str, Any]:
