@@ -66,6 +66,8 @@ class KeptItems:
         within: where each call finds the container; None where it is the same one in each call.
     """
 
+    hands_on = True
+
     def __init__(
         self, container: Any, changes: Sequence[ChangeByMethod], last: int | None = None
     ) -> None:

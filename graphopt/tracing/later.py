@@ -72,6 +72,8 @@ class Later(FoundByGraph):
         memories: those of tensors and arrays in which it lies.
         own: its own memory; None where it may be a part of something else.
         dimensions: of what is known to be an array, -1 where nobody knows how many; None otherwise.
+        hands_on: it is a list, or the like, of the very objects that it is made of.
+        handed_on: it is that, or one of them.
         shared: that of the tensor that it is the array of, in its whole; None otherwise.
     """
 
@@ -82,6 +84,8 @@ class Later(FoundByGraph):
         "_is_changed",
         "_known_as",
         "dimensions",
+        "handed_on",
+        "hands_on",
         "is_number",
         "memories",
         "own",
@@ -100,6 +104,11 @@ class Later(FoundByGraph):
         memory: SharedMemory | None = None,
     ) -> None:
         self._function, self._args = function, tuple(map(argument, args))
+        self.hands_on = _hands_on(function, args)
+        of_one = function is operator.getitem and _is_handed_on(args)
+        self.handed_on = self.hands_on or of_one
+        if self.handed_on:
+            self._args = tuple(map(_with_tensors, self._args, args))
         self.is_number, self._is_changed = is_number, is_changed
         self.shares = shares
         laters = [a for a in _compat.tree_leaves(self._args) if isinstance(a, Later)]
@@ -131,15 +140,26 @@ class Later(FoundByGraph):
         self.memories.add(memory)
 
     def as_it_is(self) -> Later:
-        """What stands for the value as it is here, also where the step changes the array behind."""
+        """What stands for the value as it is here, also where the step changes the array behind, or
+        a tensor in a list."""
+        if self.handed_on:
+            args = tuple(map(argument, self._args))
+            return self if _are_same(args, self._args) else self._with(args)
         if self.own is None:
             return self
         if self._known_as is None:
-            known = self._known_as = Later(self._function, ())
-            known._args, known.parts, known.own = self._args, self.parts, self.own
-            known.memories, known.shares = self.memories, self.shares
-            known.dimensions = self.dimensions
+            self._known_as = self._with(self._args)
         return self._known_as
+
+    def _with(self, args: tuple[Any, ...]) -> Later:
+        """The same with these arguments."""
+        known = Later(self._function, ())
+        known._args, known.own = args, self.own
+        known.hands_on = known.handed_on = False
+        known.parts = tuple(a for a in _compat.tree_leaves(args) if isinstance(a, Later))
+        known.memories, known.shares = self.memories, self.shares
+        known.dimensions, known.is_number = self.dimensions, self.is_number
+        return known
 
     def remade(self, args: Iterable[Any]) -> Later:
         """What the same function gives of these arguments as they are, and not as copies."""
@@ -300,6 +320,40 @@ def as_later(value: Any) -> Any:
     if all(type(piece) is str for piece in pieces):
         return value
     return pieces[0] if len(pieces) == 1 else Later(joined, pieces)
+
+
+def _hands_on(function: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Whether a function gives a container of the objects that it is given in containers."""
+    if function in (list, tuple, dict) or getattr(function, "hands_on", False):
+        return True
+    if function is operator.getitem:
+        return _is_handed_on(args) and args[0].hands_on and type(args[1]) is slice
+    return function in _OF_LISTS and any(type(a) is Later and a.hands_on for a in args)
+
+
+def _is_handed_on(args: Sequence[Any]) -> bool:
+    return bool(args) and type(args[0]) is Later and args[0].handed_on
+
+
+_OF_LISTS = (operator.add, operator.iadd, operator.mul)
+"""Operators that do so where an operand is a list."""
+
+
+def _are_same(args: Any, others: Any) -> bool:
+    leaves, other_leaves = _compat.tree_leaves(args), _compat.tree_leaves(others)
+    return len(leaves) == len(other_leaves) and all(map(operator.is_, leaves, other_leaves))
+
+
+def _with_tensors(copied: Any, value: Any) -> Any:
+    """An argument, with the tensors that it was given in lists and the like, and no copies: what
+    the step makes of these afterwards, they are wherever they stand."""
+    if isinstance(value, torch.Tensor) or (type(value) is Later and value.handed_on):
+        return value
+    if type(value) in (list, tuple) and type(copied) is type(value):
+        return type(value)(map(_with_tensors, copied, value))
+    if type(value) is dict and type(copied) is dict:
+        return {key: _with_tensors(copied[key], each) for key, each in value.items()}
+    return copied
 
 
 def argument(value: Any) -> Any:
