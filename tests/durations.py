@@ -19,7 +19,7 @@ from statistics import mean
 
 TYPICAL = 0.1
 """Seconds of a case that is not listed, at most."""
-NORMAL = 1.3
+NORMAL = 0.7
 """Seconds that the cases of a test may take together in the normal run. A test of which one case
 takes longer is left to `make test-all`, but for one of each file."""
 CHECK = 0.3
