@@ -14,7 +14,7 @@ from torch.utils import _pytree
 
 from graphopt._compat.anew import open_attributes, open_object
 
-tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _pytree.tree_flatten
+tree_flatten: Callable[..., tuple[list[Any], Any]] = _pytree.tree_flatten
 
 tree_unflatten: Callable[[Sequence[Any], Any], Any] = _pytree.tree_unflatten
 
@@ -74,8 +74,12 @@ def flatten_results(value: Any, is_kept: Callable[[object], bool]) -> tuple[list
     of tensors are made anew as such: `tree_unflatten` gives tuples for them.
 
     Args:
-        is_kept: whether such an object is to stay what it is, a leaf.
+        is_kept: whether such an object, a list, queue or dictionary is to stay what it is, a leaf.
     """
+
+    def is_leaf(value: Any) -> bool:
+        return _is_size(value) or (isinstance(value, (list, dict, deque)) and is_kept(value))
+
     found: set[int] = set()
 
     def opened(leaf: Any) -> Any:
@@ -86,9 +90,9 @@ def flatten_results(value: Any, is_kept: Callable[[object], bool]) -> tuple[list
             return leaf
         found.add(id(leaf))
         inner, filled = nest
-        return filled([tree_map(opened, each, is_leaf=_is_size) for each in inner])
+        return filled([tree_map(opened, each, is_leaf=is_leaf) for each in inner])
 
-    return tree_flatten(tree_map(opened, value, is_leaf=_is_size))
+    return tree_flatten(tree_map(opened, value, is_leaf=is_leaf), is_leaf=is_leaf)
 
 
 def _size(*numbers: int) -> torch.Size:
@@ -108,11 +112,15 @@ def result_parts(value: Any, is_kept: Callable[[object], bool]) -> Iterator[Any]
         if id(each) in seen:
             continue
         seen.add(id(each))
-        if isinstance(each, dict):
-            pending += dict.values(each)
-        elif isinstance(each, (list, tuple, deque)):
+        if isinstance(each, tuple):
             pending += each
-        elif not is_kept(each):
+        elif is_kept(each):
+            continue
+        elif isinstance(each, dict):
+            pending += dict.values(each)
+        elif isinstance(each, (list, deque)):
+            pending += each
+        else:
             nest = _open_fields(each, open_attributes)
             pending += [] if nest is None else nest[0]
 

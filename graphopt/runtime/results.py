@@ -14,19 +14,29 @@ from graphopt.host.seen import PutOutside
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.draws.program import HostValues
-from graphopt.tracing.given import changed_container, make_change
+from graphopt.tracing.given import found_in, make_change
 from graphopt.tracing.lost_history import leave
 from graphopt.tracing.made_containers import MadeConstant
 from graphopt.tracing.optimizer_state import write
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.setting_place import SettingPlace
-from graphopt.tracing.signature import Computed, Constant, FromHost, Nested, Recipe, Scheduled, View
+from graphopt.tracing.signature import (
+    Computed,
+    Constant,
+    FromCall,
+    FromHost,
+    Nested,
+    Recipe,
+    Scheduled,
+    View,
+)
 
 
 class _Ran(NamedTuple):
     """A call of a graph: its inputs, what it has returned, what was found before it ran, and what
     has been made of nested recipes, by the ids of these."""
 
+    call: Call
     flat: Sequence[Any]
     results: Sequence[Any]
     drawn: HostValues
@@ -72,7 +82,7 @@ class StepResults:
         Returns:
             What the step returns.
         """
-        ran = _Ran(flat, results, call.drawn, {})
+        ran = _Ran(call, flat, results, call.drawn, {})
         # Everything is found before anything is put where others may find it.
         outputs = [self._value(recipe, ran) for recipe in self._signature.outputs]
         left = self._left_outside(call, ran)
@@ -93,7 +103,7 @@ class StepResults:
             attributes=[value(each.recipe) for each in signature.attributes],
             containers=[
                 (
-                    changed_container(call.given, call.leaves, each.change),
+                    found_in(call.given, call.leaves, each.change.path),
                     [value(item) for _, item in each.change.items],
                 )
                 for each in signature.containers
@@ -182,6 +192,8 @@ class StepResults:
             return recipe.read()
         if isinstance(recipe, FromHost):
             return ran.drawn.value(recipe.index)
+        if isinstance(recipe, FromCall):
+            return found_in(ran.call.given, ran.call.leaves, recipe.path)
         if isinstance(recipe, Nested):
             return self._made(recipe, ran)
         if isinstance(recipe, View):

@@ -60,7 +60,10 @@ class Call:
     ) -> None:
         self.fn = fn
         self.given = args, kwargs
-        self.leaves, self.treespec = _compat.flatten_arguments(args, kwargs)
+        try:
+            self.leaves, self.treespec = _compat.flatten_arguments(args, kwargs)
+        except RecursionError:
+            raise _in_itself() from None
         self.modules: list[int] = []
         self.optimizers: list[int] = []
         self.tensors: list[int] = []
@@ -313,3 +316,10 @@ def _check_module(name: str, module: nn.Module) -> None:
         raise CaptureError(
             f"{name} is a TorchScript module", hint="pass the Python module it was made from"
         )
+
+
+def _in_itself() -> CaptureError:
+    return CaptureError(
+        "a list or dictionary among its arguments contains itself",
+        hint="pass what the step needs of it",
+    )

@@ -20,7 +20,7 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.unrepeated import users
 from graphopt.tracing.placed import found_again, is_at
 from graphopt.tracing.signature import ChangedResult, Constant, PlacedResult
-from graphopt.tracing.told import told
+from graphopt.tracing.told import MadeAnew, told
 
 
 def take_changed(
@@ -28,7 +28,7 @@ def take_changed(
     placed: Iterable[PlacedResult],
     replaced: Mapping[int, FollowedPlace],
     puts_back: Callable[[Any], bool],
-    made: dict[int, Any],
+    made: MadeAnew,
 ) -> list[ChangedResult]:
     """Take out what a traced step has put into lists, queues and sets outside, where these are
     tensors, numbers, texts, nests of them, or objects from outside: as `take_placed` does.

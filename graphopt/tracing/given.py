@@ -14,7 +14,7 @@ from typing import Any
 
 from graphopt.errors import CaptureError
 from graphopt.tracing.given_objects import AttributesOf, OpenedObjects
-from graphopt.tracing.nests import Path, containers_at, containers_in
+from graphopt.tracing.nests import Path, containers_in
 from graphopt.tracing.outside.reads import is_stand_in
 
 _NO_ITEM = object()
@@ -58,7 +58,8 @@ class GivenContainers:
         self._before = [
             (path, container, container.copy()) for path, container in containers_in(args, kwargs)
         ]
-        for each in () if objects is None else objects.tables:
+        self._objects = OpenedObjects() if objects is None else objects
+        for each in self._objects.tables:
             path = (InObject(each.root), *each.path)
             self._before.append((path, each.table, each.table.copy()))
 
@@ -66,22 +67,14 @@ class GivenContainers:
         """The containers, each with where it is."""
         return ((container, path) for path, container, _ in self._before)
 
+    def places(self) -> dict[int, tuple[Any, Path]]:
+        """The containers, and the objects that are taken apart, by id, each with where it is."""
+        found = {id(container): (container, path) for path, container, _ in reversed(self._before)}
+        inner = ((value, (InObject(root), *path)) for value, root, path in self._objects.found)
+        return found | {id(value): (value, path) for value, path in inner}
+
     def changes(self) -> Iterator[ContainerChange]:
-        """What is different now.
-
-        Raises:
-            CaptureError: one of the containers stands in another place, where each call would leave
-                an equal one.
-        """
-        places = {id(container): path for path, container, _ in self._before}
-        for change in self._changes():
-            for key, value in change.items:
-                for path, each in containers_at((*change.path, key), value):
-                    if places.get(id(each), path) != path:
-                        raise _moved_elsewhere(each)
-            yield change
-
-    def _changes(self) -> Iterator[ContainerChange]:
+        """What is different now."""
         for path, container, before in self._before:
             if isinstance(container, list):
                 if len(container) != len(before) or not all(map(_is, container, before)):
@@ -98,14 +91,6 @@ class GivenContainers:
             )
             if removed or items:
                 yield ContainerChange(path, removed, items)
-
-
-def _moved_elsewhere(container: Any) -> CaptureError:
-    return CaptureError(
-        f"it puts a {type(container).__name__} that stands among its arguments into another place"
-        " there",
-        hint="put a copy there, such as list(values) or dict(values)",
-    )
 
 
 def _moved(before: list[Any], now: list[Any]) -> Iterator[Any]:
@@ -132,17 +117,18 @@ def _is(a: Any, b: Any) -> bool:
     return a is b
 
 
-def changed_container(
-    given: tuple[tuple[Any, ...], dict[str, Any]], leaves: Sequence[Any], change: ContainerChange
+def found_in(
+    given: tuple[tuple[Any, ...], dict[str, Any]], leaves: Sequence[Any], path: Path
 ) -> Any:
-    """The container of a call, before anything is changed there, of which the step makes another.
+    """The container or object at a path among the arguments of a call, before anything is changed
+    there.
 
     Args:
         given: positional and keyword arguments of the call.
         leaves: what is in them.
     """
     container: Any = given
-    for key in change.path:
+    for key in path:
         if isinstance(key, InObject):
             container = leaves[key.position]
         else:

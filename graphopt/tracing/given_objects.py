@@ -88,6 +88,8 @@ class OpenedObjects:
     Attributes:
         roots: the positions of the objects.
         tables, fields: what is in them.
+        found: the objects, and the objects and tables in them, each with its root and the path from
+            there.
         structure: where that is, of which type each object is, and which are the same.
     """
 
@@ -95,6 +97,7 @@ class OpenedObjects:
         self.roots: list[int] = []
         self.tables: list[GivenTable] = []
         self.fields: list[GivenField] = []
+        self.found: list[tuple[Any, int, tuple[Any, ...]]] = []
         self.structure: list[Any] = []
         self._known: dict[int, Any] = {}
         for position in positions:
@@ -113,12 +116,9 @@ class OpenedObjects:
         self.roots.append(position)
         self.tables += walk.tables
         self.fields += walk.fields
+        self.found += walk.found
         self.structure += walk.structure
         self._known.update(walk.known)
-
-    def holds(self, value: Any) -> bool:
-        """Whether a value is one of the objects, or an object or a table in one."""
-        return id(value) in self._known
 
     def contains(self, holder: Any) -> bool:
         """Whether something is a table of one of the objects."""
@@ -136,6 +136,7 @@ class _Walk:
         self._root, self._before, self.known = root, known, dict[int, Any]()
         self.tables: list[GivenTable] = []
         self.fields: list[GivenField] = []
+        self.found: list[tuple[Any, int, tuple[Any, ...]]] = []
         self.structure: list[Any] = []
         self._left = _FEW
 
@@ -153,7 +154,9 @@ class _Walk:
     def _is_known(self, value: Any, path: tuple[Any, ...]) -> bool:
         """Whether an object or table stands in another place as well."""
         first = self.known.get(id(value), self._before.get(id(value)))
-        self.known.setdefault(id(value), (self._root, path))
+        if first is None:
+            self.known[id(value)] = self._root, path
+            self.found.append((value, self._root, path))
         self.structure.append((self._root, path, type(value), first))
         return first is not None
 
@@ -166,6 +169,8 @@ class _Walk:
         items = list(table.items() if isinstance(table, dict) else enumerate(table))
         if not all(type(key) in (str, int) for key, _ in items):
             return False
+        if type(table) is list:
+            self.structure.append((self._root, path, len(table)))
         given = GivenTable(self._root, path, table)
         self.tables.append(given)
         return all(self._of_item(given, key, value) for key, value in items)

@@ -183,7 +183,7 @@ class HostView:
         """What stands for a value; None where it cannot be made in each call."""
         if value is MISSING or self._record.is_outside(value):
             return LeftValue(None, (value,))
-        made = told(self._record, value)
+        made = told(self._record, value, of_call=False)
         if made is None:
             return None
         leaves, spec = _compat.tree_flatten(made)

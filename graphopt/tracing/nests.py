@@ -53,23 +53,6 @@ def containers_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tup
         yield from _containers((1, key), value)
 
 
-def containers_at(
-    path: Path, value: Any, within: tuple[Any, ...] = ()
-) -> Iterator[tuple[Path, Any]]:
-    """The same in a value at a place, which may contain itself.
-
-    Args:
-        within: the containers that it is in.
-    """
-    if type(value) not in (tuple, list, *_TABLES) or any(value is each for each in within):
-        return
-    if type(value) is not tuple:
-        yield path, value
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in items:
-        yield from containers_at((*path, key), item, (*within, value))
-
-
 def _containers(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
     if type(value) is list or type(value) in _TABLES:
         yield path, value

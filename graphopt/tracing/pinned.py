@@ -8,7 +8,6 @@ from typing import Any
 
 from graphopt.errors import CaptureError
 from graphopt.tracing.given import ContainerChange
-from graphopt.tracing.given_objects import OpenedObjects
 from graphopt.tracing.nests import containers_in, parts
 from graphopt.tracing.outside.places import is_container
 from graphopt.tracing.outside.record import Record
@@ -18,12 +17,6 @@ from graphopt.tracing.signature import Constant, Recipe
 def nest_parts(value: Any) -> Iterator[Any]:
     """A value, and all that is in it where it is a nest."""
     return parts(value, lambda each: isinstance(each, (dict, list, tuple)))
-
-
-def pin_changes(record: Record, changes: Iterable[ContainerChange]) -> None:
-    """The step leaves objects in containers among its arguments."""
-    for each in nest_parts([value for change in changes for _, value in change.items]):
-        record.pin(each)
 
 
 def refuse_found_twice(
@@ -61,16 +54,4 @@ def pin_left(record: Record, recipes: Iterable[Recipe]) -> None:
     values = [recipe.value for recipe in recipes if isinstance(recipe, Constant)]
     for each in nest_parts(values):
         if is_container(each) and record.is_outside(each):
-            record.pin(each)
-
-
-def pin_held(record: Record, objects: OpenedObjects, tables: Iterable[dict[str, Any]]) -> None:
-    """The step leaves objects among its arguments in attributes of modules and optimizers.
-
-    Args:
-        objects: those that are taken apart.
-        tables: the attributes.
-    """
-    for each in nest_parts([list(table.values()) for table in tables if objects]):
-        if objects.holds(each):
             record.pin(each)

@@ -56,7 +56,7 @@ from graphopt.tracing.reachable import is_shared
 from graphopt.tracing.scheduled import is_scheduled
 from graphopt.tracing.signature import PlacedResult
 from graphopt.tracing.substitute import Traced
-from graphopt.tracing.told import holds_traced, refused_object, told
+from graphopt.tracing.told import MadeAnew, holds_traced, refused_object, told
 
 
 def take_placed(
@@ -64,7 +64,7 @@ def take_placed(
     finder: Finder,
     traced: Traced,
     tables: Iterable[dict[str, Any]],
-    made: dict[int, Any],
+    made: MadeAnew,
     exchanged: Mapping[int, FollowedPlace],
 ) -> list[PlacedResult]:
     """Take out what a traced step has put into places outside; there is then what was before. Where
@@ -121,7 +121,7 @@ class _Places:
     finder: Finder
     stand_ins: Mapping[int, torch.Tensor]
     gradients: Set[int]
-    made: dict[int, Any]
+    made: MadeAnew
     others: Set[int]
     exchanged: Mapping[int, FollowedPlace]
 
@@ -303,9 +303,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, SYMBOLIC) or is_number_later(value)
 
 
-def _left_by_each_call(
-    record: Record, written: WrittenPlace, value: Any, made: dict[int, Any]
-) -> Any:
+def _left_by_each_call(record: Record, written: WrittenPlace, value: Any, made: MadeAnew) -> Any:
     """What each call puts into a place, as `told` says it; None where the capture alone does."""
     place, reads = written.place, record.depends_on(written.place)
     if record.is_input(place) and value is MISSING:
@@ -353,7 +351,7 @@ def _is_part(record: Record, written: WrittenPlace, value: Any) -> bool:
     return type(before) is list and type(value) is Later and is_at(record, before, written.place)
 
 
-def _is_held(record: Record, value: Any, made: dict[int, Any]) -> bool:
+def _is_held(record: Record, value: Any, made: MadeAnew) -> bool:
     """Whether an object that the step has made holds what is traced, or stands elsewhere."""
     return id(value) in made or holds_traced(record, value)
 

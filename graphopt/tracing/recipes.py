@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,10 +30,12 @@ from graphopt.tracing.number_expressions import Leaf
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.places import is_container, is_value
+from graphopt.tracing.outside.record import Record
 from graphopt.tracing.scheduled import ScheduledSetting
 from graphopt.tracing.signature import (
     Computed,
     Constant,
+    FromCall,
     FromHost,
     Live,
     Nested,
@@ -42,7 +45,7 @@ from graphopt.tracing.signature import (
     View,
 )
 from graphopt.tracing.substitute import Traced
-from graphopt.tracing.told import refused_object
+from graphopt.tracing.told import MadeAnew
 
 _CONSTANTS = (type(None), int, float, str, bool, complex, bytes, torch.dtype, torch.device)
 
@@ -54,8 +57,8 @@ class Recipes:
         flat: what stands for the placeholders of the graph.
         made: what the step has got from torch.
         left_storages: those that parameters had before `.data = …`.
-        is_outside: whether an object was there before the step.
-        left: the ids of what the step has made and leaves in other places.
+        outside: what was there before the step, or is an argument.
+        left: what the step has made and leaves in other places.
 
     Attributes:
         results: traced values that the graph has to return, in order.
@@ -70,15 +73,15 @@ class Recipes:
         flat: Sequence[torch.Tensor],
         made: ObtainedValues,
         left_storages: Collection[int],
-        is_outside: Callable[[Any], bool],
-        left: Set[int],
+        outside: Record,
+        left: MadeAnew,
     ) -> None:
-        self._is_outside, self._left = is_outside, left
+        self._is_outside, self._of_call, self._left = outside.is_outside, outside.of_call, left
         self._call, self._inputs, self._traced, self._made = call, inputs, traced, made
         self._left_storages = left_storages
         self.results: list[Any] = []
         self._laters: dict[int, tuple[Later, Recipe]] = {}
-        self._containers: dict[int, tuple[Any, Recipe]] = {}
+        self._nests: dict[int, tuple[Any, Recipe]] = {}
         self.numbers: set[int] = set()
         self._live: dict[int, Live] = {id(tensor): Live(None, i) for i, tensor in enumerate(flat)}
         self._storages: dict[int, Live] = {
@@ -120,6 +123,10 @@ class Recipes:
             return Constant(value)
         if is_known(value):
             return self._of_later(later_of(self._made.calls, value))
+        if id(value) in self._of_call:
+            return FromCall(self._of_call[id(value)][1])
+        if id(value) in self._left:
+            return self.of_nest(value)
         if self._is_outside(value):
             return Constant(value)
         raise CaptureError(
@@ -178,20 +185,21 @@ class Recipes:
             return self.of_nest(change.after)
         _refuse_counter(change)
         after = change.after
-        if not is_container(after) or self._is_outside(after):
+        if not is_container(after):
             return self._of_attribute(after)
-        if id(after) in self._left:
-            raise refused_object(after, change.name, None)
-        if id(after) not in self._containers:
-            self._containers[id(after)] = after, self._of_attribute(after)
-        return self._containers[id(after)][1]
+        if self._is_outside(after):
+            return Constant(after)
+        if id(after) not in self._nests:
+            self._nests[id(after)] = after, self._of_attribute(after)
+        return self._nests[id(after)][1]
 
     def _of_attribute(self, after: Any) -> Recipe:
         if isinstance(after, torch.Tensor):
             return self._of_tensor(after)
-        leaves, spec = _compat.tree_flatten(after)
+        leaves, spec = _compat.tree_flatten(after, is_leaf=self._is_known)
         numbers = (ScheduledSetting, *SYMBOLIC)
-        if any(isinstance(leaf, numbers) or is_later(leaf) for leaf in leaves):
+        known = any(map(self._is_known, leaves))
+        if known or any(isinstance(leaf, numbers) or is_later(leaf) for leaf in leaves):
             return self.of_nest(after)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return constant_with(after, self._is_outside)
@@ -213,23 +221,22 @@ class Recipes:
         )
 
     def of_nest(self, value: Any) -> Recipe:
-        """How every call makes a value, its containers anew."""
-        if isinstance(value, Constant):
+        """How every call makes a value: its containers anew but for those among its arguments and
+        those that were there before, and one for all places where it stands."""
+        if isinstance(value, (Constant, FromCall)):
             return value
-        if is_value(value) and not holds_later(value):
+        if id(value) in self._of_call:
+            return FromCall(self._of_call[id(value)][1])
+        if id(value) in self._left:
+            value = self._left[id(value)].nest
+        if self._is_there(value) or (is_value(value) and not holds_later(value)):
             return Constant(value)
-        leaves, spec = _compat.tree_flatten(value)
-        recipes = tuple(map(self._of_leaf, leaves))
-        return recipes[0] if spec == _compat.ONE_VALUE else Nested(spec, recipes)
-
-    def of_item(self, value: Any) -> Recipe:
-        """How every call makes what it puts into a container among its arguments: a list or the
-        like that was there before, without tensors, is that very one."""
-        if is_container(value) and self._is_outside(value):
-            leaves = _compat.tree_flatten(value)[0]
-            if all(is_value(leaf) and not holds_later(leaf) for leaf in leaves):
-                return Constant(value)
-        return self.of_nest(value)
+        if id(value) not in self._nests:
+            inner, spec = _compat.tree_flatten(value, is_leaf=lambda each: each is not value)
+            if spec == _compat.ONE_VALUE:
+                return self._of_leaf(value)
+            self._nests[id(value)] = value, Nested(spec, tuple(map(self.of_nest, inner)))
+        return self._nests[id(value)][1]
 
     def _of_leaf(self, leaf: Any) -> Recipe:
         """How every call makes what is in a nest."""
@@ -237,6 +244,14 @@ class Recipes:
         if isinstance(leaf, traced) or is_known(leaf) or is_later(leaf):
             return self.of(leaf, "what it leaves outside its arguments")
         return leaf if isinstance(leaf, Constant) else Constant(leaf)
+
+    def _is_known(self, value: Any) -> bool:
+        """Whether a container or object is one among the arguments, or one that was there before,
+        or stands elsewhere as well."""
+        return id(value) in self._of_call or id(value) in self._left or self._is_there(value)
+
+    def _is_there(self, value: Any) -> bool:
+        return isinstance(value, (list, dict, deque)) and self._is_outside(value)
 
     def _of_later(self, value: Later) -> Recipe:
         """How every call makes a value that only Python computes: once, however often it leaves

@@ -44,6 +44,7 @@ from graphopt.tracing.signature import (
     StateResult,
 )
 from graphopt.tracing.substitute import Traced, traced_key
+from graphopt.tracing.told import MadeAnew
 
 
 class LeftOutside(NamedTuple):
@@ -53,13 +54,13 @@ class LeftOutside(NamedTuple):
         placed: in attributes, dictionaries and variables.
         changed: how it has changed lists, queues and sets.
         rows: lists that numbers of the call select.
-        made: what the step has made of all of that, by id.
+        made: what the step has made of all of that.
     """
 
     placed: list[PlacedResult]
     changed: list[ChangedResult]
     rows: list[Row | StoredItem]
-    made: frozenset[int]
+    made: MadeAnew
 
 
 class Ran(NamedTuple):
@@ -158,7 +159,7 @@ class ResultCollector:
 
     def _given(self, change: ContainerChange) -> ContainerChange:
         """A change with recipes for what it puts into the container."""
-        items = tuple((key, self.recipes.of_item(value)) for key, value in change.items)
+        items = tuple((key, self.recipes.of_nest(value)) for key, value in change.items)
         return replace(change, items=items)
 
     def _flags_of_parameters(self) -> Iterator[tuple[int, bool]]:

@@ -10,6 +10,7 @@ from graphopt.host.changes import ChangeByMethod
 from graphopt.host.held import FoundObject
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.inputs import ModuleTensor
+from graphopt.tracing.nests import Path
 from graphopt.tracing.optimizer_state import OfNone
 from graphopt.tracing.outside.changing_texts import TextOutside
 from graphopt.tracing.outside.places import MISSING, FollowedPlace, OutsidePlace
@@ -84,7 +85,14 @@ class FromHost:
     index: int
 
 
-Recipe = Computed | Live | View | Constant | Nested | Scheduled | FromHost
+@dataclass(frozen=True)
+class FromCall:
+    """A list, dictionary or object among the arguments of each call; see `given.found_in`."""
+
+    path: Path
+
+
+Recipe = Computed | Live | View | Constant | Nested | Scheduled | FromHost | FromCall
 
 
 def leaves_of(recipe: Recipe) -> Iterator[Recipe]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -34,7 +35,7 @@ from graphopt.tracing.draws.picked import StoredItem
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.draws.rows import Row
 from graphopt.tracing.draws.taking import TakenInTrace, taken_from_iterators
-from graphopt.tracing.given import GivenContainers
+from graphopt.tracing.given import ContainerChange, GivenContainers
 from graphopt.tracing.held_before import HeldBefore
 from graphopt.tracing.host_math import traced_math
 from graphopt.tracing.host_view import HostView
@@ -46,7 +47,7 @@ from graphopt.tracing.laters import Laters
 from graphopt.tracing.leftovers import HostState
 from graphopt.tracing.lengths import Lengths
 from graphopt.tracing.made_arrays import MadeArrays, filled
-from graphopt.tracing.marks import Marks, marks_kept
+from graphopt.tracing.marks import AttributeChange, Marks, marks_kept
 from graphopt.tracing.noticed_steps import notice_steps
 from graphopt.tracing.number_lists import NumberLists, places_of_lists
 from graphopt.tracing.numpy_lists import of_list, of_sequence
@@ -54,7 +55,7 @@ from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.changing_texts import ChangingTexts
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
-from graphopt.tracing.pinned import pin_changes, pin_held, pin_left, refuse_found_twice
+from graphopt.tracing.pinned import pin_left, refuse_found_twice
 from graphopt.tracing.placed import exchanged_containers, take_placed
 from graphopt.tracing.positions import Positions
 from graphopt.tracing.rebinding import Rebinding
@@ -69,11 +70,11 @@ from graphopt.tracing.scheduled import computing
 from graphopt.tracing.schedulers import TracedSchedulers
 from graphopt.tracing.shared_by_ranks import SharedByRanks
 from graphopt.tracing.shared_memory import refuse_written
-from graphopt.tracing.signature import Signature
+from graphopt.tracing.signature import Signature, leaves_of
 from graphopt.tracing.stand_ins import arguments_of, stand_ins_of
 from graphopt.tracing.substitute import Traced, has_left_over, insert
 from graphopt.tracing.tagging import Tagger, tagged
-from graphopt.tracing.told import attribute_told
+from graphopt.tracing.told import MadeAnew, attribute_told, change_told, tell_shared
 from graphopt.tracing.whole_calls import WholeCalls
 
 Scene = Iterator[AbstractContextManager[Any]]
@@ -137,7 +138,7 @@ class StepRun:
         self._arrays: dict[int, Any] = {}
         self._lists = NumberLists(())
         self._scheduled: list[Optimizer] = []
-        self._left: dict[int, Any] = {}
+        self._left: MadeAnew = {}
         self._view: HostView
         self._schedulers: TracedSchedulers
 
@@ -271,6 +272,7 @@ class StepRun:
         args, kwargs = arguments_of(self._call, self._inputs, traced, self._arrays)
         self._arrays = {}  # which nothing else is to hold
         given = self._view.given = GivenContainers(args, kwargs, self._call.objects)
+        self.outside.of_call = given.places()
         optimizers = self._call.optimizer_objects()
         self.outside.stands_for = self._originals(traced)
         tensors = [entry.tensor for entry in self._inputs.module_tensors]
@@ -317,9 +319,7 @@ class StepRun:
                 self._give(returned)
                 self.outside.laters.arrays.finish()
                 outside = self._left_outside(traced, held, draws)
-                told = [
-                    attribute_told(self.outside, change, self._left) for change in held.changes()
-                ]
+                told, changes = self._tell(held, given, returned)
             self.gradients_first = redirect.gradients_first
         rebinding.finish()
         if self.made.refused is not None:
@@ -327,9 +327,18 @@ class StepRun:
         self._mark()
         flat = _compat.flatten_results(returned, self._stays)
         self._left = {}
-        changes = list(given.changes())
-        pin_changes(self.outside, changes)
         return Ran(*flat, stepped, outside, changes, rebinding, told)
+
+    def _tell(
+        self, held: HeldBefore, given: GivenContainers, returned: Any
+    ) -> tuple[list[AttributeChange], list[ContainerChange]]:
+        """What each call leaves in attributes, and in containers among its arguments."""
+        record, made = self.outside, self._left
+        held_now = list(held.changes())
+        attributes = [attribute_told(record, change, made) for change in held_now]
+        changes = [change_told(record, change, made) for change in given.changes()]
+        tell_shared(record, [returned, *(each.after for each in held_now)], self._stays, made)
+        return attributes, changes
 
     def _needs_lists(self, places: frozenset[Hashable]) -> None:
         self.finder.found.whole_lists |= places
@@ -399,7 +408,7 @@ class StepRun:
             refuse_keys(each)
         self.outside.read_left()
         self.outside.note_left_in()
-        gives(self.outside, parts, self._call)
+        gives(self.outside, parts)
         self._view.finish(self.outside.laters.lists)
 
     def _left_outside(self, traced: Traced, held: HeldBefore, draws: Substitutes) -> LeftOutside:
@@ -418,7 +427,7 @@ class StepRun:
         refuse_changed(self.made.calls, self.outside.written_arrays())
         selected = draws.rows.take(self.outside.is_used, self.outside.pin)
         rows: list[Row | StoredItem] = [*selected, *stored]
-        return LeftOutside(placed, changed, rows, frozenset(made))
+        return LeftOutside(placed, changed, rows, made)
 
     def _find_owners(self) -> None:
         """Look for what is to be an input besides: modules of tensors that have none, and
@@ -433,10 +442,13 @@ class StepRun:
                 self.finder.optimizer(optimizer)
 
     def _stays(self, value: object) -> bool:
-        """Whether a returned object was there before the step, is more than its fields, stands
-        elsewhere as well, or is of a class that the step makes."""
+        """Whether a returned object or container was there before the step, or stands elsewhere as
+        well; an object also where it is more than its fields, or of a class that the step makes."""
+        elsewhere = id(value) in self.outside.of_call or id(value) in self._left
+        is_there = elsewhere or self.outside.is_outside(value)
+        if isinstance(value, (list, dict, deque)):
+            return is_there
         kinds = (torch.nn.Module, torch.Tensor, Optimizer)
-        is_there = self.outside.is_outside(value) or id(value) in self._left
         return isinstance(value, kinds) or is_there or not self.outside.is_outside(type(value))
 
     def _collect(
@@ -451,7 +463,7 @@ class StepRun:
         rebinding = ran.rebinding
         recipes = Recipes(
             *(self._call, self._inputs, traced, flat, self.made, rebinding.left_storages),
-            is_outside=self.outside.is_outside,
+            outside=self.outside,
             left=ran.outside.made,
         )
         collector = ResultCollector(self._call, self._inputs, traced, recipes)
@@ -459,8 +471,8 @@ class StepRun:
         left = (told.get((id(each.table), each.key), each) for each in held.left())
         signature = self.signature = collector.collect(ran, left, counted)
         replacing.check_left(recipes.left_by(signature))
-        pin_left(self.outside, (each.recipe for each in signature.attributes))
-        pin_held(self.outside, self._call.objects, (table for table, _ in held.tables))
+        left_in = (leaf for each in signature.attributes for leaf in leaves_of(each.recipe))
+        pin_left(self.outside, left_in)
         signature.attributes += collector.attributes(marked)
         signature.texts = [given for _, given in self.outside.texts.any()]
         self._view.settle(signature)
@@ -472,4 +484,5 @@ class StepRun:
         marks.put_back()
         self.kept_numbers = recipes.numbers
         self.used = () if self._shared is None else self._shared.finish()
+        self.outside.of_call = {}  # which hold what is traced
         return recipes.results

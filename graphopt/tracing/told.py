@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.draws.arguments import is_known
+from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.later import Later, as_later
 from graphopt.tracing.later_values import holds_later, is_later, is_later_text, refuse_keys
 from graphopt.tracing.marks import AttributeChange
@@ -19,7 +22,7 @@ from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.scheduled import ScheduledSetting
-from graphopt.tracing.signature import Constant
+from graphopt.tracing.signature import Constant, FromCall
 
 _NEAR = 1000
 """Objects among which one is looked for that is traced."""
@@ -28,16 +31,19 @@ _NEAR = 1000
 def told(
     record: Record,
     value: Any,
-    made: dict[int, Any] | None = None,
+    made: MadeAnew | None = None,
     within: frozenset[int] = frozenset(),
+    of_call: bool = True,
 ) -> Any:
     """What every call puts there: a recipe of a value or of an object that was there before the
     step; what is traced; or a nest of these to be made anew. None where it is none of these, as a
     nest that contains itself.
 
     Args:
-        made: objects that are made anew, by id. One that stands there already would have to be the
-            same object in both places, and is none of these.
+        made: objects and containers that are made anew. One that stands there already is the same
+            in all its places.
+        of_call: lists, dictionaries and objects among the arguments are those of each call, and not
+            made anew.
     """
     value = as_later(value)
     if (
@@ -48,26 +54,38 @@ def told(
         return value
     if is_value(value) and not holds_later(value):
         return Constant(value)
+    if of_call and id(value) in record.of_call:
+        return FromCall(record.of_call[id(value)][1])
     if record.is_outside(value):
         record.pin(value)
         return Constant(value)
+    if made is not None and id(value) in made:
+        return made[id(value)].nest
     if isinstance(value, dict):
         refuse_keys(value)
     nest = None if id(value) in within else _compat.open_nest(value)
     if nest is None:
         return None
-    if made is not None and not isinstance(value, tuple):
-        if id(value) in made:
-            return None
-        made[id(value)] = value
     inner, filled = nest
-    items = [told(record, each, made, within | {id(value)}) for each in inner]
-    return None if any(item is None for item in items) else filled(items)
+    items = [told(record, each, made, within | {id(value)}, of_call) for each in inner]
+    new = None if any(item is None for item in items) else filled(items)
+    if new is not None and made is not None and not isinstance(value, tuple):
+        made[id(value)] = ToldNest(value, new)
+    return new
 
 
-def attribute_told(
-    record: Record, change: AttributeChange, made: dict[int, Any]
-) -> AttributeChange:
+class ToldNest(NamedTuple):
+    """An object or container that the step has made, and what `told` says of it."""
+
+    value: Any
+    nest: Any
+
+
+MadeAnew = dict[int, ToldNest]
+"""What each call makes anew, by id: one for all places where it stands."""
+
+
+def attribute_told(record: Record, change: AttributeChange, made: MadeAnew) -> AttributeChange:
     """An attribute of a module in which a step leaves an object that it has made of what is traced,
     as what each call makes.
 
@@ -85,14 +103,46 @@ def attribute_told(
     return change._replace(after=nest, is_told=True)
 
 
+def change_told(record: Record, change: ContainerChange, made: MadeAnew) -> ContainerChange:
+    """What a step changes in a container among its arguments, as what each call makes.
+
+    Raises:
+        CaptureError: it puts an object there that cannot be made anew.
+    """
+    items = []
+    for key, value in change.items:
+        nest = told(record, value, made)
+        if nest is None:
+            raise refused_object(value, f"item {key!r} of a container among its arguments", None)
+        items.append((key, nest))
+    return replace(change, items=tuple(items))
+
+
+def tell_shared(
+    record: Record, left: Iterable[Any], is_kept: Callable[[object], bool], made: MadeAnew
+) -> None:
+    """Let objects and containers that a step has made, and that stand in several of the values that
+    it leaves, be one in each call.
+
+    Args:
+        left: what it returns, and leaves in attributes of modules.
+        is_kept: whether something in these is made anew otherwise, or not at all.
+    """
+    parts = [each for value in left for each in _compat.result_parts(value, is_kept)]
+    times = Counter(map(id, parts))
+    for each in parts:
+        if times[id(each)] > 1 and not (is_kept(each) or is_value(each) or isinstance(each, tuple)):
+            told(record, each, made)
+
+
 def refused_object(value: Any, path: str, location: str | None) -> CaptureError:
     """Why an object that holds what is traced is not left in a place by each call."""
     hint = "put the tensor there, or a tuple, dictionary or data class of its values"
     if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
         hint = "make it outside the step"
     return CaptureError(
-        f"it puts a {type(value).__name__} that holds a tensor, or that it leaves elsewhere as"
-        f" well, into {path}",
+        f"it puts a {type(value).__name__} that it has made, and that no call can make anew, into"
+        f" {path}",
         location=location,
         hint=hint,
     )

@@ -34,7 +34,7 @@ from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.number_expressions import Application
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import current_user_line
-from graphopt.tracing.told import told
+from graphopt.tracing.told import MadeAnew, told
 
 _DRAWING = frozenset({"sample", "choice", "choices"})
 _LOOKED_AT = 1000
@@ -130,7 +130,7 @@ class Picks:
             self._replaced[id(container), new] = value
         self._stored.append(StoredItem(container, key, position, value, len(added)))
 
-    def take_stored(self, made: dict[int, Any]) -> list[StoredItem]:
+    def take_stored(self, made: MadeAnew) -> list[StoredItem]:
         """What the step has put at positions, to be put there by each call. The step is over.
 
         Args:

@@ -15,6 +15,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.later import Later
+from graphopt.tracing.nests import Path
 from graphopt.tracing.outside.existing import existing_now
 from graphopt.tracing.outside.places import OutsidePlace, is_container, is_value, viewed
 from graphopt.tracing.source import current_location
@@ -32,6 +33,8 @@ class KnownObjects:
 
     Attributes:
         given: objects among its arguments in whose place others may be.
+        of_call: lists, dictionaries and objects among its arguments, of which each call has its
+            own, by id, each with where it is.
         stands_for: the tensors that have stand-ins, by the ids of these.
         stand_ins: of tensors of modules, by the ids of these.
         storages: of the stand-ins.
@@ -54,6 +57,7 @@ class KnownObjects:
         self._owners: dict[int, Callable[[], Any]] = {}
         self._pinned: dict[int, Any] = {}
         self.given = GivenObjects()
+        self.of_call: Mapping[int, tuple[Any, Path]] = {}
         self.gone_into: set[int] = set()
         self.stands_for: Mapping[int, torch.Tensor] = {}
         self.stand_ins: Mapping[int, torch.Tensor] = WeakValueDictionary()

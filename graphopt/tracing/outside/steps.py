@@ -17,7 +17,7 @@ from graphopt.tracing.outside.callees import Substitute
 from graphopt.tracing.outside.guard import shown
 from graphopt.tracing.outside.moving import is_object
 from graphopt.tracing.outside.observe import Observer, observed
-from graphopt.tracing.outside.places import OutsidePlace, Read, is_container
+from graphopt.tracing.outside.places import OutsidePlace, Read
 from graphopt.tracing.outside.reads import advances
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.running_trace import BEGIN
@@ -105,17 +105,15 @@ def observed_step(call: Call, record: Record, substitute: Substitute) -> Iterato
         raise advances(*record.advanced)
 
 
-def gives(record: Record, returned: Iterable[Any], call: Call) -> None:
-    """The step returns objects from outside: those very ones, with what containers hold.
+def gives(record: Record, returned: Iterable[Any]) -> None:
+    """The step returns objects from outside: those very ones.
 
     Args:
-        returned: what it returns, and all that is in it.
+        returned: what it returns, and all that is in it but for what is in these.
     """
-    line = definition_of(call) or SourceLine("", 0, "")
     for value in returned:
-        record.pin(value)
-        if is_container(value) and record.is_outside(value):
-            record.contents(value, record.path(value, "the result"), line)
+        if id(value) not in record.of_call:
+            record.pin(value)
 
 
 def unchanged(record: Record) -> Record:
