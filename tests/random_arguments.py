@@ -25,6 +25,8 @@ CHANGES = (
     *("o.x.mul_(0.5)", "h = h + sum({l}[:1])", "o.l = []", "out = {e}", "out = {c}", "s.p = o"),
     *("s.p = b", "if type(s.p) is list: s.p.append({v})", "if type(s.p) is dict: s.p['n'] = {v}"),
     *("if type(b['p']) is list: b['p'].append({v})", "if s.p is b: h = h + 1"),
+    *("if type(s.p) is dict and 'x' in s.p: h = h + s.p['x']", "if s.p is o: h = h * o.k"),
+    *("if type(s.p) is list and s.p: h = h + s.p[-1]", "if m.kept: h = h + len(m.kept)"),
 )
 BETWEEN = (
     *("{l}.append(float(i))", "{l} = [2.5]", "{d}['n'] = i", "del {l}[:1]", "s.p = None"),

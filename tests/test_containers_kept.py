@@ -53,6 +53,11 @@ def one_made_of_constants(s: Any, b: dict[str, Any], o: Any, loss: Tensor) -> An
     return made
 
 
+def tables_of_an_object_kept(s: Any, b: dict[str, Any], o: Any, loss: Tensor) -> Any:
+    s.model.kept, s.last = o.table, o.table
+    return loss
+
+
 def log_of_the_step(s: Any, b: dict[str, Any], o: Any, loss: Tensor) -> Any:
     s.last = {"loss": loss.item()}
     return s.last
@@ -99,7 +104,7 @@ def run(keep: Kept, compiled: bool, anew: bool) -> list[Any]:
     for number in range(4):
         if anew or not number:
             b = {"x": torch.randn(2, 3), "list": [torch.randn(2)]}
-            o = SimpleNamespace(x=torch.randn(3), list=[torch.randn(3)])
+            o = SimpleNamespace(x=torch.randn(3), list=[torch.randn(3)], table={"n": number})
         returned = called(b, o)
         found.append(numbered((returned, b, o, s)))
         s.rows.append(number)
@@ -108,7 +113,7 @@ def run(keep: Kept, compiled: bool, anew: bool) -> list[Any]:
 
 KEEPS = [
     *(batch_returned, batch_kept, lists_moved, program_s_returned),
-    *(one_made, one_made_of_constants, log_of_the_step),
+    *(one_made, one_made_of_constants, log_of_the_step, tables_of_an_object_kept),
 ]
 
 
@@ -123,7 +128,7 @@ def test_the_same_batch_in_each_call(keep: Kept) -> None:
 
 
 def test_a_list_that_stands_twice_among_the_arguments_by_now_is_refused() -> None:
-    with pytest.raises(graphopt.CaptureError, match="finds at o.list"):
+    with pytest.raises(graphopt.CaptureError, match=r"finds at o\.list"):
         run(lists_moved, True, anew=False)
 
 

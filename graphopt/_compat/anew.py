@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -54,17 +55,7 @@ _pytree.register_pytree_node(_Parts, lambda parts: (parts.values, parts.kind), _
 
 def open_object(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """As `open_nest`, of a set, a function, an array, or an object that is its attributes alone."""
-    return _closing(_opened(value))
-
-
-def open_attributes(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """As `open_nest`, of an object that is its attributes alone."""
-    return _closing(_opened_object(value))
-
-
-def _closing(
-    found: tuple[list[Any], _Kind] | None,
-) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    found = _opened(value)
     if found is None:
         return None
     values, kind = found
@@ -77,6 +68,8 @@ def _opened(value: Any) -> tuple[list[Any], _Kind] | None:
         return list(value), _Kind(set, ())
     if kind is types.FunctionType:
         return _opened_function(value)
+    if kind is Counter:
+        return [*value, *value.values()], _Kind(_counter, ())
     if kind is bytearray:
         return [], _Kind(_bytes, (bytes(value),))
     if kind is array.array:
@@ -85,6 +78,11 @@ def _opened(value: Any) -> tuple[list[Any], _Kind] | None:
         known = (value.dtype, value.shape, value.tobytes("A"), value.flags.fnc)
         return [], _Kind(_array_of_numpy, known)
     return _opened_object(value)
+
+
+def _counter(parts: list[Any]) -> Any:
+    half = len(parts) // 2
+    return Counter(dict(zip(parts[:half], parts[half:], strict=True)))
 
 
 def _opened_function(value: types.FunctionType) -> tuple[list[Any], _Kind] | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from graphopt._compat.anew import open_attributes, open_object
+from graphopt._compat.anew import open_object
 
 tree_flatten: Callable[..., tuple[list[Any], Any]] = _pytree.tree_flatten
 
@@ -85,7 +85,7 @@ def flatten_results(value: Any, is_kept: Callable[[object], bool]) -> tuple[list
     def opened(leaf: Any) -> Any:
         if type(leaf) is torch.Size:
             return Applied(_size, leaf)
-        nest = None if is_kept(leaf) or id(leaf) in found else _open_fields(leaf, open_attributes)
+        nest = None if is_kept(leaf) or id(leaf) in found else _open_fields(leaf, open_object)
         if nest is None:
             return leaf
         found.add(id(leaf))
@@ -121,7 +121,7 @@ def result_parts(value: Any, is_kept: Callable[[object], bool]) -> Iterator[Any]
         elif isinstance(each, (list, deque)):
             pending += each
         else:
-            nest = _open_fields(each, open_attributes)
+            nest = _open_fields(each, open_object)
             pending += [] if nest is None else nest[0]
 
 

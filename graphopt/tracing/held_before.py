@@ -14,6 +14,7 @@ from graphopt.tracing.inputs import is_number, is_switch
 from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.outside.moving import is_object
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
+from graphopt.tracing.outside.record import Record
 from graphopt.tracing.placed import note_counted
 from graphopt.tracing.replaced_modules import Registered
 from graphopt.tracing.setting_place import may_be_left
@@ -31,7 +32,7 @@ class HeldBefore:
         groups: what the parameter groups were, each behind its place: see `groups_of`.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, record: Record) -> None:
         modules = list(call.named_submodules())
         objects = list(_plain_objects(call))
         self._modules = {module for _, module in modules}
@@ -42,16 +43,22 @@ class HeldBefore:
         now = [*(vars(module) for _, module in modules), *self.objects]
         self.tables = [(attributes, dict(attributes)) for attributes in now]
         self.groups = [(index, number, dict(group)) for index, number, group in groups_of(call)]
-        self._call = call
+        self._call, self._record = call, record
 
     def changes(self) -> Iterator[AttributeChange]:
-        """Attributes that hold another object now."""
+        """Attributes that hold another object now, or have been set to one of each call."""
         for name, (now, before) in zip(self._names, self.tables, strict=True):
             own = _OF_OPTIMIZERS if id(now) in self._of_optimizers else ()
             for key, value in now.items():
                 former = before.get(key, MISSING)
-                if value is not former and key not in own:
+                other = value is not former or self._is_of_call(now, key)
+                if other and key not in own:
                     yield AttributeChange(now, key, f"{name}.{key}".strip("."), former, value)
+
+    def _is_of_call(self, table: dict[str, Any], key: str) -> bool:
+        """Whether the step has put an object among its arguments there, which may be there from
+        another trace."""
+        return id(table[key]) in self._record.of_call and self._record.has_written(table, key)
 
     def left(self) -> Iterator[AttributeChange]:
         """The same, when the step is over.

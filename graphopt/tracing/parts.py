@@ -31,18 +31,18 @@ def refuse_overlaps(kinds: Iterable[tuple[Kind, str]], values: Sequence[torch.Te
         kinds: kind and name of each input.
         values: what they are when the call begins.
     """
-    owners: defaultdict[int, list[tuple[range, str]]] = defaultdict(list)
+    owners: defaultdict[int, list[tuple[torch.Tensor, str]]] = defaultdict(list)
     for (kind, fqn), tensor in zip(kinds, values, strict=True):
         if kind in _SHARING or tensor.numel() == 0:
             continue
-        place, others = bytes_of(tensor), owners[_compat.storage_key(tensor)]
+        others = owners[_compat.storage_key(tensor)]
         for other, name in others:
-            if name != fqn and meet(place, other):
+            if name != fqn and overlap(tensor, other):
                 raise CaptureError(
                     f"{name} and {fqn} share storage",
                     hint="give one of them storage of its own (tensor.clone())",
                 )
-        others.append((place, fqn))
+        others.append((tensor, fqn))
 
 
 def of_their_own(
@@ -63,16 +63,35 @@ def of_their_own(
     ]
 
 
-def bytes_of(tensor: torch.Tensor) -> range:
+_MANY = 1_000_000
+"""Elements of two tensors that are compared one by one."""
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors in one storage, with elements, have a byte in common; large ones whose
+    elements lie between each other's count as such."""
+    first, second = _bytes_of(one), _bytes_of(other)
+    if first.start >= second.stop or second.start >= first.stop:
+        return False
+    size = one.element_size()
+    if size != other.element_size() or one.numel() + other.numel() > _MANY:
+        return True
+    return not _elements_of(one).isdisjoint(_elements_of(other))
+
+
+def _bytes_of(tensor: torch.Tensor) -> range:
     """Where the elements of a tensor lie in its storage, from the first to the last."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     first, size = tensor.storage_offset(), tensor.element_size()
     return range(first * size, (first + last + 1) * size)
 
 
-def meet(one: range, other: range) -> bool:
-    """Whether two ranges of bytes have a byte in common."""
-    return one.start < other.stop and other.start < one.stop
+def _elements_of(tensor: torch.Tensor) -> set[int]:
+    """The numbers in its storage of the elements of a tensor."""
+    found = {int(tensor.storage_offset())}
+    for count, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        found = {start + step * stride for start in found for step in range(count)}
+    return found
 
 
 def _alike(tensor: torch.Tensor) -> torch.Tensor:

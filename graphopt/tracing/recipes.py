@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -208,18 +207,6 @@ class Recipes:
             return Constant(_compat.tree_unflatten(real, spec))
         return self.of_nest(after)
 
-    def is_same(self, change: AttributeChange) -> bool:
-        """Whether an attribute is as it was, or holds stand-ins of what it held (as an RNN's list
-        of flat weights does)."""
-        before, after = change.before, change.after
-        kinds = (list, tuple)
-        if not (isinstance(after, kinds) and isinstance(before, kinds) and before):
-            return after is before
-        return len(after) == len(before) and all(
-            self._traced.by_id.get(id(_referent(old))) is _referent(new)
-            for old, new in zip(before, after, strict=True)
-        )
-
     def of_nest(self, value: Any) -> Recipe:
         """How every call makes a value: its containers anew but for those among its arguments and
         those that were there before, and one for all places where it stands."""
@@ -308,10 +295,6 @@ def as_left(value: Later) -> Later:
     if tensor is None or written != [value.shared]:
         written[0].refuse()
     return Later(Method("numpy"), (tensor,))
-
-
-def _referent(value: Any) -> Any:
-    return value() if isinstance(value, weakref.ref) else value
 
 
 def _refuse_counter(change: AttributeChange) -> None:

@@ -115,7 +115,7 @@ class ResultCollector:
             stepped=ran.stepped,
             gradients=list(self._gradients()),
             states=list(self._states()),
-            attributes=self.attributes(c for c in attributes if not recipes.is_same(c)),
+            attributes=self.attributes(attributes),
             placed=[self._placed(each) for each in outside.placed],
             changed=[self._changed(each) for each in outside.changed],
             selected=[

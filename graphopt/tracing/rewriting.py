@@ -17,7 +17,7 @@ from graphopt.graph_utils import is_operator, same_kind, written
 from graphopt.ir.entries import list_call
 from graphopt.ir.metadata import known_value, source_line
 from graphopt.ir.operators import operator_of
-from graphopt.tracing.parts import bytes_of, meet
+from graphopt.tracing.parts import overlap
 
 aten = torch.ops.aten
 
@@ -70,17 +70,17 @@ def _refuse_entries_in_order(node: fx.Node) -> None:
     call = list_call(node) if operator_of(node).writes else None
     if call is None:
         return
-    places: defaultdict[int, list[tuple[range, int, bool]]] = defaultdict(list)
+    places: defaultdict[int, list[tuple[torch.Tensor, int, bool]]] = defaultdict(list)
     for item in range(call.count):
         changed = set(call.writes(item))
         for source, at in call.reads(item):
             value = known_value(source) if at is None else known_value(source)[at]
             if isinstance(value, torch.Tensor) and value.numel():
                 there = places[_compat.storage_key(value)]
-                there.append((bytes_of(value), item, source in changed))
+                there.append((value, item, source in changed))
     for there in places.values():
-        for (place, item, changes), (other, of_other, other_changes) in combinations(there, 2):
-            if item != of_other and (changes or other_changes) and meet(place, other):
+        for (one, item, changes), (other, of_other, other_changes) in combinations(there, 2):
+            if item != of_other and (changes or other_changes) and overlap(one, other):
                 raise CaptureError(
                     f"{node.target} changes a tensor that stands in its lists twice",
                     location=str(source_line(node)),

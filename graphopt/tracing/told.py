@@ -86,21 +86,24 @@ MadeAnew = dict[int, ToldNest]
 
 
 def attribute_told(record: Record, change: AttributeChange, made: MadeAnew) -> AttributeChange:
-    """An attribute of a module in which a step leaves an object that it has made of what is traced,
-    as what each call makes.
+    """An attribute of a module in which a step leaves an object or a container that it has made, as
+    what each call makes.
 
     Raises:
-        CaptureError: it is of a class whose objects cannot be made anew, or stands elsewhere, too.
+        CaptureError: it cannot be made anew, and holds what is traced or takes the place of another
+            one.
     """
     after = change.after
-    leaves = [leaf for leaf in _compat.tree_leaves(after) if not is_value(leaf)]
-    objects = [leaf for leaf in leaves if not _is_traced(leaf) and holds_traced(record, leaf)]
-    if not objects:
+    if is_value(after) or _is_traced(after) or record.is_outside(after):
         return change
     nest = told(record, after, made)
-    if nest is None:
-        raise refused_object(objects[0], change.name, None)
-    return change._replace(after=nest, is_told=True)
+    if nest is not None:
+        return change._replace(after=nest, is_told=True)
+    leaves = [leaf for leaf in _compat.tree_leaves(after) if not is_value(leaf)]
+    objects = [leaf for leaf in leaves if not _is_traced(leaf) and holds_traced(record, leaf)]
+    if objects or type(after) is type(change.before):
+        raise refused_object((objects or [after])[0], change.name, None)
+    return change
 
 
 def change_told(record: Record, change: ContainerChange, made: MadeAnew) -> ContainerChange:
