@@ -103,12 +103,11 @@ class Later(FoundByGraph):
         shares: bool = False,
         memory: SharedMemory | None = None,
     ) -> None:
-        self._function, self._args = function, tuple(map(argument, args))
         self.hands_on = _hands_on(function, args)
         of_one = function is operator.getitem and _is_handed_on(args)
         self.handed_on = self.hands_on or of_one
-        if self.handed_on:
-            self._args = tuple(map(_with_tensors, self._args, args))
+        self._function = function
+        self._args = tuple(map(partial(argument, itself=self.handed_on), args))
         self.is_number, self._is_changed = is_number, is_changed
         self.shares = shares
         laters = [a for a in _compat.tree_leaves(self._args) if isinstance(a, Later)]
@@ -344,31 +343,24 @@ def _are_same(args: Any, others: Any) -> bool:
     return len(leaves) == len(other_leaves) and all(map(operator.is_, leaves, other_leaves))
 
 
-def _with_tensors(copied: Any, value: Any) -> Any:
-    """An argument, with the tensors that it was given in lists and the like, and no copies: what
-    the step makes of these afterwards, they are wherever they stand."""
-    if isinstance(value, torch.Tensor) or (type(value) is Later and value.handed_on):
-        return value
-    if type(value) in (list, tuple) and type(copied) is type(value):
-        return type(value)(map(_with_tensors, copied, value))
-    if type(value) is dict and type(copied) is dict:
-        return {key: _with_tensors(copied[key], each) for key, each in value.items()}
-    return copied
+def argument(value: Any, itself: bool = False) -> Any:
+    """An argument as it is now: what the step changes afterwards is another one.
 
-
-def argument(value: Any) -> Any:
-    """An argument as it is now: what the step changes afterwards is another one."""
+    Args:
+        itself: tensors, and what hands them on, are no copies: what the step makes of these
+            afterwards, they are wherever they stand.
+    """
     value = as_later(value)
     if type(value) is Later:
-        return value.as_it_is()
+        return value if itself and value.handed_on else value.as_it_is()
     if isinstance(value, (ScheduledSetting, *SYMBOLIC)):
         return value
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return value if itself else value.detach().clone()
     if type(value) in (list, tuple):
-        return type(value)(map(argument, value))
+        return type(value)(argument(each, itself) for each in value)
     if type(value) is dict:
-        return {key: argument(each) for key, each in value.items()}
+        return {key: argument(each, itself) for key, each in value.items()}
     if type(value) is slice:
         bounds = value.start, value.stop, value.step
         if not all(map(is_constant, bounds)):

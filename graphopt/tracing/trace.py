@@ -196,7 +196,7 @@ def _run_once(run: StepRun, call: Call, fakes: list[torch.Tensor]) -> tuple[RawT
     _refuse_kept_numbers(run, call, set())
     run.made.add(run.finder.let_go())
     fakes = [*fakes, *run.drawn]
-    _refuse_kept(run, fakes, call)
+    _refuse_kept_tensors(run, fakes, call)
     if run.outside.refused is not None:
         raise run.outside.refused
     first = run.gradients_first
@@ -227,23 +227,13 @@ def _refuse_other_draws(earlier: HostProgram, now: HostProgram, call: Call) -> N
         )
 
 
-def _refuse_kept(run: StepRun, fakes: list[torch.Tensor], call: Call) -> None:
+def _refuse_kept_tensors(run: StepRun, fakes: list[torch.Tensor], call: Call) -> None:
     """Refuse a step that keeps a traced tensor somewhere (in a list it closes over, say)."""
     kept = run.made.kept({id(fake) for fake in fakes})
-    if kept is None:
-        return
-    if run.outside.refused is not None:  # which says where
-        raise run.outside.refused
-    replaced = read_and_replaced(run.outside)
-    if replaced is not None:
-        raise replaced
-    shape, line = kept
-    raise CaptureError(
-        f"it keeps a tensor of shape {shape} outside the model and its return value, which would"
-        " happen at capture only",
-        location=str(line or definition_of(call)),
-        hint=_KEEP_HINT,
-    )
+    if kept is not None:
+        shape, line = kept
+        what = f"a tensor of shape {shape} outside the model and its return value"
+        raise _keeps(run, what, line or definition_of(call))
 
 
 def _numbers_of(call: Call) -> set[int]:
@@ -260,22 +250,24 @@ def _numbers_of(call: Call) -> set[int]:
 def _refuse_kept_numbers(run: StepRun, call: Call, known: set[int]) -> None:
     """Refuse a step that keeps a number it read from a tensor, anywhere but in `known`."""
     kept = run.made.kept_number(known)
-    if kept is None:
-        return
-    if run.outside.refused is not None:  # which says where
-        raise run.outside.refused
-    replaced = read_and_replaced(run.outside)
-    if replaced is not None:
-        raise replaced
-    raise CaptureError(
-        "it keeps a number that it read from a tensor (`.item()`) or drew at random outside its"
-        " return value, which would happen at capture only",
-        location=str(kept[0] or definition_of(call)),
-        hint=_KEEP_HINT,
+    if kept is not None:
+        what = (
+            "a number that it read from a tensor (`.item()`) or drew at random outside its return"
+            " value"
+        )
+        raise _keeps(run, what, kept[0] or definition_of(call))
+
+
+def _keeps(run: StepRun, what: str, line: SourceLine | None) -> CaptureError:
+    """Why a step that keeps what is traced is refused: what is known to be left where, if anything
+    is, says more."""
+    return (
+        run.outside.refused
+        or read_and_replaced(run.outside)
+        or CaptureError(
+            f"it keeps {what}, which would happen at capture only",
+            location=str(line),
+            hint="let a function do it that is called in every step: graphopt.callback("
+            "history.append, loss); or return it from the step and keep it outside",
+        )
     )
-
-
-_KEEP_HINT = (
-    "let a function do it that is called in every step: graphopt.callback(history.append, loss);"
-    " or return it from the step and keep it outside"
-)
