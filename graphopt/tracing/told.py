@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -52,7 +53,7 @@ def told(
         or is_known(value)
     ):
         return value
-    if is_value(value) and not holds_later(value):
+    if (is_value(value) and not holds_later(value)) or isinstance(value, weakref.ref):
         return Constant(value)
     if of_call and id(value) in record.of_call:
         return FromCall(record.of_call[id(value)][1])
