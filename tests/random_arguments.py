@@ -13,7 +13,8 @@ LISTS = ("b['l']", "b['d']['l']", "o.l", "s.l", "o.d['l']")
 TABLES = ("b", "b['d']", "o.d", "s.d")
 PLACES = (*LISTS, "b['p']", "o.p", "s.p", "s.d['p']", "m.kept", "b['d']['p']")
 CONTAINERS = (*LISTS, "b['d']", "o.d", "s.d")
-KEPT = (*CONTAINERS, "b", "o", "[{l}, h]", "dict({d})", "list({l})", "{{'in': {c}, 'h': h}}")
+MADE = ("Meter(h)", "Meter(loss.item())", "Meter(i, {l})", "Meter(0.5)")
+KEPT = (*CONTAINERS, *MADE, "b", "o", "[{l}, h]", "dict({d})", "list({l})", "{{'in': {c}, 'h': h}}")
 VALUES = ("h", "x", "loss.detach()", "h * 2", "i", "1.5", "b['x']", "o.x", "o.k", "loss.item()")
 CHANGES = (
     *("{l}.append({v})", "{l}.append({v})", "{l}.insert(0, {v})", "del {l}[:-2]", "{l}[:] = [{v}]"),
@@ -25,10 +26,13 @@ CHANGES = (
     *("o.x.mul_(0.5)", "h = h + sum({l}[:1])", "o.l = []", "out = {e}", "out = {c}", "s.p = o"),
     *("s.p = b", "if type(s.p) is list: s.p.append({v})", "if type(s.p) is dict: s.p['n'] = {v}"),
     *("if type(b['p']) is list: b['p'].append({v})", "if s.p is b: h = h + 1"),
+    *("if type(s.p) is Meter: s.p.n = s.p.n + 1", "if type(m.kept) is Meter: h = h * m.kept.n"),
+    *("if type(s.p) is Meter: s.p.rows.append({v})", "s.p = m.kept = {e}", "m.kept = s.p"),
     *("if type(s.p) is dict and 'x' in s.p: h = h + s.p['x']", "if s.p is o: h = h * o.k"),
     *("if type(s.p) is list and s.p: h = h + s.p[-1]", "if m.kept: h = h + len(m.kept)"),
 )
 BETWEEN = (
+    *("if type(s.p) is Meter: s.p.rows.append(i)", "if type(m.kept) is Meter: m.kept.n = 5.0"),
     *("{l}.append(float(i))", "{l} = [2.5]", "{d}['n'] = i", "del {l}[:1]", "s.p = None"),
     *("{p} = {c}", "o.k = 2.0", "{l} = list({l})", "{l}, {k} = {k}, {l}", "pass", "pass", "pass"),
 )
@@ -43,6 +47,13 @@ RETURNED = (
     "{{'o': o, 'l': {l}}}",
     "s.d",
 )
+
+
+class Meter:
+    """An object that a step makes."""
+
+    def __init__(self, n: Any, rows: Any = ()) -> None:
+        self.n, self.rows = n, [*rows]
 
 
 class Batch:
@@ -91,7 +102,8 @@ def source(seed: int) -> str:
     draw = random.Random(seed)
     before, behind = some(draw, CHANGES, draw.randrange(2)), some(draw, CHANGES, draw.randint(1, 4))
     return (
-        f"import torch\n\nANEW = {draw.choice(['b, o', 'b', 'o', ''])!r}\n\n"
+        "import torch\nfrom random_arguments import Meter\n\n"
+        f"ANEW = {draw.choice(['b, o', 'b', 'o', ''])!r}\n\n"
         "def make(s, m, optimizer):\n    def step(x, i, b, o):\n"
         f"        out, h, loss = None, x, x.sum()\n{before}"
         "        loss = (m(x) + b['x'] * o.x).square().mean()\n        h = x + loss.detach()\n"
@@ -108,7 +120,7 @@ def shown(*values: Any) -> Any:
     def form(value: Any) -> Any:
         if isinstance(value, Tensor):
             return tuple(value.shape), value.detach().tolist()
-        if not isinstance(value, (list, dict, tuple, Batch, State, Model)):
+        if not isinstance(value, (list, dict, tuple, Batch, State, Model, Meter)):
             return type(value).__name__, value
         if id(value) in known and not isinstance(value, tuple):
             return known[id(value)]
