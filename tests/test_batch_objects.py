@@ -306,3 +306,21 @@ def test_a_list_of_more_than_tensors_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="changes a list in an object among its arguments"):
         stepping(step, lambda number: Batch(x(), y(), rows=[x(), "text"]), graphopt.compile, 1)
+
+
+def test_a_list_of_tensors_and_numbers_to_which_a_step_adds() -> None:
+    def run(wrap: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(0)
+        model, given = nn.Linear(4, 3), Batch(x(), y(), table={"rows": [torch.ones(2)]})
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        @wrap
+        def step(b: Any) -> Any:
+            b.table["rows"].append(1.5)
+            return trained(model, optimizer, b.x, b.y)
+
+        for _ in range(4):
+            step(given)
+        return given.table["rows"][1:]
+
+    assert run(lambda step: step) == run(graphopt.compile) == [1.5] * 4
