@@ -58,6 +58,11 @@ def tables_of_an_object_kept(s: Any, b: dict[str, Any], o: Any, loss: Tensor) ->
     return loss
 
 
+def list_of_what_was_there(s: Any, b: dict[str, Any], o: Any, loss: Tensor) -> Any:
+    s.last = s.model.kept = list(o.list)
+    return loss
+
+
 def log_of_the_step(s: Any, b: dict[str, Any], o: Any, loss: Tensor) -> Any:
     s.last = {"loss": loss.item()}
     return s.last
@@ -114,6 +119,7 @@ def run(keep: Kept, compiled: bool, anew: bool) -> list[Any]:
 KEEPS = [
     *(batch_returned, batch_kept, lists_moved, program_s_returned),
     *(one_made, one_made_of_constants, log_of_the_step, tables_of_an_object_kept),
+    list_of_what_was_there,
 ]
 
 

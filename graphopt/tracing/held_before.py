@@ -3,8 +3,11 @@ the step has set there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+import weakref
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
+
+import torch
 
 from graphopt.errors import CaptureError
 from graphopt.tracing.besides import Finder
@@ -30,9 +33,12 @@ class HeldBefore:
         objects: attributes of optimizers and other objects that are no modules.
         tables: attributes of modules and of these, each with what they were.
         groups: what the parameter groups were, each behind its place: see `groups_of`.
+
+    Args:
+        by_id: the stand-ins, by the ids of the tensors.
     """
 
-    def __init__(self, call: Call, record: Record) -> None:
+    def __init__(self, call: Call, record: Record, by_id: Mapping[int, torch.Tensor]) -> None:
         modules = list(call.named_submodules())
         objects = list(_plain_objects(call))
         self._modules = {module for _, module in modules}
@@ -43,7 +49,7 @@ class HeldBefore:
         now = [*(vars(module) for _, module in modules), *self.objects]
         self.tables = [(attributes, dict(attributes)) for attributes in now]
         self.groups = [(index, number, dict(group)) for index, number, group in groups_of(call)]
-        self._call, self._record = call, record
+        self._call, self._record, self._by_id = call, record, by_id
 
     def changes(self) -> Iterator[AttributeChange]:
         """Attributes that hold another object now, or have been set to one of each call."""
@@ -51,14 +57,17 @@ class HeldBefore:
             own = _OF_OPTIMIZERS if id(now) in self._of_optimizers else ()
             for key, value in now.items():
                 former = before.get(key, MISSING)
-                other = value is not former or self._is_of_call(now, key)
-                if other and key not in own:
+                if key not in own and self._is_left(now, key, former):
                     yield AttributeChange(now, key, f"{name}.{key}".strip("."), former, value)
 
-    def _is_of_call(self, table: dict[str, Any], key: str) -> bool:
-        """Whether the step has put an object among its arguments there, which may be there from
-        another trace."""
-        return id(table[key]) in self._record.of_call and self._record.has_written(table, key)
+    def _is_left(self, table: dict[str, Any], key: str, former: Any) -> bool:
+        """Whether each call leaves something in an attribute: another object than what was there,
+        or one among the arguments, which may be there from another trace. A list that torch has put
+        there holds the stand-ins of what it held, where it is the same one, as an RNN's."""
+        value, written = table[key], self._record.has_written(table, key)
+        if value is former:
+            return written and id(value) in self._record.of_call
+        return written or not _stands_for(former, value, self._by_id)
 
     def left(self) -> Iterator[AttributeChange]:
         """The same, when the step is over.
@@ -106,6 +115,21 @@ class HeldBefore:
                     finder.count(key)
                 found.append((index, number, key, new[key]))
         return found
+
+
+def _stands_for(before: Any, after: Any, by_id: Mapping[int, torch.Tensor]) -> bool:
+    """Whether a list or tuple holds the stand-ins of what another one held."""
+    kinds = (list, tuple)
+    if not (isinstance(after, kinds) and isinstance(before, kinds) and before):
+        return False
+    return len(after) == len(before) and all(
+        by_id.get(id(_referent(old))) is _referent(new)
+        for old, new in zip(before, after, strict=True)
+    )
+
+
+def _referent(value: Any) -> Any:
+    return value() if isinstance(value, weakref.ref) else value
 
 
 def _plain_objects(call: Call) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -9,8 +9,7 @@ arguments, are refused.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -34,25 +33,6 @@ class AttributeChange(NamedTuple):
     before: Any
     after: Any
     is_told: bool = False
-
-    def is_same(self, by_id: Mapping[int, torch.Tensor]) -> bool:
-        """Whether a list or tuple holds the stand-ins of what it held, as an RNN's flat weights do.
-
-        Args:
-            by_id: the stand-ins, by the ids of the tensors.
-        """
-        before, after = self.before, self.after
-        kinds = (list, tuple)
-        if not (isinstance(after, kinds) and isinstance(before, kinds) and before):
-            return False
-        return len(after) == len(before) and all(
-            by_id.get(id(_referent(old))) is _referent(new)
-            for old, new in zip(before, after, strict=True)
-        )
-
-
-def _referent(value: Any) -> Any:
-    return value() if isinstance(value, weakref.ref) else value
 
 
 def marks_kept(inputs: Inputs) -> AbstractContextManager[None]:

@@ -161,10 +161,8 @@ class StepRun:
             insert_arrays(self._call.besides, self.made.calls, self._inputs)
             stack.enter_context(values_inserted(self._call.besides, self.made.calls, self._inputs))
             self._arrays = given_arrays(self._call, self._inputs, self.made.calls)
-            marks, held = (
-                Marks(self._call, self._inputs, traced),
-                HeldBefore(self._call, self.outside),
-            )
+            marks = Marks(self._call, self._inputs, traced)
+            held = HeldBefore(self._call, self.outside, traced.by_id)
             if self._shared is not None:
                 self._shared.begin(traced)
             self._view = HostView(
@@ -322,7 +320,7 @@ class StepRun:
                 self._give(returned)
                 self.outside.laters.arrays.finish()
                 outside = self._left_outside(traced, held, draws)
-                told, changes = self._tell(traced, held, given, returned)
+                told, changes = self._tell(held, given, returned)
             self.gradients_first = redirect.gradients_first
         rebinding.finish()
         if self.made.refused is not None:
@@ -333,12 +331,11 @@ class StepRun:
         return Ran(*flat, stepped, outside, changes, rebinding, told)
 
     def _tell(
-        self, traced: Traced, held: HeldBefore, given: GivenContainers, returned: Any
+        self, held: HeldBefore, given: GivenContainers, returned: Any
     ) -> tuple[list[AttributeChange], list[ContainerChange]]:
         """What each call leaves in attributes, and in containers among its arguments."""
         record, made = self.outside, self._left
-        by_id = traced.by_id
-        held_now = [change for change in held.changes() if not change.is_same(by_id)]
+        held_now = list(held.changes())
         attributes = [attribute_told(record, change, made) for change in held_now]
         changes = [change_told(record, change, made) for change in given.changes()]
         tell_shared(record, [returned, *(each.after for each in held_now)], self._stays, made)
@@ -472,8 +469,7 @@ class StepRun:
         )
         collector = ResultCollector(self._call, self._inputs, traced, recipes)
         told = {(id(each.table), each.key): each for each in ran.told if each.is_told}
-        changes = (each for each in held.left() if not each.is_same(traced.by_id))
-        left = (told.get((id(each.table), each.key), each) for each in changes)
+        left = (told.get((id(each.table), each.key), each) for each in held.left())
         signature = self.signature = collector.collect(ran, left, counted)
         replacing.check_left(recipes.left_by(signature))
         left_in = (leaf for each in signature.attributes for leaf in leaves_of(each.recipe))
