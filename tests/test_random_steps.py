@@ -61,14 +61,14 @@ def run(seed: int, module: ModuleType, compiled: bool, capsys: Any) -> tuple[lis
 
 
 def agrees(text: str, folder: Path, run: Callable[[ModuleType, bool], Any]) -> bool:
-    """Whether a program is captured; it does then what eager code does.
+    """Whether a program is captured; it does then what eager code does. Each run has a module of
+    its own, which it may change.
 
     Args:
         run: what each call leaves, and the class of the error that ends it; captured or not.
     """
-    module = loaded(text, folder)
-    expected, ended = run(module, False)
-    found, refused = run(module, True)
+    expected, ended = run(loaded(text, folder), False)
+    found, refused = run(loaded(text, folder), True)
     assert found == expected[: len(found)], text
     if refused != "CaptureError":
         assert (len(found), refused) == (len(expected), ended), text
