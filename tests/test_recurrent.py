@@ -98,6 +98,22 @@ def test_lstm_by_onednn(options: dict[str, Any]) -> None:
     check(whole, lambda: Recurrent(nn.LSTM, **options), [LENGTHS] * 4)
 
 
+def without_gradients(model: nn.Module, optimizer: Optimizer, x: Tensor, lengths: Any) -> Any:
+    """As a teacher or a target network runs, and as what is predicted is shown."""
+    with torch.no_grad():
+        before = model(x).clone()
+    loss = finish(optimizer, (model(x) - before * 0.9).square().mean())
+    with torch.inference_mode():
+        return torch.stack([loss, before.sum(), model(x).double().sum().float()])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("options", [{"num_layers": 2, "dropout": 0.3}, {"bidirectional": True}])
+def test_layers_without_gradients(kind: type[nn.RNNBase], options: dict[str, Any]) -> None:
+    """oneDNN rounds otherwise where nothing is kept for a backward."""
+    check(without_gradients, lambda: Recurrent(kind, **options), [LENGTHS] * 2)
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_packed_sequences(kind: type[nn.RNNBase]) -> None:
     lengths = [LENGTHS, LENGTHS, torch.tensor([3, 3, 6, 1]), LENGTHS]

@@ -108,6 +108,7 @@ from graphopt._compat.tensors import (
     is_transformed,
     made_by_legacy,
     may_be_written,
+    read_as,
     results_are_plain,
     storage_key,
     storage_key_of_value,

@@ -92,6 +92,13 @@ def storage_key_of_value(value: torch.Tensor) -> int:
         return id(value)
 
 
+def read_as(tensor: torch.Tensor, conjugated: bool, negated: bool) -> torch.Tensor:
+    """A tensor whose elements are conjugated and negated when they are read, or are not."""
+    if tensor.is_conj() is not conjugated:
+        tensor = tensor.conj()
+    return tensor if tensor.is_neg() is negated else torch._neg_view(tensor)
+
+
 def may_be_written(tensor: torch.Tensor) -> bool:
     """Whether somebody may have written to a tensor since it was made."""
     return tensor.is_inference() or tensor._version > 0

@@ -42,8 +42,11 @@ class ChangeByMethod(NamedTuple):
         getattr(container, self.method)(*self.before, *values)
 
 
-_ONE_EACH = {"extend": "append", "extendleft": "appendleft", "update": "add", "__iadd__": "append",
-             "__ior__": "add", "difference_update": "discard"}  # fmt: skip
+ADDING_ONE = {"extend": "append", "extendleft": "appendleft", "update": "add", "__iadd__": "append"}
+"""Methods that add what they go through, and those that add one of it."""
+_ONE_EACH = {**ADDING_ONE, "__ior__": "add", "difference_update": "discard"}
+LISTED = (list, tuple, set, frozenset)
+"""What all of it is known of, without going through it."""
 _OF_A_VALUE = frozenset({"append", "appendleft", "add", "discard"})
 _OF_NONE = frozenset({"clear", "popleft", "reverse", "pop", "rotate"})
 
@@ -58,7 +61,7 @@ def changes_of(method: str, args: Sequence[Any]) -> list[tuple[ChangeByMethod, A
         return [(ChangeByMethod(method), args[0])]
     if method == "insert" and len(args) == 2 and type(args[0]) is int:
         return [(ChangeByMethod("insert", (args[0],)), args[1])]
-    if method in _ONE_EACH and all(type(each) in (list, tuple, set, frozenset) for each in args):
+    if method in _ONE_EACH and all(type(each) in LISTED for each in args):
         change = ChangeByMethod(_ONE_EACH[method])
         return [(change, value) for each in args for value in each]
     if method == "__delitem__" and len(args) == 1 and _is_index(args[0]):

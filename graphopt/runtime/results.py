@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from graphopt import _compat
 from graphopt._compat.late import put_gradient
 from graphopt.host.changes import ChangeByMethod
@@ -197,9 +195,7 @@ class StepResults:
         if isinstance(recipe, Nested):
             return self._made(recipe, ran)
         if isinstance(recipe, View):
-            base = self._value(recipe.of, ran).detach()
-            offset = base.storage_offset() + recipe.offset
-            return torch.as_strided(base, recipe.size, recipe.stride, offset)
+            return recipe.made(self._value(recipe.of, ran).detach())
         if recipe.module_tensor is not None:
             return self._tensors[recipe.module_tensor].live()
         assert recipe.placeholder is not None

@@ -83,7 +83,12 @@ _ADVICE: tuple[tuple[str, str, str | None], ...] = (
     ),
 )
 
-_SIZES = ("Size-like symbols: u", "unhashable type: non-nested SymInt", "tracked with proxy")
+_SIZES = (
+    "Size-like symbols: u",
+    "unhashable type: non-nested SymInt",
+    "tracked with proxy",
+    "with symbolic sizes/strides",
+)
 """Texts of errors about sizes that are known only when a step runs."""
 
 
@@ -173,11 +178,12 @@ def _explain(error: Exception, call: Call) -> CaptureError:
         )
     if any(fragment in text for fragment in _SIZES):
         return CaptureError(
-            "the size of a tensor depends on values (boolean-mask indexing, nonzero, or the like),"
-            " and what is computed from it needs the size",
+            "the size of a tensor depends on values (boolean-mask indexing, nonzero, a length that"
+            " is drawn, or the like), and what is computed from it needs the size",
             location=location,
             hint="keep the size: torch.where(mask, x, 0), or a mean as (x * mask).sum() /"
-            " mask.sum(); or index outside the step, and pass the result",
+            " mask.sum(); or index outside the step, and pass the result; and pass a length that is"
+            " drawn at random",
         )
     if isinstance(error, _compat.data_dependent_errors()):
         return CaptureError(

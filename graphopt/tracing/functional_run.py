@@ -21,7 +21,7 @@ from graphopt.host.settings import SettingReading
 from graphopt.ir import inplace
 from graphopt.ir.metadata import OF_TRACE, fake_value, known_value, some_of
 from graphopt.ir.operators import fused_optimizer, rounds_a_list_in_place, updated_lists
-from graphopt.tracing import averages, fused, numbers, recurrent, statistics
+from graphopt.tracing import averages, fused, numbers, statistics
 from graphopt.tracing.decisions import SIZED
 from graphopt.tracing.number_functions import GIVING_INTEGERS, PYTHON_FUNCTIONS
 from graphopt.tracing.rewriting import (
@@ -121,8 +121,6 @@ class RawGraphRunner(fx.Interpreter):
             return averages.call_with_symbol(
                 self._tracer, partial(self._call, target), args, kwargs
             )
-        if target in recurrent.KERNEL_OF_GRAPHS:
-            return recurrent.KERNEL_OF_GRAPHS[target](*args, **kwargs)
         if fused_optimizer(target) is not None:
             return self._update_lists(target, args, kwargs)
         if args and isinstance(args[0], list) and rounds_a_list_in_place(target, args[0]):

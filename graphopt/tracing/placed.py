@@ -43,6 +43,7 @@ from graphopt.tracing.later_values import (
 )
 from graphopt.tracing.number_tuples import is_tensor, leaves_of
 from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.outside.held import is_plain_class
 from graphopt.tracing.outside.places import (
     MISSING,
     FollowedPlace,
@@ -54,7 +55,7 @@ from graphopt.tracing.outside.record import Record, WrittenPlace
 from graphopt.tracing.outside.unrepeated import LeftPlace
 from graphopt.tracing.reachable import is_shared
 from graphopt.tracing.scheduled import is_scheduled
-from graphopt.tracing.signature import PlacedResult
+from graphopt.tracing.signature import Constant, PlacedResult
 from graphopt.tracing.substitute import Traced
 from graphopt.tracing.told import MadeAnew, holds_traced, refused_object, told
 
@@ -230,7 +231,7 @@ def exchanged_containers(record: Record) -> dict[int, FollowedPlace]:
     for written in chain(record.written_places(), record.replaced_own()):
         before = written.before
         now = written.place.now()
-        new = now is not before and (_is_new(record, written) or _is_traced(now))
+        new = now is not before and (now is None or _is_new(record, written) or _is_traced(now))
         if type(before) in _CONTAINERS and new and is_at(record, before, written.place):
             found[id(before)] = FollowedPlace(written.place)
     return found
@@ -256,13 +257,26 @@ def _is_new(record: Record, written: WrittenPlace) -> bool:
     """Whether a step leaves a container that it has made, of nothing but plain values, in the place
     of one of that kind."""
     value = written.place.now()
-    if type(value) not in (dict, list, deque) or type(value) is not type(written.before):
+    if type(value) not in _CONTAINERS or type(value) is not type(written.before):
         return False
     if not written.place.may_carry or record.is_outside(value):
         return False
     if sum(each.place.now() is value for each in record.written_places()) > 1:
         return False  # both places have one container, and not one each
     return is_plain(tuple(value.values() if isinstance(value, dict) else value))
+
+
+def _is_exchanged(record: Record, written: WrittenPlace) -> bool:
+    """Whether a step leaves an object that it has made in the place of one of that kind, or None in
+    that of an object or a container, to which it has got by that place alone: each call finds
+    another."""
+    before, now = written.before, written.place.now()
+    if now is None:
+        alike = type(before) in _CONTAINERS or is_plain_class(type(before))
+    else:
+        made = type(now) is type(before) and not record.is_outside(now)
+        alike = made and is_plain_class(type(before))
+    return alike and is_at(record, before, written.place)
 
 
 def _is_left_alone(written: WrittenPlace) -> bool:
@@ -306,11 +320,8 @@ def _is_number(value: Any) -> bool:
 def _left_by_each_call(record: Record, written: WrittenPlace, value: Any, made: MadeAnew) -> Any:
     """What each call puts into a place, as `told` says it; None where the capture alone does."""
     place, reads = written.place, record.depends_on(written.place)
-    if record.is_input(place) and value is MISSING:
-        raise CaptureError(
-            f"it deletes {written.path}, in which it counts",
-            hint="give it another value, or delete it outside the step",
-        )
+    if value is MISSING and (record.is_input(place) or record.goes_by_keys(place.holder)):
+        return Constant(MISSING)
     if _is_traced(value):
         alone = not isinstance(written.before, torch.Tensor)
         follows = (place.is_written if alone else place.may_carry) or not reads
@@ -331,12 +342,14 @@ def _left_by_each_call(record: Record, written: WrittenPlace, value: Any, made: 
     elif is_plain(value):
         told_of = record.is_told(place) and type(written.before) not in (int, float)
         begins = written.before is MISSING and record.counts_in(place)
-        follows = record.is_input(place) or not reads or told_of or begins
+        emptied = value is None and _is_exchanged(record, written)
+        follows = record.is_input(place) or not reads or told_of or begins or emptied
     else:
         keyed = value is MISSING and isinstance(place.key, torch.Tensor)  # by what stands for it
         empty = written.before is MISSING or written.before is None
         found = reads and not (empty and holds_traced(record, value))
-        follows = record.is_input(place) or _is_new(record, written) or not (found or keyed)
+        new = _is_new(record, written) or _is_exchanged(record, written)
+        follows = record.is_input(place) or new or not (found or keyed)
     left = told(record, value, made) if follows else None
     if follows and left is None and _is_held(record, value, made):
         refused = refused_object(value, written.path, written.location)

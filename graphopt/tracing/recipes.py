@@ -88,7 +88,7 @@ class Recipes:
             for i, tensor in enumerate(flat)
             if tensor.numel()
         }
-        self._offsets = {Live(None, i): int(t.storage_offset()) for i, t in enumerate(flat)}
+        self._offsets = {Live(None, i): _bytes_before(t) for i, t in enumerate(flat)}
         self._of_model: set[Any] = set()
         self._stand_ins = {Live(None, i): tensor for i, tensor in enumerate(flat)}
         for index, entry in enumerate(inputs.module_tensors):
@@ -175,8 +175,9 @@ class Recipes:
         base = self._storages.get(_compat.storage_key(tensor)) if tensor.numel() else None
         if base is None:
             return self._result(tensor)
-        offset = int(tensor.storage_offset()) - self._offsets[base]
-        return View(base, tuple(tensor.shape), tensor.stride(), offset)
+        offset = _bytes_before(tensor) - self._offsets[base]
+        flags = tensor.is_conj(), tensor.is_neg()
+        return View(base, tuple(tensor.shape), tensor.stride(), offset, tensor.dtype, flags)
 
     def of_attribute(self, change: AttributeChange) -> Recipe:
         """How every call makes what it sets an attribute to."""
@@ -309,3 +310,8 @@ def _refuse_counter(change: AttributeChange) -> None:
             hint="count in an int below 2**53 or a float, or keep the count in a tensor: in a"
             " buffer of the model (register_buffer), or in the optimizer's state",
         )
+
+
+def _bytes_before(tensor: torch.Tensor) -> int:
+    """So many bytes of its storage lie in front of a tensor."""
+    return int(tensor.storage_offset()) * tensor.element_size()

@@ -1,8 +1,8 @@
 """oneDNN's kernel of recurrent layers, as a node of a graph.
 
-The kernel asks whether autograd is on, and keeps what its backward needs only where it is; a graph
-runs with autograd off. So the node calls the kernel with autograd on, on values that need no
-gradient.
+The kernel asks whether autograd is on: only then it keeps what its backward needs, and it rounds
+otherwise where it does not. A graph runs with autograd off. So a node that is recorded while
+autograd is on calls the kernel with autograd on, on values that need no gradient.
 
     mkldnn_rnn_layer(x, w, …)    ==>    graphopt.rnn_layer(x, w, …)     # autograd on
 
@@ -135,8 +135,9 @@ BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 LAYER_BACKWARD = _define("rnn_layer_backward", BACKWARD, _layer_backward, _layer_backward)
 """What `aten.mkldnn_rnn_layer_backward` is in a graph."""
 
-KERNEL_OF_GRAPHS: dict[Any, Any] = {
-    torch.ops.aten.mkldnn_rnn_layer.default: LAYER,
-    BACKWARD: LAYER_BACKWARD,
-}
-"""What stands in a graph for the operators that a trace records."""
+
+def recorded(target: Any) -> Any:
+    """What stands in a trace for an operator that is recorded now; itself for nearly all."""
+    if target is torch.ops.aten.mkldnn_rnn_layer.default and torch.is_grad_enabled():
+        return LAYER
+    return LAYER_BACKWARD if target is BACKWARD else target

@@ -33,6 +33,7 @@ from graphopt.tracing import (
     selecting,
     shown_tensors,
     sparse,
+    spectra,
     stale_constants,
 )
 from graphopt.tracing.besides import Finder
@@ -176,6 +177,8 @@ class Redirect(TorchFunctionMode):
             return fused.call_with_symbols(self._tracer, func, args, fused.take_tensor_lr(kwargs))
         elif averages.takes(func, args, kwargs):
             return averages.call_with_symbol(self._tracer, func, args, kwargs)
+        elif spectra.gives_values_alone(func, args, kwargs):
+            return self._values_alone(func, args, kwargs)
         elif recurrent.is_on_cudnn(func, args):
             raise recurrent.refused(func)
         elif self._packing.takes(func, args):
@@ -195,6 +198,15 @@ class Redirect(TorchFunctionMode):
         elif func in _TEXT:
             return self._made.text(_TEXT[func], (shown_tensors.shown(args[0]), *args[1:]))
         return func(*args, **kwargs)
+
+    def _values_alone(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func is torch.linalg.eigvals:
+            return torch.ops.aten._linalg_eigvals.default(*args, **kwargs)
+        before, self._tagger.values_alone = self._tagger.values_alone, True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._tagger.values_alone = before
 
     def _is_input(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor stands for one that the step has been called with, and is no other."""

@@ -6,6 +6,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from graphopt import _compat
 from graphopt.host.changes import ChangeByMethod
 from graphopt.host.held import FoundObject
 from graphopt.tracing.given import ContainerChange
@@ -41,13 +44,30 @@ class Live:
 
 @dataclass(frozen=True)
 class View:
-    """A view of an input's storage, as `torch.as_strided` makes it; `offset` counts from the
-    input's own."""
+    """A view of an input's storage.
+
+    Attributes:
+        offset: in bytes, from the input's own.
+        dtype: that its elements are read as.
+        flags: whether they are conjugated, and negated, when they are read.
+    """
 
     of: Live
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    dtype: torch.dtype
+    flags: tuple[bool, bool]
+
+    def made(self, base: torch.Tensor) -> torch.Tensor:
+        """The view, given the input."""
+        offset = (base.storage_offset() * base.element_size() + self.offset) // self.dtype.itemsize
+        if base.dtype == self.dtype:
+            view = torch.as_strided(base, self.size, self.stride, offset)
+        else:
+            view = torch.empty(0, dtype=self.dtype, device=base.device)
+            view.set_(base.untyped_storage(), offset, self.size, self.stride)
+        return _compat.read_as(view, *self.flags)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from torch import fx, nn
 from graphopt import _compat
 from graphopt.ir.inplace import CALLABLE
 from graphopt.ir.metadata import MODULES, SOURCE, set_phase, set_provenance, set_sent_names
+from graphopt.tracing.recurrent import recorded
 from graphopt.tracing.source import current_modules, current_user_line
+from graphopt.tracing.spectra import without_vectors
 
 
 class Tagger:
@@ -23,11 +25,13 @@ class Tagger:
     Attributes:
         phase: phase of the nodes created now; None leaves it to autograd's state.
         sends: names of what the collectives created now send.
+        values_alone: the function of torch that runs computes no vectors in eager code.
     """
 
     def __init__(self, module_names: dict[nn.Module, str]) -> None:
         self.phase: str | None = None
         self.sends: tuple[str, ...] = ()
+        self.values_alone = False
         self._names = module_names
         self._forward: dict[int, dict[str, Any]] = {}
 
@@ -52,6 +56,8 @@ class Tagger:
 
     def tag(self, node: fx.Node) -> None:
         """Say of a new node where it comes from."""
+        if self.values_alone:
+            without_vectors(node)
         set_provenance(node, ("capture",))
         if self.sends:
             set_sent_names(node, self.sends)
@@ -84,13 +90,13 @@ class Tagger:
 @contextmanager
 def tagged(tracer: Any, tag: Callable[[fx.Node], None]) -> Iterator[None]:
     """While active, `tag` is called with every node that `tracer` creates, and operators that code
-    cannot name are replaced by those that it can."""
+    cannot name, or that ask whether autograd is on, are replaced by those that it can."""
     create = tracer.create_node
 
     def create_and_tag(*args: Any, **kwargs: Any) -> fx.Node:
         node: fx.Node = create(*args, **kwargs)
         if node.op == "call_function":
-            node.target = CALLABLE.get(node.target, node.target)
+            node.target = recorded(CALLABLE.get(node.target, node.target))
         tag(node)
         return node
 

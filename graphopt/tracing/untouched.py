@@ -15,7 +15,7 @@ from graphopt import _compat
 from graphopt._compat.remembering import written_as_it_is
 from graphopt.graph_utils import is_operator, written
 from graphopt.ir.metadata import storages_of
-from graphopt.tracing import statistics
+from graphopt.tracing import spectra, statistics
 
 
 class Untouched:
@@ -31,16 +31,12 @@ class Untouched:
         """Whether functionalization would call the operator of a node as it is."""
         if node.op != "call_function" or not written_as_it_is(node.target):
             return False
-        if is_operator(node.target, *_BY_HAND) or node.target in statistics.KERNELS:
+        if is_operator(node.target, *spectra.OPERATORS) or node.target in statistics.KERNELS:
             return False
         if any(source.op == "get_attr" for source in node.all_input_nodes):
             return False
         view: bool = node.target.is_view  # type: ignore[union-attr]
         return not view or self._written.isdisjoint(storages_of(node))
-
-
-_BY_HAND = ("aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward")
-"""Operators that are replaced."""
 
 
 def _perhaps_written(node: fx.Node) -> Sequence[fx.Node]:

@@ -17,7 +17,6 @@ from graphopt.host.assumptions import decides_behind_scheduler
 from graphopt.host.settings import reads_setting
 from graphopt.ir.generators import generators_used
 from graphopt.ir.operators import draws, is_marker
-from graphopt.tracing import recurrent
 from graphopt.tracing.alike import depends_on, reached_by
 from graphopt.tracing.source import current_location, current_user_line
 
@@ -80,7 +79,7 @@ class Values:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._values.__getitem__)
         for generator in generators_used((args, kwargs)):
             self._use(generator)
-        target: Any = recurrent.KERNEL_OF_GRAPHS.get(node.target, node.target)
+        target: Any = node.target
         return target(*args, **kwargs)
 
     def _use(self, generator: torch.Generator) -> None:

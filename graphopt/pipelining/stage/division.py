@@ -61,11 +61,7 @@ class Result:
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
         """The result, given the value of the node."""
-        view = self.view
-        if view is None:
-            return value
-        offset = value.storage_offset() + view.offset
-        return torch.as_strided(value, view.size, view.stride, offset)
+        return value if self.view is None else self.view.made(value)
 
 
 class StageDivision:

@@ -225,6 +225,8 @@ class NativeCalls:
             self.contains(bound, args[0], line)
         elif isinstance(bound, dict) and name == "__setitem__":
             self.store_item(bound, args[0], line)
+        elif name == "clear" and isinstance(bound, dict) and record.goes_by_keys(bound):
+            self._take_out_all(bound, path, line)
         elif name in _ADDING or (discarded and name in _CHANGING - _BY_CONTENTS):
             record.mutated(bound, line, changes_of(name, args))
             if name == "clear":
@@ -238,6 +240,13 @@ class NativeCalls:
             of_bytes = hasattr(type(bound), "tobytes")
             if name in _CHANGING or (of_bytes and native.is_changing_arrays(name)):
                 record.mutated(bound, line)
+
+    def _take_out_all(self, table: dict[Any, Any], path: str, line: SourceLine) -> None:
+        """All is taken out of a dictionary whose keys the guard looks at: each call does so."""
+        self._record.read(OutsidePlace("keys", table), f"the keys of {path}", line)
+        self._record.mutated(table, line)
+        for key in table:
+            self._record.wrote(OutsidePlace("item", table, key), counting=False, line=line)
 
     def _native(self, name: str, bound: Any, path: str, line: SourceLine) -> None:
         """A method of an object without Python code that is no container."""

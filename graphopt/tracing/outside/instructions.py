@@ -11,6 +11,7 @@ import operator
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from types import CellType, FrameType, ModuleType
 from typing import Any
 
@@ -40,6 +41,7 @@ from graphopt.tracing.outside.given_functions import GivenFunction, is_called_by
 from graphopt.tracing.outside.held import is_plain_class
 from graphopt.tracing.outside.later_operands import Gives, LaterOperands
 from graphopt.tracing.outside.native import is_large_array, set_by_c
+from graphopt.tracing.outside.one_by_one import OneByOne, adding_one_by_one, is_gone_through
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_container, is_read
 from graphopt.tracing.outside.record import Record
 
@@ -365,6 +367,9 @@ class Instructions(LaterOperands):
             return
         if at.takes(2, arrays.changer(changed, at.step.name, value, at.line)):
             return
+        if at.step.name == "+=" and is_gone_through(changed, "__iadd__", value):
+            at.takes(2, OneByOne(changed, partial(self._followed, at.line)))
+            return
         self._read_contents(at.frame, value, at.line)
         if isinstance(changed, (list, dict, set, deque)):
             self._record.read_container(id(at.frame), changed)
@@ -465,6 +470,9 @@ class Instructions(LaterOperands):
         self._gives_function(callee, args, at)
         if at.takes(at.place_of_callee(), self._instead(callee, args, at)):
             return
+        one_by_one = adding_one_by_one(callee, args, partial(self._followed, at.line))
+        if at.takes(at.place_of_callee(), one_by_one):
+            return
         args = self._taken(callee, args, at)
         self._calls.call(callee, args, at.line, at.step.discarded, at.step.looped)
         at.takes(at.place_of_callee(), self._substitute(callee, args))
@@ -472,9 +480,12 @@ class Instructions(LaterOperands):
     def _gives_function(self, callee: Any, args: list[Any], at: Instruction) -> None:
         """Let a function be called by another one as the step's instructions would."""
         if is_called_by(callee, args):
-            of_step = self._record, self._calls, self._substitute
             top = int(at.step.instruction in NAMED_CALLS)
-            at.put(top + len(args), GivenFunction(args[0], at.line, *of_step))
+            at.put(top + len(args), self._followed(at.line, args[0]))
+
+    def _followed(self, line: SourceLine, function: Any) -> GivenFunction:
+        """A function in whose place it is called as by an instruction of the step."""
+        return GivenFunction(function, line, self._record, self._calls, self._substitute)
 
     def _prepare_call(self, at: Instruction) -> None:
         """Python 3.11 takes bound methods apart before the call."""

@@ -118,7 +118,8 @@ class OutsideReads(ContainerChanges):
             return value
         if is_stand_in(value) or id(value) in self.number_lists:
             return value
-        if id(place.holder) in self._mutated and identity not in self.reads:
+        changed = id(place.holder) in self._mutated and place.kind != "type"
+        if changed and identity not in self.reads:
             self._read_before(place, value, path, line)
             return value
         if self._begins_in(identity):

@@ -309,6 +309,12 @@ class Record(OutsideReads):
         """Whether the graph takes the number in a place."""
         return place.identity in self._inputs
 
+    def goes_by_keys(self, table: dict[Any, Any]) -> bool:
+        """Whether the step has read the keys of a dictionary, or the graph takes numbers of it."""
+        if OutsidePlace("keys", table).identity in self.reads:
+            return True
+        return any(self.is_input(OutsidePlace("item", table, key)) for key in table)
+
     def is_told(self, place: OutsidePlace) -> bool:
         """Whether the step is known to read a place, and to change what is there."""
         return place.identity in self._told

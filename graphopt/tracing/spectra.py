@@ -1,0 +1,47 @@
+"""Singular values and eigenvalues without vectors, as eager code computes them.
+
+torch computes vectors as well where a gradient may be asked for, or where it is traced; without
+them LAPACK takes another way, which rounds otherwise.
+
+    with torch.no_grad(): torch.linalg.svdvals(w)
+    _linalg_svd(w, False, True)    ==>    _linalg_svd(w, False, False)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+
+OPERATORS = ("aten::_linalg_svd", "aten::_linalg_eigh")
+"""What gives vectors or not, by the last of its arguments that are given by position."""
+
+_WITHOUT_VECTORS: dict[Any, tuple[Any, ...]] = {
+    torch.ops.aten._linalg_svd.default: (None, False, False),
+    torch.ops.aten._linalg_eigh.default: (None, "L", False),
+}
+_OF_VALUES = frozenset(
+    {"svdvals", "eigvals", "eigvalsh", "matrix_norm", "norm", "cond", "matrix_rank", "nuclear_norm"}
+)
+"""Functions that compute vectors only for gradients."""
+
+
+def gives_values_alone(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of torch computes no vectors in eager code."""
+    if getattr(function, "__name__", "").removeprefix("linalg_") not in _OF_VALUES:
+        return False
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+    if any(map(_compat.is_transformed, tensors)):
+        return False
+    return not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors))
+
+
+def without_vectors(node: fx.Node) -> None:
+    """Let a new node compute no vectors."""
+    defaults = _WITHOUT_VECTORS.get(node.target)
+    if defaults is not None:
+        node.args = (*node.args[:2], *defaults[len(node.args[:2]) :])
