@@ -1,5 +1,5 @@
-"""An object that a step reads, and in whose place it puts another one: refused where that holds
-what is another one in each call, with the place."""
+"""An object that a step reads, and in whose place it puts another one: each call does so, where the
+step has got to the first by that place alone; else it is refused, with the place."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Report:
 
     def __init__(self, made: Callable[[Tensor], Statistics]) -> None:
         self.made, self.statistics = made, Statistics()
+        self.first = self.statistics
 
     def update(self, loss: Tensor, number: int) -> None:
         self.statistics.loss += loss.item()
@@ -41,23 +42,35 @@ MADE: dict[str, Callable[[Tensor], Statistics]] = {
 }
 
 
-def _looped(made: Callable[[Tensor], Statistics]) -> Callable[[], Loop]:
+def _looped(made: Callable[[Tensor], Statistics], twice: bool = False) -> Callable[[], Loop]:
     def make() -> Loop:
         net, report = nn.Linear(4, 2), Report(made)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
 
         def step(number: int, x: Tensor) -> None:
+            if twice:
+                report.first.loss += 1.0
             report.update(trained(net, optimizer, x), number)
 
-        return Loop(step, lambda: [net, report.statistics.loss, report.statistics.start])
+        def left() -> list[Any]:
+            start, now = report.statistics.start, time.time()
+            recent = isinstance(start, float) and now - 100 < start <= now
+            return [net, report.statistics.loss, recent or start]
+
+        return Loop(step, left)
 
     return make
 
 
 @pytest.mark.parametrize("name", MADE)
+def test_each_call_puts_its_own_there(name: str) -> None:
+    graphs_of(_looped(MADE[name]))
+
+
+@pytest.mark.parametrize("name", MADE)
 def test_the_refusal_names_the_place(name: str) -> None:
     with pytest.raises(graphopt.CaptureError, match="statistics, and then puts a Stat") as refused:
-        graphs_of(_looped(MADE[name]))
+        graphs_of(_looped(MADE[name], twice=True))
     assert "self.statistics = self.made(loss)" in str(refused.value)
 
 

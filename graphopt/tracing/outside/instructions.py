@@ -367,7 +367,7 @@ class Instructions(LaterOperands):
             return
         if at.takes(2, arrays.changer(changed, at.step.name, value, at.line)):
             return
-        if at.step.name == "+=" and is_gone_through(changed, "__iadd__", value):
+        if at.step.name == "+=" and is_gone_through(self._record, changed, "__iadd__", value):
             at.takes(2, OneByOne(changed, partial(self._followed, at.line)))
             return
         self._read_contents(at.frame, value, at.line)
@@ -470,7 +470,8 @@ class Instructions(LaterOperands):
         self._gives_function(callee, args, at)
         if at.takes(at.place_of_callee(), self._instead(callee, args, at)):
             return
-        one_by_one = adding_one_by_one(callee, args, partial(self._followed, at.line))
+        follow = partial(self._followed, at.line)
+        one_by_one = adding_one_by_one(self._record, callee, args, follow)
         if at.takes(at.place_of_callee(), one_by_one):
             return
         args = self._taken(callee, args, at)

@@ -18,6 +18,7 @@ from typing import Any
 
 from graphopt.host.changes import ADDING_ONE, LISTED
 from graphopt.tracing.later_values import is_later
+from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
 
 _METHODS = (types.BuiltinMethodType, types.MethodDescriptorType)
@@ -28,7 +29,7 @@ Follow = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def adding_one_by_one(
-    callee: Any, args: Sequence[Any], follow: Follow
+    record: Record, callee: Any, args: Sequence[Any], follow: Follow
 ) -> Callable[..., None] | None:
     """What is called in place of a method that adds what it goes through, of which nobody knows
     what it gives before; None where the method itself is.
@@ -41,7 +42,7 @@ def adding_one_by_one(
         return None
     given = args if isinstance(callee, types.MethodDescriptorType) else (callee.__self__, *args)
     name = callee.__name__
-    if len(given) != 2 or not is_gone_through(given[0], name, given[1]):
+    if len(given) != 2 or not is_gone_through(record, given[0], name, given[1]):
         return None
 
     def add(*values: Any) -> None:
@@ -50,10 +51,13 @@ def adding_one_by_one(
     return add
 
 
-def is_gone_through(container: Any, method: str, items: Any) -> bool:
-    """Whether a method of a container takes what something gives one by one, which is no list."""
+def is_gone_through(record: Record, container: Any, method: str, items: Any) -> bool:
+    """Whether a method of a container outside takes what something gives one by one, which is no
+    list."""
+    if type(container) not in _KINDS or not hasattr(container, method):
+        return False
     known = type(items) in LISTED or is_later(items) or not isinstance(items, Iterable)
-    return type(container) in _KINDS and hasattr(container, method) and not known
+    return not known and items is not container and record.is_outside(container)
 
 
 class OneByOne:
