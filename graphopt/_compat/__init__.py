@@ -126,6 +126,7 @@ from graphopt._compat.torch_functions import (
 )
 from graphopt._compat.tracers import (
     add_input,
+    asking_for_tracers,
     backward_sequence_number,
     current_tracer,
     forget_constant,

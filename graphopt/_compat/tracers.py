@@ -227,3 +227,11 @@ def backward_sequence_number() -> int | None:
     """Number of the autograd node whose backward is running, None outside a backward."""
     node = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
+
+
+def asking_for_tracers() -> list[tuple[Any, str, Callable[[], bool]]]:
+    """Where layers of torch find the functions by which they ask whether they are traced, with
+    functions that say no."""
+    name = "_is_make_fx_tracing"
+    attention = torch.nn.modules.activation
+    return [(attention, name, lambda: False)] if hasattr(attention, name) else []

@@ -26,6 +26,7 @@ from graphopt.tracing import (
     averages,
     constants,
     copies,
+    fast_path,
     fused,
     later,
     numbers,
@@ -179,6 +180,8 @@ class Redirect(TorchFunctionMode):
             return averages.call_with_symbol(self._tracer, func, args, kwargs)
         elif spectra.gives_values_alone(func, args, kwargs):
             return self._values_alone(func, args, kwargs)
+        elif fast_path.packs(func):
+            raise fast_path.nested()
         elif recurrent.is_on_cudnn(func, args):
             raise recurrent.refused(func)
         elif self._packing.takes(func, args):

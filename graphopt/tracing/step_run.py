@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from graphopt import _compat
 from graphopt._compat.remembering import remembered
 from graphopt.host.seen import viewed_by
-from graphopt.tracing import impurity, numbers, reduction, rng
+from graphopt.tracing import fast_path, impurity, numbers, reduction, rng
 from graphopt.tracing.aliases import Aliases
 from graphopt.tracing.alike import own_inputs
 from graphopt.tracing.asked import answered_as_in_eager
@@ -253,6 +253,7 @@ class StepRun:
         )
         yield self._schedulers.active()
         yield inference_as_no_grad()
+        yield fast_path.as_in_eager()
         yield impurity.no_loading()
         yield impurity.no_other_optimizers(optimizers, self.finder.optimizer, own)
         yield rng.traced_generators()

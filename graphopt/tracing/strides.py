@@ -8,7 +8,7 @@ come after. An answer depends on its question alone and is kept for later captur
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from graphopt import _compat
 from graphopt.graph_utils import is_pointwise, tensors_in
 from graphopt.ir.operators import row
-from graphopt.tracing import recurrent, scratch, small
+from graphopt.tracing import fast_path, recurrent, scratch, small
 from graphopt.tracing.layouts import Items, Layout, described, layouts, leaves
 from graphopt.tracing.scratch import Call
 
@@ -72,11 +72,15 @@ def corrected(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
 
 def known(mode: Any, func: Any, args: Any, kwargs: Any) -> Any | None:
     """What an operator gives for small tensors, by its kernel alone (`small`). Its
-    shape rule is a program in Python, which may call a dozen other operators.
+    shape rule is a program in Python, which may call a dozen other operators. What kernels of whole
+    layers give, of which torch has no rule (`fast_path`).
 
     Returns:
         Fake tensors of `mode`; None where the shape rule has to be asked.
     """
+    whole = fast_path.results_of(func, args)
+    if whole is not None:
+        return _compat.tree_map(partial(_on, mode, args[0].device), whole)
     if not _has_slow_rule(func):
         return None
     if not _compat.are_plain_fakes(mode, tensors_in((args, kwargs))):
@@ -87,6 +91,10 @@ def known(mode: Any, func: Any, args: Any, kwargs: Any) -> Any | None:
     except TypeError:
         return None
     return None if found is None else _made(mode, found)
+
+
+def _on(mode: Any, device: torch.device, meta: Any) -> Any:
+    return None if meta is None else _compat.fake_like(mode, meta, device)
 
 
 @lru_cache(maxsize=4096)
