@@ -1,5 +1,5 @@
-"""All operators and modules of torch's databases in a step: results and gradients of eager code, to
-the bit, where gradients are asked for and where they are not."""
+"""Operators and modules of torch's databases in a step: results and gradients of eager code, to the
+bit, where gradients are asked for and where they are not."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import graphopt
@@ -21,7 +22,6 @@ from operators import database
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch calls deprecated of its own
 
-PARTS = 32
 SOME = (
     "linalg.svdvals",
     "linalg.eigvalsh",
@@ -98,25 +98,15 @@ def test_some_operators(name: str) -> None:
     assert_exact(found)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("part", range(PARTS))
-def test_all_operators(part: int, seed: int) -> None:
-    """Of which numbers each, the seed says."""
-    found, kinds = Found(), (torch.float32, torch.bfloat16, torch.float64)
-    for number, name in list(enumerate(sorted(database()), seed))[part::PARTS]:
-        found.add(compare(list(cases_of(name, kinds[number % len(kinds)], 3))))
-    assert found.tried
-    assert_exact(found)
-
-
 # ---------------------------------------------------------------------------- modules
 
 
 def modules() -> list[Any]:
-    """torch's own database of modules, with sample inputs."""
+    """torch's own database of modules, with sample inputs, but for those without parameters yet."""
     database()  # which lets it be imported
     name = "torch.testing._internal.common_modules"
-    return list(importlib.import_module(name).module_db)
+    found = importlib.import_module(name).module_db
+    return [each for each in found if not issubclass(each.module_cls, LazyModuleMixin)]
 
 
 def trained(module: nn.Module, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -167,8 +157,7 @@ def check(entry: Any, training: bool, count: int) -> None:
         try:
             found = left_by(step, module, given, True)
         except graphopt.CaptureError as refused:
-            known = ("UninitializedParameter", "_ctc_loss")  # of lazy modules; lengths in lists
-            if not any(each in str(refused) for each in known):
+            if "_ctc_loss" not in str(refused):  # of lengths in lists
                 raise
             continue
         for one, other in zip(expected, found, strict=True):
