@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -62,3 +63,33 @@ def _references_of_hidden() -> int:
     function: Any = torch.ones(1, requires_grad=True).clone().grad_fn
     leaf = function.next_functions[0][0].variable
     return sys.getrefcount(leaf)
+
+
+def around_backwards(
+    around: Callable[[Iterable[Any]], AbstractContextManager[None]],
+) -> tuple[tuple[Any, str, Any], ...]:
+    """What to replace so that `around` is entered with the functions that made the results, while
+    autograd goes back from these: owner, name and value, as `replaced` takes them."""
+    run = torch.autograd._engine_run_backward
+
+    def run_around(results: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        edges = [torch.autograd.graph.get_gradient_edge(each) if isinstance(each, torch.Tensor)
+                 else each for each in results]  # fmt: skip
+        with around([edge.node for edge in edges]):
+            return run(results, *args, **kwargs)
+
+    return ((torch.autograd, "_engine_run_backward", run_around),)
+
+
+def around_unpacking(
+    around: Callable[[Callable[[Any], Any]], Callable[[Any], Any]],
+) -> tuple[tuple[Any, str, Any], ...]:
+    """What to replace so that `around` wraps what unpacks saved tensors, of hooks that are set from
+    now on."""
+    module: Any = torch._C._autograd
+    push = module._push_saved_tensors_default_hooks
+
+    def push_around(pack: Any, unpack: Any) -> None:
+        push(pack, around(unpack))
+
+    return ((module, "_push_saved_tensors_default_hooks", push_around),)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from graphopt.ir.bits import same_bits
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -46,14 +48,8 @@ def _difference(one: Tensor | None, other: Tensor | None) -> float | None:
     """None where the bits are the same."""
     if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
         return float("inf")
-    if torch.equal(_bits(one), _bits(other)):
+    if same_bits(one, other):
         return None
     one, other = one.detach().cpu(), other.detach().cpu()
     size = (one.double() - other.double()).abs().max().item()
     return size if size == size else float("inf")
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The elements as bytes. A single one may have any strides, and `contiguous` leaves them."""
-    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
-    return flat.copy_(tensor.detach().reshape(-1)).view(torch.uint8)

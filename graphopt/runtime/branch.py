@@ -30,6 +30,7 @@ from graphopt.branches.continuation import (
 )
 from graphopt.branches.handing import handing_out, launched_before, launched_by
 from graphopt.host.assumptions import assumption_number
+from graphopt.ir.bits import same_bits
 from graphopt.ir.metadata import input_kind
 from graphopt.iter_graph import IterGraphModule
 from graphopt.runtime.collector import collector_paused
@@ -160,15 +161,14 @@ def _is_same(one: Any, other: Any) -> bool:
         return False
     if one.data_ptr() == other.data_ptr():
         return _compat.storage_key(one) == _compat.storage_key(other)
-    return one.dim() == 0 and one.device.type == "cpu" and bool(one == other)
+    return one.dim() == 0 and one.device.type == "cpu" and same_bits(one, other)
 
 
 def _has_same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether what was drawn is the same in both graphs, which draw it for themselves."""
     if _layout(one) != _layout(other) or one.device.type != "cpu":
         return one is other
-    first, second = (each.flatten().view(torch.uint8) for each in (one, other))
-    return torch.equal(first, second)
+    return same_bits(one, other)
 
 
 def _layout(value: torch.Tensor) -> tuple[Any, ...]:

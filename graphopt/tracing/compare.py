@@ -15,6 +15,7 @@ from graphopt.graph_utils import is_operator
 from graphopt.host import HostCall
 from graphopt.host.clock import ClockReading
 from graphopt.host.computed import ComputedTensor
+from graphopt.ir.bits import same_bits
 from graphopt.ir.metadata import phase_of, source_line
 from graphopt.ir.source import SourceLine
 
@@ -181,5 +182,5 @@ def _same_constant(x: Any, y: Any) -> bool:
     if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
         if _compat.is_fake(x) or _compat.is_fake(y):
             return x.shape == y.shape and x.dtype == y.dtype
-        return x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
+        return same_bits(x, y)
     return type(x) is type(y)

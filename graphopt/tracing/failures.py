@@ -66,6 +66,11 @@ _ADVICE: tuple[tuple[str, str, str | None], ...] = (
         "take sizes from shapes or Python numbers; pad sequences of several lengths, and mask the"
         " loss, instead of packing them",
     ),
+    (
+        "its data is not allocated yet",
+        "a function of torch takes the values of a tensor for plain numbers",
+        "give it plain numbers where it takes them: a list in place of the tensor",
+    ),
     ("<locals>.CorrectedMode", *_PICKLED),
     ("<locals>.QuickShapeEnv", *_PICKLED),
     ("is not JSON serializable", "it turns into text what is known only when a step runs", _LOG),

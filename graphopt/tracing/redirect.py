@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import fx
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from graphopt import _compat
+from graphopt._compat.backward import around_backwards
 from graphopt._compat.untraced import untraced
 from graphopt.tracing import (
     averages,
@@ -33,6 +36,7 @@ from graphopt.tracing import (
     recurrent,
     selecting,
     shown_tensors,
+    smoothing,
     sparse,
     spectra,
     stale_constants,
@@ -45,6 +49,7 @@ from graphopt.tracing.draws.arrays import HostArray
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.packed import Packing
 from graphopt.tracing.rebinding import Rebinding
+from graphopt.tracing.replace import replaced
 from graphopt.tracing.running_trace import current_trace
 from graphopt.tracing.source import current_user_line, is_installed
 from graphopt.tracing.substitute import Traced
@@ -114,6 +119,7 @@ class Redirect(TorchFunctionMode):
         self._tracer = _compat.current_tracer()
         self._packing = Packing(lambda tensor: untraced(made.decider.values, tensor))
         self._differentiated = False
+        self._is_out = self._is_back = False
         self.gradients_first = False
 
     def __torch_function__(
@@ -134,6 +140,26 @@ class Redirect(TorchFunctionMode):
         untraced(self._made.add, result)
         return result
 
+    @contextmanager
+    def in_backwards(self) -> Iterator[None]:
+        """While active, the Python code that a backward runs is seen as well: hooks, functions of
+        the program's, what a checkpoint computes again. Torch hides from a mode what runs inside
+        the call that it is told of."""
+        with replaced(*around_backwards(self._seeing)):
+            yield
+
+    @contextmanager
+    def _seeing(self, functions: object) -> Iterator[None]:
+        if not self._is_out:
+            yield
+            return
+        before, self._is_out, self._is_back = self._is_back, False, True
+        try:
+            with self:
+                yield
+        finally:
+            self._is_out, self._is_back = True, before
+
     def _prepared(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if func in _INDEXING:
             args = (args[0], _index(args[1]), *args[2:])
@@ -146,14 +172,18 @@ class Redirect(TorchFunctionMode):
         return args, kwargs
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func == _GRADIENT:
+        if func == _GRADIENT and not self._is_back:
             self.gradients_first |= not self._differentiated
             self._before_gradient_read()
         elif func in _BACKWARDS:
             check_anomalies()
             self._differentiated |= func is not torch.autograd.grad  # which leaves no gradients
-            with self._tagger.during("backward"):
-                return func(*args, **kwargs)
+            before, self._is_out = self._is_out, True
+            try:
+                with self._tagger.during("backward"):
+                    return func(*args, **kwargs)
+            finally:
+                self._is_out = before
         elif func in (torch.Tensor.item, torch.Tensor.tolist):
             return numbers.as_read(func(*args, **kwargs))
         elif func in _TRUTHS and args[0].numel() == 1 and not _compat.is_transformed(args[0]):
@@ -179,7 +209,9 @@ class Redirect(TorchFunctionMode):
         elif averages.takes(func, args, kwargs):
             return averages.call_with_symbol(self._tracer, func, args, kwargs)
         elif spectra.gives_values_alone(func, args, kwargs):
-            return self._values_alone(func, args, kwargs)
+            return self._rewritten(spectra.without_vectors, func, args, kwargs)
+        elif smoothing.is_weighted(func, args, kwargs):
+            return self._rewritten(smoothing.left_out, func, args, kwargs)
         elif fast_path.packs(func):
             raise fast_path.nested()
         elif recurrent.is_on_cudnn(func, args):
@@ -202,14 +234,17 @@ class Redirect(TorchFunctionMode):
             return self._made.text(_TEXT[func], (shown_tensors.shown(args[0]), *args[1:]))
         return func(*args, **kwargs)
 
-    def _values_alone(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _rewritten(
+        self, rewrite: Callable[[fx.Node], None], func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """What a function gives, whose nodes are to be those of eager code."""
         if func is torch.linalg.eigvals:
             return torch.ops.aten._linalg_eigvals.default(*args, **kwargs)
-        before, self._tagger.values_alone = self._tagger.values_alone, True
+        before, self._tagger.rewritten = self._tagger.rewritten, rewrite
         try:
             return func(*args, **kwargs)
         finally:
-            self._tagger.values_alone = before
+            self._tagger.rewritten = before
 
     def _is_input(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor stands for one that the step has been called with, and is no other."""

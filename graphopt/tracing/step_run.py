@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from graphopt import _compat
 from graphopt._compat.remembering import remembered
 from graphopt.host.seen import viewed_by
-from graphopt.tracing import fast_path, impurity, numbers, reduction, rng
+from graphopt.tracing import fast_path, formulas, impurity, numbers, reduction, rng
 from graphopt.tracing.aliases import Aliases
 from graphopt.tracing.alike import own_inputs
 from graphopt.tracing.asked import answered_as_in_eager
@@ -254,6 +254,7 @@ class StepRun:
         yield self._schedulers.active()
         yield inference_as_no_grad()
         yield fast_path.as_in_eager()
+        yield formulas.as_in_eager()
         yield impurity.no_loading()
         yield impurity.no_other_optimizers(optimizers, self.finder.optimizer, own)
         yield rng.traced_generators()
@@ -295,7 +296,10 @@ class StepRun:
                 *(traced, self._tagger, self._mark, self.made, optimizers, self.finder, rebinding)
             )
             scalers = TracedScaling(self.finder, _compat.fake_mode_of(self._values))
-            for context in (scalers.active(), redirect, self.made.calls, viewed_by(self._view)):
+            for context in (
+                *(scalers.active(), redirect.in_backwards(), redirect),
+                *(self.made.calls, viewed_by(self._view)),
+            ):
                 stack.enter_context(context)
             draws = self._drawing()
             arrays = MadeArrays(self.outside, self.finder)

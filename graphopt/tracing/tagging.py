@@ -13,7 +13,6 @@ from graphopt.ir.inplace import CALLABLE
 from graphopt.ir.metadata import MODULES, SOURCE, set_phase, set_provenance, set_sent_names
 from graphopt.tracing.recurrent import recorded
 from graphopt.tracing.source import current_modules, current_user_line
-from graphopt.tracing.spectra import without_vectors
 
 
 class Tagger:
@@ -25,13 +24,14 @@ class Tagger:
     Attributes:
         phase: phase of the nodes created now; None leaves it to autograd's state.
         sends: names of what the collectives created now send.
-        values_alone: the function of torch that runs computes no vectors in eager code.
+        rewritten: what makes of new nodes those that the function of torch which runs has in eager
+            code.
     """
 
     def __init__(self, module_names: dict[nn.Module, str]) -> None:
         self.phase: str | None = None
         self.sends: tuple[str, ...] = ()
-        self.values_alone = False
+        self.rewritten: Callable[[fx.Node], None] | None = None
         self._names = module_names
         self._forward: dict[int, dict[str, Any]] = {}
 
@@ -56,8 +56,8 @@ class Tagger:
 
     def tag(self, node: fx.Node) -> None:
         """Say of a new node where it comes from."""
-        if self.values_alone:
-            without_vectors(node)
+        if self.rewritten is not None:
+            self.rewritten(node)
         set_provenance(node, ("capture",))
         if self.sends:
             set_sent_names(node, self.sends)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphopt import _compat
+from graphopt.ir.bits import same_bits
 from graphopt.verify.problems import Problem
 from graphopt.verify.recall import same_constant
 
@@ -40,15 +40,7 @@ def same_object(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        alike = (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
-        return alike and torch.equal(_bits(one), _bits(other))
+        return same_bits(one, other)
     if isinstance(one, fx.GraphModule) and isinstance(other, fx.GraphModule):
         return str(one.graph) == str(other.graph)
     return same_constant(one, other)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor: 0.0 and -0.0 differ, and what is not a number is equal to itself."""
-    if tensor.layout is not torch.strided or _compat.is_fake(tensor):
-        return tensor
-    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphopt.ir.bits import same_bits
 from graphopt.pipelining.microbatch.chunk_specs import (
     ChunkSpec,
     Reducer,
@@ -127,8 +128,7 @@ def _equal(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-        return alike and bool(torch.equal(one, other))
+        return same_bits(one, other)
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return False
     return bool(one == other)
