@@ -78,3 +78,22 @@ def without_modes() -> Iterator[None]:
         # all tensors would be of the meta device.
         torch._C._set_meta_in_tls_dispatch_include(False)
         yield
+
+
+@contextmanager
+def dispatch_keys_kept() -> Iterator[None]:
+    """What torch's dispatcher passes over on this thread is as before afterwards. An operator that
+    differentiates forward leaves it otherwise where a mode raises inside."""
+    sets = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+    setters = (
+        torch._C._dispatch_tls_set_dispatch_key_included,
+        torch._C._dispatch_tls_set_dispatch_key_excluded,
+    )
+    before = [read() for read in sets]
+    try:
+        yield
+    finally:
+        for former, read, set_key in zip(before, sets, setters, strict=True):
+            if former.raw_repr() != read().raw_repr():
+                for key in torch._C.DispatchKey.__members__.values():
+                    set_key(key, former.has(key))

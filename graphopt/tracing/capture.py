@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt._compat.settings import dispatch_keys_kept
 from graphopt.errors import CaptureError
 from graphopt.ir.placement import set_placement
 from graphopt.parallel import Manual, OverRanks, Parallel, resolve
@@ -287,7 +288,7 @@ def capture_call(
 ) -> CapturedStep:
     """`capture`, of arguments already taken apart, with the markers that `parallelize` expands;
     `settled`, `lasts` and `held`: see `finish`."""
-    with _compat.without_fake_mode(), collector_paused(), births_noted():
+    with dispatch_keys_kept(), _compat.without_fake_mode(), collector_paused(), births_noted():
         call = call.with_whole_objects()
         while True:
             call, inputs, raw = first_trace(call, communication)

@@ -67,6 +67,11 @@ _ADVICE: tuple[tuple[str, str, str | None], ...] = (
         " loss, instead of packing them",
     ),
     (
+        "InferenceMode::is_enabled()",
+        "it differentiates forward (jacfwd, hessian) through zeros that torch hides from a trace",
+        "differentiate backward: jacrev(f) for jacfwd(f), jacrev(jacrev(f)) for hessian(f)",
+    ),
+    (
         "its data is not allocated yet",
         "a function of torch takes the values of a tensor for plain numbers",
         "give it plain numbers where it takes them: a list in place of the tensor",
