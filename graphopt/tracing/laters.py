@@ -353,6 +353,8 @@ class Laters(KnownTexts):
         return all(map(is_row, value))
 
     def _is_row(self, value: Any) -> bool:
+        if type(value) is dict:
+            return not self._record.is_changed(value) and all(map(_is_plain, value.values()))
         if type(value) not in (list, tuple):
             return _is_plain(value)
         return not self._record.is_changed(value) and all(map(self._is_row, value))
@@ -399,10 +401,17 @@ class Laters(KnownTexts):
         is_array = self.arrays.is_array(container)
         if is_array and fed:
             return self.arrays.item(container, key)
-        if not self.is_kept(container):
+        if not self.is_kept(container, rows=type(key) is slice):
             taken = is_array_of_numpy(container) and not fed and self._is_value(key)
             return argument(container)[key] if taken else None
         return self.items(container, line, key)
+
+    def all_items(self, value: Any, line: SourceLine) -> Later | None:
+        """What stands for all items of what a comprehension goes over; None where it goes over
+        them one by one."""
+        if self.is_kept(value, rows=True):
+            return self.items(value, line)
+        return value if type(value) is Later else None
 
     def operand(self, value: Any, line: SourceLine, texts: bool = False) -> Any:
         """What stands for a list that an instruction goes through, or for what it compares, if that

@@ -318,6 +318,8 @@ class Instructions(LaterOperands):
 
     def _goes_over(self, at: Instruction) -> None:
         """A loop over the items of an object begins."""
+        if self._computes_of_all(at):
+            return
         self._real_group(at, 1)
         value = at.top(1)
         other = self._record.iterated(value)

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.comprehensions import AllItems, computing, is_comprehension, of_items
 from graphopt.tracing.kept_items import as_piece
 from graphopt.tracing.later import Later
 from graphopt.tracing.later_values import is_later_text, letters
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.callees import NAMED_CALLS, Instruction
 from graphopt.tracing.outside.formats import Converted, formatting
+from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
 
@@ -59,6 +61,22 @@ class LaterOperands:
     def _stands_later(self, at: Instruction, place: int, texts: bool = False) -> bool:
         """Whether something stands from now on for what an instruction takes."""
         return at.takes(place, self._record.laters.operand(at.top(place), at.line, texts))
+
+    def _computes_of_all(self, at: Instruction) -> bool:
+        """Whether a comprehension begins that each call computes by itself, of all items at once."""
+        function = at.top(2)
+        if not is_comprehension(function):
+            return False
+        record, names = self._record, function.__globals__
+        found = computing(function, record.is_outside)
+        items = None if found is None else record.laters.all_items(at.top(1), at.line)
+        if found is None or items is None:
+            return False
+        for name in found.named:
+            record.read(OutsidePlace("has", names, name), f"{name} in globals", at.line)
+        at.put(2, of_items(found, items))
+        at.put(1, AllItems())
+        return True
 
     def _exact(self, at: Instruction, place: int, key: Any) -> Any:
         """A key, a text in which there are numbers that are known before a call as it is."""
