@@ -3,25 +3,30 @@
     history.append((loss.item(), step))
     np.median([pair[0] for pair in history[-20:]])
 
-Followed item by item, such a line would need a graph for each length of the list. Where all that a
-comprehension does with the items is to compute, it is called by itself instead, as a function of all
-of them.
+Followed item by item, such a line would need a graph for each length of the list. Where all that
+a comprehension does with the items is to compute, it is called by itself instead, as a function of
+all of them.
 """
 
 from __future__ import annotations
 
 import builtins
 import dis
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from graphopt.tracing.later import Later
 from graphopt.tracing.later_values import is_later
+from graphopt.tracing.replace import original
 
 _LISTED = {"<listcomp>": None, "<setcomp>": None, "<dictcomp>": None, "<genexpr>": list}
 """By the name of its code, what is made of what a comprehension gives."""
+_GOING_THROUGH_ALL: tuple[Any, ...] = (
+    all, any, dict, frozenset, list, max, min, set, sorted, str.join, sum, tuple
+)  # fmt: skip
+"""Functions that go through a generator, all of it or as far as matters, before they return."""
 _FUNCTIONS = frozenset(
     {"abs", "bool", "dict", "float", "int", "isinstance", "len", "list", "max", "min", "repr"}
     | {"round", "sorted", "str", "sum", "tuple"}
@@ -95,8 +100,17 @@ def is_comprehension(function: Any) -> bool:
     return type(function) is FunctionType and function.__code__.co_name in _LISTED
 
 
+def goes_through_all(callees: Sequence[Any]) -> bool:
+    """Whether a function goes through a generator before anything else happens.
+
+    Args:
+        callees: it, and what else may lie where it does on the interpreter's stack.
+    """
+    return any(original(each) in _GOING_THROUGH_ALL for each in callees if callable(each))
+
+
 def computing(
-    function: FunctionType, is_outside: Callable[[CellType], bool]
+    function: FunctionType, is_outside: Callable[[CellType], bool], rows: bool
 ) -> Comprehension | None:
     """A comprehension that is about to be called, as a function of its items; None where it does
     more than to compute.
@@ -104,9 +118,12 @@ def computing(
     Args:
         function: what an instruction finds below what it goes over.
         is_outside: whether a variable is one of the program's and not of the step.
+        rows: the items are containers, which it must not hand on.
     """
     named, cells = _computing(function.__code__), function.__closure__ or ()
     if named is None or any(name in function.__globals__ for name in named):
+        return None
+    if rows and not _takes_apart(function.__code__):
         return None
     if any(is_outside(cell) or not _is_filled(cell) for cell in cells):
         return None
@@ -139,6 +156,34 @@ def _computing(code: CodeType) -> frozenset[str] | None:
         if not allowed:
             return None
     return frozenset(named)
+
+
+@lru_cache(maxsize=1024)
+def _takes_apart(code: CodeType) -> bool:
+    """Whether a comprehension does nothing with its items but to take something out of them."""
+    found = [each for each in dis.get_instructions(code) if each.opname not in _IN_BETWEEN]
+    for number, each in enumerate(found[:-1]):
+        if each.opname == "FOR_ITER":
+            stored = found[number + 1]
+            if stored.opname == "UNPACK_SEQUENCE":
+                return True
+            return stored.opname == "STORE_FAST" and _takes_from(found, stored.argval)
+    return False
+
+
+def _takes_from(found: Sequence[dis.Instruction], name: str) -> bool:
+    """Whether each use of a variable takes something out of it."""
+    for number, each in enumerate(found):
+        if each.opname.startswith("LOAD_FAST") and each.argval == name:
+            behind = [each.opname for each in found[number + 1 : number + 3]]
+            if behind[0] not in ("LOAD_ATTR", "LOAD_METHOD") and behind[1:] != ["BINARY_SUBSCR"]:
+                return False
+        elif each.opname.startswith("LOAD_FAST") and type(each.argval) is tuple:
+            return False  # two variables at once
+    return True
+
+
+_IN_BETWEEN = frozenset({"CACHE", "EXTENDED_ARG", "NOP"})
 
 
 def _is_filled(cell: CellType) -> bool:

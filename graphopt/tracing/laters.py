@@ -401,7 +401,8 @@ class Laters(KnownTexts):
         is_array = self.arrays.is_array(container)
         if is_array and fed:
             return self.arrays.item(container, key)
-        if not self.is_kept(container, rows=type(key) is slice):
+        parts = type(key) is slice and not any(type(row) in (list, dict) for row in container)
+        if not self.is_kept(container, rows=parts):
             taken = is_array_of_numpy(container) and not fed and self._is_value(key)
             return argument(container)[key] if taken else None
         return self.items(container, line, key)

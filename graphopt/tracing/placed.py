@@ -217,7 +217,7 @@ def found_again(record: Record, container: Any) -> FollowedPlace | None:
     if type(container) not in _CONTAINERS or record.is_pinned(container):
         return None
     place = _only_place(record, container)
-    if place is None or place.kind not in ("item", "cell") or record.is_asked(container):
+    if place is None or place.kind not in ("item", "cell"):
         return None
     if any(each.place.identity == place.identity for each in record.written_places()):
         return None

@@ -421,8 +421,7 @@ class StepRun:
         """Take out what the step has left outside its arguments."""
         exchanged = exchanged_containers(self.outside)
         for path, place in self.outside.changed_lengths():
-            if id(place.holder) not in exchanged:
-                self.finder.carries(path, place, counted=True)
+            self.finder.carries(path, place, counted=True)
         made = self._left
         tables = [*held.objects, *(each.table for each in self._call.objects.tables)]
         placed = take_placed(self.outside, self.finder, traced, tables, made, exchanged)

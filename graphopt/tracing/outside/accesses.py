@@ -22,6 +22,7 @@ class OutsideAccess(NamedTuple):
         fed: it takes an item that an operator changes in place, and that goes back.
         discarded: it is a call whose result nothing uses.
         looped: it is a call whose result the function goes through.
+        consumed: there begins a generator that is the one argument of a call.
     """
 
     handler: str
@@ -34,6 +35,7 @@ class OutsideAccess(NamedTuple):
     fed: bool
     discarded: bool
     looped: bool
+    consumed: bool
 
 
 @lru_cache(maxsize=4096)
@@ -46,6 +48,8 @@ def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
     discarded = {a.offset for a, b in pairwise(visible) if b.opname == "POP_TOP"}
     looped = {a.offset for a, b in pairwise(visible) if b.opname == "GET_ITER"}
     fed = {b.offset for a, b in pairwise(visible) if _is_fed(a, b)}
+    calls = [i for i in visible if i.opname != "PRECALL"]
+    consumed = {a.offset for (a, b), (_, c) in pairwise(pairwise(calls)) if _is_consumed(a, b, c)}
     return {
         i.offset: OutsideAccess(
             "_in_place" if _is_in_place(i) else _HANDLERS[i.opname],
@@ -58,10 +62,19 @@ def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
             i.offset in fed,
             i.offset in discarded,
             i.offset in looped,
+            i.offset in consumed,
         )
         for i in instructions
         if i.opname in _HANDLERS
     }
+
+
+def _is_consumed(*instructions: dis.Instruction) -> bool:
+    """Whether a generator begins that is the one argument of a call which follows at once."""
+    begins, makes, calls = instructions
+    if begins.opname != "GET_ITER" or not makes.opname.startswith("CALL"):
+        return False
+    return calls.opname in ("CALL", "CALL_FUNCTION", "CALL_METHOD") and calls.arg == 1
 
 
 def _is_fed(before: dis.Instruction, taking: dis.Instruction) -> bool:

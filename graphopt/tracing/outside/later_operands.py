@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -9,7 +10,13 @@ from typing import Any
 import torch
 
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.comprehensions import AllItems, computing, is_comprehension, of_items
+from graphopt.tracing.comprehensions import (
+    AllItems,
+    computing,
+    goes_through_all,
+    is_comprehension,
+    of_items,
+)
 from graphopt.tracing.kept_items import as_piece
 from graphopt.tracing.later import Later
 from graphopt.tracing.later_values import is_later_text, letters
@@ -63,13 +70,21 @@ class LaterOperands:
         return at.takes(place, self._record.laters.operand(at.top(place), at.line, texts))
 
     def _computes_of_all(self, at: Instruction) -> bool:
-        """Whether a comprehension begins that each call computes by itself, of all items at once."""
-        function = at.top(2)
-        if not is_comprehension(function):
+        """Whether a comprehension begins that each call computes for itself, of all items."""
+        function, value = at.top(2), at.top(1)
+        if not is_comprehension(function) or type(value) not in (Later, list, deque):
             return False
+        if function.__code__.co_name == "<genexpr>" and not (
+            at.step.consumed and goes_through_all((at.top(3), at.top(4)))
+        ):
+            return False  # it goes on later
         record, names = self._record, function.__globals__
-        found = computing(function, record.is_outside)
-        items = None if found is None else record.laters.all_items(at.top(1), at.line)
+        if type(value) is Later:
+            rows = not value.is_number  # of which items are numbers as well
+        else:
+            rows = any(type(each) in (list, tuple, dict) for each in value)
+        found = computing(function, record.is_outside, rows)
+        items = None if found is None else record.laters.all_items(value, at.line)
         if found is None or items is None:
             return False
         for name in found.named:

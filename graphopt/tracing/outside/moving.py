@@ -88,13 +88,13 @@ def _is_found(record: Record, place: OutsidePlace) -> bool:
     if owner is not None and attributes_of(owner) is not holder:
         return False
     root = holder if owner is None else owner
-    if record.is_gone_into(holder) or record.is_gone_into(root) or not can_follow(root):
+    if record.is_pinned(holder) or record.is_pinned(root) or not can_follow(root):
         return False
     leading = [each for each in record.places_of(root) if each.kind in LEADING]
-    return bool(leading) and not any(map(record.is_written, leading))
+    return bool(leading)
 
 
-_KINDS = frozenset({"item", "attribute", "size"})
+_KINDS = frozenset({"item", "attribute", "size", "sum", "min", "max", "last"})
 
 LEADING = frozenset({"item", "class", "attribute", "cell", "target"})
 """Kinds of places where an object is, rather than what is found out about one."""
