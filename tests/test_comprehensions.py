@@ -1,4 +1,5 @@
-"""Comprehensions over what a step collects outside: one graph for lists of any length."""
+"""What a step collects outside, computes of by comprehensions, and begins anew: few graphs, however
+long the lists are."""
 
 from __future__ import annotations
 
@@ -21,10 +22,12 @@ class Log:
         self.pairs: list[tuple[float, int]] = []
         self.tables: list[dict[str, Any]] = []
         self.by_name: dict[str, list[tuple[float, int]]] = {}
+        self.lists: dict[str, list[float]] = {"loss": [], "square": []}
+        self.sums: dict[str, dict[str, float]] = {"train": {"loss": 0.0, "count": 0}}
         self.best = 0.5
 
     def state(self) -> Any:
-        return self.rows, self.pairs, self.tables, self.by_name, self.best
+        return self.rows, self.pairs, self.tables, self.by_name, self.lists, self.sums
 
 
 def first_of_pairs(log: Log, loss: Tensor) -> Any:
@@ -103,6 +106,26 @@ def sum_begun_anew(log: Log, loss: Tensor) -> Any:
     return found
 
 
+def lists_begun_anew(log: Log, loss: Tensor) -> Any:
+    log.lists["loss"].append(loss.item())
+    log.lists["square"].append(loss.item() ** 2)
+    if len(log.lists["loss"]) < 3:
+        return None
+    found = {name: sum(values) / len(values) for name, values in log.lists.items()}
+    log.lists = {"loss": [], "square": []}
+    return found
+
+
+def tables_begun_anew(log: Log, loss: Tensor) -> Any:
+    log.sums["train"]["loss"] += loss.item()
+    log.sums["train"]["count"] += 1
+    if log.sums["train"]["count"] < 3:
+        return None
+    found = log.sums["train"]["loss"] / log.sums["train"]["count"]
+    log.sums = {"train": {"loss": 0.0, "count": 0}}
+    return found
+
+
 def cleared(log: Log, loss: Tensor) -> Any:
     log.tables.append({"loss": loss.item()})
     if len(log.tables) < 3:
@@ -125,6 +148,8 @@ STEPS = [
     in_a_helper,
     begun_anew,
     sum_begun_anew,
+    lists_begun_anew,
+    tables_begun_anew,
     cleared,
 ]
 

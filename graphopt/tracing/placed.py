@@ -18,7 +18,8 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
+from operator import not_
 from types import FunctionType
 from typing import Any
 
@@ -254,8 +255,8 @@ _CONTAINERS = (dict, defaultdict, OrderedDict, list, deque)
 
 
 def _is_new(record: Record, written: WrittenPlace) -> bool:
-    """Whether a step leaves a container that it has made, of nothing but plain values, in the place
-    of one of that kind."""
+    """Whether a step leaves a container that it has made, of nothing but plain values and of others
+    like it, in the place of one of that kind."""
     value = written.place.now()
     if type(value) not in _CONTAINERS or type(value) is not type(written.before):
         return False
@@ -263,7 +264,18 @@ def _is_new(record: Record, written: WrittenPlace) -> bool:
         return False
     if sum(each.place.now() is value for each in record.written_places()) > 1:
         return False  # both places have one container, and not one each
-    return is_plain(tuple(value.values() if isinstance(value, dict) else value))
+    return _is_of_plain(record, value)
+
+
+def _is_of_plain(record: Record, container: Any) -> bool:
+    """Whether there is nothing in a container but plain values, and others that the step has made
+    of these."""
+    values = list(container.values() if isinstance(container, dict) else container)
+    made = [type(each) in _CONTAINERS and not record.is_outside(each) for each in values]
+    inner = list(compress(values, made))
+    return is_plain(tuple(compress(values, map(not_, made)))) and not any(
+        each is container or not _is_of_plain(record, each) for each in inner
+    )
 
 
 def _is_exchanged(record: Record, written: WrittenPlace) -> bool:

@@ -80,8 +80,8 @@ def pin_others(record: Record, places: list[OutsidePlace]) -> None:
 
 
 def _is_found(record: Record, place: OutsidePlace) -> bool:
-    """Whether a guard would find the object that a place belongs to wherever it is by then: the
-    step has got to it by places that the guard looks at, and that it leaves as they are."""
+    """Whether a guard would find the object that a place belongs to wherever it is when a call
+    begins: the step has got to it by places that the guard looks at."""
     holder, owner = place.holder, record.owner(place.holder)
     if isinstance(holder, CellType) or place.kind not in _KINDS:
         return False
@@ -90,8 +90,7 @@ def _is_found(record: Record, place: OutsidePlace) -> bool:
     root = holder if owner is None else owner
     if record.is_pinned(holder) or record.is_pinned(root) or not can_follow(root):
         return False
-    leading = [each for each in record.places_of(root) if each.kind in LEADING]
-    return bool(leading)
+    return any(each.kind in LEADING for each in record.places_of(root))
 
 
 _KINDS = frozenset({"item", "attribute", "size", "sum", "min", "max", "last"})
