@@ -65,6 +65,7 @@ OBJECTS: dict[str, Callable[[], object]] = {
     "_backward_cls": lambda: torch.autograd.Function,
     "_backward_hooks": lambda: torch.ones(1),
     "_base": lambda: torch.ones(1),
+    "_push_saved_tensors_default_hooks": lambda: torch._C._autograd,
     "_buffers": nn.Module,
     "_backward_pre_hooks": nn.Module,
     "_cdata": lambda: torch.ones(1).untyped_storage(),

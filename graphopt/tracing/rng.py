@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.fx.node import has_side_effect
@@ -51,8 +51,17 @@ torch.library.register_fake("graphopt::set_rng_state", _set_fake, lib=_library)
 has_side_effect(torch.ops.graphopt.set_rng_state.default)
 
 
-def _refuse_seed(*args: Any, **kwargs: Any) -> Any:
-    raise CaptureError(
+def _refuse_manual_seed(*args: Any, **kwargs: Any) -> NoReturn:
+    raise _seeded()
+
+
+def _refuse_seed(*args: Any, **kwargs: Any) -> NoReturn:
+    """Another function than that of another name, as in torch, whose compiler knows them apart."""
+    raise _seeded()
+
+
+def _seeded() -> CaptureError:
+    return CaptureError(
         "the random number generator is seeded inside the step",
         location=current_location(),
         hint="call torch.manual_seed outside the step",
@@ -79,7 +88,7 @@ def traced_generators() -> Iterator[None]:
     for module in (torch, torch.random):
         changes.append((module, "get_rng_state", get_cpu))
         changes.append((module, "set_rng_state", set_cpu))
-        changes.append((module, "manual_seed", _refuse_seed))
+        changes.append((module, "manual_seed", _refuse_manual_seed))
         changes.append((module, "seed", _refuse_seed))
     if torch.cuda.is_available():
         changes.append((torch.cuda, "get_rng_state", get_cuda))
