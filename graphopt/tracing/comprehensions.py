@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import builtins
 import dis
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -83,16 +83,6 @@ class Comprehension:
 
     def __hash__(self) -> int:
         return hash(self._code)
-
-
-class AllItems:
-    """Stands for the items that a comprehension goes over, none of which it takes now."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        raise StopIteration
 
 
 def is_comprehension(function: Any) -> bool:

@@ -10,13 +10,7 @@ from typing import Any
 import torch
 
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.comprehensions import (
-    AllItems,
-    computing,
-    goes_through_all,
-    is_comprehension,
-    of_items,
-)
+from graphopt.tracing.comprehensions import computing, goes_through_all, is_comprehension, of_items
 from graphopt.tracing.kept_items import as_piece
 from graphopt.tracing.later import Later
 from graphopt.tracing.later_values import is_later_text, letters
@@ -90,7 +84,7 @@ class LaterOperands:
         for name in found.named:
             record.read(OutsidePlace("has", names, name), f"{name} in globals", at.line)
         at.put(2, of_items(found, items))
-        at.put(1, AllItems())
+        at.put(1, ())  # of which it takes nothing now
         return True
 
     def _exact(self, at: Instruction, place: int, key: Any) -> Any:
