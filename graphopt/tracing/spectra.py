@@ -40,6 +40,13 @@ def gives_values_alone(function: Any, args: Sequence[Any], kwargs: Mapping[str, 
     return not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors))
 
 
+def alone(function: Any) -> Any:
+    """What computes the values alone: an operator where there is one, or else the function, whose
+    nodes are to be `without_vectors`."""
+    is_general = function is torch.linalg.eigvals
+    return torch.ops.aten._linalg_eigvals.default if is_general else function
+
+
 def without_vectors(node: fx.Node) -> None:
     """Let a new node compute no vectors."""
     defaults = _WITHOUT_VECTORS.get(node.target)
