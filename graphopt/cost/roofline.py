@@ -111,6 +111,7 @@ class RooflineCost:
     device: Device
     _known: dict[fx.Node, tuple[object, float]] = field(default_factory=dict, repr=False)
     _sizes: Sizes = field(default_factory=dict, repr=False, compare=False)
+    _operations: dict[object, float] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, node: fx.Node) -> float:
         if is_free(node):
@@ -118,18 +119,47 @@ class RooflineCost:
         described = (node.target, node.args)
         found = self._known.get(node)
         if found is None or found[0] != described:
-            found = described, _seconds(node, self.device, self._sizes)
-            self._known[node] = found
+            found = self._known[node] = described, self._seconds(node)
         return found[1]
 
+    def _seconds(self, node: fx.Node) -> float:
+        device, sizes = self.device, self._sizes
+        moved = sum([_bytes_of(held, sizes) for held in (*_compat.inputs_of(node), node)])
+        moving = moved / (device.bytes_per_second * device.efficiency)
+        computing = 0.0
+        if _compat.flop_formula(node.target) is not None:
+            rate = device.flops_of(_dtype(node)) * device.efficiency
+            computing = self._flops(node) / rate
+        return device.launch_seconds + max(computing, moving)
 
-def _seconds(node: fx.Node, device: Device, sizes: Sizes) -> float:
-    moved = sum([_bytes_of(held, sizes) for held in (*_compat.inputs_of(node), node)])
-    arithmetic = flops_of(node)
-    dtype = _dtype(node)
-    computing = arithmetic / (device.flops_of(dtype) * device.efficiency)
-    moving = moved / (device.bytes_per_second * device.efficiency)
-    return device.launch_seconds + max(computing, moving)
+    def _flops(self, node: fx.Node) -> float:
+        """As `flops_of`, which equal layers of a model ask for equal calls."""
+        call = _call_of(node)
+        if call is None:
+            return flops_of(node)
+        found = self._operations.get(call)
+        if found is None:
+            found = self._operations[call] = flops_of(node)
+        return found
+
+
+def _call_of(node: fx.Node) -> object | None:
+    """What a call is given, of tensors their shapes; None where it is more than these and plain
+    values."""
+    given: list[object] = [node.target]
+    if node.kwargs:
+        return None
+    for argument in node.args:
+        if isinstance(argument, fx.Node):
+            value = known_value(argument)
+            if not isinstance(value, torch.Tensor) or _compat.has_symbolic_shape(value):
+                return None
+            given.append(tuple(value.shape))
+        elif argument is None or isinstance(argument, (bool, int, float)):
+            given.append((type(argument), argument))
+        else:
+            return None
+    return tuple(given)
 
 
 def is_free(node: fx.Node) -> bool:
@@ -180,7 +210,9 @@ def _bytes_of(node: fx.Node, sizes: Sizes) -> int:
     value = known_value(node)
     found = sizes.get(node)
     if found is None or found[0] is not value:
-        found = sizes[node] = value, sum(map(_bytes, tensors_in(value)))
+        single = isinstance(value, torch.Tensor)
+        nbytes = _bytes(value) if single else sum(map(_bytes, tensors_in(value)))
+        found = sizes[node] = value, nbytes
     return found[1]
 
 

@@ -43,7 +43,7 @@ def defer_products(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
     True
     """
     order = Schedule(tuple(graph.nodes))
-    storages: Storages = {}
+    storages = Storages()
     most = _peak(graph, storages)
     chosen = list(launches)
     while chosen:

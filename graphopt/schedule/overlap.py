@@ -135,7 +135,7 @@ class _OrderSearch:
         self.before = before
         self._program = program
         self._disturbed = cost_model.slowdown, cost_model.burst
-        self._storages: Storages = {}
+        self._storages = Storages()
         self._tables = Tables(program, before, self._storages)
         self._held = int(max(self._tables.fullest.values, default=0))
         self._most = self._held if max_bytes is None else max_bytes

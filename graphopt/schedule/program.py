@@ -185,8 +185,34 @@ def _bytes(tensor: torch.Tensor) -> int:
     return 0 if _compat.has_symbolic_shape(tensor) else tensor.numel() * tensor.element_size()
 
 
-Storages = dict[fx.Node, list[tuple[int, int]]]
-"""The storages of what nodes give, each by a number of its own and with its bytes."""
+class Storages:
+    """The storages that nodes make and read, each by a number of its own: asked of a node once,
+    where several orders of a graph are compared."""
+
+    def __init__(self) -> None:
+        self._made: dict[fx.Node, list[tuple[int, int]]] = {}
+        self._touched: dict[fx.Node, dict[int, int]] = {}
+
+    def made(self, node: fx.Node) -> list[tuple[int, int]]:
+        """Those of what a node gives, each with its bytes."""
+        found = self._made.get(node)
+        if found is None:
+            value = None if node.op == "output" else known_value(node)
+            tensors = (value,) if isinstance(value, torch.Tensor) else tensors_in(value)
+            found = [(_compat.storage_key_of_value(t), _bytes(t)) for t in tensors]
+            self._made[node] = found
+        return found
+
+    def touched(self, node: fx.Node) -> dict[int, int]:
+        """Those that a node makes or reads, with bytes of each. An item of a list reads nothing of
+        the others, of which there may be many."""
+        found = self._touched.get(node)
+        if found is None:
+            sources = () if node.target is operator.getitem else _compat.inputs_of(node)
+            found = self._touched[node] = dict(self.made(node))
+            for source in sources:
+                found.update(self.made(source))
+        return found
 
 
 def peak_bytes(program: Program, storages: Storages | None = None) -> int:
@@ -206,7 +232,7 @@ def held_bytes(program: Program, storages: Storages | None = None) -> NDArray[np
     throughout.
     """
     change = np.zeros(len(program.order) + 1, dtype=np.int64)
-    for first, last, size in _lives(program, {} if storages is None else storages):
+    for first, last, size in _lives(program, storages or Storages()):
         change[first] += size
         change[last + 1] -= size
     held: NDArray[np.int64] = change.cumsum()[:-1]
@@ -220,34 +246,31 @@ def _lives(program: Program, storages: Storages) -> list[tuple[int, int, int]]:
     size: dict[int, int] = {}
     inputs: set[int] = set()
     carried: set[int] = set()
-    marked, known = program.late, storages.get
+    marked = program.late
     at_once = {message.joined[0]: message.joined for message in program.messages if message.joined}
     for index, node in enumerate(program.order):
-        mine = _storages(node, storages)
+        mine = storages.made(node)
         if node in at_once:  # one call makes what all of its bucket receive
-            mine = [held for launch in at_once[node] for held in _storages(launch, storages)]
+            mine = [held for launch in at_once[node] for held in storages.made(launch)]
+            last.update((key, index) for key, _ in mine)
         for key, nbytes in mine:
             held = size.get(key)
             if held is None:
                 first[key], size[key] = index, nbytes
             elif nbytes > held:
                 size[key] = nbytes
-            last[key] = index
+        last.update(dict.fromkeys(storages.touched(node), index))
         if node.op in ("placeholder", "get_attr"):
             inputs.update([key for key, _ in mine])
             continue
-        late = node in marked
-        # An item of a list reads nothing of the others, of which there may be many.
-        item = node.target is operator.getitem
-        for source in _compat.inputs_of(node):
-            for key, _ in mine if item else known(source) or _storages(source, storages):
-                last[key] = index
-                if late and source not in marked:
-                    carried.add(key)
+        if node in marked:
+            sources = [source for source in node.all_input_nodes if source not in marked]
+            read = {key for source in sources for key, _ in storages.made(source)}
+            carried.update(read.intersection(storages.touched(node)))
         message = program.waited.get(node)
         if message is not None and not message.lag:
             for source in _sent(message):
-                last.update((key, index) for key, _ in _storages(source, storages))
+                last.update((key, index) for key, _ in storages.made(source))
     end = len(program.order) - 1
     return [
         (0, end, size[key]) if key in carried else (first[key], last[key], size[key])
@@ -271,19 +294,16 @@ def touched_storages(
     members = {node: m.launch for m in program.messages for node in m.joined}
     of_bucket: dict[fx.Node, set[int]] = {}
     for node in program.order:
-        mine = _storages(node, storages)
+        keys = storages.touched(node)
         if node.op in ("placeholder", "get_attr"):
-            inputs.update([key for key, _ in mine])
+            inputs.update(keys)
             found.append(())
             continue
-        keys = dict(mine)
-        if node.target is not operator.getitem:
-            for source in _compat.inputs_of(node):
-                keys.update(_storages(source, storages))
         message = program.waited.get(node)
         if message is not None:
+            keys = dict(keys)
             for source in _sent(message):
-                keys.update(_storages(source, storages))
+                keys.update(storages.made(source))
         touched = []
         for key, nbytes in keys.items():
             if key in inputs:
@@ -307,18 +327,6 @@ def _sent(message: Message) -> Iterator[fx.Node]:
     """What is sent, which nobody may free before it has arrived."""
     for launch in message.joined or (message.launch,):
         yield from launch.all_input_nodes
-
-
-def _storages(node: fx.Node, known: Storages) -> list[tuple[int, int]]:
-    found = known.get(node)
-    if found is None:
-        value = known_value(node)
-        if isinstance(value, torch.Tensor) and node.op != "output":
-            found = known[node] = [(_compat.storage_key_of_value(value), _bytes(value))]
-            return found
-        tensors = tensors_in(value) if node.op != "output" else ()
-        found = known[node] = [(_compat.storage_key_of_value(t), _bytes(t)) for t in tensors]
-    return found
 
 
 def states_written_late(program: Program) -> dict[fx.Node, list[fx.Node]]:

@@ -69,7 +69,7 @@ class Tables:
             tail + taken < _OFF_PATH * (total - at)
             for tail, taken, at in zip(self.tails, self.seconds, self.at, strict=False)
         ]
-        self.touched, self.sizes = touched_storages(program, {} if storages is None else storages)
+        self.touched, self.sizes = touched_storages(program, storages or Storages())
         self._by_storage()
         held = self.held(range(len(order)))
         self.fullest = _Fullest(held)

@@ -41,6 +41,8 @@ _LIKE_ELEMENTWISE = frozenset(
 _VIEWS = frozenset({torch.ops.aten.view.default})
 """Views that may have other strides than their shape rule says, where a size is 0 or 1."""
 
+_JOIN = torch.ops.aten.cat.default
+
 _NOT_CHECKED = frozenset(
     {"_c10d_functional", "c10d", "c10d_functional", "graphopt", "graphopt_inplace", "prims"}
 )
@@ -145,8 +147,12 @@ def _reads_opaque_memory(schema: Any) -> bool:
 
 def _is_plain(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operator goes element by element over contiguous tensors of one shape, of which
-    its result is another."""
-    if kwargs or not _is_elementwise(func):
+    its result is another; or joins vectors of one type."""
+    if kwargs:
+        return False
+    if func is _JOIN:
+        return all(map(_is_vector, args[0])) and len({vector.dtype for vector in args[0]}) == 1
+    if not _is_elementwise(func):
         return False
     shape: torch.Size | None = None
     for value in args:
@@ -164,6 +170,12 @@ def _is_plain(func: Any, args: Any, kwargs: Any) -> bool:
         if not value.is_contiguous() or 1 in shape or 0 in shape:
             return False
     return True
+
+
+def _is_vector(value: torch.Tensor) -> bool:
+    if _compat.has_symbolic_shape(value):
+        return False
+    return value.dim() == 1 and value.numel() > 1 and value.is_contiguous()
 
 
 def _is_harmless(layout: Layout) -> bool:
