@@ -154,6 +154,50 @@ class Epoch(Loop):
         return sum(losses) / len(losses)
 
 
+class Scheduled(Loop):
+    """An epoch whose scheduler steps with each batch, and which keeps what the rates are then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.kept = []
+
+    def once(self) -> Any:
+        for x, y in self.loader:
+            self.update(x, y)
+            self.scheduler.step()
+            self.kept.append(self.scheduler.get_last_lr()[0])
+        return self.kept[-1]
+
+
+class OfRate(Scheduled):
+    """Whose batches depend on the scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = self.scaled()
+
+    def scaled(self) -> Iterator[Any]:
+        while True:
+            yield torch.ones(4, 3) * self.scheduler.last_epoch, torch.ones(4, 1)
+
+    def once(self) -> Any:
+        for _ in range(2):
+            x, y = next(self.batches)
+            self.update(x, y)
+            self.scheduler.step()
+
+
+class CallsBack(Loop):
+    def once(self) -> Any:
+        graphopt.callback(self.note)
+        x, y = next(self.batches)
+        return self.update(x, y)
+
+    def note(self) -> None:
+        self.epoch += 1
+
+
 class LoopOver(Loop):
     def once(self) -> Any:
         for index, (x, y) in enumerate(self.batches):
@@ -260,6 +304,7 @@ MAKE: dict[str, Callable[[], Loop]] = {
     "anew, by workers": lambda: Anew(lambda: iter(loader(workers=1))),
     "the first": First,
     "an epoch": Epoch,
+    "an epoch with a scheduler": Scheduled,
     "a loop over an iterator": lambda: LoopOver(lambda: cycled(loader())),
     "several": lambda: Several(lambda: cycled(loader())),
     "every third": lambda: EveryThird(lambda: cycled(loader())),
@@ -410,6 +455,16 @@ def test_code_that_changes_what_the_step_has_read_is_refused() -> None:
     loop.batches = counts(loop)
     with pytest.raises(CaptureError, match="whose code may use what the step changes"):
         graphopt.compile(loop.once)()
+
+
+def test_code_that_uses_what_a_scheduler_changes_is_refused() -> None:
+    with pytest.raises(CaptureError, match="an iterator"):
+        graphopt.compile(OfRate().once)()
+
+
+def test_behind_a_function_of_the_programs_it_is_refused() -> None:
+    with pytest.raises(CaptureError, match="behind a function on the host"):
+        graphopt.compile(CallsBack(lambda: iter(pairs())).once)()
 
 
 def test_a_batch_that_is_changed_in_place_is_refused() -> None:

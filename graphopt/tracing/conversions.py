@@ -15,7 +15,7 @@ import torch
 
 from graphopt.tracing.classes_asked import STANDING_FOR
 from graphopt.tracing.draws.arguments import is_known
-from graphopt.tracing.host_math import traced_form
+from graphopt.tracing.host_math import is_choice, traced_form
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.number_of import float_of_number, float_of_tensor, integers_of, is_number
 from graphopt.tracing.numbers import (
@@ -36,7 +36,8 @@ def converting(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
     if callee is isinstance and len(args) == 2:
         return _is_instance if type(args[0]) in STANDING_FOR else None
     if callee is not float and callee is not int:
-        return traced_form(callee) if any(map(_is_known_to_trace, args)) else None
+        given = any(map(_is_known_to_trace, args)) or is_choice(callee)
+        return traced_form(callee) if given else None
     if len(args) != 1:
         return None
     value = args[0]

@@ -1,25 +1,39 @@
-"""Functions of `math`, and `max` and `min`, on numbers of a trace."""
+"""Functions of `math`, and `max`, `min` and `sorted`, on numbers of a trace."""
 
 from __future__ import annotations
 
 import builtins
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, GeneratorType
 from typing import Any
 
 import torch
 
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.number_expressions import Condition
-from graphopt.tracing.number_functions import CHOICES, MATH, OF_INTEGERS, ROUNDING, TESTS
+from graphopt.tracing.number_functions import (
+    CHOICES,
+    MATH,
+    OF_INTEGERS,
+    ROUNDING,
+    TESTS,
+    largest,
+    smallest,
+)
 from graphopt.tracing.number_of import float_of_tensor, is_number
 from graphopt.tracing.numbers import ReadBool, ReadInt, TracedFloat, record
 from graphopt.tracing.replace import replaced
 
-_TRUNC = math.trunc
+_TRUNC, _SORTED = math.trunc, builtins.sorted
+_COLLECTIONS: tuple[Any, ...] = (
+    *(list, tuple, set, frozenset, dict, deque, GeneratorType, map, filter, zip),
+    *(type({}.keys()), type({}.values())),
+)
+"""What may be gone through once in place of what goes through it."""
 
 
 def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,14 +68,35 @@ def _traced_of_integers(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _traced_choice(choose: Callable[..., Any]) -> Callable[..., Any]:
     def traced(*args: Any, **options: Any) -> Any:
-        if options or not args:
-            return choose(*args, **options)
-        of = args[0] if len(args) == 1 and type(args[0]) in (list, tuple) else args
-        if len(of) > 1 and any(map(_is_traced_float, of)) and _are_alike(of):
-            return record(choose, *of)
-        return choose(*args)
+        if len(args) == 1 and isinstance(args[0], _COLLECTIONS):
+            args = (tuple[Any, ...](args[0]),)
+        found = args[0] if len(args) == 1 and type(args[0]) is tuple else args
+        if len(found) > 1 and options.keys() <= {"default"} and _are_traced(found):
+            return record(choose, *found)
+        return choose(*args, **options)
 
     return traced
+
+
+def _traced_sorted(values: Any, **options: Any) -> list[Any]:
+    found = list(values)
+    in_order = _in_order(found, **options)
+    return _SORTED(found, **options) if in_order is None else in_order
+
+
+def _in_order(values: Sequence[Any], key: Any = None, reverse: Any = False) -> list[Any] | None:
+    """Floats of which one is traced, as they are sorted; None of anything else."""
+    if key is not None or len(values) < 2 or type(reverse) not in (bool, int):
+        return None
+    if not _are_traced(values) or _kind(values[0]) is not float:
+        return None
+    at = largest if reverse else smallest
+    return [record(at, place, *values) for place in range(len(values))]
+
+
+def _are_traced(values: Sequence[Any]) -> bool:
+    """Whether values are numbers of one kind in each call, of which one is traced."""
+    return any(map(_is_traced_float, values)) and _are_alike(values)
 
 
 def _traced_test(test: Callable[[Any], bool], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,17 +144,24 @@ def traced_form(callee: Any) -> Callable[..., Any] | None:
     return _FORMS.get(callee) if type(callee) is BuiltinFunctionType else None
 
 
+def is_choice(callee: Any) -> bool:
+    """Whether a callee chooses among what may be in a list."""
+    return any(callee is each for each in (*CHOICES, _SORTED))
+
+
 _FORMS: dict[Any, Callable[..., Any]] = {
     **{f: _traced(f) for f in (*MATH, *ROUNDING)},
     **{f: _traced_of_integers(f) for f in OF_INTEGERS},
     **{f: _traced_choice(f) for f in CHOICES},
     **{f: _traced_test(f, f) for f in TESTS},
+    builtins.sorted: _traced_sorted,
 }
 
 
 @contextmanager
 def traced_math() -> Iterator[None]:
-    """While active, functions of `math`, `max` and `min` on traced numbers become nodes."""
+    """While active, functions of `math`, `max`, `min` and `sorted` on traced numbers become
+    nodes."""
     numpy = sys.modules.get("numpy")
     of_numpy = [] if numpy is None else [(numpy, f, getattr(numpy, f.__name__)) for f in TESTS]
     with replaced(
@@ -128,5 +170,6 @@ def traced_math() -> Iterator[None]:
         *((math, f.__name__, _traced_test(f, f)) for f in TESTS),
         *((module, f.__name__, _traced_test(f, former)) for module, f, former in of_numpy),
         *((builtins, f.__name__, _traced_choice(f)) for f in CHOICES),
+        (builtins, "sorted", _traced_sorted),
     ):
         yield

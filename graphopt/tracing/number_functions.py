@@ -33,6 +33,18 @@ OF_INTEGERS = (math.gcd, math.lcm, math.isqrt, math.factorial, math.comb, math.p
 
 BITWISE = (operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift)
 CHOICES: tuple[Any, ...] = (builtins.max, builtins.min)
+
+
+def smallest(place: int, *numbers: float) -> float:
+    """What is at a place among numbers that are sorted."""
+    return sorted(numbers)[place]
+
+
+def largest(place: int, *numbers: float) -> float:
+    """What is at a place among numbers that are sorted the other way."""
+    return sorted(numbers, reverse=True)[place]
+
+
 TESTS: tuple[Any, ...] = (math.isfinite, math.isnan, math.isinf)
 
 ALIKE_IN_NUMPY = frozenset(
@@ -88,7 +100,8 @@ SCALARS_OF_NUMPY = {f.__name__.removeprefix("numpy_"): f
 
 
 PYTHON_FUNCTIONS: frozenset[Any] = frozenset(
-    {*MATH, *GIVING_INTEGERS, *OF_INTEGERS, *BITWISE, *CHOICES, *TESTS, builtins.float,
+    {*MATH, *GIVING_INTEGERS, *OF_INTEGERS, *BITWISE, *CHOICES, smallest, largest, *TESTS,
+     builtins.float,
      operator.neg, operator.pos, operator.abs, operator.invert,
      operator.floordiv, operator.mod, *SCALARS_OF_NUMPY.values(), *OF_FLOATS_IN_NUMPY.values()}
 )  # fmt: skip

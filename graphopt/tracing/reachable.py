@@ -68,6 +68,16 @@ _NOT_ENTERED = _LEFT_ALONE | {
     "sympy",
 }
 
+DRAWING_OR_COMMUNICATING = frozenset(
+    {"random", "rand", "randn", "randint", "randrange", "randperm", "rand_like", "randn_like",
+     "randint_like", "uniform", "normal", "gauss", "standard_normal", "random_sample", "shuffle",
+     "permutation", "choice", "choices", "sample", "bernoulli", "multinomial", "dropout",
+     "uniform_", "normal_", "bernoulli_", "exponential_", "random_", "seed", "manual_seed",
+     "default_rng", "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_object",
+     "gather_object", "broadcast_object_list", "reduce_scatter", "all_to_all", "barrier"}
+)  # fmt: skip
+"""Names of what draws random numbers, which would come in another order, or communicates."""
+
 Found = tuple[ObjectKind, Any]
 
 

@@ -18,6 +18,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import CellType, CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
 
@@ -43,7 +44,7 @@ from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.own_containers import OwnContainers
-from graphopt.tracing.reachable import codes_in, names_in, reached_from
+from graphopt.tracing.reachable import DRAWING_OR_COMMUNICATING, codes_in, names_in, reached_from
 from graphopt.tracing.said import found, hand_on
 from graphopt.tracing.scheduled import ScheduledSetting
 from graphopt.tracing.shared_memory import SharedMemory, refuse_written
@@ -196,7 +197,7 @@ class WholeCalls:
         if reach.is_trained or worked_on:
             return None
         uses = Uses.of(callee, reach.functions)
-        return uses if _UNFIT.isdisjoint(uses.names) else None
+        return uses if DRAWING_OR_COMMUNICATING.isdisjoint(uses.names) else None
 
     def _is_left(self, argument: Any) -> bool:
         """Whether the step only reads the containers outside in an argument, which are no parts of
@@ -217,17 +218,6 @@ class WholeCalls:
         return _is_of_graph(value) or is_constant(value) or self._record.is_outside(value)
 
 
-_UNFIT = frozenset(
-    {"random", "rand", "randn", "randint", "randrange", "randperm", "rand_like", "randn_like",
-     "randint_like", "uniform", "normal", "gauss", "standard_normal", "random_sample", "shuffle",
-     "permutation", "choice", "choices", "sample", "bernoulli", "multinomial", "dropout",
-     "uniform_", "normal_", "bernoulli_", "exponential_", "random_", "seed", "manual_seed",
-     "default_rng", "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_object",
-     "gather_object", "broadcast_object_list", "reduce_scatter", "all_to_all", "barrier"}
-)  # fmt: skip
-"""Names of what draws random numbers, which would come in another order, or communicates."""
-
-
 def _whole(function: Any, names: tuple[str, ...], *args: Any) -> None:
     """Call a function with names for its last arguments.
 
@@ -245,6 +235,11 @@ def _whole(function: Any, names: tuple[str, ...], *args: Any) -> None:
             f"{name_of(function)}, which the step calls as a whole, {what}, which the captured step"
             " would not see\n  hint:  call it behind the step"
         )
+
+
+def is_whole(call: HostCall) -> bool:
+    """Whether a function of the program's is called as a whole."""
+    return isinstance(call.fn, partial) and call.fn.func is _whole
 
 
 def _is_of_graph(value: Any) -> bool:

@@ -16,17 +16,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
+from graphopt.host import HostCall
 from graphopt.ir.operators import draws, written
 from graphopt.tracing.call import Call
 from graphopt.tracing.draws.arguments import Known
 from graphopt.tracing.draws.memory import OfTensors
 from graphopt.tracing.draws.parts import ItemAt, made_like, parts_of, said_key, structure_of
 from graphopt.tracing.draws.program import ArgumentAt
-from graphopt.tracing.draws.reaching import reaches
+from graphopt.tracing.draws.reaching import may_be_apart, reaches
 from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.draws.taken import NeedsValueError, PlaceOf, TakenValues, Taking, saved_states
 from graphopt.tracing.inputs import Inputs
@@ -37,6 +39,7 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.said import only_says
 from graphopt.tracing.source import current_user_line
 from graphopt.tracing.substitute import Traced
+from graphopt.tracing.whole_calls import is_whole
 
 _HINT = "take it outside the step, and pass it as an argument"
 _BEHIND_DRAWS = "behind random numbers that the step draws with torch, where it draws as well"
@@ -204,7 +207,9 @@ class TakenInTrace:
     def _refuse_unlike(self, iterator: Any, path: str) -> None:
         """Refuse what cannot be done before the graph runs as it is done in the step."""
         calls = self._calls
-        if not all(map(only_says, calls.functions_called())):
+        behind = [call for call in calls.functions_called() if not only_says(call)]
+        called = [each for call in behind for each in (call.fn, *call.constants)]
+        if called and not (all(map(_is_followed, behind)) and may_be_apart(iterator, called)):
             self._refuse(path, "behind a function on the host, which may change what it gives")
         changed = [*self._model, *self._record.changed_holders()]
         met = reaches(iterator, changed, (torch.nn.Parameter, torch.optim.Optimizer))
@@ -320,6 +325,18 @@ class ApartFrom(OfTensors):
     def __call__(self, value: torch.Tensor) -> bool:
         key = _compat.storage_key(value)
         return all(_compat.storage_key(each) != key for each in self.tensors)
+
+
+def _is_followed(call: HostCall) -> bool:
+    """Whether a function of the host's is one of which is known what it may change: a step of a
+    scheduler, one that is called as a whole, what reads settings or writes to arrays."""
+    function = call.fn
+    owner = getattr(function, "__self__", function)
+    if isinstance(owner, LRScheduler) or is_whole(call):
+        return True
+    if isinstance(function, functools.partial):
+        return not hasattr(function.func, "__code__")
+    return type(owner).__module__.startswith("graphopt.tracing.")
 
 
 def _location() -> str | None:
