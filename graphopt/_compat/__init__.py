@@ -89,7 +89,7 @@ from graphopt._compat.operators import (
     overload_name,
     schema_of,
 )
-from graphopt._compat.optimizers import has_stepped, mark_stepped
+from graphopt._compat.optimizers import StandInOptimizer, has_stepped, mark_stepped
 from graphopt._compat.plain_fakes import are_plain_fakes, detached, is_ruled_in_python, plain_view
 from graphopt._compat.settings import global_settings, is_profiling, without_dispatch, without_modes
 from graphopt._compat.shown import gradient_function, with_gradient_function

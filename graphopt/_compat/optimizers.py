@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -14,3 +16,24 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether schedulers take it that the optimizer has stepped."""
     return getattr(optimizer, "_opt_called", False) is True
+
+
+class StandInOptimizer:
+    """What a scheduler finds in place of its optimizer: parameter groups without parameters.
+
+    Args:
+        optimizer: in whose place.
+        param_groups: as they are there, to be changed.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, param_groups: list[dict[str, Any]]
+    ) -> None:
+        self.param_groups, self.defaults = param_groups, dict(optimizer.defaults)
+        self.state: dict[Any, Any] = {}
+        self._opt_called = True
+
+    def step(self) -> None:
+        """Schedulers look at it, and warn where it is not as they have left it."""
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

@@ -432,6 +432,11 @@ def are_numbers(values: Sequence[Any]) -> bool:
     )
 
 
+def _is_of_no_dimension(value: Any) -> bool:
+    """Whether a value is an array without dimensions, of which operators make numbers."""
+    return type(value) is Later and value.dimensions == 0
+
+
 _HINT = (
     "keep, return or show such values, compute with them, or decide by them; compute what the graph"
     " needs with tensors, or do it in graphopt.callback(function, …)"
@@ -458,7 +463,9 @@ def _forward(function: Callable[..., Any], in_place: bool = False) -> Callable[.
             return self.changes(changing, *others)
         if in_place and not self.is_number:
             raise _refused("changes it in place", "make another one: x = x + y, not x += y")
-        return Later(function, (self, *others), are_numbers((self, *others)))
+        operands = (self, *others)
+        numbers = [each for each in operands if not _is_of_no_dimension(each)]
+        return Later(function, operands, are_numbers(numbers))
 
     return method
 

@@ -4,10 +4,11 @@
                                         └─ a call on the host, as by `graphopt.callback`
 
 A scheduler is not traced: the rates that it sets are read before the next call runs, as those are
-that it sets between two calls. An optimizer that steps behind it reads them in each call, where it
-does (`graphopt.host.settings`). Else they may be kept, shown and returned behind it, which each
-call does with those that it finds; nobody may decide by them, nor ask for anything else of the
-scheduler: while the step is traced, these are the values of before.
+that it sets between two calls. An optimizer that steps behind it has those that a copy sets when
+the call begins (`graphopt.tracing.foreseen`), or where there can be none reads them in each call
+where it steps (`graphopt.host.settings`). Else they may be kept, shown and returned behind it,
+which each call does with those that it finds; nobody may decide by them, nor ask for anything else
+of the scheduler: while the step is traced, these are the values of before.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from graphopt.host import HostCall
 from graphopt.host.settings import SettingReading
 from graphopt.tracing.callback import record
 from graphopt.tracing.draws.recorder import HostCalls
+from graphopt.tracing.foreseen import Foreseen, Stepped, is_foreseeable
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.last_rates import LastRate, is_rate, not_numbers
 from graphopt.tracing.numbers import SYMBOLIC, noted
@@ -73,7 +75,7 @@ def _recording(step: Callable[..., Any], stepped: TracedSchedulers) -> Callable[
             return
         bound = signature.bind(self, *args, **kwargs)
         called = behind_optimizer if stepped.is_behind(vars(self)["optimizer"]) else step
-        stepped.add(self)
+        stepped.add(self, Stepped(self, step, bound.args[1:]))
         record(HostCall(MethodType(called, self), bound.args[1:]))
 
     return stepped_in_every_call
@@ -108,6 +110,7 @@ class _Hidden(NamedTuple):
         before: what the step finds there.
         read: gives what is there behind the scheduler's step.
         unknown: stands there while the step is traced.
+        steps: of schedulers, before it; None where what they set is not known before they do.
     """
 
     group: dict[str, Any]
@@ -115,6 +118,7 @@ class _Hidden(NamedTuple):
     before: Any
     read: OfGroup
     unknown: ScheduledSetting
+    steps: tuple[Stepped, ...] | None
 
     @property
     def is_of_numbers(self) -> bool:
@@ -152,6 +156,7 @@ class TracedSchedulers:
         self._schedulers: dict[int, Any] = {}
         self._settings: list[_Hidden] = []
         self._given: list[ScheduledSetting] = []
+        self._steps: tuple[Stepped, ...] | None = ()
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -200,17 +205,34 @@ class TracedSchedulers:
     def _numbers(self, hidden: _Hidden) -> Any:
         """What stands for a setting, or for each of several, as numbers of the graph."""
         if type(hidden.before) is not tuple:
-            return self._number(hidden.read, hidden.key, hidden.before)
+            return self._number(hidden, hidden.read, hidden.before)
         return tuple(
-            self._number(replace(hidden.read, item=index), hidden.key, each)
+            self._number(hidden, replace(hidden.read, item=index), each)
             for index, each in enumerate(hidden.before)
         )
 
-    def _number(self, read: OfGroup, key: str, before: Any) -> SettingFloat:
+    def _number(self, hidden: _Hidden, read: OfGroup, before: Any) -> Any:
+        foreseen = self._foreseen(hidden.steps, read)
+        if foreseen is not None:
+            number = self._calls.apply(foreseen, ())
+            record(HostCall(foreseen.check, (read.scheduler, number)))
+            return number
+        key = hidden.key
         target = SettingReading(read, key, self._readings)
         self._readings += 1
         number = _compat.record_clock(self._mode, target, integer=False)
-        return noted(SettingFloat(number, before, target.answers))  # type: ignore[no-any-return]
+        return noted(SettingFloat(number, before, target.answers))
+
+    def _foreseen(self, steps: tuple[Stepped, ...] | None, read: OfGroup) -> Foreseen | None:
+        """What gives a setting before the step runs; None where nothing can."""
+        if steps is None:
+            return None
+        foreseen = Foreseen(steps, self._found, read.group, read.key, read.item)
+        try:
+            value = foreseen()
+        except Exception:  # where the scheduler steps itself, it says what is wrong
+            return None
+        return foreseen if type(value) is float else None
 
     def _replace(self, hidden: _Hidden, found: Any, value: Any) -> None:
         if hidden.group.get(hidden.key) is not found:
@@ -229,8 +251,10 @@ class TracedSchedulers:
         record(HostCall(kept.keep, (scheduler,)))
         return [OfKept(scheduler, kept, item) for item in range(count)]
 
-    def add(self, scheduler: Any) -> None:
+    def add(self, scheduler: Any, step: Stepped) -> None:
         """From now on neither a scheduler nor what it changes can be read."""
+        foreseeable = self._steps is not None and is_foreseeable(scheduler, step.args)
+        self._steps = (*self._steps, step) if foreseeable and self._steps is not None else None
         given, self._given = self._given, []
         if given:
             reads = EachOf(tuple(setting.read_now() for setting in given))
@@ -258,7 +282,8 @@ class TracedSchedulers:
 
     def traces(self, scheduler: Any) -> bool:
         """Whether a scheduler is traced as any other code."""
-        return self._made_here(vars(scheduler)["optimizer"])
+        optimizer = vars(scheduler)["optimizer"]
+        return isinstance(optimizer, _compat.StandInOptimizer) or self._made_here(optimizer)
 
     def refuse_set(self, scheduler: Any) -> None:
         """Refuse a step that has set rates of which a scheduler computes others before it runs."""
@@ -299,7 +324,9 @@ class TracedSchedulers:
             if hidden.group is group and hidden.key == key:  # changed once more
                 if value is hidden.unknown:
                     fresh = self._unknown(key, read, hidden.before)
-                    self._settings[number] = hidden._replace(read=read, unknown=fresh)
+                    self._settings[number] = hidden._replace(
+                        read=read, unknown=fresh, steps=self._steps
+                    )
                     dict.__setitem__(group, key, fresh)
                 return
         if isinstance(value, torch.Tensor):
@@ -316,7 +343,7 @@ class TracedSchedulers:
                 hint="set it in the scheduler, or outside the step",
             )
         unknown = self._unknown(key, read, value)
-        self._settings.append(_Hidden(group, key, value, read, unknown))
+        self._settings.append(_Hidden(group, key, value, read, unknown, self._steps))
         dict.__setitem__(group, key, unknown)
 
     def _unknown(self, key: str, read: OfGroup, before: Any) -> ScheduledSetting:
@@ -327,10 +354,11 @@ class TracedSchedulers:
     def _put_back(self) -> str | None:
         """Everything is as it was. Returns a setting that the step has set itself."""
         changed = None
-        for group, key, value, _, unknown in self._settings:
+        for group, key, value, _, unknown, _ in self._settings:
             changed = changed if group.get(key) is unknown else key
             dict.__setitem__(group, key, value)
-        self._found, self._schedulers, self._settings = {}, {}, []
+        self._found.clear()
+        self._schedulers, self._settings = {}, []
         return changed
 
     def _reader(self) -> Callable[[Any, str], Any]:
