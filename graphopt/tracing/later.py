@@ -71,6 +71,8 @@ class Later(FoundByGraph):
         parts: other such values that it is made of.
         memories: those of tensors and arrays in which it lies.
         own: its own memory; None where it may be a part of something else.
+        is_scalar: it is a number, or one of numpy's kinds that an operator has made of arrays
+            without dimensions, and nothing changes it in place.
         dimensions: of what is known to be an array, -1 where nobody knows how many; None otherwise.
         hands_on: it is a list, or the like, of the very objects that it is made of.
         handed_on: it is that, or one of them.
@@ -87,6 +89,7 @@ class Later(FoundByGraph):
         "handed_on",
         "hands_on",
         "is_number",
+        "is_scalar",
         "memories",
         "own",
         "parts",
@@ -109,6 +112,7 @@ class Later(FoundByGraph):
         self._function = function
         self._args = tuple(map(partial(argument, itself=self.handed_on), args))
         self.is_number, self._is_changed = is_number, is_changed
+        self.is_scalar = is_number
         self.shares = shares
         laters = [a for a in _compat.tree_leaves(self._args) if isinstance(a, Later)]
         for each in laters:
@@ -158,6 +162,7 @@ class Later(FoundByGraph):
         known.parts = tuple(a for a in _compat.tree_leaves(args) if isinstance(a, Later))
         known.memories, known.shares = self.memories, self.shares
         known.dimensions, known.is_number = self.dimensions, self.is_number
+        known.is_scalar = self.is_scalar
         return known
 
     def remade(self, args: Iterable[Any]) -> Later:
@@ -432,9 +437,9 @@ def are_numbers(values: Sequence[Any]) -> bool:
     )
 
 
-def _is_of_no_dimension(value: Any) -> bool:
-    """Whether a value is an array without dimensions, of which operators make numbers."""
-    return type(value) is Later and value.dimensions == 0
+def _gives_scalars(value: Any) -> bool:
+    """Whether a value is a scalar, or an array without dimensions, of which operators make one."""
+    return type(value) is Later and (value.is_scalar or value.dimensions == 0)
 
 
 _HINT = (
@@ -461,11 +466,12 @@ def _forward(function: Callable[..., Any], in_place: bool = False) -> Callable[.
             return Later(changing, (self, *others), False, True)
         if in_place and self.dimensions is not None:
             return self.changes(changing, *others)
-        if in_place and not self.is_number:
+        if in_place and not self.is_scalar:
             raise _refused("changes it in place", "make another one: x = x + y, not x += y")
         operands = (self, *others)
-        numbers = [each for each in operands if not _is_of_no_dimension(each)]
-        return Later(function, operands, are_numbers(numbers))
+        found = Later(function, operands, are_numbers(operands))
+        found.is_scalar = are_numbers([each for each in operands if not _gives_scalars(each)])
+        return found
 
     return method
 
