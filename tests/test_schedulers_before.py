@@ -52,6 +52,7 @@ class Trained:
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.scheduler = scheduler(self.optimizer)
         self.log: list[Any] = []
+        self.count = 0
 
     def backward(self, x: Tensor) -> Tensor:
         self.optimizer.zero_grad()
@@ -225,13 +226,58 @@ def epoch(trained: Trained, x: Tensor) -> Any:
         trained.log.append(loss)
 
 
-@pytest.mark.parametrize("step", [decides_by_updated, epoch])
+def decides_by_rate(trained: Trained, x: Tensor) -> Any:
+    trained.backward(x)
+    trained.optimizer.step()
+    trained.scheduler.step()
+    rate = trained.optimizer.param_groups[0]["lr"]
+    if rate < 0.02 or abs(rate) * 10 > 0.9:
+        trained.log.append(rate)
+    return 1 if trained.scheduler.get_last_lr()[0] > 0.03 else 0
+
+
+@pytest.mark.parametrize("step", [decides_by_updated, epoch, decides_by_rate])
 @pytest.mark.parametrize("scheduler", [name for name in SCHEDULERS if name != "numpy"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_deciding_by_what_the_rates_have_made(
     optimizer: str, scheduler: str, step: Callable[..., Any]
 ) -> None:
     found, _ = both(lambda: Trained(optimizer, SCHEDULERS[scheduler]), step)
+    assert found[0] == found[1]
+
+
+class Explicit(lr_scheduler.LRScheduler):
+    """Is given the epoch, as those of some trainers are."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.start = 0.1
+        super().__init__(optimizer)
+
+    def step(self, epoch: int | None = None) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.start * (1 - (epoch or 0) / 20) ** 0.9
+
+
+def given_the_epoch(trained: Trained, x: Tensor) -> Any:
+    trained.scheduler.step(len(trained.log))
+    trained.backward(x)
+    trained.optimizer.step()
+    loss = trained.model(x).square().mean().item()
+    trained.log.append(loss)
+    return loss < 0.5
+
+
+def given_a_count(trained: Trained, x: Tensor) -> Any:
+    trained.count += 1
+    trained.scheduler.step(trained.count)
+    trained.backward(x)
+    trained.optimizer.step()
+    return 1 if trained.model(x).square().mean() < 0.5 else 0
+
+
+@pytest.mark.parametrize("step", [given_the_epoch, given_a_count])
+def test_a_scheduler_that_is_given_the_epoch(step: Callable[..., Any]) -> None:
+    found, _ = both(lambda: Trained("sgd", Explicit), step)
     assert found[0] == found[1]
 
 

@@ -280,10 +280,6 @@ def sets_rate_before(trained: Trained, x: Tensor) -> Any:
     return trained.step(x)
 
 
-def decides_by_rate(trained: Trained, x: Tensor) -> Any:
-    return trained.step(x), trained.optimizer.param_groups[0]["lr"] * 2 > 0.1
-
-
 def scales_by_rate(trained: Trained, x: Tensor) -> Any:
     return trained.step(x) * trained.optimizer.param_groups[0]["lr"]
 
@@ -341,7 +337,7 @@ def sets_rate(trained: Trained, x: Tensor) -> Any:
 
 @pytest.mark.parametrize(
     "step",
-    [decides_by_rate, scales_by_rate, decides_by_text_of_rate, decides_by_mean, counts_epochs,
+    [scales_by_rate, decides_by_text_of_rate, decides_by_mean, counts_epochs,
      asks_inner, sets_rate],
 )  # fmt: skip
 def test_what_a_scheduler_has_changed_is_not_used(step: Callable[..., Any]) -> None:

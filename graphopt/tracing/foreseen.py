@@ -26,6 +26,8 @@ from graphopt.errors import GraphOptError
 from graphopt.tracing.host_numbers import is_host_number
 
 _DEPTH = 6
+_GIVEN = object()
+"""Stands for a number that each call finds for itself."""
 
 
 class Stepped(NamedTuple):
@@ -33,7 +35,7 @@ class Stepped(NamedTuple):
 
     Attributes:
         step: the function, as it is where no step is traced.
-        args: plain numbers.
+        args: numbers, of which each call may find others.
     """
 
     scheduler: Any
@@ -60,20 +62,30 @@ class Foreseen:
         key: str,
         item: int | None,
     ) -> None:
-        self._steps, self._found = tuple(steps), found
+        self._steps = tuple(
+            each._replace(args=tuple(_GIVEN if is_host_number(a) else a for a in each.args))
+            for each in steps
+        )
+        self._found = found
         self._index, self._key, self._item = index, key, item
 
-    def __call__(self) -> Any:
-        return untraced(self._computed)
+    def __call__(self, *given: int) -> Any:
+        """
+        Args:
+            given: the numbers that the steps are given and each call may find others of.
+        """
+        return untraced(self._computed, given)
 
-    def _computed(self) -> Any:
+    def _computed(self, given: Sequence[int]) -> Any:
+        numbers = iter(given)
         optimizers = [vars(each.scheduler)["optimizer"] for each in self._steps]
         memo: dict[int, Any] = {
             id(each): _compat.StandInOptimizer(each, list(map(self._as_found, each.param_groups)))
             for each in optimizers
         }
         for each in self._steps:
-            each.step(copy.deepcopy(each.scheduler, memo), *each.args)
+            args = [next(numbers) if arg is _GIVEN else arg for arg in each.args]
+            each.step(copy.deepcopy(each.scheduler, memo), *args)
         return self._part(memo[id(optimizers[-1])].param_groups)
 
     def check(self, scheduler: Any, expected: float) -> None:
@@ -116,6 +128,11 @@ class Foreseen:
         return hash((self._index, self._key, self._item))
 
 
+def given_to(steps: Sequence[Stepped]) -> list[Any]:
+    """The numbers that steps are given and each call may find others of."""
+    return [arg for each in steps for arg in each.args if is_host_number(arg)]
+
+
 def _plain(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(map(_plain, value))
@@ -125,9 +142,13 @@ def _plain(value: Any) -> Any:
 def is_foreseeable(scheduler: Any, args: Sequence[Any]) -> bool:
     """Whether a copy of a scheduler can be stepped in its place: all that it holds besides its
     optimizer are numbers, texts and functions, and it is given numbers."""
-    if isinstance(scheduler, ReduceLROnPlateau) or not all(type(each) is int for each in args):
+    if isinstance(scheduler, ReduceLROnPlateau) or not all(map(_is_integer, args)):
         return False
     return all(_is_plain(value, _DEPTH) for value in vars(scheduler).values())
+
+
+def _is_integer(value: Any) -> bool:
+    return type(_plain(value)) is int
 
 
 def _is_plain(value: Any, depth: int) -> bool:

@@ -159,6 +159,7 @@ class ScheduledSetting:
         read: gives it when the graph has run.
         of: what it is computed from, if it is: settings and numbers.
         is_float: it is a float where the step finds it.
+        known: gives the number that each call knows before it runs; None where it knows none.
     """
 
     def __init__(
@@ -168,9 +169,11 @@ class ScheduledSetting:
         read: Reader,
         of: tuple[Any, ...] = (),
         is_float: bool = False,
+        known: Callable[[], Any] | None = None,
     ) -> None:
         self.__key, self.__scheduler, self.__read, self.__of = key, scheduler, read, of
-        self.__is_float, self.__asked = is_float, False
+        self.__known = known
+        self.__is_float, self.__asked, self.__was_kept = is_float, False, False
 
     def is_instance(self, kinds: Any) -> bool:
         """`isinstance(rate, float)` in a step gets the answer that it gets for the number."""
@@ -181,7 +184,7 @@ class ScheduledSetting:
 
     def was_kept(self, read: OfKept) -> None:
         """A scheduler is stepped again; what it was then is read before."""
-        self.__read = read
+        self.__read, self.__was_kept = read, True
 
     def read_now(self) -> Reader:
         """What gives it as long as no scheduler is stepped again."""
@@ -223,6 +226,21 @@ class ScheduledSetting:
 
     def _used(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise used(f"uses {self.__key!r} of a parameter group", self.__scheduler)
+
+    def known(self) -> Any:
+        """The number that each call knows before it runs; None where it knows none."""
+        read = self.__read
+        if not isinstance(read, OfSettings):
+            return None if self.__known is None or self.__was_kept else self.__known()
+        given = [arg.known() if is_scheduled(arg) else arg for arg in self.__of]
+        return None if any(each is None for each in given) else read.function(*given)
+
+    def decided(self, ask: Callable[..., Any], *args: Any) -> Any:
+        """The answer to a question for the number; the graph holds for that alone."""
+        given = [self.known(), *(arg.known() if is_scheduled(arg) else arg for arg in args)]
+        if any(each is None for each in given):
+            self._decides()
+        return ask(*given)
 
     def _decides(self, *args: Any) -> NoReturn:
         raise used(f"decides by {self.__key!r} of a parameter group", self.__scheduler)
@@ -287,6 +305,7 @@ _PLAIN = (int, float, bool)
 _COMPENSATES = sys.version_info >= (3, 12)
 """Whether `sum` adds floats otherwise than one by one."""
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
 _GIVING_FLOATS = frozenset(
     {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.abs, float}
 )
@@ -354,6 +373,7 @@ def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **{each: each for each in (builtins.float, builtins.int, *MATH, *ROUNDING)},
+    abs: operator.abs,
     sum: _sum,
     max: _largest,
     min: _smallest,
@@ -372,8 +392,14 @@ for _operation in (
     *("iter", "getitem", "len", "complex", "trunc", "floor", "ceil", "divmod", "array"),
 ):
     setattr(ScheduledSetting, f"__{_operation}__", ScheduledSetting._used)
-for _operation in ("bool", "lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(ScheduledSetting, f"__{_operation}__", ScheduledSetting._decides)
+
+
+def _decision(ask: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *others: self.decided(ask, *others)
+
+
+for _operation, _ask in (("bool", bool), *((n, getattr(operator, n)) for n in _COMPARED)):
+    setattr(ScheduledSetting, f"__{_operation}__", _decision(_ask))
 
 
 def used(what: str, scheduler: str) -> CaptureError:

@@ -7,8 +7,9 @@ A scheduler is not traced: the rates that it sets are read before the next call 
 that it sets between two calls. An optimizer that steps behind it has those that a copy sets when
 the call begins (`graphopt.tracing.foreseen`), or where there can be none reads them in each call
 where it steps (`graphopt.host.settings`). Else they may be kept, shown and returned behind it,
-which each call does with those that it finds; nobody may decide by them, nor ask for anything else
-of the scheduler: while the step is traced, these are the values of before.
+which each call does with those that it finds; nobody may decide by them but where they are
+foreseen, nor ask for anything else of the scheduler: while the step is traced, these are the values
+of before.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from types import MethodType
 from typing import Any, NamedTuple
@@ -32,7 +34,7 @@ from graphopt.host import HostCall
 from graphopt.host.settings import SettingReading
 from graphopt.tracing.callback import record
 from graphopt.tracing.draws.recorder import HostCalls
-from graphopt.tracing.foreseen import Foreseen, Stepped, is_foreseeable
+from graphopt.tracing.foreseen import Foreseen, Stepped, given_to, is_foreseeable
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.last_rates import LastRate, is_rate, not_numbers
 from graphopt.tracing.numbers import SYMBOLIC, noted
@@ -212,16 +214,23 @@ class TracedSchedulers:
         )
 
     def _number(self, hidden: _Hidden, read: OfGroup, before: Any) -> Any:
-        foreseen = self._foreseen(hidden.steps, read)
-        if foreseen is not None:
-            number = self._calls.apply(foreseen, ())
-            record(HostCall(foreseen.check, (read.scheduler, number)))
-            return number
+        known = self._known(hidden.steps, read)
+        if known is not None:
+            return known
         key = hidden.key
         target = SettingReading(read, key, self._readings)
         self._readings += 1
         number = _compat.record_clock(self._mode, target, integer=False)
         return noted(SettingFloat(number, before, target.answers))
+
+    def _known(self, steps: tuple[Stepped, ...] | None, read: OfGroup) -> Any:
+        """The number that a setting is behind some steps; None where nobody knows it before."""
+        foreseen = self._foreseen(steps, read)
+        if foreseen is None:
+            return None
+        number = self._calls.apply(foreseen, given_to(steps or ()))
+        record(HostCall(foreseen.check, (read.scheduler, number)))
+        return number
 
     def _foreseen(self, steps: tuple[Stepped, ...] | None, read: OfGroup) -> Foreseen | None:
         """What gives a setting before the step runs; None where nothing can."""
@@ -229,7 +238,7 @@ class TracedSchedulers:
             return None
         foreseen = Foreseen(steps, self._found, read.group, read.key, read.item)
         try:
-            value = foreseen()
+            value = foreseen(*(each.value for each in given_to(steps)))
         except Exception:  # where the scheduler steps itself, it says what is wrong
             return None
         return foreseen if type(value) is float else None
@@ -311,9 +320,14 @@ class TracedSchedulers:
             for each in self._settings
             if each.key == "lr" and type(each.before) is float
         }
+        last = read.__name__ == "get_last_lr" and read.__module__.startswith("torch.")
+        known = [
+            partial(self._known, self._steps if last else None, OfGroup(scheduler, index, "lr"))
+            for index in range(len(groups))
+        ]
         given = [
-            ScheduledSetting("lr", name, rate, is_float=id(group) in floats)
-            for rate, group in zip(rates, groups, strict=True)
+            ScheduledSetting("lr", name, rate, is_float=id(group) in floats, known=each)
+            for rate, group, each in zip(rates, groups, known, strict=True)
         ]
         self._given += given
         return given
@@ -347,7 +361,9 @@ class TracedSchedulers:
         dict.__setitem__(group, key, unknown)
 
     def _unknown(self, key: str, read: OfGroup, before: Any) -> ScheduledSetting:
-        unknown = ScheduledSetting(key, self.name, read, is_float=isinstance(before, float))
+        known = partial(self._known, self._steps, read)
+        is_float = isinstance(before, float)
+        unknown = ScheduledSetting(key, self.name, read, is_float=is_float, known=known)
         self._given.append(unknown)
         return unknown
 
@@ -358,6 +374,7 @@ class TracedSchedulers:
             changed = changed if group.get(key) is unknown else key
             dict.__setitem__(group, key, value)
         self._found.clear()
+        self._steps, self._given = (), []  # which hold numbers of the trace
         self._schedulers, self._settings = {}, []
         return changed
 
