@@ -138,6 +138,8 @@ class KnownObjects:
 
     def owned(self, holder: Any, owner: Any) -> None:
         """`holder` does not outlive its use in `owner`: attributes of an object, say."""
+        if holder is owner:  # a dictionary that is its own `__dict__`
+            return
         if id(holder) not in self._owners:
             try:
                 self._owners[id(holder)] = weakref.ref(owner)
