@@ -217,8 +217,7 @@ class TracedSchedulers:
         known = self._known(hidden.steps, read)
         if known is not None:
             return known
-        key = hidden.key
-        target = SettingReading(read, key, self._readings)
+        target = SettingReading(read, read.key, self._readings)
         self._readings += 1
         number = _compat.record_clock(self._mode, target, integer=False)
         return noted(SettingFloat(number, before, target.answers))
@@ -262,8 +261,9 @@ class TracedSchedulers:
 
     def add(self, scheduler: Any, step: Stepped) -> None:
         """From now on neither a scheduler nor what it changes can be read."""
-        foreseeable = self._steps is not None and is_foreseeable(scheduler, step.args)
-        self._steps = (*self._steps, step) if foreseeable and self._steps is not None else None
+        if self._steps is not None:
+            foreseeable = is_foreseeable(scheduler, step.args)
+            self._steps = (*self._steps, step) if foreseeable else None
         given, self._given = self._given, []
         if given:
             reads = EachOf(tuple(setting.read_now() for setting in given))

@@ -37,17 +37,12 @@ def may_be_apart(iterator: Any, called: Iterable[Any]) -> bool:
     Args:
         called: the functions, and what they are given.
     """
-    own: set[int] = set()
-    kept: list[Any] = []
-    for value in _reached(called):
-        code = getattr(value, "__code__", None) if _is_function(value) else None
-        if code is not None and not _is_of_library(code) and _sets_or_draws(code):
+    own: dict[int, Any] = {}
+    for count, value in enumerate(_reached(called)):
+        if count > _MOST or (_is_function(value) and _sets_or_draws(value.__code__)):
             return False
-        if len(kept) > _MOST:
-            return False
-        kept.append(value)
         if _may_change(value):
-            own.add(id(value))
+            own[id(value)] = value
     for count, value in enumerate(_reached([iterator])):
         if count > _MOST or id(value) in own:
             return False
@@ -72,7 +67,9 @@ def _is_function(value: Any) -> bool:
 
 
 def _sets_or_draws(code: types.CodeType) -> bool:
-    """Whether code sets variables of its module, or names what draws random numbers."""
+    """Whether code of the program sets variables of its module, or names what draws at random."""
+    if _is_of_library(code):
+        return False
     if not DRAWING_OR_COMMUNICATING.isdisjoint(names_in(code)):
         return True
     steps = (step for each in codes_in(code) for step in dis.get_instructions(each))
