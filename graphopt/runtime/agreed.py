@@ -20,6 +20,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep, capture_call
 from graphopt.tracing.guards import Guards
 from graphopt.tracing.inputs import Inputs
+from graphopt.tracing.remembered import with_remembered
 
 Plans = dict[str, list[str]]
 """Every collective of each graph that is derived from a step, one line each."""
@@ -141,6 +142,7 @@ class Ranks:
 
     def capture(self, call: Call) -> CapturedStep:
         """Capture the call, with the communication that the ranks agree on."""
+        call = with_remembered(call)
         return capture_call(call, settled=self._settled, lasts=self._lasts)
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, overload
@@ -93,14 +94,15 @@ class CapturedGraphs(Sequence["BoundStep"]):
             self._entries.pop(position).close()
 
     def with_counted(self, call: Call, cause: Cause | None) -> Call:
-        """A call with the places as inputs whose numbers the step is known to change, and with
-        those of texts that the program changes.
+        """A call with the places as inputs whose numbers the step is known to change, with those of
+        texts that the program changes, and with what the step is known to use.
 
         Args:
             cause: why another graph is needed for it.
         """
         from graphopt.tracing.found_places import changing
         from graphopt.tracing.outside.places import MISSING
+        from graphopt.tracing.remembered import remembered
 
         for entry in self._entries:
             entry.guards.look(call)
@@ -115,7 +117,9 @@ class CapturedGraphs(Sequence["BoundStep"]):
             for each in found.carried
             if each.place.now() is not MISSING and not call.objects.contains(each.place.holder)
         ]
-        return call.using(call.besides.joined(found)) or call
+        call = copy.copy(call.using(call.besides.joined(found)) or call)
+        call.earlier = remembered((e.captured.besides, e.captured.live) for e in self._entries)
+        return call
 
     def _on_host(self, call: Call) -> list[NumberBefore]:
         """The numbers to which graphs of the step add what only Python computes."""

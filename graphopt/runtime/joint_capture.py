@@ -34,6 +34,7 @@ from graphopt.tracing.input_notes import held_names
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.outside.existing import births_noted
 from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication, UnagreedParameterError
+from graphopt.tracing.remembered import with_remembered
 from graphopt.tracing.trace import RawTrace, trace
 
 
@@ -64,7 +65,7 @@ class _AsAgreed(Ranks):
     def capture(self, call: Call) -> CapturedStep:
         assert self.agreed is not None
         call = call if call.decided else call.deciding(self.agreed.likely)
-        call = voting(call, always=self._joint.uneven)
+        call = with_remembered(voting(call, always=self._joint.uneven))
         try:
             with _compat.without_fake_mode(), collector_paused(), births_noted():
                 captured = self._captured(call, self.agreed.held)

@@ -208,11 +208,17 @@ NOTHING = Besides()
 
 
 class MoreInputs(Exception):
-    """A trace has found that the step works on more than its inputs."""
+    """A trace has found that the step works on more than its inputs.
+
+    Attributes:
+        besides: what it has found.
+        idle: what the call remembers, by id, that the trace has left alone.
+    """
 
     def __init__(self, besides: Besides) -> None:
         super().__init__("the step works on more than its inputs")
         self.besides = besides
+        self.idle: frozenset[int] = frozenset()
 
 
 class Finder:
@@ -390,7 +396,7 @@ class Finder:
             if id(module) in seen:
                 continue  # within another one
             seen.update(map(id, modules))
-            for tensor in _tensors_of(modules):
+            for tensor in tensors_of(modules):
                 owners.setdefault(id(tensor), (path, module))
         return owners
 
@@ -426,7 +432,7 @@ class Finder:
                 yield from ((f"{path}.{name}", tensor) for name, tensor in named())
 
 
-def _tensors_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+def tensors_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
     """Parameters and buffers of modules, and what else is in attributes of theirs and of these."""
     for module in modules:
         for table in (vars(module), _compat.own_parameters(module), _compat.own_buffers(module)):

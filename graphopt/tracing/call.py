@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from enum import Enum
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from graphopt.tracing.draws.program import HostValues
 from graphopt.tracing.given_objects import GivenField, OpenedObjects, may_be_taken_apart
 from graphopt.tracing.optimizer_state import entries_at, is_known_kind, tensors_of
 from graphopt.tracing.tensor_classes import check_class
+
+if TYPE_CHECKING:
+    from graphopt.tracing.remembered import Remembered
 
 
 class SizesKept(Enum):
@@ -53,6 +56,8 @@ class Call:
         votes_always: they do so for each decision.
         sizes: what a trace makes of sizes that depend on values.
         drawn: what the call has drawn on the host.
+        earlier: what earlier graphs of the step use besides its arguments; None without any.
+        remembered: objects and tensors of `besides` (by id) that are there because of these.
     """
 
     def __init__(
@@ -96,6 +101,8 @@ class Call:
         self.sizes = SizesKept.UNKNOWN
         self.votes = self.votes_always = False
         self.drawn = HostValues(self.leaves)
+        self.earlier: Remembered | None = None
+        self.remembered: frozenset[int] = frozenset()
 
     def using(self, besides: Besides) -> Call | None:
         """The same call of a step that uses this besides its arguments; None where that is gone."""

@@ -52,6 +52,7 @@ from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import unchanged
 from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication
+from graphopt.tracing.remembered import idle_in, without
 from graphopt.tracing.repeating import complete, repeated
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.steady import NewState, steady_step
@@ -311,7 +312,12 @@ def first_trace(
         try:
             raw = trace(call, inputs, communication)
         except (MoreInputs, CaptureError) as error:
-            call = retried(call, inputs, error)
+            left_alone = error.idle if isinstance(error, MoreInputs) else ()
+            call = retried(without(call, left_alone), inputs, error)
+            continue
+        left_alone = idle_in(raw.graph_module.graph, call, inputs, raw.signature.stepped)
+        if left_alone:
+            call = without(call, left_alone)
             continue
         uses_none = not inputs.module_tensors and not call.modules
         if uses_none and communication is not None:

@@ -401,8 +401,7 @@ class Laters(KnownTexts):
         is_array = self.arrays.is_array(container)
         if is_array and fed:
             return self.arrays.item(container, key)
-        parts = type(key) is slice and not any(type(row) in (list, dict) for row in container)
-        if not self.is_kept(container, rows=parts):
+        if not self.is_kept(container, rows=type(key) is slice and _is_without_tables(container)):
             taken = is_array_of_numpy(container) and not fed and self._is_value(key)
             return argument(container)[key] if taken else None
         return self.items(container, line, key)
@@ -470,6 +469,10 @@ class Laters(KnownTexts):
 
 _BY_KEY = frozenset({setattr, operator.getitem, dict.get, dict.pop, dict.__getitem__})
 """Functions that are given an object and a name or a key, and hand on what is, or comes, there."""
+
+
+def _is_without_tables(value: Any) -> bool:
+    return type(value) in (list, deque) and not any(type(row) in (list, dict) for row in value)
 
 
 def _is_plain(value: Any) -> bool:

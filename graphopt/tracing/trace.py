@@ -39,6 +39,7 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import refuse_unrepeated
 from graphopt.tracing.parts import of_their_own
 from graphopt.tracing.reduction import MarkedCommunication
+from graphopt.tracing.remembered import idle_in
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.sparse import refuse_counts
 from graphopt.tracing.step_run import StepRun
@@ -141,7 +142,7 @@ def _traced(
     fakes = [_compat.to_fake(mode, without_history(value)) for value in apart]
     run = StepRun(call, inputs, communication, mode, values, state)
     try:
-        found = _run_once(run, call, fakes)
+        found = _run_once(run, call, inputs, fakes)
         _refuse_other_draws(earlier, inputs.drawn, call)
         return found
     except (CaptureError, StopIteration) as error:
@@ -175,7 +176,9 @@ def _traced(
         inputs.meets_sizes |= _compat.met_sizes(mode)
 
 
-def _run_once(run: StepRun, call: Call, fakes: list[torch.Tensor]) -> tuple[RawTrace, Drawn | None]:
+def _run_once(
+    run: StepRun, call: Call, inputs: Inputs, fakes: list[torch.Tensor]
+) -> tuple[RawTrace, Drawn | None]:
     with ExitStack() as stack:
         stack.callback(run.outside.close)
         stack.enter_context(preserved(call))
@@ -191,7 +194,10 @@ def _run_once(run: StepRun, call: Call, fakes: list[torch.Tensor]) -> tuple[RawT
         drawn = generators.advanced()
         _refuse_kept_numbers(run, call, _numbers_of(call) | run.kept_numbers)
     if run.finder.found:
-        raise MoreInputs(run.finder.found)
+        more = MoreInputs(run.finder.found)
+        if run.signature is not None:
+            more.idle = idle_in(graph_module.graph, call, inputs, run.signature.stepped)
+        raise more
     assert run.signature is not None
     _refuse_kept_numbers(run, call, set())
     run.made.add(run.finder.let_go())

@@ -1,0 +1,130 @@
+"""What graphs of a step were found to use besides its arguments, for the next capture.
+
+A trace that finds something has to be done anew (`besides`). The next graph of the same step uses
+most of the same: its first trace has that from the beginning, and where it leaves some of that
+alone, the step is traced without.
+
+    graph 1   trace ─ finds the model ─▶ trace ─ finds the optimizer ─▶ trace
+    graph 2   with both: trace
+    graph 3   with both: trace ─ steps no optimizer ─▶ with the model: trace
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from graphopt.tracing.besides import Besides, tensors_of
+from graphopt.tracing.call import SizesKept
+from graphopt.tracing.inputs import Inputs, Storage
+
+if TYPE_CHECKING:
+    from graphopt.tracing.call import Call
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """What earlier graphs of a step use besides its arguments.
+
+    Attributes:
+        objects, tensors: as of `Besides`.
+        related: sizes that depend on values were symbols of which answers are kept.
+    """
+
+    objects: Sequence[tuple[str, weakref.ref[Any]]] = ()
+    tensors: Sequence[tuple[str, torch.Tensor]] = ()
+    related: bool = False
+
+
+def with_remembered(call: Call) -> Call:
+    """The call with what earlier graphs of its step use besides the arguments."""
+    earlier = call.earlier
+    if earlier is None:
+        return call
+    known = {id(leaf) for leaf in call.leaves} | {id(tensor) for _, tensor in call.besides.tensors}
+    names = {name for name, _ in (*call.besides.objects, *call.besides.tensors)}
+    more = Besides()
+    for name, reference in earlier.objects:
+        value = reference()
+        if value is not None and _is_new(name, value, names, known):
+            more.objects.append((name, reference))
+    for name, tensor in earlier.tensors:
+        if _is_new(name, tensor, names, known):
+            more.tensors.append((name, tensor))
+    new = copy.copy(call.using(call.besides.joined(more)) or call)
+    new.remembered = frozenset(
+        [*(id(reference()) for _, reference in more.objects), *(id(t) for _, t in more.tensors)]
+    )
+    if earlier.related and not call.decided:
+        new = new.knowing_sizes() or new
+    return new
+
+
+def _is_new(name: str, value: Any, names: set[str], known: set[int]) -> bool:
+    if id(value) in known or name in names:
+        return False
+    names.add(name)
+    known.add(id(value))
+    return True
+
+
+def without(call: Call, idle: Collection[int]) -> Call:
+    """The call without some of what it remembers (by id)."""
+    if not idle:
+        return call
+    objects = [each for each in call.besides.objects if id(each[1]()) not in idle]
+    tensors = [each for each in call.besides.tensors if id(each[1]) not in idle]
+    new = copy.copy(call.using(replace(call.besides, objects=objects, tensors=tensors)) or call)
+    new.remembered = call.remembered - frozenset(idle)
+    return new
+
+
+def remembered(graphs: Iterable[tuple[Besides, Inputs]]) -> Remembered:
+    """What graphs use, the first of them first."""
+    known = [*graphs]
+    return Remembered(
+        [each for besides, _ in known for each in besides.objects],
+        [each for besides, _ in known for each in _plain_tensors(besides)],
+        any(inputs.sizes is not SizesKept.UNKNOWN for _, inputs in known),
+    )
+
+
+def _plain_tensors(besides: Besides) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that are there in each call as they are."""
+    special = {id(tensor) for tensor, _ in besides.resized}
+    special.update(id(tensor) for *_, tensor in besides.made)
+    return (each for each in besides.tensors if id(each[1]) not in special)
+
+
+def idle_in(
+    graph: fx.Graph, call: Call, inputs: Inputs, stepped: Collection[int]
+) -> frozenset[int]:
+    """Which of the things that a call remembers, by id, a trace of it has left alone.
+
+    Args:
+        graph: what was traced.
+        stepped: positions of the optimizers that have stepped, among those of the call.
+    """
+    if not call.remembered:
+        return frozenset()
+    used: set[int] = set()
+    nodes = iter(graph.find_nodes(op="placeholder"))
+    for holder, node in zip(inputs.placeholders, nodes, strict=False):
+        members = holder.members if isinstance(holder, Storage) else [holder]
+        used.update(id(member.tensor) for member in members if node.users)
+    of_state = {s.optimizer for s, node in zip(inputs.states, nodes, strict=False) if node.users}
+    modules = [call.leaves[position] for position in call.modules]
+    of_modules = {id(tensor) for module in modules for tensor in module.parameters()}
+    used |= {id(m) for m in modules if any(id(t) in used for t in tensors_of(m.modules()))}
+    for index, optimizer in enumerate(call.optimizer_objects()):
+        groups = optimizer.param_groups
+        parameters = {id(parameter) for group in groups for parameter in group["params"]}
+        if index in stepped or index in of_state or (parameters - of_modules) & used:
+            used.add(id(optimizer))
+    return frozenset(call.remembered - used)
