@@ -11,6 +11,7 @@ from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 Correction = Callable[[Any, Any, Any, Any], Any]
 """From operator, arguments, keyword arguments and what its shape rule says to the true result."""
@@ -52,7 +53,6 @@ def new_fake_mode(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})
         ) -> Any:
             unknown = gives_unknown_sizes(func, args)
-            self.met_sizes |= unknown
             if check is not None:
                 check(func, args, kwargs)
             if self.sizer is not None and unknown:
@@ -68,8 +68,9 @@ def new_fake_mode(
             try:
                 environment: Any = self.shape_env
                 with environment.ignore_fresh_unbacked_symbols():
-                    result = super().dispatch(func, types, args, kwargs)
-                    return sizer(func, result)
+                    result = sizer(func, super().dispatch(func, types, args, kwargs))
+                self.met_sizes |= any(map(_has_unknown_sizes, pytree.tree_leaves(result)))
+                return result
             finally:
                 self.sizer = sizer
 
@@ -308,6 +309,12 @@ def register_fused_meta_kernels(names: Iterable[str]) -> None:
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{full}", "Meta"):
                 library.impl(full, lambda *args, **kwargs: None, "Meta")
     _fused_meta = library
+
+
+def _has_unknown_sizes(value: Any) -> bool:
+    return isinstance(value, torch.SymInt) or (
+        isinstance(value, torch.Tensor) and has_symbolic_shape(value)
+    )
 
 
 def has_symbolic_shape(tensor: torch.Tensor) -> bool:

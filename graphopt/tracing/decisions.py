@@ -44,6 +44,7 @@ from graphopt.runtime.budget import WITHOUT_BRANCHES
 from graphopt.tracing.alike import is_alike
 from graphopt.tracing.call import SizesKept
 from graphopt.tracing.computations import evaluated, nest_of
+from graphopt.tracing.constant_values import ConstantValues
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.known import KnownValues
 from graphopt.tracing.later import Later
@@ -92,6 +93,7 @@ class Decider:
         self._fake = any(map(_compat.is_fake, values))
         known = Values if alone else ValuesBeforeCollectives
         self._values = (KnownValues if self._fake else known)(tracer, values)
+        self._constants = ConstantValues(tracer)
 
     def decide(self, number: Any, kind: type) -> Answer:
         """What a traced number is in this call, which the graph assumes from now on.
@@ -241,8 +243,9 @@ class Decider:
         return assumption.answer
 
     def sized(self, function: Any, result: Any) -> Any:
-        """What an operator gives that the trace records now, with the sizes that it has in this
-        call, on which the graph relies from now on.
+        """What an operator gives that the trace records now, with the sizes that it has in every
+        call; or, where these are to be known, in this one, and the graph relies on them from now
+        on.
 
         Args:
             result: with sizes of which nothing is known.
@@ -250,11 +253,21 @@ class Decider:
         unknown = unknown_places(result)
         if not unknown:
             return result
+        places = [place for place, _ in unknown]
+        node = next(iter(reversed(self._tracer.graph.nodes)))
+        constant = self._constants.laid_out_like(node)
+        if constant is not None:
+            node.meta[SIZED] = True
+            sizes = [number_at(constant, place) for place in places]
+            result = with_sizes(result, [number for _, number in unknown], sizes)
+            if isinstance(result, int):
+                set_value(node, result)
+            return result
+        if self._inputs.sizes is SizesKept.UNKNOWN:
+            return result
         line = current_user_line()
         self._refuse_many(line)
         self._voting = True
-        places = [place for place, _ in unknown]
-        node = next(iter(reversed(self._tracer.graph.nodes)))
         answer = self._sizes(node, places)
         numbers, symbols = self._known(answer, places)
         self._relations.add(self._count, answer, places, symbols)

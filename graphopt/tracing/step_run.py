@@ -20,7 +20,7 @@ from graphopt.tracing.aliases import Aliases
 from graphopt.tracing.alike import own_inputs
 from graphopt.tracing.asked import answered_as_in_eager
 from graphopt.tracing.besides import Finder
-from graphopt.tracing.call import Call, SizesKept
+from graphopt.tracing.call import Call
 from graphopt.tracing.casts import cached_casts
 from graphopt.tracing.changed import take_changed
 from graphopt.tracing.classes_asked import asking
@@ -205,8 +205,7 @@ class StepRun:
         yield torch.autograd.set_multithreading_enabled(self._on_one_device())
         if self._alone and not self._is_told():
             yield answered_as_in_eager(self._notice_question)
-        if self._inputs.sizes is not SizesKept.UNKNOWN:
-            yield _compat.sizes_given(self.mode, self.made.decider.sized)
+        yield _compat.sizes_given(self.mode, self.made.decider.sized)
         yield marks_kept(self._inputs)
         self.outside.laters = Laters(self.outside, self.made, self._alone, self._carried)
         piece = self.outside.laters.piece_of

@@ -69,7 +69,7 @@ class Values:
         if isinstance(node.target, HostCall):
             return None
         if node.op == "get_attr":
-            return _copied_constant(getattr(self._tracer.root, str(node.target)))
+            return copied_constant(getattr(self._tracer.root, str(node.target)))
         if is_collective(node) or is_marker(node):
             raise CaptureError(
                 "it decides by the value of a tensor behind a collective",
@@ -147,5 +147,6 @@ def _copy(value: torch.Tensor) -> torch.Tensor:
     return value.detach().clone()
 
 
-def _copied_constant(value: Any) -> Any:
+def copied_constant(value: Any) -> Any:
+    """What a trace keeps as an attribute of its graph, in other memory."""
     return _copy(value) if isinstance(value, torch.Tensor) else value
