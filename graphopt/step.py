@@ -108,7 +108,7 @@ class TrainStep:
         if _compat.is_traced():  # by the step that calls it, whose graph has it
             return self._fn(*args, **kwargs)
         self._calls += 1
-        call = Call(self._fn, args, kwargs)
+        call = Call(self._fn, args, kwargs, self._entries.grown)
         call.drawn.taken.refused = self._fallback.may_run  # which then takes them itself
         if self._fallback.active:
             return self._run_eagerly(call)
@@ -125,6 +125,8 @@ class TrainStep:
         from graphopt.runtime.agreed import Others
 
         entry = self._known(call)
+        if entry is None and self._entries.grow(call):
+            return self._called(self._as_grown(call))
         if entry is None:
             self._entries.land()
             communication = self._communication
@@ -134,6 +136,14 @@ class TrainStep:
             self._entries.land()
             entry = self._captured_or_refused(call, None, Others(anew=True))
         return self._run_eagerly(call) if entry is None else self._run(entry, call)
+
+    def _as_grown(self, call: Call) -> Call:
+        """The call where lists among its arguments are found to be of another length each time."""
+        from graphopt.tracing.call import Call
+
+        new = Call(self._fn, *call.given, self._entries.grown)
+        new.drawn.taken.refused = call.drawn.taken.refused
+        return new
 
     def _known(self, call: Call) -> BoundStep | None:
         """The graph that holds for a call. First those are asked whose branch the last call did not

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from graphopt.runtime.bound_step import BoundStep, Tries
     from graphopt.tracing.besides import NumberBefore
     from graphopt.tracing.call import Call
+    from graphopt.tracing.nests import Path
 
 
 class CapturedGraphs(Sequence["BoundStep"]):
@@ -22,11 +23,16 @@ class CapturedGraphs(Sequence["BoundStep"]):
     Args:
         name: of the step, for messages.
         most: how many are kept.
+
+    Attributes:
+        grown: where the step gets lists that it makes longer or shorter, and of which calls have
+            had lists of several lengths there.
     """
 
     def __init__(self, name: str, most: int) -> None:
         self._name, self._most = name, most
         self._entries: list[BoundStep] = []
+        self.grown: frozenset[Path] = frozenset()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -63,6 +69,16 @@ class CapturedGraphs(Sequence["BoundStep"]):
                 self._entries.insert(0, entry)
             return entry
         return None
+
+    def grow(self, call: Call) -> bool:
+        """Whether a call that no graph holds for has lists of other lengths than before where the
+        step changes these. Each call finds them from now on."""
+        before = self.grown
+        for entry in self._entries:
+            if not entry.guards.same_structure(call):
+                changes = (each.change for each in entry.captured.signature.containers)
+                self.grown |= {each.path for each in changes if call.resizes(each)}
+        return self.grown != before
 
     def add(self, entry: BoundStep) -> None:
         """Keep a new graph, as the one used last."""
@@ -177,7 +193,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
 
     def forget(self) -> None:
         """Keep no graph."""
-        self._entries = []
+        self._entries, self.grown = [], frozenset()
 
 
 def _is_usable(entry: BoundStep) -> bool:

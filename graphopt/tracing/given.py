@@ -8,7 +8,7 @@ what they were when the step is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +27,13 @@ class ContainerChange:
     Attributes:
         removed: keys of a dictionary that are gone.
         items: new items of a dictionary; all items of a list.
+        resized: a list has another length.
     """
 
     path: Path
     removed: tuple[Any, ...]
     items: tuple[tuple[Any, Any], ...]
+    resized: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,18 @@ class GivenContainers:
 
     Args:
         objects: those that are taken apart, and not made anew.
+        whole: see `Call`.
     """
 
     def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], objects: OpenedObjects | None = None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        objects: OpenedObjects | None = None,
+        whole: Set[int] = frozenset(),
     ) -> None:
-        self._before = [
-            (path, container, container.copy()) for path, container in containers_in(args, kwargs)
-        ]
+        found = containers_in(args, kwargs, whole)
+        self._before = [(path, container, container.copy()) for path, container in found]
         self._objects = OpenedObjects() if objects is None else objects
         for each in self._objects.tables:
             path = (InObject(each.root), *each.path)
@@ -80,7 +86,8 @@ class GivenContainers:
                 if len(container) != len(before) or not all(map(_is, container, before)):
                     if isinstance(path[0], InObject):
                         _refuse_others(container, before)
-                    yield ContainerChange(path, (), tuple(enumerate(container)))
+                    resized = len(container) != len(before)
+                    yield ContainerChange(path, (), tuple(enumerate(container)), resized)
                 continue
             moved = set(_moved(list(before), list(container)))
             removed = tuple(key for key in before if key not in container or key in moved)
@@ -121,7 +128,7 @@ def found_in(
     given: tuple[tuple[Any, ...], dict[str, Any]], leaves: Sequence[Any], path: Path
 ) -> Any:
     """The container or object at a path among the arguments of a call, before anything is changed
-    there.
+    there; None where there is nothing.
 
     Args:
         given: positional and keyword arguments of the call.
@@ -129,10 +136,13 @@ def found_in(
     """
     container: Any = given
     for key in path:
-        if isinstance(key, InObject):
-            container = leaves[key.position]
-        else:
-            container = vars(container) if isinstance(key, AttributesOf) else container[key]
+        try:
+            if isinstance(key, InObject):
+                container = leaves[key.position]
+            else:
+                container = vars(container) if isinstance(key, AttributesOf) else container[key]
+        except (LookupError, TypeError):
+            return None
     return container
 
 

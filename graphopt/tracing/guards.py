@@ -124,6 +124,10 @@ class Guards:
             if reason is not None:
                 yield reason
 
+    def same_structure(self, call: Call) -> bool:
+        """Whether arguments of the same sorts stand at the same places."""
+        return self._arguments.same_structure(call.using(self.besides) or call)
+
     def local_mismatch(self, call: Call) -> str | None:
         """The first thing that may differ on this rank alone and is no longer as captured."""
         return next(filter(None, self._local_mismatches(call)), None)

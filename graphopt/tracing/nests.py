@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 Path = tuple[Any, ...]
@@ -45,20 +45,28 @@ def _is_plain_nest(value: Any) -> bool:
     return type(value) in _NESTS
 
 
-def containers_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """The lists and dictionaries among arguments, each with where it is."""
+def containers_in(
+    args: tuple[Any, ...], kwargs: dict[str, Any], whole: Set[int] = frozenset()
+) -> Iterator[tuple[Path, Any]]:
+    """The lists and dictionaries among arguments, each with where it is.
+
+    Args:
+        whole: those (by id) that are no nests, but objects. They are left out.
+    """
     for position, value in enumerate(args):
-        yield from _containers((0, position), value)
+        yield from _containers((0, position), value, whole)
     for key, value in kwargs.items():
-        yield from _containers((1, key), value)
+        yield from _containers((1, key), value, whole)
 
 
-def _containers(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+def _containers(path: Path, value: Any, whole: Set[int]) -> Iterator[tuple[Path, Any]]:
+    if id(value) in whole:
+        return
     if type(value) is list or type(value) in _TABLES:
         yield path, value
     if type(value) in _TABLES:
         for key, item in value.items():
-            yield from _containers((*path, key), item)
+            yield from _containers((*path, key), item, whole)
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _containers((*path, index), item)
+            yield from _containers((*path, index), item, whole)

@@ -273,7 +273,9 @@ class StepRun:
     def _run(self, traced: Traced, held: HeldBefore) -> Ran:
         args, kwargs = arguments_of(self._call, self._inputs, traced, self._arrays)
         self._arrays = {}  # which nothing else is to hold
-        given = self._view.given = GivenContainers(args, kwargs, self._call.objects)
+        given = self._view.given = GivenContainers(
+            args, kwargs, self._call.objects, self._call.whole
+        )
         self.outside.of_call = given.places()
         optimizers = self._call.optimizer_objects()
         self.outside.stands_for = self._originals(traced)
@@ -315,7 +317,8 @@ class StepRun:
                     returned = self._call.fn(*args, **kwargs)
                 self._needs_lists(self._lists.needed(self.outside))
                 scalers.finish()
-                refuse_found_twice(self.outside, self._call.given, given.changes())
+                call = self._call
+                refuse_found_twice(self.outside, call.given, call.whole, given.changes())
                 arrays.finish()
                 taken.finish()
                 self.outside.laters.finish()

@@ -17,7 +17,7 @@ import torch
 from graphopt.tracing.object_guards import ModuleGuards
 from graphopt.tracing.outside.held import CONTAINERS, GuardedObject, GuardedPlace
 from graphopt.tracing.outside.modules import only_within
-from graphopt.tracing.outside.moving import LEADING, MovingPlace
+from graphopt.tracing.outside.moving import LEADING, GivenPlace, MovingPlace
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, Read, is_value, same
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.sweeps import prepared
@@ -48,7 +48,8 @@ class OutsideGuard:
         self._sweeps: list[Callable[[], bool]] | None = None
         entries = _Entries(record, _TellsOfLostObject(self))
         self._entries = entries.found
-        self._moving = {id(each.holder): entries.held(each.holder) for each in places}
+        changed = [e.now() if e.holder is record.given else e.holder for e in places]
+        self._moving = {id(each): entries.held(each) for each in changed}
         self._changed = {held.root for held in self._moving.values()}
         self._moving.update((id(each.holder), entries.held(each.holder)) for each in looked_at)
         self._given = record.given
@@ -96,9 +97,12 @@ class OutsideGuard:
 
     def moved(self, place: OutsidePlace) -> OutsidePlace:
         """A place of an object as it was captured in the object that the guard finds."""
-        held = self._moving.get(id(place.holder))
+        given = place.holder is self._given
+        held = self._moving.get(id(place.now() if given else place.holder))
         if held is None or not held.root.followed:
             return place
+        if given:
+            return GivenPlace(place.kind, held, place.key)
         return MovingPlace(place.kind, held, place.key)
 
     def mismatches(self, leaves: Sequence[Any]) -> Iterator[str]:

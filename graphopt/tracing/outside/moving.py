@@ -33,6 +33,14 @@ class MovingPlace(OutsidePlace):
         return self._held.get()  # type: ignore[attr-defined]
 
 
+class GivenPlace(MovingPlace):
+    """Where an object among the arguments is, which a guard finds in each call."""
+
+    def now(self) -> Any:
+        """The object of the last call that fits."""
+        return self.holder
+
+
 class MovingTable(MutableMapping[Any, Any]):
     """The dictionary that a guard finds in each call."""
 

@@ -72,8 +72,9 @@ def observed_step(call: Call, record: Record, substitute: Substitute) -> Iterato
     defined = definition_of(call) or line
     for index, position in enumerate(call.objects.roots):
         record.read(OutsidePlace("item", call.slot, index), call.names[position], defined)
-    for position in filter(lambda at: is_object(call.leaves[at]), call.constants):
-        if position in call.objects.roots:
+    for position in call.constants:
+        leaf = call.leaves[position]
+        if position in call.objects.roots or not (is_object(leaf) or id(leaf) in call.whole):
             continue
         record.given[position] = call.leaves[position]
         place = OutsidePlace("item", record.given, position)
