@@ -311,23 +311,6 @@ def test_a_scheduler_that_goes_by_what_nobody_sees_is_an_error() -> None:
         graphopt.compile(ByScale.called_back)(ByScale(), torch.ones(4, 3))
 
 
-def sets_the_rate(trained: Trained, x: Tensor) -> Any:
-    trained.backward(x)
-    trained.scheduler.step()
-    trained.optimizer.param_groups[0]["lr"] = 0.5
-    trained.optimizer.step()  # HERE
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of")
-def test_a_rate_that_the_step_sets_behind_a_scheduler_is_refused() -> None:
-    trained = Trained("adamw", SCHEDULERS["lambda"])
-    before = trained.left()
-    with pytest.raises(graphopt.CaptureError, match="of a LambdaLR") as caught:
-        graphopt.compile(sets_the_rate)(trained, torch.ones(4, 3))
-    assert "HERE" in str(caught.value)
-    assert trained.left() == before
-
-
 class ChangesEps(lr_scheduler.LRScheduler):
     """Changes a setting that is none of a scheduler's."""
 

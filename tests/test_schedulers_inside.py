@@ -274,12 +274,6 @@ def test_a_module_keeps_rates() -> None:
     assert found[0] == found[1]
 
 
-def sets_rate_before(trained: Trained, x: Tensor) -> Any:
-    for group in trained.optimizer.param_groups:
-        group["lr"] = group["lr"] * 0.5
-    return trained.step(x)
-
-
 def scales_by_rate(trained: Trained, x: Tensor) -> Any:
     return trained.step(x) * trained.optimizer.param_groups[0]["lr"]
 
@@ -329,16 +323,10 @@ def steps_again(trained: Trained, x: Tensor) -> Any:
     return trained.step(x)
 
 
-def sets_rate(trained: Trained, x: Tensor) -> Any:
-    loss = trained.step(x)
-    trained.optimizer.param_groups[0]["lr"] = 0.5
-    return loss
-
-
 @pytest.mark.parametrize(
     "step",
     [scales_by_rate, decides_by_text_of_rate, decides_by_mean, counts_epochs,
-     asks_inner, sets_rate],
+     asks_inner],
 )  # fmt: skip
 def test_what_a_scheduler_has_changed_is_not_used(step: Callable[..., Any]) -> None:
     trained = Trained("adam", "sequential" if step is asks_inner else "step")
@@ -363,15 +351,6 @@ def test_what_a_scheduler_has_set_between_two_steps(step: Callable[..., Any]) ->
         kept = [call[1] for call in calls] if step is not steps_again else []
         found.append([kept, trained.left()])
     assert found[0] == found[1]
-
-
-def test_a_rate_that_the_step_sets_before_is_not_seen_by_a_scheduler() -> None:
-    """It computed with the rate that the call began with, and its rate was lost behind the step."""
-    trained = Trained("adam", "one cycle")
-    before = trained.left()
-    with pytest.raises(graphopt.CaptureError, match="before the step of a OneCycleLR"):
-        graphopt.compile(sets_rate_before)(trained, torch.ones(4, 3))
-    assert trained.left() == before
 
 
 def test_what_is_read_before_is_as_it_was() -> None:

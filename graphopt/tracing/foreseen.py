@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ _GIVEN = object()
 
 
 class Stepped(NamedTuple):
-    """A step of a scheduler.
+    """A step of a scheduler, or what the step sets between two of them.
 
     Attributes:
         step: the function, as it is where no step is traced.
@@ -41,6 +42,25 @@ class Stepped(NamedTuple):
     scheduler: Any
     step: Callable[..., Any]
     args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class SetInGroup:
+    """Sets a setting of a parameter group of a scheduler's optimizer, as the step does.
+
+    Attributes:
+        index: which group.
+    """
+
+    index: int
+    key: str
+
+    def __call__(self, scheduler: Any, value: Any) -> None:
+        scheduler.optimizer.param_groups[self.index][self.key] = value
+
+    def repeats(self, other: SetInGroup) -> bool:
+        """Whether another trace of the same step has set the same."""
+        return self == other
 
 
 class Foreseen:
@@ -69,14 +89,14 @@ class Foreseen:
         self._found = found
         self._index, self._key, self._item = index, key, item
 
-    def __call__(self, *given: int) -> Any:
+    def __call__(self, *given: float) -> Any:
         """
         Args:
             given: the numbers that the steps are given and each call may find others of.
         """
         return untraced(self._computed, given)
 
-    def _computed(self, given: Sequence[int]) -> Any:
+    def _computed(self, given: Sequence[float]) -> Any:
         numbers = iter(given)
         optimizers = [vars(each.scheduler)["optimizer"] for each in self._steps]
         memo: dict[int, Any] = {

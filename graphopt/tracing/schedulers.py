@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,7 @@ from graphopt.host import HostCall
 from graphopt.host.settings import SettingReading
 from graphopt.tracing.callback import record
 from graphopt.tracing.draws.recorder import HostCalls
-from graphopt.tracing.foreseen import Foreseen, Stepped, given_to, is_foreseeable
+from graphopt.tracing.foreseen import Foreseen, SetInGroup, Stepped, given_to, is_foreseeable
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.last_rates import LastRate, is_rate, not_numbers
 from graphopt.tracing.numbers import SYMBOLIC, noted
@@ -48,6 +48,7 @@ from graphopt.tracing.scheduled import (
     Reader,
     ScheduledSetting,
     SettingFloat,
+    is_scheduled,
     used,
 )
 from graphopt.tracing.source import current_location
@@ -111,7 +112,8 @@ class _Hidden(NamedTuple):
     Attributes:
         before: what the step finds there.
         read: gives what is there behind the scheduler's step.
-        unknown: stands there while the step is traced.
+        unknown: stands for what is there then.
+        now: what is there while the step is traced: that, or what the step has set behind.
         steps: of schedulers, before it; None where what they set is not known before they do.
     """
 
@@ -120,6 +122,7 @@ class _Hidden(NamedTuple):
     before: Any
     read: OfGroup
     unknown: ScheduledSetting
+    now: Any
     steps: tuple[Stepped, ...] | None
 
     @property
@@ -193,16 +196,17 @@ class TracedSchedulers:
         """
         self._behind.add(id(optimizer))
         groups = {id(group) for group in optimizer.param_groups}
+        self._note_sets(groups)
         shown = [
-            (each, self._numbers(each))
+            (each, self._numbers(each) if each.now is each.unknown else each.now)
             for each in self._settings
             if id(each.group) in groups and each.is_of_numbers
         ]
         for each, number in shown:
-            self._replace(each, each.unknown, number)
+            self._replace(each, each.now, number)
         yield
         for each, number in shown:
-            self._replace(each, number, each.unknown)
+            self._replace(each, number, each.now)
 
     def _numbers(self, hidden: _Hidden) -> Any:
         """What stands for a setting, or for each of several, as numbers of the graph."""
@@ -242,6 +246,36 @@ class TracedSchedulers:
             return None
         return foreseen if type(value) is float else None
 
+    def finish(self) -> None:
+        """The step is over: what it has set behind schedulers is set in each call."""
+        self._note_sets({id(each.group) for each in self._settings})
+
+    def _note_sets(self, groups: Collection[int]) -> None:
+        """Set what the step has set in some parameter groups (by id) behind schedulers in each
+        call."""
+        for number, hidden in enumerate(self._settings):
+            value = hidden.group.get(hidden.key)
+            if id(hidden.group) in groups and value is not hidden.now:
+                known = self._set(hidden.read, value)
+                dict.__setitem__(hidden.group, hidden.key, known)
+                self._settings[number] = hidden._replace(now=known)
+
+    def _set(self, place: OfGroup, value: Any) -> Any:
+        """Set a setting in each call. Returns the number, which each call knows before it runs.
+
+        Raises:
+            CaptureError: it knows none.
+        """
+        known = value.known() if is_scheduled(value) else value
+        plain = type(known) in (int, float) or is_host_number(known)
+        if not plain or place.item is not None or self._steps is None:
+            raise used(f"sets {place.key!r} of a parameter group", self.name)
+        setting = SetInGroup(place.group, place.key)
+        self._keep_given(place.scheduler)
+        self._steps = (*self._steps, Stepped(place.scheduler, setting, (known,)))
+        record(HostCall(setting, (place.scheduler, known)))
+        return known
+
     def _replace(self, hidden: _Hidden, found: Any, value: Any) -> None:
         if hidden.group.get(hidden.key) is not found:
             raise used(f"sets {hidden.key!r} of a parameter group", self.name)
@@ -261,15 +295,34 @@ class TracedSchedulers:
 
     def add(self, scheduler: Any, step: Stepped) -> None:
         """From now on neither a scheduler nor what it changes can be read."""
+        self.name = type(scheduler).__name__
+        foreseeable = self._steps is not None and is_foreseeable(scheduler, step.args)
+        if not foreseeable:
+            self._steps = None
+        groups = vars(scheduler)["optimizer"].param_groups
+        self._note_sets(set(map(id, groups)))
+        self._note_first_sets(scheduler, groups)
         if self._steps is not None:
-            foreseeable = is_foreseeable(scheduler, step.args)
-            self._steps = (*self._steps, step) if foreseeable else None
+            self._steps = (*self._steps, step)
+        self._keep_given(scheduler)
+        self._add(scheduler)
+
+    def _note_first_sets(self, scheduler: Any, groups: Sequence[dict[str, Any]]) -> None:
+        """Set what the step has set before the first step of a scheduler in each call."""
+        hidden = {(id(each.group), each.key) for each in self._settings}
+        for index, group in enumerate(groups):
+            for key in (key for key in _changed_by(scheduler) if key in group):
+                found = self._found.get(id(group), group).get(key)
+                if (id(group), key) not in hidden and group[key] is not found:
+                    self._set(OfGroup(scheduler, index, key), group[key])
+
+    def _keep_given(self, scheduler: Any) -> None:
+        """Settings are about to change: those that the step has are read before."""
         given, self._given = self._given, []
         if given:
             reads = EachOf(tuple(setting.read_now() for setting in given))
             for setting, read in zip(given, self._kept(scheduler, reads, len(given)), strict=True):
                 setting.was_kept(read)
-        self._add(scheduler)
 
     def _add(self, scheduler: Any) -> None:
         self.name = type(scheduler).__name__
@@ -321,6 +374,7 @@ class TracedSchedulers:
             if each.key == "lr" and type(each.before) is float
         }
         last = read.__name__ == "get_last_lr" and read.__module__.startswith("torch.")
+        last = last and not any(isinstance(each.step, SetInGroup) for each in self._steps or ())
         known = [
             partial(self._known, self._steps if last else None, OfGroup(scheduler, index, "lr"))
             for index in range(len(groups))
@@ -336,10 +390,10 @@ class TracedSchedulers:
         value = group[key]
         for number, hidden in enumerate(self._settings):
             if hidden.group is group and hidden.key == key:  # changed once more
-                if value is hidden.unknown:
+                if value is hidden.now:
                     fresh = self._unknown(key, read, hidden.before)
                     self._settings[number] = hidden._replace(
-                        read=read, unknown=fresh, steps=self._steps
+                        read=read, unknown=fresh, now=fresh, steps=self._steps
                     )
                     dict.__setitem__(group, key, fresh)
                 return
@@ -349,15 +403,9 @@ class TracedSchedulers:
                 location=current_location(),
                 hint="call scheduler.step() outside the step, after it",
             )
-        if self._found.get(id(group), group).get(key) is not value:
-            raise CaptureError(
-                f"it sets {key!r} of a parameter group before the step of a {self.name}, which is"
-                " not traced and would not see it",
-                location=current_location(),
-                hint="set it in the scheduler, or outside the step",
-            )
-        unknown = self._unknown(key, read, value)
-        self._settings.append(_Hidden(group, key, value, read, unknown, self._steps))
+        before = self._found.get(id(group), group).get(key)
+        unknown = self._unknown(key, read, before)
+        self._settings.append(_Hidden(group, key, before, read, unknown, unknown, self._steps))
         dict.__setitem__(group, key, unknown)
 
     def _unknown(self, key: str, read: OfGroup, before: Any) -> ScheduledSetting:
@@ -370,9 +418,9 @@ class TracedSchedulers:
     def _put_back(self) -> str | None:
         """Everything is as it was. Returns a setting that the step has set itself."""
         changed = None
-        for group, key, value, _, unknown, _ in self._settings:
-            changed = changed if group.get(key) is unknown else key
-            dict.__setitem__(group, key, value)
+        for each in self._settings:
+            changed = changed if each.group.get(each.key) is each.now else each.key
+            dict.__setitem__(each.group, each.key, each.before)
         self._found.clear()
         self._steps, self._given = (), []  # which hold numbers of the trace
         self._schedulers, self._settings = {}, []

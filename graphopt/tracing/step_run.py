@@ -317,6 +317,7 @@ class StepRun:
                     returned = self._call.fn(*args, **kwargs)
                 self._needs_lists(self._lists.needed(self.outside))
                 scalers.finish()
+                self._schedulers.finish()
                 call = self._call
                 refuse_found_twice(self.outside, call.given, call.whole, given.changes())
                 arrays.finish()

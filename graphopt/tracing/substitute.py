@@ -27,6 +27,7 @@ from graphopt.tracing.number_tuples import with_leaf
 from graphopt.tracing.optimizer_state import entries_at, is_nest, mapped, of_none, tensors_of, write
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.running_trace import current_trace
+from graphopt.tracing.scheduled import is_scheduled
 from graphopt.tracing.setting_place import is_tuple_of, may_be_left
 from graphopt.tracing.source import current_location
 
@@ -267,8 +268,11 @@ class _Settings(dict[str, Any]):
 
 
 def _as_number(value: Any) -> Any:
-    """A number of numpy's, or one that is computed before the graph runs, as optimizers take it;
-    any other value itself."""
+    """A number of numpy's, or one that is computed before the graph runs, as optimizers take it,
+    and so one that a scheduler will have set; any other value itself."""
+    if is_scheduled(value):
+        known = value.known()
+        value = value if known is None else known
     if is_of_numpy(value) and not is_host_number(value):
         value = current_trace().known_number(value)
     return value.calls.as_float(value) if is_known(value) else value
