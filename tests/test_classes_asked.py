@@ -90,12 +90,22 @@ def of_python(loss: Tensor, count: int, kept: list[Any], rate: float) -> Any:
     return [type(each).__name__ for each in values], type(f"{kept[-1]}") is str
 
 
+def has_attributes(loss: Tensor, count: int, kept: list[Any], rate: float) -> Any:
+    kept.append(loss.item())
+    array = loss.detach().numpy()
+    values = kept[-1], array, np.sqrt(kept[-1]), np.mean(kept), array.reshape(1), sum(kept)
+    names = "__iter__", "__len__", "item", "shape", "real", "nothing"
+    return [[hasattr(each, name) for name in names] for each in values], list(map(callable, values))
+
+
 def that_may_be_either(loss: Tensor, count: int, kept: list[Any], rate: float) -> Any:
     """The graph holds for the class that a number has in a call."""
     return type(max(loss.item(), 1)).__name__, isinstance(max(loss.item(), 1) * 2, int)
 
 
-@pytest.mark.parametrize("use", [formatted, of_numbers, of_python, that_may_be_either])
+@pytest.mark.parametrize(
+    "use", [formatted, of_numbers, of_python, has_attributes, that_may_be_either]
+)
 def test_each_number_is_of_the_class_that_it_has_in_eager_code(use: Callable[..., Any]) -> None:
     def make() -> Loop:
         model, kept = nn.Linear(4, 2), list[Any]()

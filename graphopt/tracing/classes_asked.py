@@ -10,6 +10,7 @@ What stands for a tensor or a number in a trace is of another class.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,21 @@ def class_of_number(value: Any) -> type:
     return found
 
 
+def has_attribute(value: Any, name: str) -> bool:
+    """What `hasattr` says in eager code of a number, an array or a text of the trace."""
+    if type(value) in STANDING_FOR or (type(value) is Later and value.is_number):
+        answers = {hasattr(kind, name) for kind in _kinds_of_numbers()}
+        if len(answers) == 1:
+            return answers.pop()
+    return hasattr(class_of_number(value), name)
+
+
+def _kinds_of_numbers() -> list[type]:
+    numpy = sys.modules.get("numpy")
+    of_numpy = [] if numpy is None else [numpy.bool_, numpy.int64, numpy.float32, numpy.float64]
+    return [bool, int, float, *of_numpy]
+
+
 def is_of_trace(value: Any) -> bool:
     """Whether a value stands for a number or a text of which `class_of_number` knows the class."""
     kind = type(value)
@@ -77,9 +93,12 @@ class Classed:
 def asking(
     originals: Callable[[], Mapping[int, torch.Tensor]],
 ) -> Callable[[Any, Sequence[Any]], Any]:
-    """Says what is called in place of `type` of a tensor or a number; None: itself."""
+    """Says what is called in place of `type` of a tensor or a number, and of `hasattr` of a number;
+    None: itself."""
 
     def asked(callee: Any, args: Sequence[Any]) -> Any:
+        if callee is hasattr and len(args) == 2 and is_of_trace(args[0]):
+            return has_attribute
         if callee is not type or len(args) != 1:
             return None
         if _compat.is_fake(args[0]) or is_of_trace(args[0]):

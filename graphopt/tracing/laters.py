@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from graphopt import _compat
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.array_tensors import made_of_array
-from graphopt.tracing.classes_asked import class_of_number
+from graphopt.tracing.classes_asked import class_of_number, has_attribute
 from graphopt.tracing.computations import evaluated, functions_in, numbers_in
 from graphopt.tracing.draws.arguments import Method
 from graphopt.tracing.draws.arrays import METHODS
@@ -214,6 +214,10 @@ class Laters(KnownTexts):
             return None  # a number of the graph
         if callee is type and len(args) == 1 and is_later(args[0]):
             return class_of_number
+        if callee is hasattr and len(args) == 2 and is_later(args[0]):
+            return has_attribute
+        if callee is callable and len(args) == 1 and is_later(args[0]):
+            return lambda value: False
         function = self._function(callee, args)
         if function is not None and not is_total(callee, args) and self._is_known(list(args)):
             return functools.partial(self._called_now, callee)
