@@ -211,6 +211,10 @@ def _rewritten(
     note_unread_numbers(functional.graph_module, inputs)
     inputs.rebound = list(raw.signature.rebound)
     note_held(functional.graph_module, inputs, held_names(inputs, raw), held)
+    if not found.lasting:  # what the step leaves may be there before the graph runs
+        raw.signature.stay()
+        for items in raw.outside.kept_items:
+            items.within = None
     with found.effects.applied(), call.besides.present():
         guard = following(found.outside, raw.signature, inputs, call.besides)
     return CapturedStep(

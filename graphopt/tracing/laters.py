@@ -393,6 +393,7 @@ class Laters(KnownTexts):
                 self._record.pin(self.lists[identity])
             for each in items:
                 each.within = found.get(identity)
+            self._record.kept_items += items
 
     def item(self, container: Any, key: Any, line: SourceLine, fed: bool = False) -> Any:
         """What stands for `container[key]`; None where that is the item itself.

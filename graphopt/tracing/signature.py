@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -285,6 +285,12 @@ class Signature:
     stamps: dict[Hashable, int] = field(default_factory=dict)
     restored: dict[Hashable, int] = field(default_factory=dict)
     found_by_functions: list[FoundObject] = field(default_factory=list)
+
+    def stay(self) -> None:
+        """The graph is for one call, which leaves what it does in the very containers in which the
+        trace has left it."""
+        self.placed = [replace(each, within=None) for each in self.placed]
+        self.changed = [replace(each, within=None) for each in self.changed]
 
     def recipes(self) -> Iterator[Recipe]:
         """How each thing that the step returns or leaves behind is found."""

@@ -67,6 +67,7 @@ class Record(OutsideReads):
         left_over: ids of those whose state also holds that of parameters in none of their groups.
         not_followed: what it has changed and read, where each call does not do that for itself.
         shown_on: the files on which it would show something when it began.
+        kept_items: what gives the items of the lists of which something is computed later.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Record(OutsideReads):
         self._left_in: dict[int, Any] = {}
         self.not_followed: list[ChangedContainer] = []
         self.shown_on = sys.stdout, sys.stderr
+        self.kept_items: list[Any] = []
 
     def finish(self) -> None:
         """The step is over: look for what it changed."""
