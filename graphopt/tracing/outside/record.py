@@ -312,10 +312,12 @@ class Record(OutsideReads):
         return place.identity in self._inputs
 
     def goes_by_keys(self, table: dict[Any, Any]) -> bool:
-        """Whether the step has read the keys of a dictionary, or the graph takes numbers of it."""
+        """Whether the step has read keys or items of a dictionary, or the graph takes numbers of
+        it."""
         if OutsidePlace("keys", table).identity in self.reads:
             return True
-        return any(self.is_input(OutsidePlace("item", table, key)) for key in table)
+        places = (OutsidePlace(kind, table, key) for key in table for kind in ("item", "has"))
+        return any(self.is_input(each) or each.identity in self.reads for each in places)
 
     def is_told(self, place: OutsidePlace) -> bool:
         """Whether the step is known to read a place, and to change what is there."""
