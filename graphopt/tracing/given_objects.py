@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphopt.tracing.host_numbers import EXACT
+from graphopt.tracing.number_tuples import TupleTable, is_tensor_or_plain, leaves_of
 from graphopt.tracing.outside.held import is_plain_class
 from graphopt.tracing.outside.places import OutsidePlace, attributes_of
 from graphopt.tracing.tensor_classes import special_class
@@ -195,6 +196,9 @@ class _Walk:
             self.structure.append((self._root, table.path, key, kind))
             return True
         path = (*table.path, key)
+        if isinstance(value, tuple) and (found := leaves_of(value, is_tensor_or_plain)) is not None:
+            self._of_tuple(table, key, *found)
+            return True
         if isinstance(value, torch.Tensor) or len(path) > _DEPTH:
             return True
         if type(value) is list and (
@@ -204,6 +208,14 @@ class _Walk:
         if type(value) in _TABLES or type(value) is list:
             return self._of_table(value, path)
         return not may_be_taken_apart(type(value)) or self.of_object(value, path)
+
+    def _of_tuple(self, table: GivenTable, key: Any, leaves: Sequence[Any], spec: Any) -> None:
+        within = TupleTable(OutsidePlace("item", table.table, key), spec, is_tensor_or_plain)
+        given = GivenTable(self._root, (*table.path, key), within)
+        tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        if all(_is_field(leaf, within) for _, leaf in tensors):
+            self.structure.append((self._root, given.path, spec, [at for at, _ in tensors]))
+            self.fields += [GivenField(given, at, leaf) for at, leaf in tensors]
 
 
 def _may_hold_tensors(table: Any) -> bool:
@@ -220,7 +232,8 @@ def _may_hold_tensors(table: Any) -> bool:
                 continue
             if _is_tensor_or_array(value):
                 return True
-            inner = value if kind in _TABLES or kind is list else None
+            nest = kind in _TABLES or kind is list or isinstance(value, tuple)
+            inner = value if nest else None
             if inner is None and may_be_taken_apart(kind):
                 inner = attributes_of(value)
             if inner and id(inner) not in seen:

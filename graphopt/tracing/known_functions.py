@@ -82,7 +82,7 @@ OF_TIMES = frozenset(
 
 _OF_LISTS = frozenset({"clear", "pop", "popleft", "reverse", "rotate"})
 _GIVING_BY_CLASS: dict[Any, frozenset[str]] = {
-    dict: frozenset({"items", "values", "keys", "copy"}),
+    dict: frozenset({"items", "values", "keys", "copy", "clear", "popitem"}),
     list: _OF_LISTS,
     deque: _OF_LISTS,
 }

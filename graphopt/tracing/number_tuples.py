@@ -49,19 +49,27 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def is_tensor_or_plain(leaf: Any) -> bool:
+    """Whether a leaf is a tensor, a number, a text or None."""
+    return isinstance(leaf, (torch.Tensor, int, float, str, type(None)))
+
+
 class TupleTable(MutableMapping[Any, Any]):
     """The tensors of a tuple in a place, by their positions; none where another tuple is there.
 
     Args:
         place: in which each call may find another tuple.
         spec: how the tuple is nested.
+        is_one: whether a leaf of the tuple may be one.
     """
 
-    def __init__(self, place: OutsidePlace, spec: Any) -> None:
-        self.place, self._spec = place, spec
+    def __init__(
+        self, place: OutsidePlace, spec: Any, is_one: Callable[[Any], bool] = is_tensor
+    ) -> None:
+        self.place, self._spec, self._is_one = place, spec, is_one
 
     def _leaves(self) -> list[Any]:
-        found = leaves_of(self.place.now(), is_tensor)
+        found = leaves_of(self.place.now(), self._is_one)
         return [] if found is None or found[1] != self._spec else found[0]
 
     def __getitem__(self, position: int) -> Any:
