@@ -13,7 +13,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.optim import Optimizer
 
 import graphopt
-from graphopt.errors import CaptureError
 from test_decisions import assert_alike, finish, left_by
 
 
@@ -159,17 +158,23 @@ def test_decisions_within_functions_of_torch() -> None:
     assert check(step, lambda: Recurrent(nn.GRU), [LENGTHS] * 3) == 1
 
 
-def test_lengths_of_ctc_loss_in_lists_are_refused_with_what_works() -> None:
-    model, loss_of = torch.nn.Linear(4, 5), torch.nn.CTCLoss()
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("infinite", [False, True])
+def test_lengths_of_ctc_loss_in_lists(reduction: str, infinite: bool) -> None:
+    model, loss_of = torch.nn.Linear(4, 5), torch.nn.CTCLoss(0, reduction, infinite)
     x, y = torch.randn(2, 10, 4), torch.randint(1, 5, (2, 4))
 
     def step(given: int, taken: int, kind: Any) -> Tensor:
         scores = model(x).log_softmax(2).transpose(0, 1)
         loss = loss_of(scores, y, kind([10, given]), kind([4, taken]))
-        loss.backward()
+        model.weight.grad = None
+        loss.sum().backward()
         return loss.detach()
 
-    with pytest.raises(CaptureError, match="give the lengths as tensors"):
-        graphopt.compile(step)(9, 3, list)
-    ours = graphopt.compile(step)(9, 3, torch.tensor)
-    assert torch.equal(ours, step(9, 3, list))
+    for kind in (list, tuple, torch.tensor):
+        run = graphopt.compile(step)
+        for given, taken in ((9, 3), (9, 3), (4, 4), (2, 4)):
+            ours, gradient = run(given, taken, kind), model.weight.grad
+            theirs = step(given, taken, kind)
+            assert torch.equal(ours, theirs)
+            assert torch.equal(gradient, model.weight.grad)

@@ -1,4 +1,4 @@
-"""Shape rules of the CTC loss, which torch has none of where lengths are tensors."""
+"""Shape rules of the CTC loss, which torch has none of."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ _aten = torch.ops.aten
 
 
 def register_ctc_shapes() -> None:
-    """Let fake tensors know what `_ctc_loss` and its backward give for lengths in tensors."""
+    """Let fake tensors know what `_ctc_loss` and its backward give."""
     from torch._subclasses.fake_impls import op_implementations_dict, register_op_impl
 
-    if _aten._ctc_loss.Tensor not in op_implementations_dict:
-        register_op_impl(_aten._ctc_loss.Tensor)(_loss)
-    if _aten._ctc_loss_backward.Tensor not in op_implementations_dict:
-        register_op_impl(_aten._ctc_loss_backward.Tensor)(_gradient)
+    rules: dict[Any, Any] = {
+        _aten._ctc_loss.Tensor: _loss,
+        _aten._ctc_loss.default: _loss_of_numbers,
+        _aten._ctc_loss_backward.Tensor: _gradient,
+        _aten._ctc_loss_backward.default: _gradient,
+    }
+    for operator, rule in rules.items():
+        if operator not in op_implementations_dict:
+            register_op_impl(operator)(rule)
 
 
 def _loss(mode: Any, function: Any, log_probs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -30,6 +35,23 @@ def _loss(mode: Any, function: Any, log_probs: torch.Tensor, *args: Any, **kwarg
         raise DynamicOutputShapeException(function)
     width = environment.create_unbacked_symint()
     torch._check(width >= 1)
+    with mode:
+        return log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, width))
+
+
+def _loss_of_numbers(
+    mode: Any,
+    function: Any,
+    log_probs: torch.Tensor,
+    targets: Any,
+    inputs: Any,
+    lengths: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The same where lengths are numbers."""
+    steps, batch, _ = log_probs.shape
+    width = 2 * max(lengths, default=0) + 1
     with mode:
         return log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, width))
 

@@ -207,9 +207,7 @@ def _explain(error: Exception, call: Call) -> CaptureError:
         return CaptureError(
             f"an operator has no shape rule (meta kernel): {_first_line(text)}",
             location=location,
-            hint="give the lengths as tensors: torch.tensor(lengths)"
-            if "_ctc_loss" in text  # of which torch has a rule for tensors alone
-            else "register one with torch.library.register_fake, or use another operator",
+            hint="register one with torch.library.register_fake, or use another operator",
         )
     for fragment, reason, hint in _ADVICE:
         if fragment in text:

@@ -29,6 +29,7 @@ from graphopt.tracing import (
     averages,
     constants,
     copies,
+    ctc,
     fast_path,
     fused,
     later,
@@ -214,6 +215,8 @@ class Redirect(TorchFunctionMode):
             return self._rewritten(spectra.without_vectors, spectra.alone(func), args, kwargs)
         elif smoothing.is_weighted(func, args, kwargs):
             return self._rewritten(smoothing.left_out, func, args, kwargs)
+        elif (by_numbers := ctc.mean_by_numbers(func, args, kwargs)) is not None:
+            return by_numbers()
         elif fast_path.packs(func):
             raise fast_path.nested()
         elif recurrent.is_on_cudnn(func, args):
