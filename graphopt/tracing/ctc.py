@@ -25,12 +25,11 @@ def mean_by_numbers(
     """What computes a CTC loss; None where torch itself can."""
     if function is not functional.ctc_loss and function is not torch.ctc_loss:
         return None
-    of_module = function is functional.ctc_loss
     names = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction",
              "zero_infinity")  # fmt: skip
     given: dict[str, Any] = {
         "blank": 0,
-        "reduction": "mean" if of_module else _MEAN,
+        "reduction": "mean" if function is functional.ctc_loss else _MEAN,
         "zero_infinity": False,
     }
     given |= dict(zip(names, args, strict=False)) | dict(kwargs)
