@@ -39,7 +39,6 @@ class ArrayMemory:
         self._changed: list[Any] = []
         self._lent: list[Any] = []
         self._tensors: list[torch.Tensor] = []
-        self._over_outside = False
 
     def add_outside(self, array: Any) -> None:
         """An array was there before the step."""
@@ -59,7 +58,6 @@ class ArrayMemory:
         """A tensor lies in the memory of an array."""
         self._lent.append(array)
         self._tensors.append(stand_in)
-        self._over_outside |= self.meets_outside([array])
 
     def is_lent(self, array: Any) -> bool:
         """Whether a tensor lies in the memory of an array."""
@@ -69,13 +67,31 @@ class ArrayMemory:
         """Whether one of these arrays lies in the memory of one that was there before."""
         return any(meet(one, other) for one in arrays for other in self._outside)
 
-    def is_written(self) -> bool:
-        """Whether one of the tensors has been updated in place."""
-        return any(map(_compat.may_be_written, self._tensors))
+    def is_written(self, values: Iterable[Any] | None = None) -> bool:
+        """Whether one of the tensors has been updated in place.
+
+        Args:
+            values: where one of these is an array in its memory; None: wherever it lies.
+        """
+        written = [self._lent[number] for number in self._written()]
+        if values is None:
+            return bool(written)
+        arrays = [each for each in values if hasattr(each, "__array_interface__")]
+        return any(meet(one, other) for one in arrays for other in written)
 
     def is_read_by_others(self) -> bool:
         """Whether somebody else may read what is written to one of the tensors."""
-        return len(self._tensors) > 1 or self._over_outside
+        return any(
+            self.meets_outside([self._lent[number]])
+            or any(meet(self._lent[number], other) for other in self._others(number))
+            for number in self._written()
+        )
+
+    def _written(self) -> list[int]:
+        return [n for n, tensor in enumerate(self._tensors) if _compat.may_be_written(tensor)]
+
+    def _others(self, number: int) -> list[Any]:
+        return [*self._lent[:number], *self._lent[number + 1 :]]
 
 
 def meet(one: Any, other: Any) -> bool:

@@ -47,7 +47,8 @@ from graphopt.tracing.draws.taken import Taking
 from graphopt.tracing.host_numbers import is_host_number, stand_in_of_number
 from graphopt.tracing.host_numbers import is_of_numpy as is_float_of_numpy
 from graphopt.tracing.inputs import is_exact
-from graphopt.tracing.known_functions import is_fresh
+from graphopt.tracing.known_functions import is_fresh, is_of_numpy
+from graphopt.tracing.nests import leaves_in
 from graphopt.tracing.number_expressions import (
     Application,
     Condition,
@@ -65,6 +66,12 @@ def tensor_over(array: Any) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.from_numpy(array)
+
+
+def _looks_at_arguments(function: Any) -> bool:
+    """Whether a function looks at no array but those that it is given."""
+    is_operator = getattr(function, "__module__", None) == operator.add.__module__
+    return is_operator or function in SHARING or is_of_numpy(function)
 
 
 SHARING = frozenset({torch.from_numpy, torch.as_tensor, torch.asarray, tensor_over})
@@ -202,7 +209,7 @@ class HostCalls:
         Args:
             names: keywords that the last of `args` are given by.
         """
-        self._refuse_written()
+        self._refuse_written(function, args)
         index, value = self._step(function, args, names)
         return self._given(index, value)
 
@@ -365,7 +372,7 @@ class HostCalls:
         self, function: Callable[..., Any], args: Sequence[Any], names: Sequence[str] = ()
     ) -> torch.Tensor:
         """A tensor that a torch function makes of an array, now and in every call."""
-        self._refuse_written()
+        self._refuse_written(function, args)
         index, value = self._step(function, args, names)
         if not isinstance(value, torch.Tensor):
             raise self.refused("it makes no tensor of an array", "draw outside the step")
@@ -388,9 +395,15 @@ class HostCalls:
         self._added(value, stand_in)
         return stand_in
 
-    def _refuse_written(self) -> None:
-        """Refuse to go on with arrays where a tensor over the memory of one has been updated."""
-        if self.memory.is_written():
+    def _refuse_written(self, function: Any = None, args: Sequence[Any] = ()) -> None:
+        """Refuse to go on with arrays where a tensor over the memory of one has been updated.
+
+        Args:
+            function: is about to be called; None: whatever is.
+        """
+        by_arguments = type(function) is Method or _looks_at_arguments(function)
+        given = leaves_in([*map(plain, args)])
+        if self.memory.is_written(given if by_arguments else None):
             raise self.refused(
                 "it updates a tensor in place that lies in the memory of a drawn numpy array, and"
                 " goes on with the array",
