@@ -15,7 +15,7 @@ from graphopt import _compat
 from graphopt.errors import AssumptionFailedError, CaptureError, GraphOptError
 from graphopt.runtime.binding import Binding
 from graphopt.runtime.budget import Cause
-from graphopt.runtime.captured_graphs import CapturedGraphs
+from graphopt.runtime.captured_graphs import CapturedGraphs, GrownListsError
 from graphopt.runtime.communication import Communication
 from graphopt.runtime.eager import Fallback
 from graphopt.runtime.ranges import STEP
@@ -122,10 +122,19 @@ class TrainStep:
             raise
 
     def _called(self, call: Call) -> Any:
+        try:
+            return self._run_or_captured(call)
+        except GrownListsError:  # what the step does to them is followed as part of its arguments
+            call.drawn.undo()
+            self._entries.keep_lengths()
+            return self._run_or_captured(self._as_grown(call))
+
+    def _run_or_captured(self, call: Call) -> Any:
         from graphopt.runtime.agreed import Others
 
         entry = self._known(call)
-        if entry is None and self._entries.grow(call):
+        alone = self._communication.is_own
+        if entry is None and alone and self._entries.grow(call):
             return self._called(self._as_grown(call))
         if entry is None:
             self._entries.land()
@@ -242,6 +251,8 @@ class TrainStep:
             try:
                 return self._capture(call, branch, others)
             except BaseException as error:
+                if call.whole and isinstance(error, CaptureError):
+                    raise GrownListsError from error
                 alone = communication.alone or others.launched
                 if not self._fallback.take(error, call, parallel, alone):
                     raise

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from graphopt.tracing.nests import Path
 
 
+class GrownListsError(Exception):
+    """A call whose lists are found in each call cannot be captured."""
+
+
 class CapturedGraphs(Sequence["BoundStep"]):
     """Graphs of one step, that used last first.
 
@@ -33,6 +37,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
         self._name, self._most = name, most
         self._entries: list[BoundStep] = []
         self.grown: frozenset[Path] = frozenset()
+        self._keeps_lengths = False
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -74,11 +79,15 @@ class CapturedGraphs(Sequence["BoundStep"]):
         """Whether a call that no graph holds for has lists of other lengths than before where the
         step changes these. Each call finds them from now on."""
         before = self.grown
-        for entry in self._entries:
+        for entry in [] if self._keeps_lengths else self._entries:
             if not entry.guards.same_structure(call):
                 changes = (each.change for each in entry.captured.signature.containers)
                 self.grown |= {each.path for each in changes if call.resizes(each)}
         return self.grown != before
+
+    def keep_lengths(self) -> None:
+        """Lists among the arguments are nests of arguments again, each length with its graph."""
+        self.grown, self._keeps_lengths = frozenset(), True
 
     def add(self, entry: BoundStep) -> None:
         """Keep a new graph, as the one used last."""
@@ -193,7 +202,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
 
     def forget(self) -> None:
         """Keep no graph."""
-        self._entries, self.grown = [], frozenset()
+        self._entries, self.grown, self._keeps_lengths = [], frozenset(), False
 
 
 def _is_usable(entry: BoundStep) -> bool:

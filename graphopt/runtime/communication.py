@@ -39,6 +39,11 @@ class Communication:
         if parallel is None or isinstance(parallel, OverRanks):
             announce(None if parallel is None else parallel.group)
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the step does all communication itself, if it does any."""
+        return not isinstance(resolve(self._parallel), OverRanks)
+
     def mode(self) -> tuple[Any, ...]:
         """How a call communicates now: part of what a graph is specialized on."""
         parallel = resolve(self._parallel)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from graphopt.tracing.besides import Besides, tensors_of
 from graphopt.tracing.call import SizesKept
@@ -49,11 +49,15 @@ def with_remembered(call: Call) -> Call:
         return call
     known = {id(leaf) for leaf in call.leaves} | {id(tensor) for _, tensor in call.besides.tensors}
     names = {name for name, _ in (*call.besides.objects, *call.besides.tensors)}
+    modules = [leaf for leaf in call.leaves if isinstance(leaf, nn.Module)]
     more = Besides()
     for name, reference in earlier.objects:
         value = reference()
         if value is not None and _is_new(name, value, names, known):
             more.objects.append((name, reference))
+            modules += [value] if isinstance(value, nn.Module) else []
+    # What stood elsewhere may be in a module by now, which finds it.
+    known |= {id(each) for module in modules for each in tensors_of(module.modules())}
     for name, tensor in earlier.tensors:
         if _is_new(name, tensor, names, known):
             more.tensors.append((name, tensor))

@@ -16,6 +16,7 @@ import torch
 
 from graphopt.tracing.object_guards import ModuleGuards
 from graphopt.tracing.outside.held import CONTAINERS, GuardedObject, GuardedPlace
+from graphopt.tracing.outside.known_objects import GivenObjects
 from graphopt.tracing.outside.modules import only_within
 from graphopt.tracing.outside.moving import LEADING, GivenPlace, MovingPlace
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, Read, is_value, same
@@ -48,9 +49,14 @@ class OutsideGuard:
         self._sweeps: list[Callable[[], bool]] | None = None
         entries = _Entries(record, _TellsOfLostObject(self))
         self._entries = entries.found
-        changed = [e.now() if e.holder is record.given else e.holder for e in places]
+        places = list(places)
+        changed = [each.holder for each in places if not _is_given(each)]
         self._moving = {id(each): entries.held(each) for each in changed}
-        self._changed = {held.root for held in self._moving.values()}
+        # Each trace has a table of its own for them.
+        given = {each.key for each in places if _is_given(each)}
+        self._moving_given = {at: entries.held(record.given[at]) for at in given}
+        moving = (*self._moving.values(), *self._moving_given.values())
+        self._changed = {held.root for held in moving}
         self._moving.update((id(each.holder), entries.held(each.holder)) for each in looked_at)
         self._given = record.given
         self.given = tuple(e.key for e in self._entries if e.holder.get() is record.given)
@@ -97,12 +103,11 @@ class OutsideGuard:
 
     def moved(self, place: OutsidePlace) -> OutsidePlace:
         """A place of an object as it was captured in the object that the guard finds."""
-        given = place.holder is self._given
-        held = self._moving.get(id(place.now() if given else place.holder))
+        if _is_given(place):
+            return GivenPlace(place.kind, self._moving_given[place.key], place.key)
+        held = self._moving.get(id(place.holder))
         if held is None or not held.root.followed:
             return place
-        if given:
-            return GivenPlace(place.kind, held, place.key)
         return MovingPlace(place.kind, held, place.key)
 
     def mismatches(self, leaves: Sequence[Any]) -> Iterator[str]:
@@ -122,7 +127,7 @@ class OutsideGuard:
 
     def look(self, leaves: Sequence[Any]) -> None:
         """Find the objects of a call, also where it does not fit."""
-        if self._gone is None and self._moving:
+        if self._gone is None and (self._moving or self._moving_given):
             with self._called_with(leaves):
                 following = _Following()
                 for entry in self._entries:
@@ -309,6 +314,11 @@ class _Following:
         if fits:
             self._found[held] = now
         return fits
+
+
+def _is_given(place: OutsidePlace) -> bool:
+    """Whether a place is that of an object among the arguments."""
+    return isinstance(place.holder, GivenObjects)
 
 
 def _settled(read: Read) -> Read:
