@@ -11,7 +11,8 @@ from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from graphopt._compat.trees import tree_leaves
 
 Correction = Callable[[Any, Any, Any, Any], Any]
 """From operator, arguments, keyword arguments and what its shape rule says to the true result."""
@@ -69,7 +70,7 @@ def new_fake_mode(
                 environment: Any = self.shape_env
                 with environment.ignore_fresh_unbacked_symbols():
                     result = sizer(func, super().dispatch(func, types, args, kwargs))
-                self.met_sizes |= any(map(_has_unknown_sizes, pytree.tree_leaves(result)))
+                self.met_sizes |= any(map(_has_unknown_sizes, tree_leaves(result)))
                 return result
             finally:
                 self.sizer = sizer

@@ -14,7 +14,7 @@ themselves.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -205,6 +205,20 @@ def _resize_unseen(sizes: Iterable[tuple[torch.Tensor, torch.Size]]) -> None:
 
 NOTHING = Besides()
 """What a call uses besides its arguments until something is found. Nobody changes it."""
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """What earlier graphs of a step use besides its arguments.
+
+    Attributes:
+        objects, tensors: as of `Besides`.
+        related: sizes that depend on values were symbols of which answers are kept.
+    """
+
+    objects: Sequence[tuple[str, weakref.ref[Any]]] = ()
+    tensors: Sequence[tuple[str, torch.Tensor]] = ()
+    related: bool = False
 
 
 class MoreInputs(Exception):

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator
 from enum import Enum
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,17 +18,13 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.host.assumptions import Answer
 from graphopt.host.sizes import Sizes
-from graphopt.tracing.besides import NOTHING, Besides
+from graphopt.tracing.besides import NOTHING, Besides, Remembered
 from graphopt.tracing.draws.program import HostValues
-from graphopt.tracing.given import InObject, found_in
+from graphopt.tracing.given import ContainerChange, InObject, found_in
 from graphopt.tracing.given_objects import GivenField, OpenedObjects, may_be_taken_apart
 from graphopt.tracing.nests import Path
 from graphopt.tracing.optimizer_state import entries_at, is_known_kind, tensors_of
 from graphopt.tracing.tensor_classes import check_class
-
-if TYPE_CHECKING:
-    from graphopt.tracing.given import ContainerChange
-    from graphopt.tracing.remembered import Remembered
 
 
 class SizesKept(Enum):

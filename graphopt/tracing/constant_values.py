@@ -13,7 +13,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import is_collective, without_autocast
-from graphopt.ir.metadata import fake_value
+from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import draws, is_marker, row
 from graphopt.tracing.values import copied_constant
 
@@ -57,7 +57,7 @@ class ConstantValues:
     def _look_at(self, node: fx.Node) -> None:
         sources = node.all_input_nodes
         repeats = _is_constant(node) and all(
-            map(_is_alike_anywhere, _compat.tree_leaves(node.meta.get("val")))
+            map(_is_alike_anywhere, _compat.tree_leaves(known_value(node)))
         )
         if repeats and self._constant.issuperset(sources):
             self._constant.add(node)

@@ -12,34 +12,16 @@ alone, the step is traced without.
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx, nn
 
-from graphopt.tracing.besides import Besides, tensors_of
-from graphopt.tracing.call import SizesKept
+from graphopt.tracing.besides import Besides, Remembered, tensors_of
+from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.inputs import Inputs, Storage
-
-if TYPE_CHECKING:
-    from graphopt.tracing.call import Call
-
-
-@dataclass(frozen=True)
-class Remembered:
-    """What earlier graphs of a step use besides its arguments.
-
-    Attributes:
-        objects, tensors: as of `Besides`.
-        related: sizes that depend on values were symbols of which answers are kept.
-    """
-
-    objects: Sequence[tuple[str, weakref.ref[Any]]] = ()
-    tensors: Sequence[tuple[str, torch.Tensor]] = ()
-    related: bool = False
 
 
 def with_remembered(call: Call) -> Call:

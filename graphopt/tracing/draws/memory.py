@@ -51,8 +51,7 @@ class ArrayMemory:
     def is_changed(self, values: Iterable[Any]) -> bool:
         """Whether one of these values is an array in whose memory the graph writes, which runs when
         all is computed that is known before."""
-        arrays = [each for each in values if hasattr(each, "__array_interface__")]
-        return any(meet(one, other) for one in arrays for other in self._changed)
+        return _any_meet(values, self._changed)
 
     def lend(self, array: Any, stand_in: torch.Tensor) -> None:
         """A tensor lies in the memory of an array."""
@@ -76,8 +75,7 @@ class ArrayMemory:
         written = [self._lent[number] for number in self._written()]
         if values is None:
             return bool(written)
-        arrays = [each for each in values if hasattr(each, "__array_interface__")]
-        return any(meet(one, other) for one in arrays for other in written)
+        return _any_meet(values, written)
 
     def is_read_by_others(self) -> bool:
         """Whether somebody else may read what is written to one of the tensors."""
@@ -92,6 +90,12 @@ class ArrayMemory:
 
     def _others(self, number: int) -> list[Any]:
         return [*self._lent[:number], *self._lent[number + 1 :]]
+
+
+def _any_meet(values: Iterable[Any], arrays: Sequence[Any]) -> bool:
+    """Whether one of these values is an array that lies in the memory of one of some arrays."""
+    own = [each for each in values if hasattr(each, "__array_interface__")]
+    return any(meet(one, other) for one in own for other in arrays)
 
 
 def meet(one: Any, other: Any) -> bool:

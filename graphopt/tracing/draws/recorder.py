@@ -71,7 +71,8 @@ def tensor_over(array: Any) -> torch.Tensor:
 def _looks_at_arguments(function: Any) -> bool:
     """Whether a function looks at no array but those that it is given."""
     is_operator = getattr(function, "__module__", None) == operator.add.__module__
-    return is_operator or function in SHARING or is_of_numpy(function)
+    by_itself = is_operator or type(function) is Method
+    return by_itself or function in SHARING or is_of_numpy(function)
 
 
 SHARING = frozenset({torch.from_numpy, torch.as_tensor, torch.asarray, tensor_over})
@@ -401,7 +402,7 @@ class HostCalls:
         Args:
             function: is about to be called; None: whatever is.
         """
-        by_arguments = type(function) is Method or _looks_at_arguments(function)
+        by_arguments = _looks_at_arguments(function)
         given = leaves_in([*map(plain, args)])
         if self.memory.is_written(given if by_arguments else None):
             raise self.refused(
