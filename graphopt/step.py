@@ -350,12 +350,14 @@ class TrainStep:
     def _capture(self, call: Call, branch: Cause | None, others: Others) -> BoundStep:
         from graphopt.runtime.agreed import NotAsAgreedError
         from graphopt.tracing.draws.generators import undisturbed
+        from graphopt.tracing.settled import SettledTraces
 
         mode = self._communication.mode()
         guards = [entry.guards for entry in self._entries]
         cause = self._recaptures.cause(call, mode, branch, guards)
+        call = self._entries.with_counted(call, cause)
         self._entries.keep_lasting()
-        settled = {entry.captured.fingerprint for entry in self._entries}
+        settled = SettledTraces.by(entry.captured for entry in self._entries)
         ways = self._communication.ways(call, mode, settled, others)
         try:
             self._entries.make_room(cause)
@@ -363,7 +365,6 @@ class TrainStep:
             for ranks in ways:  # which tell ranks that have come to agree
                 with suppress(NotAsAgreedError), ranks:
                     raise
-        call = self._entries.with_counted(call, cause)
         call.drawn.undo()
         with undisturbed():
             captured, agreed = self._stages.compile(call, ways)

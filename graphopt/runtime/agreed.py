@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from graphopt.tracing.capture import CapturedStep, capture_call
 from graphopt.tracing.guards import Guards
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.remembered import with_remembered
+from graphopt.tracing.settled import NOTHING_SETTLED, SettledTraces
 
 Plans = dict[str, list[str]]
 """Every collective of each graph that is derived from a step, one line each."""
@@ -131,7 +132,7 @@ class Ranks:
     agreement = Agreement()
     agreed: Agreed | None = None
 
-    def __init__(self, settled: Collection[str] = (), *, lasts: bool = True) -> None:
+    def __init__(self, settled: SettledTraces = NOTHING_SETTLED, *, lasts: bool = True) -> None:
         self._settled, self._lasts = settled, lasts
 
     def __enter__(self) -> Ranks:

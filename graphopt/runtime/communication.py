@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from graphopt.runtime.agreed import Others, Ranks
     from graphopt.runtime.joint_capture import JointCapture
     from graphopt.tracing.call import Call
+    from graphopt.tracing.settled import SettledTraces
 
 
 class Communication:
@@ -84,12 +85,12 @@ class Communication:
             raise
 
     def ways(
-        self, call: Call, mode: tuple[Any, ...], settled: set[str], others: Others
+        self, call: Call, mode: tuple[Any, ...], settled: SettledTraces, others: Others
     ) -> Iterable[Ranks]:
         """How this rank may come to agree with others on a new graph.
 
         Args:
-            settled: fingerprints of the graphs that there are.
+            settled: by the graphs that there are.
             others: what they do meanwhile.
         """
         from graphopt.runtime.agreed import Ranks

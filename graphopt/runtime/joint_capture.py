@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,6 +35,7 @@ from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.outside.existing import births_noted
 from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication, UnagreedParameterError
 from graphopt.tracing.remembered import with_remembered
+from graphopt.tracing.settled import SettledTraces
 from graphopt.tracing.trace import RawTrace, trace
 
 
@@ -50,7 +51,7 @@ class _AsAgreed(Ranks):
         joint: JointCapture,
         agreed: Agreed,
         parallel: OverRanks,
-        settled: Collection[str],
+        settled: SettledTraces,
         vote: OneVote | None,
     ) -> None:
         super().__init__(settled)
@@ -106,7 +107,7 @@ class _AsAgreed(Ranks):
 class _Apart(Ranks):
     """Averages nothing in this call, whose modules all ranks have started from the same values."""
 
-    def __init__(self, joint: JointCapture, settled: Collection[str]) -> None:
+    def __init__(self, joint: JointCapture, settled: SettledTraces) -> None:
         super().__init__(settled)
         self._joint = joint
 
@@ -153,6 +154,7 @@ class _Together(Ranks):
 
     def capture(self, call: Call) -> CapturedStep:
         captured: CapturedStep | None = None
+        call = with_remembered(call)
         call = voting(call, always=self._joint.uneven) if self._sync else call
         while captured is None:
             call, inputs, raw = first_joint_trace(call, self._communication(None))
@@ -268,7 +270,7 @@ class JointCapture:
         parallel: OverRanks,
         sync: bool,
         mode: tuple[Any, ...],
-        settled: Collection[str],
+        settled: SettledTraces,
         others: Others,
     ) -> Iterator[Ranks]:
         """How `call` may be captured: the first way that is not refused by `NotAsAgreedError`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -54,6 +54,7 @@ from graphopt.tracing.outside.steps import unchanged
 from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication
 from graphopt.tracing.remembered import idle_in, without
 from graphopt.tracing.repeating import complete, repeated
+from graphopt.tracing.settled import NOTHING_SETTLED, Executed, SettledTraces
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.steady import NewState, steady_step
 from graphopt.tracing.trace import RawTrace, trace
@@ -82,6 +83,7 @@ class CapturedStep:
         parallel: the kind of parallelism that expands the markers of the graph.
         found: places outside that hold what may be another one in the next call.
         modes: of modules that each call sets, and may find as they were before.
+        executed: the instructions that its trace went through; see `settled`.
 
     >>> import graphopt, torch
     >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
@@ -105,6 +107,7 @@ class CapturedStep:
     parallel: Parallel = field(default_factory=Manual)
     found: Sequence[FoundPlace] = ()
     modes: tuple[ModeChange, ...] = ()
+    executed: Executed = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (
@@ -127,7 +130,7 @@ def finish(
     inputs: Inputs,
     communication: MarkedCommunication | None,
     raw: RawTrace,
-    settled: Collection[str] = (),
+    settled: SettledTraces = NOTHING_SETTLED,
     *,
     lasts: bool = False,
     held: Set[str] = frozenset(),
@@ -137,7 +140,7 @@ def finish(
     Args:
         lasts: a first step that makes optimizer state is captured as the steps after it, where it
             differs from them in nothing else.
-        settled: fingerprints of earlier captures; a trace with one of them has been repeated.
+        settled: by earlier captures.
         held: names of what any rank holds in a way in which its use is not seen.
 
     Raises:
@@ -157,11 +160,7 @@ def finish(
         with steady.state.present():
             return _rewritten(call, steady.inputs, found, mark, communication, held)
     found = _Repeated(raw, raw.outside, True, raw.effects)
-    if (
-        mark not in settled
-        or raw.outside.changed is not None
-        or raw.outside.unrepeated.first is not None
-    ):
+    if not settled.has(mark, raw):
         raw, record, lasting = repeated(raw, lambda: trace(call, inputs, communication), call)
         found = _Repeated(raw, record, lasting, raw.effects)
     return _rewritten(call, inputs, found, mark, communication, held)
@@ -232,6 +231,7 @@ def _rewritten(
         Manual() if communication is None else communication.parallel,
         tuple(found_places(found.outside, call, guard)),
         found.modes,
+        raw.outside.executed,
     )
 
 
@@ -286,7 +286,7 @@ def capture(
 def capture_call(
     call: Call,
     communication: MarkedCommunication | None = None,
-    settled: Collection[str] = (),
+    settled: SettledTraces = NOTHING_SETTLED,
     *,
     lasts: bool = False,
     held: Set[str] = frozenset(),
@@ -312,7 +312,13 @@ def first_trace(
         CaptureError: the step cannot be captured.
     """
     while True:
-        inputs = prepare(call)
+        try:
+            inputs = prepare(call)
+        except CaptureError:  # of what the step may leave alone
+            if not call.remembered:
+                raise
+            call = without(call, call.remembered)
+            continue
         try:
             raw = trace(call, inputs, communication)
         except (MoreInputs, CaptureError) as error:

@@ -1,10 +1,10 @@
-"""What graphs of a step were found to use besides its arguments, for the next capture.
+"""What graphs of a step were found to use besides its arguments, or may use, for a capture.
 
 A trace that finds something has to be done anew (`besides`). The next graph of the same step uses
 most of the same: its first trace has that from the beginning, and where it leaves some of that
-alone, the step is traced without.
+alone, the step is traced without. That of the first graph has what the code names (`named`).
 
-    graph 1   trace ─ finds the model ─▶ trace ─ finds the optimizer ─▶ trace
+    graph 1   trace ─ finds a model in a list ─▶ trace ─ finds the optimizer ─▶ trace
     graph 2   with both: trace
     graph 3   with both: trace ─ steps no optimizer ─▶ with the model: trace
 """
@@ -18,28 +18,30 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.optim import Optimizer
 
 from graphopt.tracing.besides import Besides, Remembered, tensors_of
 from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.inputs import Inputs, Storage
+from graphopt.tracing.named import named_in
 
 
 def with_remembered(call: Call) -> Call:
-    """The call with what earlier graphs of its step use besides the arguments."""
+    """The call with what earlier graphs of its step use besides the arguments; where there are
+    none, with what its code names."""
     earlier = call.earlier
-    if earlier is None:
-        return call
+    if earlier is None or not (earlier.objects or earlier.tensors or earlier.related):
+        earlier = named_in(call.fn, *call.given)
     known = {id(leaf) for leaf in call.leaves} | {id(tensor) for _, tensor in call.besides.tensors}
     names = {name for name, _ in (*call.besides.objects, *call.besides.tensors)}
-    modules = [leaf for leaf in call.leaves if isinstance(leaf, nn.Module)]
+    live = [(name, reference, reference()) for name, reference in earlier.objects]
+    known |= _within(call.leaves) | _within(value for *_, value in live)
     more = Besides()
-    for name, reference in earlier.objects:
-        value = reference()
+    for name, reference, value in live:
         if value is not None and _is_new(name, value, names, known):
             more.objects.append((name, reference))
-            modules += [value] if isinstance(value, nn.Module) else []
     # What stood elsewhere may be in a module by now, which finds it.
-    known |= {id(each) for module in modules for each in tensors_of(module.modules())}
+    known |= {id(each) for value in (*call.leaves, *_of(more)) for each in _tensors_in(value)}
     for name, tensor in earlier.tensors:
         if _is_new(name, tensor, names, known):
             more.tensors.append((name, tensor))
@@ -50,6 +52,24 @@ def with_remembered(call: Call) -> Call:
     if earlier.related and not call.decided:
         new = new.knowing_sizes() or new
     return new
+
+
+def _of(besides: Besides) -> list[Any]:
+    return [reference() for _, reference in besides.objects]
+
+
+def _within(values: Iterable[Any]) -> set[int]:
+    """The modules inside others, by id."""
+    modules = [value for value in values if isinstance(value, nn.Module)]
+    return {id(child) for each in modules for child in each.modules() if child is not each}
+
+
+def _tensors_in(value: Any) -> Iterable[torch.Tensor]:
+    """The tensors that are inputs where a module or an optimizer is."""
+    if isinstance(value, nn.Module):
+        return tensors_of(value.modules())
+    groups = value.param_groups if isinstance(value, Optimizer) else ()
+    return (parameter for group in groups for parameter in group["params"])
 
 
 def _is_new(name: str, value: Any, names: set[str], known: set[int]) -> bool:
@@ -82,9 +102,9 @@ def remembered(graphs: Iterable[tuple[Besides, Inputs]]) -> Remembered:
 
 
 def _plain_tensors(besides: Besides) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that are there in each call as they are."""
+    """Those that are there in each call as they are, be it since the first one has made them."""
     special = {id(tensor) for tensor, _ in besides.resized}
-    special.update(id(tensor) for *_, tensor in besides.made)
+    special.update(id(made) for table, name, made in besides.made if table.get(name) is not made)
     return (each for each in besides.tensors if id(each[1]) not in special)
 
 

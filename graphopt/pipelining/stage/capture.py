@@ -26,6 +26,7 @@ from graphopt.stages import Stages
 from graphopt.stages.compiling import StepInMaking
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
+from graphopt.tracing.settled import NOTHING_SETTLED
 from graphopt.tracing.strides import corrected
 from graphopt.tracing.trusted import check
 
@@ -114,7 +115,8 @@ class StageCapture:
     def _ways(self, call: Call) -> Iterable[Ranks]:
         if self._parallel is None:
             return [Ranks(lasts=False)]
-        return self._joint.ways(call, self._parallel, True, ("stage", self._stage), (), Others())
+        mode = ("stage", self._stage)
+        return self._joint.ways(call, self._parallel, True, mode, NOTHING_SETTLED, Others())
 
     def _refuse_late(self, step: StepInMaking) -> None:
         if step.module.graph.late:

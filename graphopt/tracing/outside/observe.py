@@ -81,6 +81,7 @@ class Observer:
 
     def before(self, frame: FrameType, step: OutsideAccess) -> None:
         """An instruction is about to run."""
+        self.record.executed[id(step)] = step
         self._instructions.before(frame, step)
 
     def raised(self, error: object) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from graphopt.host.changes import MUTABLE, is_changed_to
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.outside.accesses import OutsideAccess
 from graphopt.tracing.outside.changed_containers import ChangedContainer
 from graphopt.tracing.outside.places import (
     MISSING,
@@ -68,6 +69,7 @@ class Record(OutsideReads):
         not_followed: what it has changed and read, where each call does not do that for itself.
         shown_on: the files on which it would show something when it began.
         kept_items: what gives the items of the lists of which something is computed later.
+        executed: the instructions that may have read or written outside, by id.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Record(OutsideReads):
         self.not_followed: list[ChangedContainer] = []
         self.shown_on = sys.stdout, sys.stderr
         self.kept_items: list[Any] = []
+        self.executed: dict[int, OutsideAccess] = {}
 
     def finish(self) -> None:
         """The step is over: look for what it changed."""
