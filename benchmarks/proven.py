@@ -49,6 +49,7 @@ from graphopt.stages import default_pipeline
 from graphopt.stages.compiling import Stages
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep, capture_call, communication_for
+from graphopt.tracing.settled import SettledTraces
 
 RANKS = (1, 2, 4)
 OPTIMIZERS = ("fused", "foreach", "loop")
@@ -95,7 +96,7 @@ class Captures:
     """
 
     def __init__(self) -> None:
-        self._settled: dict[bool, set[str]] = {False: set(), True: set()}
+        self._known: dict[bool, list[CapturedStep]] = {False: [], True: []}
         self._of_several: dict[str, tuple[Case, CapturedStep]] = {}
 
     def step(self, build: Build, ranks: int, optimizers: str) -> CapturedStep:
@@ -117,9 +118,10 @@ class Captures:
         case = build()
         case.step(*case.calls[0])  # optimizers make their state
         communication = communication_for(resolve(parallel))
-        settled = self._settled[communication is not None]
+        known = self._known[communication is not None]
+        settled = SettledTraces.by(known)
         captured = capture_call(Call(case.step, case.calls[1], {}), communication, settled)
-        settled.add(captured.fingerprint)
+        known.append(captured)
         return case, captured
 
 

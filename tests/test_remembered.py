@@ -87,7 +87,7 @@ def test_another_shape_costs_no_trace_to_find_it_again(monkeypatch: pytest.Monke
     step(torch.rand(4, 3), UPDATES)
     before = times[0]
     step(torch.rand(5, 3), UPDATES)
-    assert times[0] - before == 2
+    assert times[0] - before == 1  # in which nothing runs that has not been repeated
 
 
 def test_what_is_remembered_is_not_kept_alive() -> None:

@@ -106,6 +106,7 @@ class Besides:
         followed: those among them that cannot be.
         resized: tensors among `tensors` that the step resizes before it does anything else with
             them, to which sizes.
+        cached: calls of functions with a cache that have to be made before a trace; see `caches`.
     """
 
     objects: list[tuple[str, weakref.ref[Any]]] = field(default_factory=list)
@@ -127,12 +128,13 @@ class Besides:
     resized: list[tuple[torch.Tensor, torch.Size]] = field(default_factory=list)
     whole: frozenset[Hashable] = frozenset()
     followed: frozenset[Hashable] = frozenset()
+    cached: list[Any] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         found = self.objects or self.tensors or self.counts or self.carried or self.exchanged
         otherwise = self.plain or self.plain_arrays or self.shuffles or self.as_traced
         held = self.texts or self.whole_lists or self.on_host or self.resized
-        held = held or self.whole or self.followed
+        held = held or self.whole or self.followed or self.cached
         return bool(found or otherwise or self.whole_objects or held)
 
     def live(self) -> list[tuple[str, Any]] | None:
@@ -169,6 +171,7 @@ class Besides:
             [*self.resized, *other.resized],
             self.whole | other.whole,
             self.followed | other.followed,
+            [*self.cached, *other.cached],
         )
 
     @contextmanager

@@ -363,7 +363,10 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     if knowing is not None:
         return knowing
     if isinstance(error, MoreInputs):
-        more = _once_more(call, error.besides)
+        for cached in error.besides.cached:
+            with explained(call):
+                cached.make()
+        more = _once_more(call, replace(error.besides, cached=[]))
     elif call.besides.texts:
         extended = call.using(replace(call.besides, texts=[]))
         assert extended is not None, "what a trace has just used is alive"

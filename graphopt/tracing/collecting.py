@@ -36,7 +36,7 @@ from graphopt.tracing.lost_history import accumulates, marks_of
 from graphopt.tracing.number_tuples import TupleTable, is_tensor, leaves_of
 from graphopt.tracing.numbers import SCHEDULED
 from graphopt.tracing.optimizer_state import ITSELF, OfNone, distinct_states, of_none, tensors_of
-from graphopt.tracing.outside.places import CellTable, OutsidePlace
+from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.parts import refuse_overlaps
 
 
@@ -155,7 +155,7 @@ def _tensors_at(carried: CarriedPlace) -> Iterator[_Slot]:
         return
     value = place.now()
     if isinstance(value, torch.Tensor):
-        yield path, CellTable(place.holder) if place.kind == "cell" else place.holder, place.key
+        yield path, place.table, place.key
     leaves, spec = leaves_of(value, is_tensor) or ([], None)
     if type(value) is list and len(set(map(id, leaves))) < len(leaves):
         return

@@ -290,6 +290,8 @@ def _replacing(
             (gradient,) = given
             if gradient is None or _compat.is_transformed(gradient):
                 return None
+            if not _compat.is_fake(gradient):  # a value that the trace computes: as in eager code
+                return None
             again = formula(function, gradient)
         finally:
             unpacked.end()

@@ -163,7 +163,7 @@ class _Places:
         if value is before and (record.is_found_anew(place) or place_of(value) is not None):
             return None  # what each call finds stays there
         found = isinstance(before, torch.Tensor) and value is self._stand_in(before)
-        in_place = found and id(value) not in self.gradients
+        in_place = found and id(value) not in self.gradients and record.depends_on(place)
         left = value if in_place else _left_by_each_call(record, written, value, self.made)
         if left is None and not holds_later(value):
             _leave(record, written, value)

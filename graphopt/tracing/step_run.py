@@ -20,6 +20,7 @@ from graphopt.tracing.aliases import Aliases
 from graphopt.tracing.alike import own_inputs
 from graphopt.tracing.asked import answered_as_in_eager
 from graphopt.tracing.besides import Finder
+from graphopt.tracing.caches import CachedFunctions
 from graphopt.tracing.call import Call
 from graphopt.tracing.casts import cached_casts
 from graphopt.tracing.changed import take_changed
@@ -124,6 +125,7 @@ class StepRun:
         self.outside = record_for(call, places)
         known = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
         self.finder = Finder(self.outside, known, mode, call.besides)
+        self.caches = CachedFunctions(self.outside, self.finder)
         self._aliases = Aliases(call, inputs)
         self.whole_calls = self.outside.whole_calls = WholeCalls(
             self.outside, call.besides, self._is_worked_on
@@ -387,6 +389,7 @@ class StepRun:
                 of_sequence,
                 lengths.asked,
                 filled,
+                self.caches,
                 arrays.maker,
                 taken,
                 draws,

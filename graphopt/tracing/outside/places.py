@@ -60,8 +60,9 @@ class OutsidePlace:
             a dictionary in order; "cell" of a closure; "whole" contents; "kind" of a tensor: all
             that is known of it but its values; "form", that without its sizes; "target" of a weak
             reference; "remembers", whether a function with a cache has not been made to forget
-            since the cache was so full; "text", whether a text is in an item of a dictionary or a
-            variable of a closure; "file", what a function says of a file.
+            since the cache was so full; "cached", what such a function gives for arguments;
+            "text", whether a text is in an item of a dictionary or a variable of a closure;
+            "file", what a function says of a file.
     """
 
     kind: str
@@ -88,7 +89,20 @@ class OutsidePlace:
     @property
     def may_carry(self) -> bool:
         """Whether the tensor there may be an input of a graph that leaves another one there."""
-        return self.is_item or self.kind == "cell"
+        return self.is_item or self.kind == "cell" or self._is_in_list
+
+    @property
+    def _is_in_list(self) -> bool:
+        """Whether it is an item of a list, counted from its front."""
+        of_list = self.kind == "item" and type(self.holder) is list
+        return of_list and type(self.key) is int and self.key >= 0
+
+    @property
+    def table(self) -> MutableMapping[Any, Any]:
+        """What has the value there as that of its key, where it may carry a tensor."""
+        if self.kind == "cell":
+            return CellTable(self.holder)
+        return ListTable(self.holder) if self._is_in_list else self.holder
 
     def now(self) -> Any:
         """What is there, `MISSING` if nothing is."""
@@ -139,6 +153,31 @@ class CellTable(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return 1
+
+
+class ListTable(MutableMapping[Any, Any]):
+    """A list as a table of its items, by their positions from its front."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self._items = items
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return self._items[key]
+        except IndexError:
+            raise KeyError(key) from None
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._items[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(len(self._items)))
+
+    def __len__(self) -> int:
+        return len(self._items)
 
 
 def _whole(holder: Any, key: Any) -> Any:
@@ -238,6 +277,7 @@ _READERS: Mapping[str, Any] = {
     "form": _form,
     "target": lambda holder, key: holder(),
     "remembers": _remembers,
+    "cached": lambda holder, key: holder(*key[0], **dict(key[1])),
     "text": _is_text,
     "file": lambda holder, key: key(holder),
 }
