@@ -106,6 +106,8 @@ class Besides:
         followed: those among them that cannot be.
         resized: tensors among `tensors` that the step resizes before it does anything else with
             them, to which sizes.
+        found_twice: places, by their identities, whose tensor it finds elsewhere as well.
+        replaced: those of buffers that it replaces.
         cached: calls of functions with a cache that have to be made before a trace; see `caches`.
     """
 
@@ -128,6 +130,8 @@ class Besides:
     resized: list[tuple[torch.Tensor, torch.Size]] = field(default_factory=list)
     whole: frozenset[Hashable] = frozenset()
     followed: frozenset[Hashable] = frozenset()
+    found_twice: frozenset[Hashable] = frozenset()
+    replaced: frozenset[Hashable] = frozenset()
     cached: list[Any] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -135,6 +139,7 @@ class Besides:
         otherwise = self.plain or self.plain_arrays or self.shuffles or self.as_traced
         held = self.texts or self.whole_lists or self.on_host or self.resized
         held = held or self.whole or self.followed or self.cached
+        held = held or self.found_twice or self.replaced
         return bool(found or otherwise or self.whole_objects or held)
 
     def live(self) -> list[tuple[str, Any]] | None:
@@ -171,6 +176,8 @@ class Besides:
             [*self.resized, *other.resized],
             self.whole | other.whole,
             self.followed | other.followed,
+            self.found_twice | other.found_twice,
+            self.replaced | other.replaced,
             [*self.cached, *other.cached],
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, MutableMapping
 from itertools import chain
 from typing import Any
 
@@ -36,7 +36,8 @@ from graphopt.tracing.lost_history import accumulates, marks_of
 from graphopt.tracing.number_tuples import TupleTable, is_tensor, leaves_of
 from graphopt.tracing.numbers import SCHEDULED
 from graphopt.tracing.optimizer_state import ITSELF, OfNone, distinct_states, of_none, tensors_of
-from graphopt.tracing.outside.places import OutsidePlace
+from graphopt.tracing.outside.places import OutsidePlace, place_in
+from graphopt.tracing.outside.record import Record
 from graphopt.tracing.parts import refuse_overlaps
 
 
@@ -90,21 +91,24 @@ def module_tensors(call: Call) -> list[ModuleTensor]:
         if not isinstance(tensor, torch.Tensor):
             return
         entry = found.setdefault(id(tensor), ModuleTensor(kind, fqn, tensor, []))
-        entry.slots.append((owner, key))
+        if not any(table is owner and name == key for table, name in entry.slots):
+            entry.slots.append((owner, key))
 
     modules = list(call.named_submodules())
+    attributes: set[int] = set()
     for prefix, module in modules:
         for key in _compat.own_parameters(module):
             add("parameter", _join(prefix, key), _compat.own_parameters(module), key)
     for prefix, module in modules:
-        for key in _compat.own_buffers(module):
-            add("buffer", _join(prefix, key), _compat.own_buffers(module), key)
+        for key, tensor in (buffers := _compat.own_buffers(module)).items():
+            if OutsidePlace("item", buffers, key).identity in call.besides.replaced:
+                attributes.add(id(tensor))
+            add("buffer", _join(prefix, key), buffers, key)
     for path, table, key in _alone(call.besides, found):
         add("buffer", path, table, key)
     for name, tensor in bare_tensors(call):
         kind: Kind = "parameter" if accumulates(tensor) else "buffer"
         found.setdefault(id(tensor), ModuleTensor(kind, name, tensor, [], bare=True))
-    attributes: set[int] = set()
     for prefix, module in modules:
         for key in tensor_attributes(module):
             if id(vars(module)[key]) not in found:
@@ -118,7 +122,8 @@ def module_tensors(call: Call) -> list[ModuleTensor]:
         attributes.update(id(table[key]) for _, table, key in _tensors_at(each))
     entries = list(found.values())
     for entry in entries:
-        entry.rebindable = id(entry.tensor) in attributes and len(entry.slots) == 1
+        alone = id(entry.tensor) in attributes and len(entry.slots) == 1
+        entry.rebindable = alone and place_of(entry).identity not in call.besides.found_twice
     return sorted(entries, key=lambda entry: entry.kind != "parameter")
 
 
@@ -139,6 +144,7 @@ def _alone(besides: Besides, found: Collection[int]) -> Iterator[_Slot]:
         each.place.identity: each
         for each in besides.carried
         if each.place.identity not in besides.whole_lists or type(each.place.now()) is not list
+        if each.place.identity not in besides.found_twice
     }
     slots = list(chain.from_iterable(map(_tensors_at, places.values())))
     values = [table[key] for _, table, key in slots]
@@ -161,6 +167,23 @@ def _tensors_at(carried: CarriedPlace) -> Iterator[_Slot]:
         return
     table = TupleTable(place, spec)
     yield from ((f"{path}[{position}]", table, position) for position in range(len(leaves)))
+
+
+def place_of(entry: ModuleTensor) -> OutsidePlace:
+    """The place in which a tensor stands; that of the tuple where it is in one."""
+    table, key = entry.slots[0]
+    return table.place if isinstance(table, TupleTable) else place_in(table, key)
+
+
+def found_twice(inputs: Inputs, record: Record) -> frozenset[Hashable]:
+    """Places, by their identities, each of which would give the graph the tensor of a call, which
+    the step finds elsewhere as well: it is one tensor in this call, and perhaps none in others."""
+    read: dict[int, set[Hashable]] = {}
+    for each in record.reads.values():
+        if isinstance(each.value, torch.Tensor):
+            read.setdefault(id(each.value), set()).add(each.place.identity)
+    own = {id(e.tensor): place_of(e).identity for e in inputs.module_tensors if e.rebindable}
+    return frozenset(place for tensor, place in own.items() if read.get(tensor, set()) - {place})
 
 
 def bare_tensors(call: Call) -> Iterator[tuple[str, torch.Tensor]]:

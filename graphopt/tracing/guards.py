@@ -57,8 +57,14 @@ class Guards:
         self._slot.clear()
         self._environment = environment()
         assigned, placed = _assigned(signature), _placed(inputs, call.besides)
+        moving = {
+            (id(table), key)
+            for entry in inputs.module_tensors
+            if entry.rebindable
+            for table, key in entry.slots
+        }
         modules = [
-            (name, m, assigned.get(id(vars(m)), ()), placed.get(id(vars(m)), ()), assigned)
+            (name, m, assigned.get(id(vars(m)), ()), placed.get(id(vars(m)), ()), assigned, moving)
             for name, m in call.named_submodules()
         ]
         self._modules = ModuleGuards(modules, modes)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call
@@ -47,6 +48,12 @@ class HeldBefore:
         self.objects = [attributes for _, attributes in objects]
         self._of_optimizers = {id(vars(each)) for each in call.optimizer_objects()}
         now = [*(vars(module) for _, module in modules), *self.objects]
+        self._buffers = [
+            (f"{name}.{key}".strip("."), table, key, table[key])
+            for name, table in ((name, _compat.own_buffers(module)) for name, module in modules)
+            for key in table
+            if OutsidePlace("item", table, key).identity in call.besides.replaced
+        ]
         self.tables = [(attributes, dict(attributes)) for attributes in now]
         self.groups = [(index, number, dict(group)) for index, number, group in groups_of(call)]
         self._call, self._record, self._by_id = call, record, by_id
@@ -59,6 +66,9 @@ class HeldBefore:
                 former = before.get(key, MISSING)
                 if key not in own and self._is_left(now, key, former):
                     yield AttributeChange(now, key, f"{name}.{key}".strip("."), former, value)
+        for name, table, key, former in self._buffers:
+            if table.get(key) is not former:
+                yield AttributeChange(table, key, name, former, table[key])
 
     def _is_left(self, table: dict[str, Any], key: str, former: Any) -> bool:
         """Whether each call leaves something in an attribute: another object than what was there,

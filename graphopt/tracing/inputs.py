@@ -53,7 +53,8 @@ class ModuleTensor:
 
     Attributes:
         slots: every `(dictionary, key)` of a module that holds it; tied weights have several.
-        rebindable: it is a plain attribute, to which a step may assign a new tensor.
+        rebindable: it is in one place, in which each call may find another tensor: a plain
+            attribute, or a buffer that the step replaces.
         bare: it belongs to no module.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +92,7 @@ class ModuleGuard:
         assigned: attributes that the step itself sets: a new object in one of them is its own.
         inputs: attributes whose numbers the graph takes.
         filled: dictionaries into which the step puts tensors (by id).
+        moving: buffers that may be others in each call: tables, by id, and keys.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class ModuleGuard:
         assigned: Collection[str],
         inputs: Collection[str] = (),
         filled: Collection[int] = (),
+        moving: Set[tuple[int, str]] = frozenset(),
     ) -> None:
         self.name = name or "the model"
         self.attributes = vars(module)
@@ -108,7 +110,15 @@ class ModuleGuard:
         self.hooks = tuple(tuple(self.attributes[table]) for table in _HOOKS)
         self.children = [(key, body_of(m)) for key, m in _compat.own_modules(module).items()]
         self.tensors = [
-            (table, [(key, t, None if t is None else tensor_kind(t)) for key, t in table.items()])
+            (
+                table,
+                [
+                    (key, t, None if t is None else tensor_kind(t))
+                    for key, t in table.items()
+                    if (id(table), key) not in moving
+                ],
+                len(table),
+            )
             for table in (_compat.own_parameters(module), _compat.own_buffers(module))
         ]
         self.submodules = list(_compat.own_modules(module))
@@ -140,8 +150,8 @@ class ModuleGuard:
         for key, child in self.children:
             if key not in modules or not is_body(modules[key], child):
                 return f"submodule {self.name}.{key} was replaced"
-        for table, entries in self.tensors:
-            if len(table) != len(entries):
+        for table, entries, count in self.tensors:
+            if len(table) != count:
                 return self._registered(table.keys() ^ {key for key, _, _ in entries})
             for key, tensor, kind in entries:
                 now = table.get(key)
@@ -172,9 +182,10 @@ class ModuleGuard:
         attributes = self.attributes
         snapshot.has_size(attributes)
         snapshot.has(attributes, "training", self.training)
-        for table, _ in self.tensors:
-            snapshot.has_items(table)
-            for tensor in table.values():
+        for table, entries, _ in self.tensors:
+            snapshot.has_size(table)
+            for key, tensor, _ in entries:
+                snapshot.has(table, key, tensor)
                 if tensor is not None:
                     snapshot.has_kind(tensor)
         for table in (attributes[key] for key in _HOOKS):

@@ -19,8 +19,10 @@ from torch.optim import Optimizer
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.runtime.collector import frozen_objects_seen
+from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs import Inputs, ModuleTensor
+from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.substitute import Traced
 
@@ -33,10 +35,19 @@ class Replacing:
     """
 
     def __init__(
-        self, call: Call, inputs: Inputs, traced: Traced, record: Record, alone: bool
+        self,
+        call: Call,
+        inputs: Inputs,
+        traced: Traced,
+        record: Record,
+        finder: Finder,
+        alone: bool,
     ) -> None:
         self._call, self._inputs, self._traced = call, inputs, traced
-        self._record, self._alone = record, alone
+        self._record, self._finder, self._alone = record, finder, alone
+        modules = [module for _, module in call.named_submodules()]
+        self._attributes = {id(vars(module)) for module in modules}
+        self._buffers = {id(_compat.own_buffers(module)) for module in modules}
         given = {id(tensor): tensor for tensor in traced.by_id.values()}
         places = Counter(map(_compat.storage_key, given.values()))
         self._shared = {memory for memory, count in places.items() if count > 1}
@@ -52,7 +63,8 @@ class Replacing:
         for entry in self._inputs.module_tensors:
             stand_in = self._traced.by_id[id(entry.tensor)]
             values = [owner.get(key) for owner, key in entry.slots]
-            if any(value is not values[0] for value in values) and entry.kind != "parameter":
+            one_of_them = any(value is not values[0] for value in values)
+            if one_of_them and entry.kind != "parameter" and not self._alone:
                 raise CaptureError(
                     f"it replaces {entry.fqn} in one of the places where it stands, and not in"
                     " others",
@@ -62,11 +74,27 @@ class Replacing:
             for (owner, key), value in zip(entry.slots, values, strict=True):
                 if value is stand_in or entry.rebindable:
                     continue
+                if self._is_put(owner, key, entry):
+                    continue
                 if entry.kind == "parameter":
                     self._update_parameter(entry, stand_in, value)
                 else:
                     self._update_buffer(entry, stand_in, value)
                 owner[key] = stand_in
+
+    def _is_put(self, owner: Any, key: str, entry: ModuleTensor) -> bool:
+        """Whether each call puts another tensor into a place, and whoever else has the former one
+        keeps it: into an attribute, or, where no other rank has to do so, in the place of a
+        buffer."""
+        if entry.kind == "parameter" or not self._alone:
+            return False
+        if id(owner) in self._attributes:
+            return True
+        identity = OutsidePlace("item", owner, key).identity
+        if id(owner) in self._buffers and identity not in self._call.besides.replaced:
+            self._finder.found.replaced |= {identity}
+            return False
+        return id(owner) in self._buffers
 
     def check_left(self, left: Iterable[torch.Tensor]) -> None:
         """Look at what the step returns and leaves, behind `finish`.
@@ -113,6 +141,11 @@ class Replacing:
                 f"it replaces the buffer {entry.fqn}, {_said(old)}, by {_said(new)}",
                 hint="make it with its shape and dtype before the first step, and update it in"
                 " place (copy_)",
+            )
+        if self._is_elsewhere(entry.tensor):
+            raise CaptureError(
+                f"it replaces the buffer {entry.fqn}, and uses the old one from elsewhere",
+                hint="update it in place (copy_), or give each place a tensor of its own (clone())",
             )
         memory = _compat.storage_key(new)
         former = _compat.storage_key(old)

@@ -25,6 +25,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.casts import cached_casts
 from graphopt.tracing.changed import take_changed
 from graphopt.tracing.classes_asked import asking
+from graphopt.tracing.collecting import found_twice
 from graphopt.tracing.collectives import functional_collectives, stand_in_of_collective
 from graphopt.tracing.conversions import converted, converting
 from graphopt.tracing.decisions import Decider
@@ -445,6 +446,7 @@ class StepRun:
         optimizers whose state the step uses, stepped or not, or whose groups, where it steps a
         scheduler."""
         self.finder.owners_of([each.tensor for each in self._inputs.module_tensors if each.bare])
+        self.finder.found.found_twice |= found_twice(self._inputs, self.outside)
         self.finder.found.exchanged |= self.outside.gone_through
         for optimizer in self.outside.optimizers.values():
             self.finder.optimizer(optimizer)
@@ -468,7 +470,9 @@ class StepRun:
         """Say what the results of the graph are for. Returns the results."""
         marked = list(marks.changes())
         counted = held.counted(self.finder)
-        replacing = Replacing(self._call, self._inputs, traced, self.outside, self._alone)
+        replacing = Replacing(
+            self._call, self._inputs, traced, self.outside, self.finder, self._alone
+        )
         replacing.finish()
         held.note_counted(self.finder, self.outside.used_counts)
         rebinding = ran.rebinding

@@ -130,23 +130,30 @@ _OF_ITEMS = ("__getitem__", "__setitem__", "__delitem__", "__contains__", "__ite
              "setdefault", "keys", "items", "values")  # fmt: skip
 
 
+def place_in(table: MutableMapping[Any, Any], key: Any) -> OutsidePlace:
+    """The place of which `table` is the `OutsidePlace.table`, and `key` the key."""
+    if isinstance(table, CellTable):
+        return OutsidePlace("cell", table.cell, key)
+    return OutsidePlace("item", table.held if isinstance(table, ListTable) else table, key)
+
+
 class CellTable(MutableMapping[Any, Any]):
     """A variable of a closure as a table of one item, of whatever key."""
 
     def __init__(self, cell: CellType) -> None:
-        self._cell = cell
+        self.cell = cell
 
     def __getitem__(self, key: Any) -> Any:
         try:
-            return self._cell.cell_contents
+            return self.cell.cell_contents
         except ValueError:  # a variable that has no value
             raise KeyError(key) from None
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._cell.cell_contents = value
+        self.cell.cell_contents = value
 
     def __delitem__(self, key: Any) -> None:
-        del self._cell.cell_contents
+        del self.cell.cell_contents
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
@@ -159,25 +166,25 @@ class ListTable(MutableMapping[Any, Any]):
     """A list as a table of its items, by their positions from its front."""
 
     def __init__(self, items: list[Any]) -> None:
-        self._items = items
+        self.held = items
 
     def __getitem__(self, key: Any) -> Any:
         try:
-            return self._items[key]
+            return self.held[key]
         except IndexError:
             raise KeyError(key) from None
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._items[key] = value
+        self.held[key] = value
 
     def __delitem__(self, key: Any) -> None:
-        del self._items[key]
+        del self.held[key]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(range(len(self._items)))
+        return iter(range(len(self.held)))
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self.held)
 
 
 def _whole(holder: Any, key: Any) -> Any:

@@ -1,0 +1,140 @@
+"""One tensor in several places, in some of which a step puts another one: whoever has the former
+one keeps it, and where the places have different tensors in another call, each has its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphopt
+
+Body = Callable[[Any, Any, Tensor], Tensor]
+
+
+def replaces(model: Any, other: Any, y: Tensor) -> Tensor:
+    y = y * model.kept + other.held
+    model.kept = model.kept * 0.9
+    return y
+
+
+def replaces_unread(model: Any, other: Any, y: Tensor) -> Tensor:
+    y = y * other.held
+    model.kept = y.detach()
+    return y
+
+
+def leaves_the_former(model: Any, other: Any, y: Tensor) -> Tensor:
+    y = y * model.kept
+    other.held = model.kept
+    model.kept = model.kept * 0.9
+    return y
+
+
+def gives_it_to_the_other(model: Any, other: Any, y: Tensor) -> Tensor:
+    y = y * model.kept + other.held
+    other.held = model.kept
+    return y
+
+
+def takes_it_from_the_other(model: Any, other: Any, y: Tensor) -> Tensor:
+    y = y * model.kept + other.held
+    model.kept = other.held
+    return y
+
+
+def replaces_alone(model: Any, other: Any, y: Tensor) -> Tensor:
+    y = y * model.kept
+    model.kept = model.kept + 1
+    return y + model.kept
+
+
+def of_another_shape(model: Any, other: Any, y: Tensor) -> Tensor:
+    if model.kept.shape != (2, *y.shape):
+        model.kept = torch.stack([y.detach(), y.detach() + 1])
+    return (y * model.kept).sum(0) + other.held
+
+
+BODIES = [
+    replaces,
+    replaces_unread,
+    leaves_the_former,
+    gives_it_to_the_other,
+    takes_it_from_the_other,
+    replaces_alone,
+    of_another_shape,
+]
+
+
+class Program:
+    """A module that keeps a tensor, as a buffer or not, and another object that has it as well.
+
+    Args:
+        closed: the step closes over both; else the module is an argument.
+    """
+
+    def __init__(self, body: Body, is_buffer: bool, shared: bool, closed: bool) -> None:
+        torch.manual_seed(0)
+        model: Any = nn.Linear(3, 2)
+        self.model = model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if is_buffer:
+            model.register_buffer("kept", torch.full((4, 2), 0.5))
+        else:
+            model.kept = torch.full((4, 2), 0.5)
+        self.other = other = SimpleNamespace(held=model.kept if shared else torch.ones(4, 2))
+
+        def step(given: Any, x: Tensor) -> Tensor:
+            model.zero_grad()
+            loss = body(model if closed else given, other, model(x)).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        self.step, self.given = step, None if closed else model
+
+    def changed(self, call: int) -> None:
+        """The program lets them be one tensor, or two."""
+        if call == 2:
+            self.other.held = self.model.kept
+        elif call == 4:
+            self.other.held = torch.full((4, 2), 0.3)
+
+    def left(self) -> list[Any]:
+        values = [*self.model.parameters(), self.model.kept, self.other.held]
+        return [value.tolist() for value in values]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("is_buffer", [False, True])
+@pytest.mark.parametrize("body", BODIES)
+def test_as_in_eager_code(body: Body, is_buffer: bool, shared: bool, closed: bool) -> None:
+    captured, eager = (Program(body, is_buffer, shared, closed) for _ in range(2))
+    step = graphopt.compile(captured.step)
+    for call in range(6):
+        if body is not of_another_shape:
+            captured.changed(call)
+            eager.changed(call)
+        x = torch.rand(4, 3)
+        assert torch.equal(step(captured.given, x), eager.step(eager.given, x))
+        assert captured.left() == eager.left()
+        assert (captured.model.kept is captured.other.held) == (
+            eager.model.kept is eager.other.held
+        )
+
+
+def test_a_buffer_that_is_replaced_in_each_call_takes_one_graph() -> None:
+    captured = Program(replaces_alone, is_buffer=True, shared=False, closed=True)
+    step = graphopt.compile(captured.step)
+    before = captured.model.kept
+    held = [before]
+    for _ in range(4):
+        step(None, torch.rand(4, 3))
+        held.append(captured.model.kept)
+    assert len(step.captures) == 1
+    assert len(set(map(id, held))) == 5 and torch.equal(before, torch.full((4, 2), 0.5))
