@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING, Any, overload
 
 from graphopt.errors import GraphOptError
@@ -132,7 +133,14 @@ class CapturedGraphs(Sequence["BoundStep"]):
         for entry in self._entries:
             entry.guards.look(call)
         found = changing(entry.captured.found for entry in self._entries)
-        found.whole = found.whole.union(*(e.captured.besides.whole for e in self._entries))
+        known = [entry.captured.besides for entry in self._entries]
+        found.whole = found.whole.union(*(besides.whole for besides in known))
+        found.whole_lists = found.whole_lists.union(*(besides.whole_lists for besides in known))
+        listed = {(each.place.identity, each.counted) for each in found.carried}
+        for each in chain.from_iterable(besides.carried for besides in known):
+            if (each.place.identity, each.counted) not in listed:
+                listed.add((each.place.identity, each.counted))
+                found.carried.append(each)
         if cause is not None and cause.kind != MODE and self._entries:
             found.carried += self._entries[0].guards.counted_for(call)
             found.on_host += self._on_host(call)

@@ -157,7 +157,7 @@ def _alone(besides: Besides, found: Collection[int]) -> Iterator[_Slot]:
 def _tensors_at(carried: CarriedPlace) -> Iterator[_Slot]:
     """The tensor in a place, or those of the tuple that is there."""
     path, place, _ = carried
-    if not place.may_carry:
+    if not place.may_carry_tensor:
         return
     value = place.now()
     if isinstance(value, torch.Tensor):

@@ -24,7 +24,8 @@ _LISTS = (list, deque)
 
 class FoundPlace(NamedTuple):
     """An item of a dictionary, or a variable of a closure, in which a step has found a tensor, a
-    number, a text or, of the former, an array; or the length of a list. Neither the object whose
+    number, a text or, of the former, an array; or an item of a list with a tensor; or the length of
+    a list. Neither the object whose
     attribute it is nor the tensor is kept alive.
 
     Attributes:
@@ -43,11 +44,15 @@ class FoundPlace(NamedTuple):
         """Where the value is."""
         holder = self.holder()
         if isinstance(holder, _LISTS):
-            return OutsidePlace("size", holder)
+            return OutsidePlace("size" if self._is_length else "item", holder, self.key)
         if isinstance(holder, CellType):
             return OutsidePlace("cell", holder)
         table = holder if isinstance(holder, dict) else attributes_of(holder)
         return OutsidePlace("item", table or {}, self.key)  # an empty one where it is gone
+
+    @property
+    def _is_length(self) -> bool:
+        return self.key is None and isinstance(self.holder(), _LISTS)
 
     @property
     def times(self) -> int:
@@ -56,7 +61,7 @@ class FoundPlace(NamedTuple):
         now = self.place.now()
         if not self._is_changed(now):
             return 0
-        return 1 if is_exact(now) and not isinstance(self.holder(), _LISTS) else 2
+        return 1 if is_exact(now) and not self._is_length else 2
 
     @property
     def is_text(self) -> bool:
@@ -64,7 +69,7 @@ class FoundPlace(NamedTuple):
         return type(self.value) is str or self.value is True
 
     def _is_changed(self, now: Any) -> bool:
-        if isinstance(self.holder(), _LISTS):
+        if self._is_length:
             return bool(now != self.value)
         if is_exact(self.value) and isinstance(now, torch.Tensor):
             return not now.requires_grad
@@ -91,6 +96,9 @@ def found_places(record: Record, call: Call, guard: OutsideGuard) -> Iterator[Fo
         if read.place.kind == "size" and type(holder) in _LISTS:
             yield FoundPlace(read.path, _itself(holder), None, value)
         if not read.place.may_carry:
+            if read.place.may_carry_tensor and _is_in_one_place(record, value):
+                in_list = guard.holder_of(holder) or _itself(holder)
+                yield FoundPlace(read.path, in_list, read.place.key, weakref.ref(value))
             continue
         if is_array(value):
             kept: Any = digest_of(value)

@@ -336,7 +336,7 @@ def _left_by_each_call(record: Record, written: WrittenPlace, value: Any, made: 
         return Constant(MISSING)
     if _is_traced(value):
         alone = not isinstance(written.before, torch.Tensor)
-        follows = (place.is_written if alone else place.may_carry) or not reads
+        follows = (place.is_written if alone else place.may_carry_tensor) or not reads
         follows = follows or _is_traced(value, tensors=False)
         empty = written.before is None or written.before is MISSING
         begins = empty and not is_later_text(value)  # which may go on from what is there then
@@ -421,7 +421,10 @@ def _is_found(record: Record, item: WrittenPlace) -> bool:
     if type(before) is list and record.is_changed(before):
         return False
     tensors, _ = leaves_of(before, is_tensor) or ([before], None)
-    if not all(isinstance(each, torch.Tensor) for each in tensors) or not item.place.may_carry:
+    if (
+        not all(isinstance(each, torch.Tensor) for each in tensors)
+        or not item.place.may_carry_tensor
+    ):
         return False
     if any(map(_compat.is_fake, tensors)):
         return False

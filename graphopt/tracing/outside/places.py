@@ -88,8 +88,13 @@ class OutsidePlace:
 
     @property
     def may_carry(self) -> bool:
-        """Whether the tensor there may be an input of a graph that leaves another one there."""
-        return self.is_item or self.kind == "cell" or self._is_in_list
+        """Whether what is there may be an input of a graph that leaves something else there."""
+        return self.is_item or self.kind == "cell"
+
+    @property
+    def may_carry_tensor(self) -> bool:
+        """The same of a tensor, which may also be in a list."""
+        return self.may_carry or self._is_in_list
 
     @property
     def _is_in_list(self) -> bool:
