@@ -1,4 +1,4 @@
-"""A graph is traced twice where its step does something that no trace has been seen to repeat before,
+"""A graph is traced twice where its step does something that no trace has been seen to repeat,
 and once where it does not."""
 
 from __future__ import annotations
