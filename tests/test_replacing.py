@@ -165,24 +165,15 @@ def kept_by(kind: str, compiled: bool) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["the former one is read", "copies", "itself"])
-def test_a_buffer_that_is_replaced(kind: str) -> None:
-    assert_alike(kept_by(kind, True), kept_by(kind, False))
-
-
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    "kind",
     [
-        ("swapped", "either shares memory with another tensor"),
-        ("the former one is kept", "returns or keeps the former one"),
-        ("a view of it is kept", "returns or keeps the former one"),
-        ("the new one is kept", "returns or keeps what it puts there"),
-        ("an argument", "either shares memory with another tensor"),
+        *("the former one is read", "copies", "itself", "swapped", "the former one is kept"),
+        *("a view of it is kept", "the new one is kept", "an argument"),
     ],
 )
-def test_a_buffer_that_is_replaced_and_kept_is_refused(kind: str, said: str) -> None:
-    with pytest.raises(graphopt.CaptureError, match=said):
-        kept_by(kind, True)
+def test_a_buffer_that_is_replaced(kind: str) -> None:
+    assert_alike(kept_by(kind, True), kept_by(kind, False))
 
 
 def test_a_tensor_from_outside_in_a_module_is_an_input_elsewhere() -> None:

@@ -124,7 +124,7 @@ class _Search:
             for found in _followed(read, known, function.__globals__):
                 self._note(found, read, depth)
         for constant in code.co_consts:
-            if isinstance(constant, CodeType) and constant.co_name.startswith("<"):
+            if isinstance(constant, CodeType):
                 self._code(function, constant, known, depth)
 
     def _note(self, found: _Named, read: _Read, depth: int) -> None:
