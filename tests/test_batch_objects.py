@@ -239,7 +239,7 @@ CASES: dict[str, tuple[Step, Callable[[int], Any], int]] = {
     "counted": (counts, lambda number: Batch(x(), y(), n=number), 1),
     "one object or two": (two, shared, 2),
     "one tensor or two": (rewritten, one_tensor, 3),
-    "left elsewhere": (moved, lambda number: {"batch": Batch(x(), y())}, 3),
+    "left elsewhere": (moved, lambda number: {"batch": Batch(x(), y())}, 1),
     "list appended to": (appended, lambda number: Batch(x(), y(), rows=[x()]), 1),
 }
 
