@@ -139,14 +139,14 @@ def add_group(model: Any, optimizer: Any) -> None:
 
 
 def register(model: Any, optimizer: Any) -> None:
-    model.register_buffer("count", torch.zeros(2))
+    model.register_parameter("scale", nn.Parameter(torch.zeros(2)))
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (put_another, "makes a module with tensors, 'first'"),
-        (register, "registers parameters or buffers"),
+        (register, "registers parameters"),
         (add_group, "adds or removes a parameter group"),
     ],
 )

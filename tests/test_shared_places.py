@@ -3,6 +3,7 @@ one keeps it, and where the places have different tensors in another call, each 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -126,6 +127,52 @@ def test_as_in_eager_code(body: Body, is_buffer: bool, shared: bool, closed: boo
         assert (captured.model.kept is captured.other.held) == (
             eager.model.kept is eager.other.held
         )
+
+
+class Filling(nn.Module):
+    """Makes buffers in its first forward, and where a batch has more rows than any before it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind, self.rows = nn.Linear(3, 2), kind, 0
+        self.table: Tensor | None
+        if kind == "declared":
+            self.register_buffer("table", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.rows:
+            self.rows = len(x)
+            table = torch.arange(2.0 * self.rows).view(-1, 2).cos()
+            if self.kind == "declared":
+                self.table = table
+            else:
+                self.register_buffer("table", table, persistent=self.kind == "persistent")
+        assert self.table is not None
+        result: Tensor = self.linear(x) * self.table[: len(x)]
+        return result
+
+
+@pytest.mark.parametrize("kind", ["declared", "persistent", "temporary"])
+def test_buffers_that_a_forward_makes(kind: str) -> None:
+    torch.manual_seed(0)
+    captured = Filling(kind)
+    eager = copy.deepcopy(captured)
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        model.zero_grad()
+        loss: Tensor = model(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    run = graphopt.compile(step)
+    for rows in (4, 3, 5, 5, 4):
+        x = torch.rand(rows, 3)
+        assert torch.equal(run(captured, x), step(eager, x))
+        found, expected = captured.state_dict(), eager.state_dict()
+        assert list(found) == list(expected)
+        assert all(map(torch.equal, found.values(), expected.values()))
+        assert [*dict(captured.named_buffers())] == [*dict(eager.named_buffers())]
+    assert torch.equal(captured.linear.weight.grad, eager.linear.weight.grad)  # type: ignore[arg-type]
 
 
 def test_a_buffer_that_is_replaced_in_each_call_takes_one_graph() -> None:

@@ -37,9 +37,13 @@ class HeldBefore:
 
     Args:
         by_id: the stand-ins, by the ids of the tensors.
+        alone: no other rank runs the same step.
     """
 
-    def __init__(self, call: Call, record: Record, by_id: Mapping[int, torch.Tensor]) -> None:
+    def __init__(
+        self, call: Call, record: Record, by_id: Mapping[int, torch.Tensor], alone: bool
+    ) -> None:
+        self._alone = alone
         modules = list(call.named_submodules())
         objects = list(_plain_objects(call))
         self._modules = {module for _, module in modules}
@@ -49,10 +53,8 @@ class HeldBefore:
         self._of_optimizers = {id(vars(each)) for each in call.optimizer_objects()}
         now = [*(vars(module) for _, module in modules), *self.objects]
         self._buffers = [
-            (f"{name}.{key}".strip("."), table, key, table[key])
+            (name, table, dict(table))
             for name, table in ((name, _compat.own_buffers(module)) for name, module in modules)
-            for key in table
-            if OutsidePlace("item", table, key).identity in call.besides.replaced
         ]
         self.tables = [(attributes, dict(attributes)) for attributes in now]
         self.groups = [(index, number, dict(group)) for index, number, group in groups_of(call)]
@@ -66,9 +68,17 @@ class HeldBefore:
                 former = before.get(key, MISSING)
                 if key not in own and self._is_left(now, key, former):
                     yield AttributeChange(now, key, f"{name}.{key}".strip("."), former, value)
-        for name, table, key, former in self._buffers:
-            if table.get(key) is not former:
-                yield AttributeChange(table, key, name, former, table[key])
+        for name, table, before in self._buffers:
+            for key, value in table.items():
+                former = before.get(key, MISSING)
+                if value is not former and self._is_put(table, key, former):
+                    yield AttributeChange(table, key, f"{name}.{key}".strip("."), former, value)
+
+    def _is_put(self, table: dict[str, Any], key: str, former: object) -> bool:
+        """Whether each call puts a buffer into a module: one that there was none of, or in the
+        place of another one."""
+        identity = OutsidePlace("item", table, key).identity
+        return not isinstance(former, torch.Tensor) or identity in self._call.besides.replaced
 
     def _is_left(self, table: dict[str, Any], key: str, former: Any) -> bool:
         """Whether each call leaves something in an attribute: another object than what was there,
@@ -87,6 +97,14 @@ class HeldBefore:
         """
         for registered in self._registered:
             yield from registered.replaced(self._modules)
+        for name, table, before in () if self._alone else self._buffers:
+            for key, value in table.items():
+                if value is not None and before.get(key) is None:
+                    raise CaptureError(
+                        f"it registers the buffer {name}.{key}".replace(" .", " ")
+                        + ", which other ranks do not know of",
+                        hint="register it with its shape and dtype outside the step",
+                    )
         yield from self.changes()
 
     def note_counted(self, finder: Finder, used: Set[Any]) -> None:

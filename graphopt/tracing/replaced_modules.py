@@ -45,8 +45,10 @@ class Registered:
         """
         table: dict[str, Any] = _compat.own_modules(self._module)
         kept = list(table)[: len(self._modules)] == list(self._modules)
-        if not kept or self._names != _names_of_tensors(self._module):
-            raise self._refused("it registers parameters or buffers, or removes something, of")
+        parameters, buffers = _names_of_tensors(self._module)
+        all_kept = kept and self._names[1] == buffers[: len(self._names[1])]
+        if not all_kept or self._names[0] != parameters:
+            raise self._refused("it registers parameters, or removes something, of")
         for key, after in table.items():
             before = self._modules.get(key, MISSING)
             if after is before:

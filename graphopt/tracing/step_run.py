@@ -165,7 +165,7 @@ class StepRun:
             stack.enter_context(values_inserted(self._call.besides, self.made.calls, self._inputs))
             self._arrays = given_arrays(self._call, self._inputs, self.made.calls)
             marks = Marks(self._call, self._inputs, traced)
-            held = HeldBefore(self._call, self.outside, traced.by_id)
+            held = HeldBefore(self._call, self.outside, traced.by_id, self._alone)
             if self._shared is not None:
                 self._shared.begin(traced)
             self._view = HostView(
