@@ -1,4 +1,4 @@
-"""Iterators outside a step that are not taken from: it is refused before it has taken any value."""
+"""Iterators outside a step: one value is taken for each call, and none where the step is refused."""
 
 from __future__ import annotations
 
@@ -32,6 +32,28 @@ def by_max(batches: Iterator[Tensor]) -> Any:
 def behind_a_callback(batches: Iterator[Tensor]) -> Any:
     graphopt.callback(print, "now")
     return MODEL(next(batches)).sum()
+
+
+TAKING: list[Callable[[Any], Tensor]] = [
+    next,
+    lambda batches: batches.__next__(),
+    lambda batches: type(batches).__next__(batches),
+    lambda batches: batches.send(None),
+]
+
+
+@pytest.mark.parametrize("take", TAKING)
+@pytest.mark.parametrize("is_generator", [False, True], ids=["iterator", "generator"])
+def test_a_value_is_taken_for_each_call(take: Callable[[Any], Tensor], is_generator: bool) -> None:
+    if take is TAKING[-1] and not is_generator:
+        return
+    values = [torch.rand(2) for _ in range(5)]
+    batches = (each for each in values) if is_generator else iter(values)
+    step = graphopt.compile(lambda: MODEL(take(batches)).sum())
+    for value in values[:4]:
+        assert torch.equal(step(), MODEL(value).sum())
+    assert len(step.captures) == 1
+    assert [*batches] == values[4:]
 
 
 @pytest.mark.parametrize("step", [by_max, behind_a_callback])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import io
 import itertools
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ _DEPTH, _MANY = 8, 1000
 _MOST = 32
 _GOING_OVER = (enumerate, zip, list, tuple, itertools.islice)
 _FUNCTIONS: dict[int, Callable[[Any], Any]] = {id(next): next, id(iter): iter}
-_METHODS: dict[str, Callable[[Any], Any]] = {"__next__": next, "__iter__": iter}
+_METHODS: dict[str, Callable[[Any], Any]] = {"__next__": next, "__iter__": iter, "send": next}
 
 
 class TakenInTrace:
@@ -86,8 +87,7 @@ class TakenInTrace:
         if any(callee is each for each in _GOING_OVER) and any(map(self._is_gone_over, given)):
             return lambda *all_given, **options: callee(*map(self.iterated, all_given), **options)
         if function is None:
-            function = _METHODS.get(getattr(callee, "__name__", ""))
-            given = [getattr(callee, "__self__", None), *given]
+            function, given = _asked_by_method(callee, given)
             if function is next and not _is_without_code(given[0]):
                 return None
         few = len(given) == 1 or (len(given) == 2 and callee is next)
@@ -342,6 +342,19 @@ def _is_followed(call: HostCall) -> bool:
 def _location() -> str | None:
     line = current_user_line()
     return None if line is None else str(line)
+
+
+def _asked_by_method(callee: Any, args: list[Any]) -> tuple[Callable[[Any], Any] | None, list[Any]]:
+    """The function that does what a method does, bound or not, and what that one is given; None
+    where there is none."""
+    name = getattr(callee, "__name__", "")
+    function = _METHODS.get(name)
+    owner = getattr(callee, "__self__", None)
+    given = args if owner is None else [owner, *args]
+    if function is None or name != "send":
+        return function, given
+    begins = len(given) == 2 and given[1] is None and isinstance(given[0], types.GeneratorType)
+    return (function if begins else None), given[:1]
 
 
 def _is_without_code(iterator: Any) -> bool:
