@@ -1,4 +1,4 @@
-"""Iterators outside a step: one value is taken for each call, and none where the step is refused."""
+"""Iterators outside a step: each call takes a value, and one that is refused takes none."""
 
 from __future__ import annotations
 
