@@ -185,3 +185,80 @@ def test_a_buffer_that_is_replaced_in_each_call_takes_one_graph() -> None:
         held.append(captured.model.kept)
     assert len(step.captures) == 1
     assert len(set(map(id, held))) == 5 and torch.equal(before, torch.full((4, 2), 0.5))
+
+
+def of_global(held: Any, x: Tensor) -> Tensor:
+    return x * held.table["first"]
+
+
+def of_attribute(held: Any, x: Tensor) -> Tensor:
+    return x * held.first
+
+
+def of_list(held: Any, x: Tensor) -> Tensor:
+    return x * held.rows[0]
+
+
+def of_the_last(held: Any, x: Tensor) -> Tensor:
+    result = x * held.first
+    held.first = x
+    return result
+
+
+@pytest.mark.parametrize("way", ["tensor", "dictionary", "object"])
+@pytest.mark.parametrize("use", [of_global, of_attribute, of_list, of_the_last])
+def test_an_argument_that_stands_elsewhere_in_the_first_call(
+    use: Callable[[Any, Tensor], Tensor], way: str
+) -> None:
+    """A fixed batch that is also the first one, or a batch that is kept for the next call."""
+    torch.manual_seed(0)
+    given = [torch.rand(4, 3) for _ in range(5)]
+    model = nn.Linear(3, 1)
+
+    def program() -> tuple[Any, Callable[[Any], Tensor]]:
+        held = SimpleNamespace(table={"first": given[0]}, first=given[0], rows=[given[0]])
+
+        def step(batch: Any) -> Tensor:
+            x = batch if way == "tensor" else batch["x"] if way == "dictionary" else batch.x
+            loss: Tensor = model(use(held, x)).sum()
+            loss.backward()
+            return loss.detach()
+
+        return held, step
+
+    (held, captured), (other, eager) = program(), program()
+    step = graphopt.compile(captured)
+    batch: dict[str, Callable[[Tensor], Any]] = {
+        "tensor": lambda x: x,
+        "dictionary": lambda x: {"x": x},
+        "object": lambda x: SimpleNamespace(x=x),
+    }
+    for x in [*given, given[0], given[1]]:
+        assert torch.equal(step(batch[way](x)), eager(batch[way](x)))
+        assert held.first is other.first
+    assert len(step.captures) <= 3
+
+
+def test_another_list_in_the_place_of_one_with_a_tensor() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+
+    def program() -> tuple[Any, Callable[[Tensor], Tensor]]:
+        held = SimpleNamespace(rows=[torch.zeros(4, 2), "text"])
+
+        def step(x: Tensor) -> Tensor:
+            y: Tensor = model(x) + held.rows[0]
+            held.rows[0] = y.detach()
+            y.sum().backward()
+            return y.detach()
+
+        return held, step
+
+    (held, captured), (other, eager) = program(), program()
+    step = graphopt.compile(captured)
+    for call in range(6):
+        if call % 2:
+            held.rows, other.rows = ([torch.full((4, 2), float(call)), "text"] for _ in range(2))
+        x = torch.rand(4, 3)
+        assert torch.equal(step(x), eager(x))
+        assert torch.equal(held.rows[0], other.rows[0])

@@ -3,8 +3,11 @@ and which of them are the same."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 from graphopt import _compat
 from graphopt.tracing.call import Call
@@ -27,11 +30,23 @@ class ArgumentGuards:
     Args:
         tensors: know which storages the model has.
         others: positions of objects that are guarded as those outside the arguments are.
+        found: tensors that the step finds outside the arguments.
     """
 
     def __init__(
-        self, call: Call, inputs: Inputs, tensors: TensorGuards, others: Iterable[int] = ()
+        self,
+        call: Call,
+        inputs: Inputs,
+        tensors: TensorGuards,
+        others: Iterable[int] = (),
+        found: Iterable[torch.Tensor] = (),
     ) -> None:
+        outside = set(map(id, found))
+        self._outside = [
+            (position, weakref.ref(call.leaves[position]))
+            for position in inputs.user
+            if id(call.leaves[position]) in outside
+        ]
         self._same = _same_containers(call)
         self._tensors = tensors
         self._treespec = call.treespec
@@ -67,7 +82,11 @@ class ArgumentGuards:
         return None
 
     def shape_mismatch(self, call: Call) -> str | None:
-        """The first tensor that is of another kind than captured."""
+        """The first tensor that is of another kind than captured, or is not what the step finds
+        elsewhere as well."""
+        for position, tensor in self._outside:
+            if call.leaves[position] is not tensor():
+                return f"argument {call.names[position]} is no longer what the step finds elsewhere"
         for position, kind, gradient in self._user:
             now = tensor_kind(call.leaves[position])
             if now != kind:

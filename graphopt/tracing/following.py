@@ -21,7 +21,7 @@ from graphopt.tracing.inputs import Inputs, PlacedNumber
 from graphopt.tracing.number_tuples import TupleTable
 from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.moving import MovingTable, pin_others
-from graphopt.tracing.outside.places import FollowedPlace, OutsidePlace
+from graphopt.tracing.outside.places import FollowedPlace, ListTable, OutsidePlace
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.signature import PlacedResult, Signature
 
@@ -102,5 +102,8 @@ def _moved_table(guard: OutsideGuard, table: Any) -> Any:
     if isinstance(table, TupleTable):
         table.place = guard.moved(table.place)
         return table
+    if isinstance(table, ListTable):
+        find = guard.holder_of(table.held)
+        return table if find is None else ListTable(find)
     holder = guard.holder_of(table)
     return table if holder is None else MovingTable(holder)

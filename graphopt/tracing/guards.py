@@ -84,7 +84,8 @@ class Guards:
         ]
         self._tensors = TensorGuards(call, inputs)
         followed = () if outside is None else outside.given
-        self._arguments = ArgumentGuards(call, inputs, self._tensors, followed)
+        found = () if outside is None else outside.tensors(call.leaves)
+        self._arguments = ArgumentGuards(call, inputs, self._tensors, followed, found)
         self._numbers = NumberGuards(call, inputs)
         self.takes = inputs.drawn.takes
         self._states = StateGuards(call, inputs, self._tensors)

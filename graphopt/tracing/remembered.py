@@ -96,14 +96,15 @@ def remembered(graphs: Iterable[tuple[Besides, Inputs]]) -> Remembered:
     known = [*graphs]
     return Remembered(
         [each for besides, _ in known for each in besides.objects],
-        [each for besides, _ in known for each in _plain_tensors(besides)],
+        [each for besides, inputs in known for each in _plain_tensors(besides, inputs)],
         any(inputs.sizes is not SizesKept.UNKNOWN for _, inputs in known),
     )
 
 
-def _plain_tensors(besides: Besides) -> Iterator[tuple[str, torch.Tensor]]:
+def _plain_tensors(besides: Besides, inputs: Inputs) -> Iterator[tuple[str, torch.Tensor]]:
     """Those that are there in each call as they are, be it since the first one has made them."""
     special = {id(tensor) for tensor, _ in besides.resized}
+    special.update(id(entry.tensor) for entry in inputs.module_tensors if entry.rebindable)
     special.update(id(made) for table, name, made in besides.made if table.get(name) is not made)
     return (each for each in besides.tensors if id(each[1]) not in special)
 

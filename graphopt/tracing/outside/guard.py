@@ -101,6 +101,14 @@ class OutsideGuard:
         held = self._moving.get(id(holder))
         return held.get if held is not None and held.root.followed else None
 
+    def tensors(self, given: Iterable[Any]) -> Iterator[torch.Tensor]:
+        """The tensors that the step has found, but for those in `given`, its arguments."""
+        own = {id(self._given), *map(id, given)}
+        for entry in self._entries:
+            value = None if entry.held is None else entry.held.get()
+            if isinstance(value, torch.Tensor) and id(entry.holder.root.get()) not in own:
+                yield value
+
     def moved(self, place: OutsidePlace) -> OutsidePlace:
         """A place of an object as it was captured in the object that the guard finds."""
         if _is_given(place):

@@ -107,7 +107,7 @@ class OutsidePlace:
         """What has the value there as that of its key, where it may carry a tensor."""
         if self.kind == "cell":
             return CellTable(self.holder)
-        return ListTable(self.holder) if self._is_in_list else self.holder
+        return ListTable(lambda: self.holder) if self._is_in_list else self.holder
 
     def now(self) -> Any:
         """What is there, `MISSING` if nothing is."""
@@ -168,10 +168,20 @@ class CellTable(MutableMapping[Any, Any]):
 
 
 class ListTable(MutableMapping[Any, Any]):
-    """A list as a table of its items, by their positions from its front."""
+    """A list as a table of its items, by their positions from its front.
 
-    def __init__(self, items: list[Any]) -> None:
-        self.held = items
+    Args:
+        find: gives the list, which may be another one in each call.
+    """
+
+    def __init__(self, find: Callable[[], Any]) -> None:
+        self._find = find
+
+    @property
+    def held(self) -> list[Any]:
+        """The list of now; an empty one where there is none."""
+        found = self._find()
+        return found if type(found) is list else []
 
     def __getitem__(self, key: Any) -> Any:
         try:
