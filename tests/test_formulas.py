@@ -188,6 +188,29 @@ def test_in_training() -> None:
         assert same_bits(mine, other)
 
 
+@pytest.mark.parametrize("decides", [False, True])
+def test_where_a_size_depends_on_the_gradient(decides: bool) -> None:
+    """The trace computes the gradient's values, to know how many rows there are."""
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        loss = (model(x).tanh() + 1.5).prod(1).sum() + model(x)[x[:, 0] > 0].prod(1).sum()
+        loss.backward()
+        gradient = model.weight.grad.clone()
+        rows = gradient[gradient[:, 0] > 0]
+        if decides:
+            loss = loss * (2 if len(rows) > 1 else 3)
+        for index in range(len(rows)):
+            loss = loss + rows[index].sum()
+        model.zero_grad()
+        result: Tensor = loss.detach()
+        return result
+
+    torch.manual_seed(0)
+    run, model = graphopt.compile(step), nn.Linear(6, 4)
+    for x in torch.randn(4, 8, 6):
+        assert torch.equal(run(model, x), step(model, x))
+
+
 @pytest.mark.parametrize("shape", [(64, 9), (3, 5, 7, 8)], ids=["rows", "pixels"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_smoothed_cross_entropy_with_weights(shape: tuple[int, ...], reduction: str) -> None:

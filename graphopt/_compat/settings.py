@@ -80,6 +80,21 @@ def without_modes() -> Iterator[None]:
         yield
 
 
+_AUTOGRAD = (
+    "AutogradFunctionality",
+    *("AutogradOther", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView"),
+)
+
+
+@contextmanager
+def differentiating() -> Iterator[None]:
+    """Autograd records what runs inside, also within a kernel, which torch calls below it."""
+    with torch.enable_grad(), torch._C._PreserveDispatchKeyGuard():
+        for key in map(torch._C.DispatchKey.__members__.__getitem__, _AUTOGRAD):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        yield
+
+
 @contextmanager
 def dispatch_keys_kept() -> Iterator[None]:
     """What torch's dispatcher passes over on this thread is as before afterwards. An operator that

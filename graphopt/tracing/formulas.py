@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from graphopt import _compat
 from graphopt._compat.backward import around_backwards, around_unpacking
+from graphopt._compat.settings import differentiating
 from graphopt.errors import CaptureError
 from graphopt.tracing.replace import replaced
 from graphopt.tracing.source import current_location
@@ -41,7 +42,7 @@ def _define(name: str, arguments: str, rerun: Callable[..., Tensor]) -> Any:
 
     def differentiated(gradient: Tensor, *args: Any) -> Tensor:
         *given, position = args
-        with torch.enable_grad():
+        with differentiating():
             leaf = given[position] = given[position].detach().requires_grad_()
             result = rerun(*given, dtype=gradient.dtype)
             found: Tensor = torch.autograd.grad(result, leaf, gradient)[0]
