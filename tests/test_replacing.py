@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import Optimizer
 
 import graphopt
@@ -198,3 +199,46 @@ def test_a_tensor_from_outside_in_a_module_is_an_input_elsewhere() -> None:
             outside["x"] = torch.randn(3, 3)
     for one, other in zip(found[:3], found[3:], strict=True):
         assert_alike(other, one)
+
+
+class Normalised:
+    """Spectral norm as many programs write it: the weight that a layer computes with is a buffer,
+    which is the parameter itself at first, and which a hook replaces before each forward."""
+
+    def __init__(self, layer: Any) -> None:
+        weight = layer.weight
+        del layer._parameters["weight"]
+        layer.register_parameter("weight_orig", weight)
+        layer.register_buffer("weight", weight)
+        layer.register_buffer("weight_u", torch.randn(len(weight)))
+        layer.register_forward_pre_hook(self)
+
+    def __call__(self, layer: Any, _: Any) -> None:
+        weight, u = layer.weight_orig, layer.weight_u
+        with torch.no_grad():
+            v = functional.normalize(weight.t() @ u, dim=0)
+            u = functional.normalize(weight @ v, dim=0)
+        layer.weight, layer.weight_u = weight / (u @ weight @ v), u
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_spectral_norm_by_hand(times: int) -> None:
+    def trained(compiled: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+        Normalised(model[0])
+        Normalised(model[2])
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = torch.stack([model(x * n).square().mean() for n in range(times)]).sum()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run: Any = graphopt.compile(step) if compiled else step
+        losses = [run(torch.randn(6, 4)) for _ in range(5)]
+        return [*losses, *(tensor.detach() for tensor in (*model.parameters(), *model.buffers()))]
+
+    assert_alike(trained(True), trained(False))

@@ -74,7 +74,7 @@ class Replacing:
             for (owner, key), value in zip(entry.slots, values, strict=True):
                 if value is stand_in or entry.rebindable:
                     continue
-                if self._is_put(owner, key, entry):
+                if self._is_put(owner, key):
                     continue
                 if entry.kind == "parameter":
                     self._update_parameter(entry, stand_in, value)
@@ -82,11 +82,11 @@ class Replacing:
                     self._update_buffer(entry, stand_in, value)
                 owner[key] = stand_in
 
-    def _is_put(self, owner: Any, key: str, entry: ModuleTensor) -> bool:
+    def _is_put(self, owner: Any, key: str) -> bool:
         """Whether each call puts another tensor into a place, and whoever else has the former one
         keeps it: into an attribute, or, where no other rank has to do so, in the place of a
         buffer."""
-        if entry.kind == "parameter" or not self._alone:
+        if not self._alone:
             return False
         if id(owner) in self._attributes:
             return True
