@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +191,19 @@ def without_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for variable in ("VERIFY", "DUMP", "DISABLE", "STOP_AFTER"):
         monkeypatch.delenv(f"GRAPHOPT_{variable}", raising=False)
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often steps have been traced, as the one item of a list."""
+    from graphopt.tracing import trace
+
+    count = [0]
+    traced: Callable[..., Any] = trace._traced
+
+    def counted(*args: Any) -> Any:
+        count[0] += 1
+        return traced(*args)
+
+    monkeypatch.setattr(trace, "_traced", counted)
+    return count

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import graphopt
-from graphopt.tracing import trace
 
 UPDATES, AVERAGES, OTHER = 1, 2, 3
 
@@ -49,45 +46,31 @@ class Program:
         return [tensor.tolist() for tensor in tensors]
 
 
-def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    times = [0]
-    traced: Callable[..., Any] = trace._traced
-
-    def count(*args: Any) -> Any:
-        times[0] += 1
-        return traced(*args)
-
-    monkeypatch.setattr(trace, "_traced", count)
-    return times
-
-
-def test_the_next_graph_has_it_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = _counted(monkeypatch)
+def test_the_next_graph_has_it_from_the_beginning(traces: list[int]) -> None:
     captured, eager = Program(), Program()
     step = graphopt.compile(captured.step)
     used = []
     for what in (AVERAGES, UPDATES, 0, AVERAGES, OTHER, OTHER + 1, 0):
-        before, x = times[0], torch.rand(4, 3)
+        before, x = traces[0], torch.rand(4, 3)
         assert torch.equal(step(x, what), eager.step(x, what))
         assert captured.left() == eager.left()
         names = {name.rpartition(".")[2] for name, _ in step.captures[-1].besides.objects}
-        used.append((times[0] - before, names))
+        used.append((traces[0] - before, names))
     assert used[1][1] == used[4][1] - {"others[0]"} == {"model", "optimizer"}
     assert used[2][1] == {"model"}
-    traces = [number for number, _ in used]
-    assert max(traces[1:4]) < traces[0]
+    numbers = [number for number, _ in used]
+    assert max(numbers[1:4]) < numbers[0]
     assert "others[1]" in str(used[5][1]) and "others[0]" not in str(used[5][1])
 
 
-def test_another_shape_costs_no_trace_to_find_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = _counted(monkeypatch)
+def test_another_shape_costs_no_trace_to_find_it_again(traces: list[int]) -> None:
     program = Program()
     step = graphopt.compile(program.step)
     step(torch.rand(4, 3), UPDATES)
     step(torch.rand(4, 3), UPDATES)
-    before = times[0]
+    before = traces[0]
     step(torch.rand(5, 3), UPDATES)
-    assert times[0] - before == 1  # in which nothing runs that has not been repeated
+    assert traces[0] - before == 1  # in which nothing runs that has not been repeated
 
 
 def test_what_is_remembered_is_not_kept_alive() -> None:
