@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.tracing.besides import Remembered
+from graphopt.tracing.outside.places import MISSING
 from graphopt.tracing.source import is_library_file
 
-_MISSING = object()
 _DEEPEST = 8
 _MOST_CODES = 400
 _MOST_ITEMS = 16
@@ -172,23 +172,23 @@ def _followed(
 ) -> Iterator[_Named]:
     """The modules and optimizers on the way of a read, and what it gives, as far as that is known
     without computing it."""
-    path, value = read.variable, globals_.get(read.variable, _MISSING)
+    path, value = read.variable, globals_.get(read.variable, MISSING)
     if not read.is_global:
-        path, value = variables.get(read.variable, (path, _MISSING))
+        path, value = variables.get(read.variable, (path, MISSING))
     for name in read.attributes:
         if isinstance(value, (nn.Module, Optimizer)):
             yield _Named(path, value)
         path, value = f"{path}.{name}", _attribute(value, name)
-    if value is not _MISSING:
+    if value is not MISSING:
         yield _Named(path, value)
 
 
 def _attribute(value: Any, name: str) -> Any:
     """An attribute as it lies there: no property, nor what `__getattr__` makes."""
-    if value is _MISSING:
-        return _MISSING
+    if value is MISSING:
+        return MISSING
     if isinstance(value, ModuleType):
-        return vars(value).get(name, _MISSING)
+        return vars(value).get(name, MISSING)
     if isinstance(value, type):
         return _of_class(value, value, name)
     for each in _tables(value):
@@ -216,8 +216,8 @@ def _of_class(kind: type, owner: Any, name: str) -> Any:
             if isinstance(found, (staticmethod, classmethod)):
                 is_bound = isinstance(found, classmethod)
                 return MethodType(found.__func__, kind) if is_bound else found.__func__
-            return found if not hasattr(type(found), "__get__") else _MISSING
-    return _MISSING
+            return found if not hasattr(type(found), "__get__") else MISSING
+    return MISSING
 
 
 @lru_cache(maxsize=1024)
