@@ -316,7 +316,8 @@ def _placed_numbers(call: Call) -> Iterator[PlacedNumber]:
             continue
         before = numbers.get(place.identity, [])
         counted = counted or any(each.counted for each in before)
-        if place.identity not in call.besides.whole_lists or type(place.now()) is not list:
+        whole = place.kind == "size" or type(place.now()) is list
+        if place.identity not in call.besides.whole_lists or not whole:
             numbers[place.identity] = list(_numbers_at(place, path, counted)) or before
     yield from chain.from_iterable(numbers.values())
 

@@ -147,7 +147,8 @@ class Later(FoundByGraph):
         a tensor in a list."""
         if self.handed_on:
             args = tuple(map(argument, self._args))
-            return self if _are_same(args, self._args) else self._with(args)
+            if not _are_same(args, self._args):
+                return self._with(args)
         if self.own is None:
             return self
         if self._known_as is None:

@@ -162,6 +162,9 @@ class _Places:
             return None  # which has been changed in place
         if value is before and (record.is_found_anew(place) or place_of(value) is not None):
             return None  # what each call finds stays there
+        if self._is_moved(written, value) and self.finder.carries(written.path, place):
+            place.write(before)
+            return None
         found = isinstance(before, torch.Tensor) and value is self._stand_in(before)
         in_place = found and id(value) not in self.gradients and record.depends_on(place)
         left = value if in_place else _left_by_each_call(record, written, value, self.made)
@@ -192,6 +195,14 @@ class _Places:
         if within is None and _is_found(record, written):
             self.finder.carries(written.path, place)
         return PlacedResult(place, left, within, line=written.location)
+
+    def _is_moved(self, written: WrittenPlace, value: Any) -> bool:
+        """Whether a step leaves a tensor from outside in a place in which it has found another one:
+        they change places, and each call finds others there."""
+        tensors = isinstance(written.before, torch.Tensor) and isinstance(value, torch.Tensor)
+        if not tensors or value is written.before or not self.record.depends_on(written.place):
+            return False
+        return self.record.is_outside(value) and _is_found(self.record, written)
 
     def _stand_in(self, tensor: torch.Tensor) -> Any:
         return self.stand_ins.get(id(tensor), self.finder.stand_in_of(tensor))

@@ -426,6 +426,8 @@ class StepRun:
 
     def _left_outside(self, traced: Traced, held: HeldBefore, draws: Substitutes) -> LeftOutside:
         """Take out what the step has left outside its arguments."""
+        self.outside.note_rearranged()
+        self._needs_lists(frozenset(self.outside.exact_lengths))
         exchanged = exchanged_containers(self.outside)
         for path, place in self.outside.changed_lengths():
             self.finder.carries(path, place, counted=True)

@@ -56,6 +56,7 @@ class ContainerChanges(KnownObjects):
         self._tables: list[dict[Any, Any]] = []
         self._changes: dict[int, ChangedContainer] = {}
         self._emptied: set[int] = set()
+        self._items_set: set[int] = set()
         self._touched: dict[int, Any] = {}
 
     def mutated(
@@ -132,6 +133,8 @@ class ContainerChanges(KnownObjects):
         if type(container) not in (list, deque):
             return None
         changed, room = self._changes.get(id(container)), getattr(container, "maxlen", None)
+        if id(container) in self._items_set:
+            return None
         if changed is None:
             return None if id(container) in self._mutated else (container, 0, [])
         if changed.otherwise:
@@ -170,13 +173,14 @@ class ContainerChanges(KnownObjects):
         """A list or a queue as it was before, and what the step has done to it; None where that
         cannot be done again."""
         changed = self._changes.get(id(container))
-        if changed is None or changed.otherwise:
+        if changed is None or changed.otherwise or id(container) in self._items_set:
             return None
         return changed.before, list(changed.changes)
 
     def puts_into(self, container: Any, key: Any) -> None:
         """The step puts something in the place of an item. Each call does so before it changes the
         list: an item that is another one by then is none that each call finds."""
+        self._items_set.add(id(container))
         changed = self._changes.get(id(container))
         if changed is None or not changed.changes:
             return
@@ -185,6 +189,10 @@ class ContainerChanges(KnownObjects):
         )
         if not appends or type(key) is not int or key < 0:
             changed.otherwise = True
+
+    def has_set_item(self, container: Any) -> bool:
+        """Whether the step has put something in the place of an item of a list."""
+        return id(container) in self._items_set
 
     def additions(self, container: Any) -> int:
         """How many items the step has put into a container."""

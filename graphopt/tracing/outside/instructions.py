@@ -249,6 +249,8 @@ class Instructions(LaterOperands):
         """Whether what is made of a list outside takes its place, and goes nowhere else."""
         if type(value) is not list or not self._record.is_outside(value):
             return False
+        if self._record.has_set_item(value):
+            return False
         loaded = self._record.loads.places(id(frame))
         taken = (place for place in loaded if not self._record.is_own(place.holder))
         found = any(place.now() is value for place in taken)

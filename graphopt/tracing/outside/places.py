@@ -99,7 +99,7 @@ class OutsidePlace:
     @property
     def _is_in_list(self) -> bool:
         """Whether it is an item of a list, counted from its front."""
-        of_list = self.kind == "item" and type(self.holder) is list
+        of_list = self.kind == "item" and type(self.holder) in (list, collections.deque)
         return of_list and type(self.key) is int and self.key >= 0
 
     @property
@@ -181,7 +181,7 @@ class ListTable(MutableMapping[Any, Any]):
     def held(self) -> list[Any]:
         """The list of now; an empty one where there is none."""
         found = self._find()
-        return found if type(found) is list else []
+        return found if type(found) in (list, collections.deque) else []
 
     def __getitem__(self, key: Any) -> Any:
         try:

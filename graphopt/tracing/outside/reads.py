@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import count
 from typing import Any
@@ -39,6 +40,7 @@ _BYTES_AT_MOST = 1 << 24
 """Larger ones are refused, where a step reads all that is in them."""
 _TABLES = (dict, types.MappingProxyType)
 _SEVERAL = (tuple, frozenset)
+_LISTS = (list, deque)
 
 
 class OutsideReads(ContainerChanges):
@@ -148,10 +150,23 @@ class OutsideReads(ContainerChanges):
 
     def _read_before(self, place: OutsidePlace, value: Any, path: str, line: SourceLine) -> None:
         """What the step makes of a container depends on what the container held before."""
+        if isinstance(value, torch.Tensor) and type(place.holder) in _LISTS:
+            self._read_moved(place, value, path, line)
+            return
         before = OutsidePlace(place.kind, self._mutated[id(place.holder)], place.key).now()
         if before is value:
             self.reached(value, path)
         self.reads[place.identity] = self._made(place, before, path, line)
+
+    def _read_moved(self, place: OutsidePlace, value: Any, path: str, line: SourceLine) -> None:
+        """Where a tensor is in a list that the step has changed goes by where it was before."""
+        self.size(place.holder, path, line)
+        before = self._mutated[id(place.holder)]
+        for index, each in enumerate(before):
+            found = OutsidePlace("item", place.holder, index)
+            if each is value and found.identity not in self.reads:
+                self.reached(value, path)
+                self.reads[found.identity] = self._made(found, value, path, line)
 
     def contents(
         self,
@@ -191,7 +206,7 @@ class OutsideReads(ContainerChanges):
         if isinstance(container, (dict, types.MappingProxyType)):
             self.read(OutsidePlace("keys", container), f"the keys of {path}", line)
             keys: Iterable[Any] | None = list(container)
-        elif isinstance(container, (list, tuple)):
+        elif isinstance(container, (list, tuple, deque)):
             self._gone_over.add(id(container))
             self.size(container, path, line)
             keys = range(len(container))

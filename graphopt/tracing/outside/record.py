@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphopt.host.changes import MUTABLE, is_changed_to
+from graphopt.host.changes import MUTABLE, ChangeByMethod, is_changed_to
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.accesses import OutsideAccess
 from graphopt.tracing.outside.changed_containers import ChangedContainer
@@ -70,6 +70,7 @@ class Record(OutsideReads):
         shown_on: the files on which it would show something when it began.
         kept_items: what gives the items of the lists of which something is computed later.
         executed: the instructions that may have read or written outside, by id.
+        exact_lengths: places of lengths, by their identities, that are to be no inputs.
     """
 
     def __init__(
@@ -96,6 +97,8 @@ class Record(OutsideReads):
         self.shown_on = sys.stdout, sys.stderr
         self.kept_items: list[Any] = []
         self.executed: dict[int, OutsideAccess] = {}
+        self.exact_lengths: set[tuple[Any, ...]] = set()
+        self._put_anew: set[int] = set()
 
     def finish(self) -> None:
         """The step is over: look for what it changed."""
@@ -155,6 +158,47 @@ class Record(OutsideReads):
         self.iterated = self.reads_array = of_none
         self.groups, self.real_groups = {}, {}
         self.laters = self.whole_calls = self.files = None
+
+    def note_rearranged(self) -> None:
+        """The step is at its end: where it goes by the tensors in a list or a queue, and changes
+        it, it has put into each position what is there now, and has added or taken away the rest.
+        """
+        for each in list(self._changes.values()):
+            if id(each.container) not in self.repeated and self._goes_by_tensors(each):
+                size = OutsidePlace("size", each.container)
+                if self.is_asked(each.container):
+                    self.exact_lengths.add(size.identity)
+                else:
+                    self._puts_anew(each)
+
+    def _goes_by_tensors(self, changed: ChangedContainer) -> bool:
+        """Whether the step has read items of a short list or queue that holds tensors alone."""
+        container, before = changed.container, changed.before
+        if type(container) is set or max(len(container), len(before)) > _FOLLOWED_SINGLY:
+            return False
+        if not all(map(_is_of_tensors, chain(container, before))):
+            return False
+        read = (r for r in self.reads.values() if r.place.holder is container)
+        found = any(r.place.kind == "item" and r.value is not MISSING for r in read)
+        return found or id(container) in self._gone_over
+
+    def _puts_anew(self, changed: ChangedContainer) -> None:
+        container, before = changed.container, changed.before
+        path, line = self.path(container, type(container).__name__), changed.line
+        self.size(container, path, line)
+        for index, (was, now) in enumerate(zip(before, container, strict=False)):
+            if was is not now:
+                place, at = OutsidePlace("item", container, index), f"{path}[{index}]"
+                self.read(place, at, line)
+                known = WrittenPlace(place, was, None, at, line)
+                self._places.setdefault(place.identity, known)
+                self._written.add(place.identity)
+        rest = list(container)[len(before) :]
+        taken = ChangeByMethod("pop", (), takes=False), None
+        changed.changes = [(ChangeByMethod("append"), each) for each in rest]
+        changed.changes += [taken] * (len(before) - len(container))
+        changed.otherwise = False
+        self._put_anew.add(id(container))
 
     def written_arrays(self) -> list[Any]:
         """The arrays to which the step, or a function on the host, writes."""
@@ -371,7 +415,7 @@ class Record(OutsideReads):
                 continue
             if each.otherwise:
                 each.changes.clear()
-            if key not in read or key in replaced:
+            if key not in read or key in replaced or key in self._put_anew:
                 yield each
                 continue
             if is_changed_to(each.container, each.before, ()) and not self.is_asked(each.container):
@@ -418,6 +462,8 @@ class Record(OutsideReads):
         return None
 
 
+_FOLLOWED_SINGLY = 64
+"""Of longer lists and queues, the items are not followed one by one where a step moves them."""
 _OF_LISTS = frozenset({"size", "sum", "min", "max", "last"})
 """What is computed of a list, and known to a graph as a number."""
 
@@ -426,6 +472,11 @@ def _is_of_number(read: Read) -> bool:
     """Whether an item of a list is read that is a number, or that is not there."""
     is_item = read.place.kind == "item" and type(read.place.key) is int
     return is_item and (read.value is MISSING or type(read.value) in (int, float))
+
+
+def _is_of_tensors(value: Any) -> bool:
+    leaves = value if type(value) is tuple else (value,)
+    return all(isinstance(each, torch.Tensor) for each in leaves)
 
 
 def _contents(container: Any) -> OutsidePlace:
