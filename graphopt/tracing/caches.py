@@ -40,6 +40,10 @@ class CachedCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    def is_traced(self) -> bool:
+        """Whether it is given what only the trace has."""
+        return any(map(is_traced, _compat.tree_leaves((self.args, self.kwargs))))
+
     def is_known(self) -> bool:
         """Whether the function would give what it has given before."""
         kind = self.function.cache_parameters()
@@ -91,8 +95,7 @@ class CachedFunctions:
 
     def _called(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         call = CachedCall(function, args, kwargs)
-        known = not any(map(is_traced, _compat.tree_leaves((args, kwargs)))) and call.is_known()
-        if not known:
+        if call.is_traced() or not call.is_known():
             self._tracer = _compat.current_tracer()
             self._calls.append(call)
             return function(*args, **kwargs)
@@ -123,7 +126,7 @@ class CachedFunctions:
                 )
             if traced:
                 calls = [call for call in self._calls if call.function is function]
-                self._finder.found.cached += calls
+                self._finder.found.cached += [call for call in calls if not call.is_traced()]
 
 
 def _is_computed(tracer: Any, value: Any) -> bool:
