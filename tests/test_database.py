@@ -107,6 +107,7 @@ def test_some_operators(name: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("part", range(8))
 def test_all_operators(part: int, dtype: torch.dtype) -> None:

@@ -31,7 +31,7 @@ def _masked(options: dict[str, Any]) -> nn.Module:
 
 def _encoder(**options: Any) -> nn.Module:
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, **options)
-    return nn.TransformerEncoder(layer, 2)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=not options.get("norm_first"))
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {

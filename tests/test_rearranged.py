@@ -1,6 +1,8 @@
 """Lists and queues of tensors in which a step moves items, adds some or takes some away, and by
 which it goes: each call finds what the last one has left."""
 
+# ruff: noqa: RUF005  programs add lists as well
+
 from __future__ import annotations
 
 from collections import deque
@@ -148,6 +150,15 @@ def compared(make: Callable[[], tuple[Any, Callable[[], list[Any]]]], calls: int
     return step
 
 
+def why_refused(make: Callable[[], tuple[Any, Callable[[], list[Any]]]]) -> str:
+    """What is said where a program is not captured; else it does what eager code does."""
+    try:
+        compared(make, calls=4)
+    except CaptureError as error:
+        return str(error)
+    return "held.rows"
+
+
 @pytest.mark.parametrize("kind", [list, deque])
 @pytest.mark.parametrize("use", USES)
 def test_as_in_eager_code(use: Use, kind: Any) -> None:
@@ -246,7 +257,4 @@ def test_a_sum_behind_an_item_that_is_set(ask: Callable[[list[float]], float]) -
 
         return step, lambda: list(held.rows)
 
-    try:
-        compared(make, calls=4)
-    except CaptureError as error:
-        assert "held.rows" in str(error)
+    assert "held.rows" in why_refused(make)
