@@ -121,6 +121,8 @@ def _reads_besides(record: Record, changed: ChangedContainer) -> CaptureError | 
             location=location,
             hint="append and delete single items, or change it outside the step",
         )
+    if changed.otherwise:
+        return _changes_otherwise(record, changed)
     computed = id(container) in record.laters.lists
     if not computed and not any(holds_unknown(value) for _, value in changed.changes):
         return None

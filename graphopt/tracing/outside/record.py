@@ -24,7 +24,13 @@ from graphopt.tracing.outside.places import (
     key_text,
     same,
 )
-from graphopt.tracing.outside.reads import OutsideReads, draws_none, of_none, set_itself
+from graphopt.tracing.outside.reads import (
+    OutsideReads,
+    draws_none,
+    is_stand_in,
+    of_none,
+    set_itself,
+)
 from graphopt.tracing.outside.unrepeated import users
 
 
@@ -180,19 +186,24 @@ class Record(OutsideReads):
             return False
         read = (r for r in self.reads.values() if r.place.holder is container)
         found = any(r.place.kind == "item" and r.value is not MISSING for r in read)
-        return found or id(container) in self._gone_over
+        return found or id(container) in self._gone_over or any(map(is_stand_in, before))
 
     def _puts_anew(self, changed: ChangedContainer) -> None:
         container, before = changed.container, changed.before
         path, line = self.path(container, type(container).__name__), changed.line
         self.size(container, path, line)
+        for identity, each in list(self._places.items()):
+            if each.place.holder is container:  # and has had another index since
+                del self._places[identity]
         for index, (was, now) in enumerate(zip(before, container, strict=False)):
-            if was is not now:
-                place, at = OutsidePlace("item", container, index), f"{path}[{index}]"
-                self.read(place, at, line)
-                known = WrittenPlace(place, was, None, at, line)
-                self._places.setdefault(place.identity, known)
-                self._written.add(place.identity)
+            place, at = OutsidePlace("item", container, index), f"{path}[{index}]"
+            if was is now:
+                continue
+            if place.identity not in self.reads and not is_stand_in(was):
+                self.reached(was, at)
+                self.reads[place.identity] = self._made(place, was, at, line)
+            self._places[place.identity] = WrittenPlace(place, was, None, at, line)
+            self._written.add(place.identity)
         rest = list(container)[len(before) :]
         taken = ChangeByMethod("pop", (), takes=False), None
         changed.changes = [(ChangeByMethod("append"), each) for each in rest]
