@@ -229,6 +229,27 @@ def item_of_copy(held: Any, loss: float) -> None:
     held.rows = copy[1:] + [0.5]
 
 
+def first_of_others(held: Any, loss: float) -> int:
+    held.rows.pop()
+    held.rows.insert(0, 9.0)
+    held.rows[0] = 2.0
+    return len(held.rows)
+
+
+def cut_by_a_slice(held: Any, loss: float) -> int:
+    held.rows.append(2.0)
+    held.rows[0:1] = []
+    return len(held.rows)
+
+
+@pytest.mark.parametrize("change", [first_of_others, cut_by_a_slice])
+def test_what_is_not_followed_is_refused(change: Callable[[Any, float], int]) -> None:
+    held = SimpleNamespace(rows=[1.0, 2.0, 3.0])
+    step = graphopt.compile(lambda x: x.sum() * change(held, 0.0))
+    with pytest.raises(CaptureError, match="held.rows"):
+        step(torch.ones(2))
+
+
 @pytest.mark.parametrize("change", NUMBERS.values(), ids=NUMBERS)
 def test_numbers_as_in_eager_code(change: Callable[[Any, float], Any]) -> None:
     def make() -> tuple[Any, Callable[[], list[Any]]]:

@@ -74,6 +74,9 @@ def take_changed(
             record.pin(each.container)
         found.append(ChangedResult(each.container, items, within, str(each.line)))
     for each in record.not_followed:
+        if each.otherwise and not is_changed_to(each.container, each.before, ()):
+            known = record.unrepeated.written_at(each.container)
+            record.unrepeated.add(*(known or (type(each.container).__name__, each.line)))
         record.refused = record.refused or _reads_besides(record, each)
     followed = {
         identity: exchanged[identity]
@@ -121,8 +124,6 @@ def _reads_besides(record: Record, changed: ChangedContainer) -> CaptureError | 
             location=location,
             hint="append and delete single items, or change it outside the step",
         )
-    if changed.otherwise:
-        return _changes_otherwise(record, changed)
     computed = id(container) in record.laters.lists
     if not computed and not any(holds_unknown(value) for _, value in changed.changes):
         return None
