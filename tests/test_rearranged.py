@@ -250,6 +250,32 @@ def test_what_is_not_followed_is_refused(change: Callable[[Any, float], int]) ->
         step(torch.ones(2))
 
 
+def test_the_hint_for_a_tensor_in_two_places_works() -> None:
+    def queue(rows: Iterable[Any]) -> Any:
+        return deque(rows, maxlen=4)
+
+    def repeated(held: Any, y: Tensor) -> Tensor:
+        held.rows[0], held.rows[1] = held.rows[1], held.rows[0]
+        result = y + weighed(held.rows)
+        held.rows.append(y.detach())
+        held.rows.append(held.rows[-1])
+        return result
+
+    def copied(held: Any, y: Tensor) -> Tensor:
+        held.rows[0], held.rows[1] = held.rows[1], held.rows[0]
+        result = y + weighed(held.rows)
+        held.rows.append(y.detach())
+        held.rows.append(held.rows[-1].clone())
+        return result
+
+    compared(lambda: program(copied, queue))
+    step = graphopt.compile(program(repeated, queue)[0])
+    with pytest.raises(CaptureError, match="that it finds in another place") as caught:
+        for _ in range(4):
+            step(torch.rand(4, 3))
+    assert "clone()" in str(caught.value)
+
+
 @pytest.mark.parametrize("change", NUMBERS.values(), ids=NUMBERS)
 def test_numbers_as_in_eager_code(change: Callable[[Any, float], Any]) -> None:
     def make() -> tuple[Any, Callable[[], list[Any]]]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from graphopt.errors import CaptureError
 from graphopt.host.changes import ChangeByMethod, is_changed_to, put_back
 from graphopt.tracing.later_values import holds_unknown
@@ -105,6 +107,14 @@ def _puts_new(
 
 def _changes_otherwise(record: Record, changed: ChangedContainer) -> CaptureError:
     path = record.path(changed.container, type(changed.container).__name__)
+    tensors = [each for each in changed.before if isinstance(each, torch.Tensor)]
+    if any(len(record.places_of(each)) > 1 for each in tensors):
+        return CaptureError(
+            f"it moves a tensor in {path} that it finds in another place as well, where a later"
+            " call may find two",
+            location=str(changed.line),
+            hint="put a copy of it into one of the places: tensor.clone()",
+        )
     return CaptureError(
         f"it changes {path} in a way that is not followed, which would happen at capture only",
         location=str(changed.line),
