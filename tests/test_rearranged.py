@@ -270,9 +270,13 @@ def test_the_hint_for_a_tensor_in_two_places_works() -> None:
 
     compared(lambda: program(copied, queue))
     step = graphopt.compile(program(repeated, queue)[0])
-    with pytest.raises(CaptureError, match="that it finds in another place") as caught:
+
+    def calls() -> None:
         for _ in range(4):
             step(torch.rand(4, 3))
+
+    with pytest.raises(CaptureError, match="that it finds in another place") as caught:
+        calls()
     assert "clone()" in str(caught.value)
 
 

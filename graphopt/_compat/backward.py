@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -54,15 +53,17 @@ def _is_hidden(function: Any) -> bool:
         return False
     leaf = function.variable
     hooks = leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)
-    return not any(hooks) and sys.getrefcount(leaf) == _references_of_hidden()
+    return not any(hooks) and sys.getrefcount(leaf) == _REFERENCES_OF_HIDDEN
 
 
-@functools.cache
 def _references_of_hidden() -> int:
     """How many references to a leaf Python counts where a history alone holds it."""
-    function: Any = torch.ones(1, requires_grad=True).clone().grad_fn
+    function: Any = torch.ones(1, requires_grad=True, device="cpu").clone().grad_fn
     leaf = function.next_functions[0][0].variable
     return sys.getrefcount(leaf)
+
+
+_REFERENCES_OF_HIDDEN = _references_of_hidden()  # at once: in a trace, its operators would be seen
 
 
 def around_backwards(
