@@ -100,7 +100,8 @@ class Besides:
             `outside.changing_texts`.
         made: attributes that the first call gives tensors, which are among `tensors`: of which
             object, name, tensor.
-        whole_lists: places, by their identities, in which it needs the list itself that is there.
+        whole_lists: places, by their identities, in which it needs the list itself that is there,
+            or its very length.
         rounds: how many traces have found some of all that.
         whole: where calls stand that are made as a whole; see `whole_calls`.
         followed: those among them that cannot be.

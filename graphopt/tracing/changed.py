@@ -15,6 +15,7 @@ import torch
 
 from graphopt.errors import CaptureError
 from graphopt.host.changes import ChangeByMethod, is_changed_to, put_back
+from graphopt.ir.source import SourceLine
 from graphopt.tracing.later_values import holds_unknown
 from graphopt.tracing.outside.changed_containers import ChangedContainer
 from graphopt.tracing.outside.places import FollowedPlace
@@ -52,8 +53,7 @@ def take_changed(
         if not puts_back(each.container):
             if is_changed_to(each.container, each.before, each.changes):
                 put_back(each.container, each.before)
-            known = record.unrepeated.written_at(each.container)
-            record.unrepeated.refuse(*(known or (type(each.container).__name__, each.line)))
+            record.unrepeated.refuse(*_written(record, each))
             continue
         items = tuple((change, told(record, value, made)) for change, value in each.changes)
         constant = all(isinstance(value, Constant) for _, value in items)
@@ -77,8 +77,7 @@ def take_changed(
         found.append(ChangedResult(each.container, items, within, str(each.line)))
     for each in record.not_followed:
         if each.otherwise and not is_changed_to(each.container, each.before, ()):
-            known = record.unrepeated.written_at(each.container)
-            record.unrepeated.add(*(known or (type(each.container).__name__, each.line)))
+            record.unrepeated.add(*_written(record, each))
         record.refused = record.refused or _reads_besides(record, each)
     followed = {
         identity: exchanged[identity]
@@ -88,6 +87,13 @@ def take_changed(
     followed |= {id(each.container): each.within for each in found if each.within is not None}
     record.laters.settle(followed)
     return found
+
+
+def _written(record: Record, changed: ChangedContainer) -> tuple[str, SourceLine]:
+    """What a step has changed as a message says it, and the line."""
+    container = changed.container
+    known = record.unrepeated.written_at(container)
+    return known or (type(container).__name__, changed.line)
 
 
 def _puts_new(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CellType
 from typing import Any, NamedTuple
@@ -16,10 +16,8 @@ from graphopt.tracing.draws.live import digest_of, is_array
 from graphopt.tracing.inputs import is_exact
 from graphopt.tracing.lost_history import accumulates
 from graphopt.tracing.outside.guard import OutsideGuard
-from graphopt.tracing.outside.places import OutsidePlace, attributes_of, is_plain_text
+from graphopt.tracing.outside.places import LISTS, OutsidePlace, attributes_of, is_plain_text
 from graphopt.tracing.outside.record import Record
-
-_LISTS = (list, deque)
 
 
 class FoundPlace(NamedTuple):
@@ -43,7 +41,7 @@ class FoundPlace(NamedTuple):
     def place(self) -> OutsidePlace:
         """Where the value is."""
         holder = self.holder()
-        if isinstance(holder, _LISTS):
+        if isinstance(holder, LISTS):
             return OutsidePlace("size" if self._is_length else "item", holder, self.key)
         if isinstance(holder, CellType):
             return OutsidePlace("cell", holder)
@@ -52,7 +50,7 @@ class FoundPlace(NamedTuple):
 
     @property
     def _is_length(self) -> bool:
-        return self.key is None and isinstance(self.holder(), _LISTS)
+        return self.key is None and isinstance(self.holder(), LISTS)
 
     @property
     def times(self) -> int:
@@ -93,7 +91,7 @@ def found_places(record: Record, call: Call, guard: OutsideGuard) -> Iterator[Fo
     """Where a step has found tensors, each in one place, and numbers."""
     for read in record.reads.values():
         value, holder = read.value, read.place.holder
-        if read.place.kind == "size" and type(holder) in _LISTS:
+        if read.place.kind == "size" and type(holder) in LISTS:
             yield FoundPlace(read.path, _itself(holder), None, value)
         if not read.place.may_carry:
             if read.place.may_carry_tensor and _is_in_one_place(record, value):

@@ -24,6 +24,8 @@ from graphopt.tracing.running_trace import BEGIN
 MISSING = object()
 """Stands for what is not there."""
 
+LISTS = (list, collections.deque)
+
 _TABLES = frozenset({dict, collections.OrderedDict, collections.defaultdict})
 
 _COPIED = (set, frozenset, bytearray)
@@ -98,8 +100,8 @@ class OutsidePlace:
 
     @property
     def _is_in_list(self) -> bool:
-        """Whether it is an item of a list, counted from its front."""
-        of_list = self.kind == "item" and type(self.holder) in (list, collections.deque)
+        """Whether it is an item of a list or a queue, counted from its front."""
+        of_list = self.kind == "item" and type(self.holder) in LISTS
         return of_list and type(self.key) is int and self.key >= 0
 
     @property
@@ -168,7 +170,7 @@ class CellTable(MutableMapping[Any, Any]):
 
 
 class ListTable(MutableMapping[Any, Any]):
-    """A list as a table of its items, by their positions from its front.
+    """A list or a queue as a table of its items, by their positions from its front.
 
     Args:
         find: gives the list, which may be another one in each call.
@@ -181,7 +183,7 @@ class ListTable(MutableMapping[Any, Any]):
     def held(self) -> list[Any]:
         """The list of now; an empty one where there is none."""
         found = self._find()
-        return found if type(found) in (list, collections.deque) else []
+        return found if type(found) in LISTS else []
 
     def __getitem__(self, key: Any) -> Any:
         try:

@@ -22,6 +22,7 @@ from graphopt.tracing.outside.changed_containers import ContainerChanges
 from graphopt.tracing.outside.changing_texts import ChangingTexts
 from graphopt.tracing.outside.loads import Load, Loads, Store
 from graphopt.tracing.outside.places import (
+    LISTS,
     MISSING,
     OutsidePlace,
     Read,
@@ -40,7 +41,6 @@ _BYTES_AT_MOST = 1 << 24
 """Larger ones are refused, where a step reads all that is in them."""
 _TABLES = (dict, types.MappingProxyType)
 _SEVERAL = (tuple, frozenset)
-_LISTS = (list, deque)
 
 
 class OutsideReads(ContainerChanges):
@@ -150,7 +150,7 @@ class OutsideReads(ContainerChanges):
 
     def _read_before(self, place: OutsidePlace, value: Any, path: str, line: SourceLine) -> None:
         """What the step makes of a container depends on what the container held before."""
-        if isinstance(value, torch.Tensor) and type(place.holder) in _LISTS:
+        if isinstance(value, torch.Tensor) and type(place.holder) in LISTS:
             self._read_moved(place, value, path, line)
             return
         before = OutsidePlace(place.kind, self._mutated[id(place.holder)], place.key).now()
