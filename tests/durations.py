@@ -24,7 +24,7 @@ NORMAL = 0.7
 takes longer is left to `make test-all`, but for one of each file."""
 CHECK = 0.3
 """The same in `make check`, without exceptions."""
-WHOLE = 5.0
+WHOLE = 2.0
 """The same in `make test-all`, which has one case of each test at least; the seed chooses."""
 LISTED = Path(__file__).with_suffix(".txt")
 

@@ -221,11 +221,5 @@ def _is_usable(entry: BoundStep) -> bool:
 def _fits(entry: BoundStep, call: Call, mode: tuple[Any, ...]) -> bool:
     from graphopt._compat.late import without_torch_function
 
-    guards = entry.guards
     with without_torch_function():  # to look at a tensor's kind is no use of it
-        return (
-            entry.captured.lasting
-            and guards.structure_mismatch(call, mode) is None
-            and guards.shape_mismatch(call) is None
-            and guards.local_mismatch(call) is None
-        )
+        return entry.captured.lasting and entry.guards.fit(call, mode)

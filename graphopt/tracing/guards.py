@@ -7,7 +7,7 @@ on: the arguments, the modules, the optimizers' settings and state, numbers, and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from graphopt.tracing.signature import Signature
 from graphopt.tracing.snapshot import body_of, is_body
 from graphopt.tracing.state_guards import StateGuards
 from graphopt.tracing.tensor_guards import TensorGuards
+from graphopt.tracing.together import HasSnapshot, Together
 
 
 class Guards:
@@ -89,6 +90,10 @@ class Guards:
         self._numbers = NumberGuards(call, inputs)
         self.takes = inputs.drawn.takes
         self._states = StateGuards(call, inputs, self._tensors)
+        together: list[HasSnapshot] = [self._modules, *self._optimizers, self._states]
+        if outside is not None and not call.objects.roots:
+            together += [outside, outside.modules]
+        self._together = Together(together)
 
     @property
     def states(self) -> list[Any]:
@@ -103,11 +108,32 @@ class Guards:
         """Whether everything that this rank's step has read still exists, as far as it must."""
         return self.alive() and (self._outside is None or self._outside.alive)
 
-    def structure_mismatch(self, call: Call, mode: tuple[Any, ...]) -> str | None:
-        """The first thing that all ranks see alike and that is no longer as captured."""
-        return next(self.structure_mismatches(call, mode), None)
+    def fit(self, call: Call, mode: tuple[Any, ...]) -> bool:
+        """Whether nothing has changed: whether the graph may be used for a call."""
+        known = self._together.unchanged()
+        fits = (
+            self.structure_mismatch(call, mode, known) is None
+            and self.shape_mismatch(call) is None
+            and self.local_mismatch(call, known) is None
+        )
+        if fits and not known:
+            self._together.note()
+        return fits
 
-    def structure_mismatches(self, call: Call, mode: tuple[Any, ...]) -> Iterator[str]:
+    def structure_mismatch(
+        self, call: Call, mode: tuple[Any, ...], known: Collection[object] = ()
+    ) -> str | None:
+        """The first thing that all ranks see alike and that is no longer as captured.
+
+        Args:
+            mode: how the step communicates.
+            known: guards that hold.
+        """
+        return next(self.structure_mismatches(call, mode, known), None)
+
+    def structure_mismatches(
+        self, call: Call, mode: tuple[Any, ...], known: Collection[object] = ()
+    ) -> Iterator[str]:
         """All such things, where they can be told apart."""
         extended = call.using(self.besides)
         if extended is None:
@@ -125,9 +151,10 @@ class Guards:
             if call.leaves[position] is not root() or not is_body(call.leaves[position], body):
                 yield f"{call.names[position]} is another module"
                 return
-        yield from self._modules.mismatches()
+        if self._modules not in known:
+            yield from self._modules.mismatches()
         for settings, position in zip(self._optimizers, call.optimizers, strict=True):
-            reason = settings.mismatch(call.leaves[position])
+            reason = settings.mismatch(call.leaves[position], settings in known)
             if reason is not None:
                 yield reason
 
@@ -135,16 +162,21 @@ class Guards:
         """Whether arguments of the same sorts stand at the same places."""
         return self._arguments.same_structure(call.using(self.besides) or call)
 
-    def local_mismatch(self, call: Call) -> str | None:
-        """The first thing that may differ on this rank alone and is no longer as captured."""
-        return next(filter(None, self._local_mismatches(call)), None)
+    def local_mismatch(self, call: Call, known: Collection[object] = ()) -> str | None:
+        """The first thing that may differ on this rank alone and is no longer as captured.
 
-    def _local_mismatches(self, call: Call) -> Iterator[str | None]:
+        Args:
+            known: guards that hold.
+        """
+        return next(filter(None, self._local_mismatches(call, known)), None)
+
+    def _local_mismatches(self, call: Call, known: Collection[object]) -> Iterator[str | None]:
         call = call.using(self.besides) or call
         yield self._arguments.constant_mismatch(call)
-        if self._outside is not None:
+        outside = self._outside
+        if outside is not None and not (outside in known and outside.modules in known):
             yield self._changed_outside(call)
-        yield self._states.mismatch(call)
+        yield self._states.mismatch(call, self._states in known)
         yield self._tensors.gradient_mismatch()
         yield self._numbers.mismatch(call)
         if self.takes:  # code of iterators has run

@@ -24,6 +24,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _OF_TORCH = frozenset({"training", "_parameters", "_buffers", "_modules", *_HOOKS})
 """Attributes of modules that have guards of their own."""
 
+_OF_HOOKS = frozenset(
+    {"_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+     "_forward_pre_hooks_with_kwargs"}
+)  # fmt: skip
+"""Tables of torch's in which hooks are marked that stand in others, under keys of their own."""
+
 
 class ModeChange(NamedTuple):
     """The mode of a module that a step sets.
@@ -49,6 +55,9 @@ class ModuleGuards:
     Args:
         modules: what each guard is made of.
         modes: that the step sets, which may be those of before it as well.
+
+    Attributes:
+        unchanged: what there was when they were looked at last; None where something had changed.
     """
 
     def __init__(
@@ -58,16 +67,16 @@ class ModuleGuards:
         known = {id(guard.attributes) for guard in self._guards}
         all_known = all(id(mode.attributes) in known for mode in modes)
         self._before = {id(m.attributes): m.before for m in modes} if all_known else {}
-        self._unchanged: StateSnapshot | None = self._snapshot()
+        self.unchanged: StateSnapshot | None = self._snapshot()
 
     def mismatches(self) -> Iterator[str]:
         """What has changed."""
-        if self._unchanged is not None and self._unchanged.holds():
+        if self.unchanged is not None and self.unchanged.holds():
             return
         modes = self._before if self._as_before() else {}
         found = (guard.mismatch(modes.get(id(guard.attributes))) for guard in self._guards)
         reasons = [reason for reason in found if reason is not None]
-        self._unchanged = None if reasons else self._snapshot()
+        self.unchanged = None if reasons else self._snapshot()
         yield from reasons
 
     def _as_before(self) -> bool:
@@ -128,7 +137,7 @@ class ModuleGuard:
             if p is not None
         ]
         self.others = [
-            (key, value, None if id(value) in filled else items(value))
+            (key, value, None if id(value) in filled or key in _OF_HOOKS else items(value))
             for key, value in self.attributes.items()
             if key not in _OF_TORCH and not isinstance(value, torch.Tensor)
             if (is_plain(value) or key not in assigned) and key not in inputs

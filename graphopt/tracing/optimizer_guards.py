@@ -33,6 +33,9 @@ class OptimizerGuard:
     Args:
         counts: settings that the step itself counts up.
         passed_over: attributes that are looked at elsewhere.
+
+    Attributes:
+        unchanged: what there was when it was looked at last.
     """
 
     def __init__(
@@ -51,9 +54,13 @@ class OptimizerGuard:
         ]
         self._see(optimizer)
 
-    def mismatch(self, optimizer: Optimizer) -> str | None:
-        """What has changed, if anything."""
-        if self._is_unchanged(optimizer):
+    def mismatch(self, optimizer: Optimizer, known: bool = False) -> str | None:
+        """What has changed, if anything.
+
+        Args:
+            known: `unchanged` holds.
+        """
+        if self._is_seen(optimizer) and (known or self.unchanged.holds()):
             return None
         reason = self._change(optimizer)
         if reason is None:
@@ -87,41 +94,40 @@ class OptimizerGuard:
 
     def _see(self, optimizer: Optimizer) -> None:
         """Note what `_change` looks at, as it is now, where nothing has changed."""
-        attributes, self._snapshot = vars(optimizer), StateSnapshot()
+        attributes, self.unchanged = vars(optimizer), StateSnapshot()
         self._varying: list[tuple[dict[str, Any], str]] = []
         self._seen = weakref.ref(optimizer), attributes
-        self._snapshot.has_size(attributes)
+        self.unchanged.has_size(attributes)
         for key, value in attributes.items():
             if key not in self._passed_over:
-                self._snapshot.has_object(attributes, key, value)
+                self.unchanged.has_object(attributes, key, value)
                 if isinstance(value, dict):
-                    self._snapshot.has_objects(value)
-        self._snapshot.has(attributes, "param_groups", optimizer.param_groups)
-        self._snapshot.has_items(optimizer.param_groups)
+                    self.unchanged.has_objects(value)
+        self.unchanged.has(attributes, "param_groups", optimizer.param_groups)
+        self.unchanged.has_items(optimizer.param_groups)
         for group in optimizer.param_groups:
             self._see_group(group)
         self._kinds = self._kinds_now()
 
     def _see_group(self, group: dict[str, Any]) -> None:
-        self._snapshot.has_size(group)
-        self._snapshot.has(group, "params", group["params"])
-        self._snapshot.has_items(group["params"])
+        self.unchanged.has_size(group)
+        self.unchanged.has(group, "params", group["params"])
+        self.unchanged.has_items(group["params"])
         for key, value in group.items():
             if key == "params" or key in _OF_SCHEDULERS:
                 continue
             if _varies(key, value, self.counts):
                 self._varying.append((group, key))
             else:
-                self._snapshot.has_object(group, key, value)
+                self.unchanged.has_object(group, key, value)
 
-    def _is_unchanged(self, optimizer: Optimizer) -> bool:
+    def _is_seen(self, optimizer: Optimizer) -> bool:
+        """Whether it is the one that was looked at last, and scheduled numbers are numbers."""
         reference, attributes = self._seen
         if reference() is not optimizer or type(optimizer) is not self.type:
             return False
-        if vars(optimizer) is not attributes or not self._snapshot.holds():
-            return False
         try:
-            return self._kinds_now() == self._kinds
+            return vars(optimizer) is attributes and self._kinds_now() == self._kinds
         except KeyError:
             return False
 

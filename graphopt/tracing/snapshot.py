@@ -7,9 +7,9 @@ microseconds for each module and parameter; this takes tens of nanoseconds for e
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import chain
-from operator import getitem, is_
+from operator import contains, getitem, is_
 from typing import Any
 
 import torch
@@ -25,18 +25,19 @@ Body = tuple[type, dict[str, Any]] | None
 class StateSnapshot:
     """What was there, to be compared with what is there.
 
-    Keeps alive the containers, and what `has` is told of.
+    Keeps alive the containers, and what `has` is told of, until it is told to `forget`.
     """
 
     def __init__(self) -> None:
-        self._containers: list[Container] = []
+        self._joined: StateSnapshot | None = None
+        self._containers: list[Any] = []
         self._keys: list[Any] = []
         self._values: list[Any] = []
-        self._references: list[weakref.ref[Any]] = []
-        self._referring: list[Container] = []
+        self._references: list[Callable[[], Any]] = []
+        self._referring: list[Any] = []
         self._referred: list[Any] = []
         self._ordered: list[tuple[dict[Any, Any], list[Any], list[Any]]] = []
-        self._sized: list[Container] = []
+        self._sized: list[Any] = []
         self._sizes: list[int] = []
         self._tables: list[dict[str, Any]] = []
         self._names: list[str] = []
@@ -44,10 +45,44 @@ class StateSnapshot:
         self._attributes: list[dict[str, Any] | None] = []
         self._named: list[tuple[dict[Any, Any], tuple[Any, ...]]] = []
         self._tensors: list[torch.Tensor] = []
-        self._kinds: tuple[list[Any], ...] = ([], [])
+        self._kinds: list[Any] = []
+        self._strides: list[Any] = []
         self._hooks: list[tuple[int, ...]] = []
+        self._asked: list[Any] = []
+        self._asked_keys: list[Any] = []
+        self._there: list[bool] = []
+        self._typed: list[Callable[[], Any]] = []
+        self._types: list[type] = []
+        self._holders: list[Callable[[], Any]] = []
+        self._attribute_names: list[str] = []
+        self._attribute_values: list[Any] = []
+        self._referring_holders: list[Callable[[], Any]] = []
+        self._referred_names: list[str] = []
+        self._referred_values: list[Callable[[], Any]] = []
+        self._checks: list[Callable[[], bool]] = []
 
-    def has(self, container: Container, key: Any, value: object) -> None:
+    @classmethod
+    def joined(cls, parts: Iterable[StateSnapshot]) -> StateSnapshot:
+        """All that is in several snapshots, as one; it forgets when one of them does."""
+        new = cls()
+        for part in parts:
+            part._joined = new
+            for mine, more in zip(new._lists(), part._lists(), strict=True):
+                mine += more
+        return new
+
+    def _lists(self) -> Iterator[list[Any]]:
+        return (each for each in vars(self).values() if isinstance(each, list))
+
+    def forget(self) -> None:
+        """Keep nothing alive. It holds no more."""
+        for each in self._lists():
+            each.clear()
+        self._checks.append(_never)
+        if self._joined is not None:
+            self._joined.forget()
+
+    def has(self, container: Any, key: Any, value: object) -> None:
         """`value` is at `key`."""
         self._containers.append(container)
         self._keys.append(key)
@@ -65,6 +100,41 @@ class StateSnapshot:
                 self._referred.append(key)
                 return
         self.has(container, key, value)
+
+    def has_referred(self, container: Any, key: Any, reference: Callable[[], Any]) -> None:
+        """What `reference` gives is at `key`."""
+        self._referring.append(container)
+        self._referred.append(key)
+        self._references.append(reference)
+
+    def has_key(self, container: Any, key: Any, there: bool) -> None:
+        """Whether something is at `key`."""
+        self._asked.append(container)
+        self._asked_keys.append(key)
+        self._there.append(there)
+
+    def has_class(self, holder: Callable[[], Any], kind: type) -> None:
+        """What `holder` gives is of this very class."""
+        self._typed.append(holder)
+        self._types.append(kind)
+
+    def has_attribute(self, holder: Callable[[], Any], name: str, value: object) -> None:
+        """`value` is an attribute of what `holder` gives."""
+        self._holders.append(holder)
+        self._attribute_names.append(name)
+        self._attribute_values.append(value)
+
+    def has_attribute_referred(
+        self, holder: Callable[[], Any], name: str, reference: Callable[[], Any]
+    ) -> None:
+        """What `reference` gives is an attribute of what `holder` gives."""
+        self._referring_holders.append(holder)
+        self._referred_names.append(name)
+        self._referred_values.append(reference)
+
+    def also(self, check: Callable[[], bool]) -> None:
+        """A condition of its own holds."""
+        self._checks.append(check)
 
     def has_objects(self, table: dict[Any, Any]) -> None:
         """The table has these keys, and `has_object` of each."""
@@ -85,10 +155,14 @@ class StateSnapshot:
             self.has(container, key, value)
         self.has_size(container)
 
-    def has_size(self, container: Container) -> None:
+    def has_size(self, container: Sized) -> None:
+        """The container has as many items as now."""
+        self.has_length(container, len(container))
+
+    def has_length(self, container: Sized, length: int) -> None:
         """The container has so many items."""
         self._sized.append(container)
-        self._sizes.append(len(container))
+        self._sizes.append(length)
 
     def has_keys(self, table: dict[Any, Any]) -> None:
         """The table has these keys; what is there does not matter, and is not kept alive."""
@@ -107,8 +181,9 @@ class StateSnapshot:
     def has_kind(self, tensor: torch.Tensor) -> None:
         """The tensor is of this kind, and has these gradient hooks."""
         self._tensors.append(tensor)
-        for known, kind in zip(self._kinds, kinds_of([tensor]), strict=True):
-            known += kind
+        kinds, strides = kinds_of([tensor])
+        self._kinds += kinds
+        self._strides += strides
         self._hooks.append(_compat.hooks_of(tensor))
 
     def holds(self) -> bool:
@@ -123,8 +198,13 @@ class StateSnapshot:
                 and (not self._named or all(tuple(table) == keys for table, keys in self._named))
                 and (not self._tables or self._same_modules())
                 and (not self._tensors or self._same_tensors())
+                and list(map(contains, self._asked, self._asked_keys)) == self._there
+                and (not self._typed or [type(of()) for of in self._typed] == self._types)
+                and (not self._holders or self._same_attributes())
+                and (not self._referring_holders or self._same_referred())
+                and all(check() for check in self._checks)
             )
-        except (KeyError, IndexError):  # something is no longer where it was
+        except (KeyError, IndexError, AttributeError):  # something is no longer where it was
             return False
 
     def _same_order(self) -> bool:
@@ -146,11 +226,23 @@ class StateSnapshot:
         return all(map(is_, map(_attributes_of, now), self._attributes))
 
     def _same_tensors(self) -> bool:
-        if kinds_of(self._tensors) != self._kinds:
+        if kinds_of(self._tensors) != (self._kinds, self._strides):
             return False
         if any(chain.from_iterable(map(_compat.hook_tables, self._tensors))):
             return list(map(_compat.hooks_of, self._tensors)) == self._hooks
         return not any(self._hooks)
+
+    def _same_attributes(self) -> bool:
+        now = map(getattr, [of() for of in self._holders], self._attribute_names)
+        return all(map(is_, now, self._attribute_values))
+
+    def _same_referred(self) -> bool:
+        now = map(getattr, [of() for of in self._referring_holders], self._referred_names)
+        return all(map(is_, now, [reference() for reference in self._referred_values]))
+
+
+def _never() -> bool:
+    return False
 
 
 def body_of(module: nn.Module | None) -> Body:

@@ -25,6 +25,7 @@ class StateGuards:
 
     Attributes:
         values: of the entries that the graph takes, in its order, as read last.
+        unchanged: what there was when they were read.
     """
 
     def __init__(self, call: Call, inputs: Inputs, tensors: TensorGuards) -> None:
@@ -32,11 +33,15 @@ class StateGuards:
         self.values = _read_states(call, inputs)
         self._kinds = [tensor_kind(value) for value in self.values]
         self._entries = _state_entries(call)
-        self._unchanged = _state_of(call)
+        self._tables, self.unchanged = _state_of(call)
 
-    def mismatch(self, call: Call) -> str | None:
-        """What has changed, if anything; `values` are those of the call otherwise."""
-        reason = self._refresh(call)
+    def mismatch(self, call: Call, known: bool = False) -> str | None:
+        """What has changed, if anything; `values` are those of the call otherwise.
+
+        Args:
+            known: `unchanged` holds.
+        """
+        reason = self._refresh(call, known)
         if reason is not None:
             return reason
         for state, module_tensor in self._inputs.aliases:
@@ -44,10 +49,9 @@ class StateGuards:
                 return f"{state.fqn} no longer shares storage as it did"
         return None
 
-    def _refresh(self, call: Call) -> str | None:
+    def _refresh(self, call: Call, known: bool) -> str | None:
         """Read the values; tensors seen before are known to fit."""
-        tables, unchanged = self._unchanged
-        if unchanged.holds() and all(map(is_, _tables(call), tables)):
+        if (known or self.unchanged.holds()) and all(map(is_, _tables(call), self._tables)):
             return None
         if _state_entries(call) != self._entries:
             return "optimizer state was created, dropped or changed its kind"
@@ -62,7 +66,7 @@ class StateGuards:
             if value.numel() and _compat.storage_key(value) in storages:
                 return f"{fqn} shares storage with the model now"
         self.values = now
-        self._unchanged = _state_of(call)
+        self._tables, self.unchanged = _state_of(call)
         return None
 
 

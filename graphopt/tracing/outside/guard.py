@@ -1,8 +1,8 @@
 """Whether everything that a step read outside its arguments is still as it was.
 
-Asked before every call of a step, so the usual answer is found by a few sweeps in C over all places
-of one kind, of some tens of nanoseconds for each. Only where a sweep finds another object are the
-places looked at one by one, equal numbers told from others, and the path of a change is named.
+Asked before every call of a step, so the usual answer is a snapshot's, in C over all places of one
+kind, of some tens of nanoseconds for each. Only where that finds another object are the places
+looked at one by one, equal numbers told from others, and the path of a change is named.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from graphopt.tracing.object_guards import ModuleGuards
+from graphopt.tracing.outside.described import prepared
 from graphopt.tracing.outside.held import CONTAINERS, GuardedObject, GuardedPlace
 from graphopt.tracing.outside.known_objects import GivenObjects
 from graphopt.tracing.outside.modules import only_within
 from graphopt.tracing.outside.moving import LEADING, GivenPlace, MovingPlace
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, Read, is_value, same
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.outside.sweeps import prepared
+from graphopt.tracing.snapshot import StateSnapshot
 
 
 class OutsideGuard:
@@ -35,6 +36,7 @@ class OutsideGuard:
 
     Attributes:
         given: positions of objects among the arguments in whose place others may be.
+        modules: that have to be the same.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class OutsideGuard:
         self._gone: str | None = None
         self._entries: list[GuardedPlace] = []
         self._followed: set[GuardedObject] = set()
-        self._sweeps: list[Callable[[], bool]] | None = None
+        self._places: StateSnapshot | None = None
         entries = _Entries(record, _TellsOfLostObject(self))
         self._entries = entries.found
         places = list(places)
@@ -66,11 +68,11 @@ class OutsideGuard:
             weakref.ref(module, _TellsOfLostModule(self, f"{name} is gone"))
             for name, module in modules
         ]
-        self._modules = ModuleGuards(
+        self.modules = ModuleGuards(
             (name, each, _assigned(record, each), record.taken_from(vars(each)))
             for name, each in modules
         )
-        self._sweeps = prepared(self._entries)
+        self._places = prepared(self._entries)
 
     def _unfollowed(self, record: Record) -> list[tuple[str, torch.nn.Module]]:
         """The modules in whose place no others may be."""
@@ -94,6 +96,12 @@ class OutsideGuard:
     def alive(self) -> bool:
         """Whether it may fit again."""
         return self._gone is None
+
+    @property
+    def unchanged(self) -> StateSnapshot | None:
+        """What there was when it was looked at last, but for `modules`; None where that is found in
+        other objects in each call, and where something had changed."""
+        return None if self.given or self._described else self._places
 
     def holder_of(self, holder: Any) -> Callable[[], Any] | None:
         """What gives an object that the guard finds in each call, or a part of it; None for one
@@ -142,7 +150,7 @@ class OutsideGuard:
                     if following.change(entry) is not None:
                         following.lose(entry)
                 following.take()
-                self._sweeps = None
+                self._let_go()
 
     @contextmanager
     def _called_with(self, leaves: Sequence[Any]) -> Iterator[None]:
@@ -154,9 +162,9 @@ class OutsideGuard:
             self._given.clear()
 
     def _mismatches(self) -> Iterator[str]:
-        yield from self._modules.mismatches()
+        yield from self.modules.mismatches()
         yield from (f"{name} changed" for name, held in self._described if held.is_changed())
-        if self._sweeps is not None and all(sweep() for sweep in self._sweeps):
+        if self._places is not None and self._places.holds():
             return
         following = _Following()
         change = next(filter(None, map(following.change, self._entries)), None)
@@ -165,12 +173,12 @@ class OutsideGuard:
             yield change
             return
         following.settle(self._entries)  # equal values in other objects are looked for from now on
-        self._sweeps = prepared(self._entries)
+        self._places = prepared(self._entries)
 
     def lost(self, held: GuardedObject) -> None:
         """An object is gone. Another may take its place, if a place leads to it."""
         if held in self._followed and held.followed:
-            self._sweeps = None
+            self._let_go()
             for each in self._followed:
                 each.release()
             return
@@ -178,15 +186,22 @@ class OutsideGuard:
         if path is not None:
             line = f"{path.line.file}:{path.line.line}"
             self.drop(f"the object of {path.path} is gone, read at {line}")
-        self._sweeps = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Keep alive nothing of what the entries look at."""
+        if self._places is not None:
+            self._places.forget()
+            self._places = None
 
     def drop(self, reason: str) -> None:
         """Let go of everything."""
         self._gone = reason
-        self._entries, self._sweeps, self._owners, self._described = [], None, [], []
+        self._let_go()
+        self._entries, self._owners, self._described = [], [], []
         self._changed = set()
         self._followed.clear()
-        self._modules = ModuleGuards(())
+        self.modules = ModuleGuards(())
 
 
 class _TellsOfLostModule:

@@ -1,0 +1,73 @@
+"""Very many places and what they have to hold, as one snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from graphopt.tracing.outside.held import GuardedPlace
+from graphopt.tracing.outside.places import MISSING
+from graphopt.tracing.snapshot import StateSnapshot
+
+_PLAIN = (dict, list, tuple)
+"""Containers whose `[]` does nothing else."""
+
+
+def prepared(entries: Iterable[GuardedPlace]) -> StateSnapshot:
+    """What has to be at all entries. It keeps alive what they look at."""
+    snapshot = StateSnapshot()
+    for entry in entries:
+        if not _described(entry, entry.holder.get(), snapshot):
+            snapshot.also(entry.holds)
+    return snapshot
+
+
+def _described(entry: GuardedPlace, holder: Any, snapshot: StateSnapshot) -> bool:
+    """Say what has to be at an entry, where a snapshot has words for it."""
+    if entry.kind in ("item", "class"):
+        return _item_described(entry, holder, snapshot)
+    if entry.kind == "attribute":
+        return _attribute_described(entry, snapshot)
+    if entry.kind == "has":
+        snapshot.has_key(holder, entry.key, bool(entry.value))
+    elif entry.kind == "size":
+        snapshot.has_length(holder, entry.expected())
+    elif entry.kind == "type":
+        snapshot.has_class(entry.holder.get, entry.expected())
+    else:
+        return False
+    return True
+
+
+def _item_described(entry: GuardedPlace, holder: Any, snapshot: StateSnapshot) -> bool:
+    table = vars(holder) if entry.kind == "class" else holder
+    held, expected = entry.held, entry.expected()
+    if expected is MISSING:
+        if isinstance(holder, (list, tuple)):
+            return False
+        snapshot.has_key(table, entry.key, False)
+    elif _is_part(entry) or (entry.kind == "item" and type(holder) not in _PLAIN):
+        return False
+    elif held is not None and held.weak:
+        snapshot.has_referred(table, entry.key, entry.reference)
+    else:
+        snapshot.has(table, entry.key, expected)
+    return True
+
+
+def _attribute_described(entry: GuardedPlace, snapshot: StateSnapshot) -> bool:
+    held = entry.held
+    if not entry.holder.weak or _is_part(entry):
+        return False
+    if held is None:
+        snapshot.has_attribute(entry.holder.reference, entry.key, entry.value)
+    elif held.weak:
+        snapshot.has_attribute_referred(entry.holder.reference, entry.key, entry.reference)
+    else:
+        return False
+    return True
+
+
+def _is_part(entry: GuardedPlace) -> bool:
+    """Whether what is there is found as a part of another object."""
+    return entry.held is not None and entry.held.owner is not None
