@@ -259,6 +259,7 @@ class Finder:
         self._carried, self._on_host = list(besides.carried), besides.on_host
         self.plain_arrays = besides.plain_arrays
         self._record, self._known, self._mode = record, set(known), mode
+        self._inputs = frozenset(known)
         self._stand_ins: dict[int, torch.Tensor] = {}
         self._made: list[torch.Tensor] = []
         self.found = Besides()
@@ -281,7 +282,7 @@ class Finder:
     def _find(self, tensor: torch.Tensor) -> bool:
         owner = self._owners().get(id(tensor))
         # The tensors of modules that are inputs have stand-ins; others the step has put there.
-        if owner is not None and id(owner[1]) not in self._known:
+        if owner is not None and id(owner[1]) not in self._inputs:
             self._add(*owner)
             return True
         optimizer = self._optimizer_over(tensor)

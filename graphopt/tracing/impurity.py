@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
@@ -85,27 +88,58 @@ def no_other_optimizers(
     find: Callable[[Optimizer], bool],
     made_here: Callable[[Optimizer], bool],
 ) -> Iterator[None]:
-    """While active, stepping an optimizer that is not among `known` is refused.
+    """While active, stepping an optimizer that is not among `known` is refused; one that may become
+    one of them does nothing: the trace is done anew, and what else it finds by then is known.
 
     Args:
-        find: takes note of another one, which may become one of them.
+        find: takes note of another one. Returns whether it may become one of them.
         made_here: whether the step has made one itself, whose code is traced as any other.
     """
+    idle: dict[Optimizer, _Idle] = {}
 
-    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not any(optimizer is other for other in known) and not made_here(optimizer):
-            find(optimizer)
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(optimizer is other for other in known) or made_here(optimizer):
+            return
+        if not find(optimizer):
             raise CaptureError(
                 f"it steps a {type(optimizer).__name__} that is not among its arguments",
                 location=current_location(),
                 hint="pass the optimizer to the step: step(model, optimizer, batch)",
             )
+        if optimizer not in idle:
+            idle[optimizer] = _Idle(optimizer)
 
-    handle = register_optimizer_step_pre_hook(check)
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in idle:
+            idle.pop(optimizer).end()
+
+    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
+        for each in idle.values():  # whose step has raised
+            each.end()
+
+
+class _Idle:
+    """An optimizer without parameters, until the end, when it is what it was."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._attributes = vars(optimizer)
+        self._before = dict(self._attributes)
+        self._groups = [(group, dict(group)) for group in optimizer.param_groups]
+        tables = [optimizer.state, *optimizer.state.values()]
+        self._state = [(table, dict(table)) for table in tables if isinstance(table, dict)]
+        for group in optimizer.param_groups:
+            group["params"] = []
+
+    def end(self) -> None:
+        """Let it be what it was."""
+        for table, before in ((self._attributes, self._before), *self._groups, *self._state):
+            table.clear()
+            table.update(before)
 
 
 def taken_for_a_number(how: str | None, line: SourceLine | None = None) -> CaptureError:
