@@ -25,6 +25,7 @@ from graphopt.errors import GraphOptError
 from graphopt.host.context import while_set
 from graphopt.host.held import HeldByFunction, containers_in, refuse_changed_containers
 from graphopt.host.seen import Outside, PutOutside, refuse_changed
+from graphopt.host.shown import Shown
 
 
 class VotesOnErrors(Protocol):
@@ -129,6 +130,7 @@ class HostRun:
 
     Attributes:
         put: what has been put outside the step for functions that were called.
+        shown: containers that have changed before they are shown.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class HostRun:
         self._last = False
         self._agreed = False
         self.put = PutOutside()
+        self.shown = Shown(())
 
     def call(self, host_call: Called, arguments: Sequence[Any], values: Sequence[Any]) -> None:
         """Call a function.

@@ -49,10 +49,12 @@ class OutsideChanges:
         changes: of objects that the step can reach.
         constants: `(attributes, name, value)` of objects among the arguments, which every call of
             the captured step sets.
+        shown: containers that the trace has shown, each with what it was by then.
     """
 
     changes: list[ObjectChange] = field(default_factory=list)
     constants: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    shown: list[tuple[Any, Any]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.changes)
@@ -62,7 +64,7 @@ class OutsideChanges:
         changes = [
             replace(change, after=_original(change.after, stands_for)) for change in self.changes
         ]
-        return OutsideChanges(changes, self.constants)
+        return OutsideChanges(changes, self.constants, self.shown)
 
     def first_change(self, record: Record) -> tuple[str, SourceLine | None]:
         """What is changed first, and by which line, as far as that was seen."""

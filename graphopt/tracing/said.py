@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from graphopt.host import HostCall
+from graphopt.host.running import current_run
+from graphopt.host.shown import Shown
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.callback import record as record_call
 from graphopt.tracing.computations import nest_of
@@ -31,6 +33,7 @@ from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
 from graphopt.tracing.scheduled import ScheduledSetting
+from graphopt.tracing.shown_containers import as_it_is
 from graphopt.tracing.shown_tensors import shown_within
 from graphopt.tracing.source import current_user_line, is_installed, is_library_file
 
@@ -169,7 +172,9 @@ def call_named(function: Any, names: tuple[str, ...], *args: Any) -> None:
 
 def found(args: Sequence[Any]) -> list[Any]:
     """Arguments with the containers that are found outside by then."""
-    return [arg() if _is_itself(arg) else arg for arg in args]
+    run = current_run()
+    shown = Shown(()) if run is None else run.shown
+    return [shown.next(arg()) if _is_itself(arg) else arg for arg in args]
 
 
 class FileInTrace:
@@ -198,6 +203,7 @@ def _given(record: Record, value: Any, within: bool = False) -> Any:
                 "show it by itself",
             )
         if not within:
+            record.shown.append((value, as_it_is(value)))
             return functools.partial(_itself, value)
         line = current_user_line() or SourceLine("", 0, "")
         record.contents(value, record.path(value, type(value).__name__), line)

@@ -126,6 +126,7 @@ def _attempt(
         raw.outside.unrepeated.add(what, line or definition_of(call))
     raw.effects = effects.with_originals(raw.outside.stands_for)
     raw.effects.constants.extend(raw.signature.constant_attributes())
+    raw.effects.shown.extend(raw.outside.shown if effects else ())
     return raw, drawn
 
 
