@@ -226,7 +226,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="gpt")
     parser.add_argument("--decision", choices=DECISIONS, default="loss", help="what decides")
     parser.add_argument("--turns", type=int, default=20, help="of three calls each, at least 2")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.ranks > 1 and options.decision == "loss":
+        parser.error(
+            "--decision loss skips the backward on the rank whose loss is not finite, where the"
+            " others wait for it: with several ranks give --decision norm"
+        )
+    return options
 
 
 def main() -> None:
