@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import graphopt
+from graphopt.tracing.object_guards import ModuleGuards
 from graphopt.tracing.snapshot import StateSnapshot
 from graphopt.tracing.together import Together
 
@@ -177,4 +178,20 @@ def test_what_one_guard_forgets_is_kept_by_none() -> None:
     gc.collect()
     assert reference() is None
     assert not first.unchanged.holds()
+    assert not together.unchanged()
+
+
+def test_modules_that_are_forgotten_are_kept_by_none() -> None:
+    module = nn.Linear(1, 1)
+    weight = weakref.ref(module.weight)
+    modules, other = ModuleGuards([("module", module, ())]), Guard({"a": 1})
+    together = Together([modules, other])
+    together.note()
+    assert modules in together.unchanged()
+    del module
+    gc.collect()
+    assert weight() is not None
+    modules.forget()
+    gc.collect()
+    assert weight() is None
     assert not together.unchanged()

@@ -25,7 +25,7 @@ from graphopt.errors import GraphOptError
 from graphopt.host.context import while_set
 from graphopt.host.held import HeldByFunction, containers_in, refuse_changed_containers
 from graphopt.host.seen import Outside, PutOutside, refuse_changed
-from graphopt.host.shown import Shown
+from graphopt.host.shown import NOTHING_SHOWN
 
 
 class VotesOnErrors(Protocol):
@@ -155,7 +155,7 @@ class HostRun:
         self._last = False
         self._agreed = False
         self.put = PutOutside()
-        self.shown = Shown(())
+        self.shown = NOTHING_SHOWN
 
     def call(self, host_call: Called, arguments: Sequence[Any], values: Sequence[Any]) -> None:
         """Call a function.

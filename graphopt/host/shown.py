@@ -23,3 +23,7 @@ class Shown:
         _, copies = self._copies.get(id(container), (None, None))
         copied = copies.popleft() if copies else AS_IT_IS
         return container if copied is AS_IT_IS else copied
+
+
+NOTHING_SHOWN = Shown(())
+"""Containers are shown as they are."""

@@ -18,7 +18,7 @@ from graphopt.errors import AssumptionFailedError, GraphOptError
 from graphopt.graph_utils import without_autocast
 from graphopt.host.assumptions import Answer
 from graphopt.host.running import HostRun, running
-from graphopt.host.shown import Shown
+from graphopt.host.shown import NOTHING_SHOWN, Shown
 from graphopt.host.sizes import Sizes, answered_alike, found_before
 from graphopt.host.used import unused
 from graphopt.iter_graph import IterGraphModule
@@ -95,7 +95,7 @@ class BoundStep:
         self.apart = captured.apart
         self._notes_apart = launched_apart(module.graph, self.apart)
         self._step = 0
-        self._shown: Shown | None = Shown(captured.effects.shown)
+        self._shown = Shown(captured.effects.shown)
         self._unused = unused(module.graph)
         self._left: Left | None = None
         self._moved = MovedApart(captured)
@@ -240,8 +240,7 @@ class BoundStep:
         storages = partial(inputs.updated_storages, flat)
         asked = (self.agreed.unused, self.agreed.questions) if self.agreed else ()
         run = HostRun(storages, rank, step, votes, agreement, mixed, call.given, *asked)
-        if self._shown is not None:
-            run.shown, self._shown = self._shown, None
+        run.shown, self._shown = self._shown, NOTHING_SHOWN
         return run
 
     def _raise_explained(

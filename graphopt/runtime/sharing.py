@@ -20,8 +20,6 @@ def in_order(entries: Sequence[BoundStep], retried: Tries | None) -> list[BoundS
         entries: those used last first.
         retried: of the branch that is tried before all others.
     """
-    if len(entries) == 1 and entries[0].agreed is None:
-        return list(entries)
     places: dict[Tries, int] = {}
     for entry in entries:
         places.setdefault(entry.tries, len(places))

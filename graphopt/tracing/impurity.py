@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.contents import TABLE
 from graphopt.tracing.replace import replaced
 from graphopt.tracing.source import (
     current_location,
@@ -127,19 +128,16 @@ class _Idle:
     """An optimizer without parameters, until the end, when it is what it was."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._attributes = vars(optimizer)
-        self._before = dict(self._attributes)
-        self._groups = [(group, dict(group)) for group in optimizer.param_groups]
-        tables = [optimizer.state, *optimizer.state.values()]
-        self._state = [(table, dict(table)) for table in tables if isinstance(table, dict)]
+        tables = [vars(optimizer), *optimizer.param_groups, optimizer.state]
+        tables += [entries for entries in optimizer.state.values() if isinstance(entries, dict)]
+        self._before = [(table, TABLE.read(table)) for table in tables]
         for group in optimizer.param_groups:
             group["params"] = []
 
     def end(self) -> None:
         """Let it be what it was."""
-        for table, before in ((self._attributes, self._before), *self._groups, *self._state):
-            table.clear()
-            table.update(before)
+        for table, before in self._before:
+            TABLE.write(table, before)
 
 
 def taken_for_a_number(how: str | None, line: SourceLine | None = None) -> CaptureError:

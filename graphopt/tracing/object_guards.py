@@ -79,6 +79,13 @@ class ModuleGuards:
         self.unchanged = None if reasons else self._snapshot()
         yield from reasons
 
+    def forget(self) -> None:
+        """Keep nothing alive, whoever looks at them together with others."""
+        self._guards = []
+        if self.unchanged is not None:
+            self.unchanged.forget()
+            self.unchanged = None
+
     def _as_before(self) -> bool:
         """Whether all modes that the step sets are those of before it."""
         return all(

@@ -20,7 +20,7 @@ import torch
 
 from graphopt.host import HostCall
 from graphopt.host.running import current_run
-from graphopt.host.shown import Shown
+from graphopt.host.shown import NOTHING_SHOWN
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.callback import record as record_call
 from graphopt.tracing.computations import nest_of
@@ -173,7 +173,7 @@ def call_named(function: Any, names: tuple[str, ...], *args: Any) -> None:
 def found(args: Sequence[Any]) -> list[Any]:
     """Arguments with the containers that are found outside by then."""
     run = current_run()
-    shown = Shown(()) if run is None else run.shown
+    shown = NOTHING_SHOWN if run is None else run.shown
     return [shown.next(arg()) if _is_itself(arg) else arg for arg in args]
 
 

@@ -92,12 +92,10 @@ class StateSnapshot:
         """`value` is at `key`; it is kept alive only where it is plain, or has no references."""
         if not is_plain(value):
             try:
-                self._references.append(weakref.ref(value))
+                self.has_referred(container, key, weakref.ref(value))
             except TypeError:
                 pass
             else:
-                self._referring.append(container)
-                self._referred.append(key)
                 return
         self.has(container, key, value)
 

@@ -201,7 +201,7 @@ class OutsideGuard:
         self._entries, self._owners, self._described = [], [], []
         self._changed = set()
         self._followed.clear()
-        self.modules = ModuleGuards(())
+        self.modules.forget()
 
 
 class _TellsOfLostModule:
