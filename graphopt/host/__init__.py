@@ -57,6 +57,7 @@ class HostCall:
         outside: what the function finds outside the step, and the step reads there behind it. The
             values that it takes follow the arguments'.
         held: what the function and its arguments hold that the step has made.
+        number: which call of a function it is in the program's order; None outside it.
 
     >>> from graphopt.host import host_call_of, insert_callback
     >>> (loss,) = graphopt.graph_utils.get_outputs(gm.graph).results
@@ -82,6 +83,7 @@ class HostCall:
         self._count = len(self.values)
         self.outside = Outside()
         self.held: HeldByFunction | None = None
+        self.number: int | None = None
         self._modes = Modes.now()
 
     def _taken_apart(self, argument: Any) -> tuple[Any, list[Any]]:

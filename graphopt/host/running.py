@@ -11,7 +11,7 @@ memory does), nor communicate. What one of them raises ends the step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -25,7 +25,6 @@ from graphopt.errors import GraphOptError
 from graphopt.host.context import while_set
 from graphopt.host.held import HeldByFunction, containers_in, refuse_changed_containers
 from graphopt.host.seen import Outside, PutOutside, refuse_changed
-from graphopt.host.shown import NOTHING_SHOWN
 
 
 class VotesOnErrors(Protocol):
@@ -68,8 +67,15 @@ class Called(Protocol):
     last: bool
     outside: Outside
     held: HeldByFunction | None
+    number: int | None
 
     def made_anew(self, arguments: Sequence[Any]) -> list[Any]: ...
+
+
+class FoundEarlier(Protocol):
+    """What an object outside held when the program called a function, of what has changed since."""
+
+    def present(self) -> AbstractContextManager[None]: ...
 
 
 class _NoState(TorchFunctionMode):
@@ -130,7 +136,7 @@ class HostRun:
 
     Attributes:
         put: what has been put outside the step for functions that were called.
-        shown: containers that have changed before they are shown.
+        earlier: what functions find that has changed behind them; by the number of the call.
     """
 
     def __init__(
@@ -155,7 +161,7 @@ class HostRun:
         self._last = False
         self._agreed = False
         self.put = PutOutside()
-        self.shown = NOTHING_SHOWN
+        self.earlier: Mapping[int, Sequence[FoundEarlier]] = {}
 
     def call(self, host_call: Called, arguments: Sequence[Any], values: Sequence[Any]) -> None:
         """Call a function.
@@ -174,6 +180,13 @@ class HostRun:
             self._failure, self._last = error, host_call.last
 
     def _call(self, host_call: Called, arguments: Sequence[Any], values: Sequence[Any]) -> None:
+        with ExitStack() as stack:
+            if host_call.number is not None:
+                for each in self.earlier.get(host_call.number, ()):
+                    stack.enter_context(each.present())
+            self._call_now(host_call, arguments, values)
+
+    def _call_now(self, host_call: Called, arguments: Sequence[Any], values: Sequence[Any]) -> None:
         outside, held = host_call.outside, host_call.held
         self.put.show(outside, values)
         before = [each.place.now() for each in outside.read]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from graphopt.errors import AssumptionFailedError, GraphOptError
 from graphopt.graph_utils import without_autocast
 from graphopt.host.assumptions import Answer
 from graphopt.host.running import HostRun, running
-from graphopt.host.shown import NOTHING_SHOWN, Shown
 from graphopt.host.sizes import Sizes, answered_alike, found_before
 from graphopt.host.used import unused
 from graphopt.iter_graph import IterGraphModule
@@ -36,6 +35,7 @@ from graphopt.runtime.results import StepResults
 from graphopt.runtime.sent_before import CollectiveResults, SentBefore
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
+from graphopt.tracing.found_earlier import EarlierContent
 from graphopt.tracing.guards import Guards
 
 logger = logging.getLogger("graphopt")
@@ -95,7 +95,7 @@ class BoundStep:
         self.apart = captured.apart
         self._notes_apart = launched_apart(module.graph, self.apart)
         self._step = 0
-        self._shown = Shown(captured.effects.shown)
+        self._earlier: Mapping[int, Sequence[EarlierContent]] = captured.effects.earlier
         self._unused = unused(module.graph)
         self._left: Left | None = None
         self._moved = MovedApart(captured)
@@ -240,7 +240,7 @@ class BoundStep:
         storages = partial(inputs.updated_storages, flat)
         asked = (self.agreed.unused, self.agreed.questions) if self.agreed else ()
         run = HostRun(storages, rank, step, votes, agreement, mixed, call.given, *asked)
-        run.shown, self._shown = self._shown, NOTHING_SHOWN
+        run.earlier, self._earlier = self._earlier, {}
         return run
 
     def _raise_explained(

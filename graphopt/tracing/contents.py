@@ -112,9 +112,11 @@ class Names:
     of an object.
 
     Attributes:
+        owner: the namespace, the class or the object.
         get, set, drop: of one name; `get` takes what stands for a missing value.
     """
 
+    owner: Any
     names: tuple[str, ...]
     get: Callable[[str, Any], Any]
     set: Callable[[str, Any], None]

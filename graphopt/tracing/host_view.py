@@ -10,7 +10,7 @@ there for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ class HostView:
     """Follows what one trace leaves outside, for the functions that it calls on the host.
 
     Args:
+        calls: is told of each call of a function what it can reach.
         tables: attributes of modules, optimizers and other objects among the arguments.
         settings: parameter groups as the step found them, each with its place.
     """
@@ -66,10 +67,11 @@ class HostView:
         inputs: Inputs,
         traced: Traced,
         record: Record,
+        calls: Callable[[Reach], None],
         tables: Tables,
         settings: Sequence[tuple[int, int, dict[str, Any]]],
     ) -> None:
-        self._record, self._tables = record, tables
+        self._record, self._tell, self._tables = record, calls, tables
         self._optimizers = call.optimizer_objects()
         self._settings = settings
         self._live = {id(traced.by_id[id(entry.tensor)]): entry for entry in inputs.module_tensors}
@@ -94,7 +96,9 @@ class HostView:
         with without_overrides():
             reach = reached_from(call.fn, call.constants)
         self._record.needed_lists |= reach.among(self._record.number_lists)
+        call.number = len(self._calls)
         self._calls.append((call, reach))
+        self._tell(reach)
         self._lines.append(current_user_line())
         call.held = self._held(call)
         given: list[Any] = []

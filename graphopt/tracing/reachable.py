@@ -157,7 +157,10 @@ class _ReachableSearch:
             if isinstance(value, ModuleType) and _is_users(getattr(value, "__file__", None)):
                 spaces.append(vars(value))
         for space in spaces:
-            yield contents.NAMES, Names(names, space.get, space.__setitem__, space.__delitem__)
+            yield (
+                contents.NAMES,
+                Names(space, names, space.get, space.__setitem__, space.__delitem__),
+            )
             self.add(space[name] for name in names if name in space)
 
     def _visit_class(self, kind: type) -> Iterator[Found]:
@@ -252,6 +255,13 @@ class Reach:
     def has(self, value: object) -> bool:
         """Whether a value is among what was reached."""
         return self._known is None or id(value) in self._known
+
+    def finds(self, holder: object) -> bool:
+        """Whether what was reached finds what an object of `reachable` holds."""
+        if not isinstance(holder, Names):
+            return self.has(holder)
+        owner = holder.owner
+        return self.has(owner) or any(each.__globals__ is owner for each in self.functions)
 
     def sets(self, namespace: object, name: object) -> bool:
         """Whether a function among what was reached sets a global variable."""
@@ -383,6 +393,7 @@ def _attributes_of(kind: type) -> Names:
         return vars(kind).get(name, missing)
 
     return Names(
+        kind,
         tuple(n for n, v in vars(kind).items() if _is_value(n, v)),
         get,
         partial(type.__setattr__, kind),
@@ -412,7 +423,8 @@ def _slots_in(value: Any, names: tuple[str, ...]) -> Names:
     def get(name: str, missing: Any) -> Any:
         return getattr(value, name, missing)
 
-    return Names(names, get, partial(object.__setattr__, value), partial(object.__delattr__, value))
+    write, drop = partial(object.__setattr__, value), partial(object.__delattr__, value)
+    return Names(value, names, get, write, drop)
 
 
 def is_shared(attributes: dict[str, Any]) -> bool:

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 
 from graphopt.host import HostCall
-from graphopt.host.running import current_run
-from graphopt.host.shown import NOTHING_SHOWN
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.callback import record as record_call
 from graphopt.tracing.computations import nest_of
@@ -33,7 +31,6 @@ from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
 from graphopt.tracing.scheduled import ScheduledSetting
-from graphopt.tracing.shown_containers import as_it_is
 from graphopt.tracing.shown_tensors import shown_within
 from graphopt.tracing.source import current_user_line, is_installed, is_library_file
 
@@ -172,9 +169,7 @@ def call_named(function: Any, names: tuple[str, ...], *args: Any) -> None:
 
 def found(args: Sequence[Any]) -> list[Any]:
     """Arguments with the containers that are found outside by then."""
-    run = current_run()
-    shown = NOTHING_SHOWN if run is None else run.shown
-    return [shown.next(arg()) if _is_itself(arg) else arg for arg in args]
+    return [arg() if _is_itself(arg) else arg for arg in args]
 
 
 class FileInTrace:
@@ -203,7 +198,6 @@ def _given(record: Record, value: Any, within: bool = False) -> Any:
                 "show it by itself",
             )
         if not within:
-            record.shown.append((value, as_it_is(value)))
             return functools.partial(_itself, value)
         line = current_user_line() or SourceLine("", 0, "")
         record.contents(value, record.path(value, type(value).__name__), line)

@@ -108,7 +108,7 @@ class StepRun:
     ) -> None:
         self._call, self._inputs, self._communication = call, inputs, communication
         self.mode, self._values = mode, values
-        self._keyed, self._puts_back = state.keyed_by_tensors(), state.puts_back
+        self.state, self._keyed = state, state.keyed_by_tensors()
         self._caching = torch.is_autocast_cache_enabled()
         self._alone = communication is None and _compat.rank_among_several() is None
         self._tagger = Tagger({module: name for name, module in call.named_submodules()})
@@ -169,7 +169,8 @@ class StepRun:
             if self._shared is not None:
                 self._shared.begin(traced)
             self._view = HostView(
-                *(self._call, self._inputs, traced, self.outside), held.tables, held.groups
+                *(self._call, self._inputs, traced, self.outside, self.state.calls),
+                *(held.tables, held.groups),
             )
             ran = self._run(traced, held)
             return self._collect(flat, traced, marks, held, ran)
@@ -435,7 +436,7 @@ class StepRun:
         tables = [*held.objects, *(each.table for each in self._call.objects.tables)]
         placed = take_placed(self.outside, self.finder, traced, tables, made, exchanged)
         stored = draws.picks.take_stored(made)
-        changed = take_changed(self.outside, placed, exchanged, self._puts_back, made)
+        changed = take_changed(self.outside, placed, exchanged, self.state.puts_back, made)
         user = (self._call.leaves[position] for position in self._inputs.user)
         draws.picks.finish(traced.by_id[id(leaf)] for leaf in user)
         refuse_changed(self.made.calls, self.outside.written_arrays())

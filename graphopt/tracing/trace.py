@@ -30,6 +30,7 @@ from graphopt.tracing.leftovers import (
     HostState,
     OutsideChanges,
     check_effects,
+    check_found_earlier,
     drawn_from,
     keeps_plain_values,
 )
@@ -126,7 +127,8 @@ def _attempt(
         raw.outside.unrepeated.add(what, line or definition_of(call))
     raw.effects = effects.with_originals(raw.outside.stands_for)
     raw.effects.constants.extend(raw.signature.constant_attributes())
-    raw.effects.shown.extend(raw.outside.shown if effects else ())
+    with explained(call):
+        check_found_earlier(raw.effects)
     return raw, drawn
 
 
@@ -257,6 +259,7 @@ def _numbers_of(call: Call) -> set[int]:
 
 def _refuse_kept_numbers(run: StepRun, call: Call, known: set[int]) -> None:
     """Refuse a step that keeps a number it read from a tensor, anywhere but in `known`."""
+    run.state.forget_unchanged()
     kept = run.made.kept_number(known)
     if kept is not None:
         what = (

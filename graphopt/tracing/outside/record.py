@@ -77,7 +77,6 @@ class Record(OutsideReads):
         kept_items: what gives the items of the lists of which something is computed later.
         executed: the instructions that may have read or written outside, by id.
         exact_lengths: places of lengths, by their identities, that are to be no inputs.
-        shown: containers that it shows, each as it is when it does; see `shown_containers`.
     """
 
     def __init__(
@@ -105,7 +104,6 @@ class Record(OutsideReads):
         self.kept_items: list[Any] = []
         self.executed: dict[int, OutsideAccess] = {}
         self.exact_lengths: set[tuple[Any, ...]] = set()
-        self.shown: list[tuple[Any, Any]] = []
         self._put_anew: set[int] = set()
 
     def finish(self) -> None:
