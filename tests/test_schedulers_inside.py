@@ -440,3 +440,28 @@ def test_a_rate_of_an_optimizer_that_a_call_does_not_step() -> None:
         return Loop(step, lambda: [model, optimizer.param_groups[0]["lr"]])
 
     assert graphs_of(make) <= 6
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: lr_scheduler.StepLR(optimizer, 1),
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (epoch + 1)),
+        lambda optimizer: lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(optimizer, 1)]),
+    ],
+)
+def test_a_scheduler_that_the_step_makes_is_refused(make: Callable[[Optimizer], Any]) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    made: list[Any] = []
+
+    def step(x: Tensor) -> None:
+        if not made:
+            made.append(make(optimizer))
+        model(x).sum().backward()
+        optimizer.step()
+        made[0].step()
+
+    with pytest.raises(graphopt.CaptureError, match=r"(?s)makes a \w+LR.*before the first"):
+        graphopt.compile(step)(torch.ones(4, 3))
+    assert not made and "step" not in vars(optimizer)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -106,6 +106,27 @@ def _last_rates(
     return rates_of
 
 
+def _making(make: Callable[..., None], known: Set[int]) -> Callable[..., None]:
+    """How a scheduler is made.
+
+    Args:
+        known: optimizers that the step has not made, by id.
+    """
+
+    @functools.wraps(make)
+    def made(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        if id(optimizer) in known:
+            raise CaptureError(
+                f"it makes a {type(self).__name__}, which sets the rates of an optimizer from"
+                " outside it and looks after its steps from then on",
+                location=current_location(),
+                hint="make the scheduler before the first call of the step",
+            )
+        make(self, optimizer, *args, **kwargs)
+
+    return made
+
+
 class _Hidden(NamedTuple):
     """A setting of a parameter group that a scheduler changes.
 
@@ -168,7 +189,8 @@ class TracedSchedulers:
         """While active, stepping a scheduler records a call of it.
 
         Raises:
-            CaptureError: the step uses what a scheduler has changed before, or a rate is a tensor.
+            CaptureError: the step uses what a scheduler has changed before, a rate is a tensor, or
+                it makes a scheduler for an optimizer that it has not made.
         """
         classes = [c for c in _subclasses(LRScheduler) if "step" in vars(c)]
         # Set for the whole trace: what is observed of a step's objects includes their classes.
@@ -177,6 +199,7 @@ class TracedSchedulers:
         with replaced(
             *((c, "step", _recording(vars(c)["step"], self)) for c in classes),
             *((c, name, _last_rates(vars(c)[name], self, self._calls)) for c, name in readers),
+            (LRScheduler, "__init__", _making(LRScheduler.__init__, self._optimizers)),
         ):
             try:
                 yield
