@@ -7,6 +7,7 @@ import csv
 import io
 import logging
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -211,3 +212,16 @@ def test_what_a_program_shows_elsewhere_is_shown_there() -> None:
         for scale in range(3):
             step(torch.ones(2) * scale)
     assert text.getvalue() == "0.0\n2.0\n4.0\n"
+
+
+def test_warnings_are_given_at_capture() -> None:
+    def step(x: Tensor) -> Tensor:
+        warnings.warn("a small batch", stacklevel=1)
+        return x * 2
+
+    compiled = graphopt.compile(step, pipeline="none")
+    for number in range(3):
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("default")
+            compiled(torch.ones(2))
+        assert [str(each.message) for each in given] == ["a small batch"] * (number == 0)
