@@ -94,9 +94,16 @@ def _item_of(source: Any, index: Any) -> list[fx.Node]:
 
 def base_of(node: fx.Node) -> fx.Node:
     """The node that made the tensor whose memory `node` holds, as far as that is certain."""
+    *_, base = viewed(node)
+    return base
+
+
+def viewed(node: fx.Node) -> Iterator[fx.Node]:
+    """A node and what it is a view of, as far as that is certain, down to what made the tensor."""
+    yield node
     while is_pure_view(node) or is_update(node) or is_wait(node):
         node = node.all_input_nodes[0]
-    return node
+        yield node
 
 
 def inner_bases(node: fx.Node, inside: Collection[fx.Node]) -> Iterator[fx.Node]:

@@ -17,6 +17,8 @@ from graphopt.graph_utils import is_operator, same_kind, written
 from graphopt.ir.entries import list_call
 from graphopt.ir.metadata import known_value, source_line
 from graphopt.ir.operators import operator_of
+from graphopt.ir.views import viewed
+from graphopt.tracing.overlapping import refuse_overlapping
 from graphopt.tracing.parts import overlap
 
 aten = torch.ops.aten
@@ -42,18 +44,20 @@ def refuse_unusual_writes(node: fx.Node) -> None:
     """Refuse in-place operators that no copy into an input can stand for.
 
     One is a change of an argument's own shape or strides. Another is writing to an expanded
-    tensor, some elements of which are one in memory: eager refuses most such operators, and lets
-    the order of its kernel decide in the others. A third is a list operator of which one entry
-    reads or writes what another one writes, such as a weight that is given twice.
+    tensor, some elements of which are one in memory, or to a part of one: eager refuses most such
+    operators, lets the order of its kernel decide in the others, and what stands for the write in
+    a graph rounds. So is writing to what is read elsewhere, see `overlapping`. Another one is a
+    list operator of which one entry reads or writes what another one writes, such as a weight that
+    is given twice.
     """
     if _is_view_in_place(node.target):
         _refuse_reshaped_input(node)
         return
     _refuse_entries_in_order(node)
     for target in written(node):
-        value = known_value(target)
-        if is_expanded(value) and not is_operator(node.target, *_UNIFORM):
+        if any(is_expanded(known_value(each)) for each in viewed(target)):
             raise expanded_write(node)
+    refuse_overlapping(node)
 
 
 def expanded_write(node: fx.Node) -> CaptureError:
@@ -88,9 +92,6 @@ def _refuse_entries_in_order(node: fx.Node) -> None:
                     " it go from parameter to parameter (foreach=False, fused=False)",
                 )
 
-
-_UNIFORM = ("aten::fill_", "aten::zero_")
-"""Operators that write the same to all elements."""
 
 _RESHAPING = ("aten::resize_", "aten::resize_as_", "aten::set_")
 
