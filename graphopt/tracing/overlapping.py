@@ -53,7 +53,7 @@ def _overlap(changed: list[Any], read: Any) -> bool:
         if _has_memory(each):
             places[_compat.storage_key(each)].append(each)
     return any(
-        other is not each and not _is_same(each, other) and overlap(each, other)
+        _overlaps_in_part(each, other)
         for each in changed
         if _has_memory(each)
         for other in places[_compat.storage_key(each)]
@@ -61,12 +61,13 @@ def _overlap(changed: list[Any], read: Any) -> bool:
 
 
 def _has_memory(value: Any) -> bool:
-    strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return strided and bool(value.numel())
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return _geometry(one) == _geometry(other)
+def _overlaps_in_part(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if other is one or _geometry(one) == _geometry(other):
+        return False
+    return bool(one.numel() and other.numel()) and overlap(one, other)
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -79,7 +80,7 @@ def _tried(node: fx.Node) -> str | None:
     sizes = {
         _compat.storage_key(value): value.untyped_storage().nbytes()
         for value in values.values()
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided
+        if _has_memory(value)
     }
     if not all(isinstance(each, int) for each in sizes.values()) or sum(sizes.values()) > _MANY:
         return "where eager code may see what it has written already"
@@ -119,7 +120,7 @@ class _Memory:
 
     def tensor(self, value: Any) -> Any:
         """What stands for a value of the step."""
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        if not _has_memory(value):
             return value
         key = _compat.storage_key(value)
         if key not in self._storages:
