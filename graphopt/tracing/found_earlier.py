@@ -19,8 +19,8 @@ from graphopt.tracing import contents
 from graphopt.tracing.contents import ObjectKind
 from graphopt.tracing.guard_values import same_constant
 from graphopt.tracing.later_values import holds_unknown
+from graphopt.tracing.outside.places import MISSING
 
-_MISSING: Any = object()
 _UNKNOWN: Any = object()
 _Parts = frozenset[int]
 _WHOLE: _Parts = frozenset({0})
@@ -99,7 +99,7 @@ def differing(kind: ObjectKind, one: Any, other: Any) -> _Parts:
     return frozenset(
         part
         for part in ours.keys() | theirs.keys()
-        if not same_constant(ours.get(part, _MISSING), theirs.get(part, _MISSING))
+        if not same_constant(ours.get(part, MISSING), theirs.get(part, MISSING))
     )
 
 

@@ -26,6 +26,8 @@ from graphopt.tracing.parts import overlap
 _MANY = 1 << 28
 """Bytes of memory with which an operator is tried."""
 
+_UNTRIED = "where eager code may see what it has written already"
+
 
 def refuse_overlapping(node: fx.Node) -> None:
     """Refuse an operator that writes to a part of what it reads, where eager code refuses it too,
@@ -83,7 +85,7 @@ def _tried(node: fx.Node) -> str | None:
         if _has_memory(value)
     }
     if not all(isinstance(each, int) for each in sizes.values()) or sum(sizes.values()) > _MANY:
-        return "where eager code may see what it has written already"
+        return _UNTRIED
     with _compat.without_modes(), torch.no_grad():
         as_they_lie, apart = _Memory(sizes), _Memory(sizes)
         changed = set(written(node))
@@ -94,6 +96,9 @@ def _tried(node: fx.Node) -> str | None:
         }
         try:
             _run(node, copied)
+        except Exception:  # not for these numbers, or not on this device
+            return _UNTRIED
+        try:
             _run(node, lying)
         except RuntimeError as error:
             return f"which eager code refuses: {str(error).strip().split(chr(10), 1)[0]}"
