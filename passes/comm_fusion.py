@@ -23,7 +23,8 @@ What is sent while the backward computes costs no time; what is left when it end
 large last bucket is most of a small model. With `min_buckets` buckets close earlier, so that there
 are about that many, but none below 256 KB, where the time of a collective no longer depends on its
 size. With None it is a number by cost (`graphopt.schedule.granularity`): of tables, so that it is
-the same on every rank and every machine. The default pipeline does so.
+the same on every rank and every machine. The default pipeline does so. A gradient that is much
+larger than the others (an embedding) is a bucket by itself, and does not make theirs larger.
 
 A gradient that fills a bucket by itself goes alone: nothing copies it, and a graph in its
 executable form reduces it where it is. A bucket of small ones is filled beside those, one for every
@@ -79,6 +80,8 @@ MEGABYTE = 2**20
 FIRST_BUCKET_BYTES = MEGABYTE
 SMALLEST_BUCKET_BYTES = MEGABYTE // 4
 ALIGNMENT_BYTES = 64
+HUGE = 4
+"""A gradient so many times as large as a bucket does not count where the size of one is chosen."""
 
 
 @graph_optimization_pass()
@@ -132,8 +135,19 @@ def _share(gm: fx.GraphModule, min_buckets: int | None) -> int:
         return sys.maxsize
     blocks = fusable_blocks(gm)
     count = min_buckets or collectives_by_cost(gm.graph, list(blocks), default_cost_model(gm.graph))
-    total = sum(block.nbytes for block in blocks.values())
-    return max(SMALLEST_BUCKET_BYTES, math.ceil(total / count))
+    return max(SMALLEST_BUCKET_BYTES, _limit([block.nbytes for block in blocks.values()], count))
+
+
+def _limit(sizes: Sequence[int], count: int) -> int:
+    """Bytes at which a bucket closes so that there are about `count`, where gradients that are much
+    larger than a bucket have one each and the others share what is left of the count."""
+    rest = sorted(sizes)
+    limit = math.ceil(sum(rest) / count)
+    while rest and rest[-1] >= HUGE * limit and count > 1:
+        rest.pop()
+        count -= 1
+        limit = math.ceil(sum(rest) / count)
+    return limit
 
 
 def _check_count(count: int | None) -> None:

@@ -61,6 +61,10 @@ def test_bucket_sizes(kilobytes: list[int], bucket_size_mb: float, expected: lis
         ([64] * 12, 100, [4, 4, 4]),
         # The smaller of both limits counts: 25 MB here.
         ([30 * 1024] * 4, 2, [1, 1, 1, 1]),
+        # One that is much larger than the others does not make their buckets larger.
+        ([4096] + [256] * 8, 8, [1, 2, 2, 2, 2]),
+        ([256] * 4 + [8192] + [256] * 4 + [16384], 8, [2, 2, 1, 2, 2, 1]),
+        ([4096, 64, 64], 1, [1, 2]),
     ],
 )
 def test_number_of_buckets(kilobytes: list[int], min_buckets: int, expected: list[int]) -> None:

@@ -57,6 +57,7 @@ from graphopt._compat.graphs import (
     set_graph,
 )
 from graphopt._compat.groups import (
+    companion_group,
     default_store,
     device_of,
     fake_world_size,

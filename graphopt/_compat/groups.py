@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,29 @@ def gloo_channel(group: dist.ProcessGroup, name: str) -> Any:
     timeout = group._get_backend(device_of(group)).options._timeout
     store = dist.PrefixStore(f"graphopt/{name}", default_store())
     return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
+
+
+def companion_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
+    """Another process group of all ranks, for collectives that shall not wait for those of `group`.
+    To be made by all of them at once; it waits as long as the group does. It lasts as long as the
+    default group.
+
+    `new_group` counts groups for their names; see `gloo_channel`.
+
+    Args:
+        group: with all ranks.
+        purpose: that no other companion of this group has, and the same on all ranks.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    ranks = dist.get_process_group_ranks(group)
+    made, _ = c10d._new_process_group_helper(
+        *(group.size(), group.rank(), ranks, c10d._world.pg_map[group][0], default_store()),
+        f"{group.group_name} {purpose}",  # type: ignore[arg-type, unused-ignore]
+        timeout=group._get_backend(device_of(group)).options._timeout,
+    )
+    c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
+    return cast(dist.ProcessGroup, made)
 
 
 def maximum(channel: Any, tensor: torch.Tensor) -> None:

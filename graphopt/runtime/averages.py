@@ -23,6 +23,7 @@ from graphopt._compat.backward import after_backward, is_in_backward
 from graphopt.errors import GraphOptError
 from graphopt.parallel.data_parallel import average, broadcast_buffers
 from graphopt.parallel.markers import Group
+from graphopt.ranks.buffer_groups import group_of_buffers
 from graphopt.ranks.failed_runs import sending_explained
 from graphopt.tracing.call import Call
 
@@ -121,7 +122,7 @@ class Averages:
 
     def _receive(self, module: nn.Module, args: Any) -> None:
         with torch.no_grad(), self._explained("broadcast", "buffers"):
-            broadcast_buffers(module, self._named)
+            broadcast_buffers(module, group_of_buffers(self._group))
 
     def _explained(self, collective: str, what: str) -> Any:
         return sending_explained(self._group, self._step, collective, what)

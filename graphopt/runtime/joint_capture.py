@@ -17,6 +17,7 @@ from graphopt.host.votes import Agreement, Votes
 from graphopt.manager import records_of
 from graphopt.parallel import OverRanks
 from graphopt.ranks.asking import Questions
+from graphopt.ranks.buffer_groups import make_group_of_buffers
 from graphopt.ranks.meeting import Channel
 from graphopt.ranks.spmd import FREEZE, asks, check_same, check_same_plans, merged_order
 from graphopt.ranks.unused import UnusedParameters
@@ -156,6 +157,7 @@ class _Together(Ranks):
         captured: CapturedStep | None = None
         call = with_remembered(call)
         call = voting(call, always=self._joint.uneven) if self._sync else call
+        self._separate_buffers(call)
         while captured is None:
             call, inputs, raw = first_joint_trace(call, self._communication(None))
             communication = self._communication(self._meet(call, inputs, raw))
@@ -172,6 +174,11 @@ class _Together(Ranks):
                 captured = None
         self._call, self._inputs = call, inputs
         return captured
+
+    def _separate_buffers(self, call: Call) -> None:
+        if self._sync and self._parallel.broadcast_buffers:
+            group = _compat.group_or_default(self._parallel.group)
+            make_group_of_buffers(group, [root for _, root in call.named_roots()], self._meeting)
 
     def _communication(self, order: AgreedOrder | None) -> MarkedCommunication | None:
         return self._joint.marked(self._parallel, order) if self._sync else None

@@ -20,6 +20,7 @@ from graphopt.parallel import Manual, OverRanks, Parallel, resolve
 from graphopt.parallel.markers import Group
 from graphopt.parallel.parallelize import parallelize
 from graphopt.ranks.apart import groups_apart
+from graphopt.ranks.buffer_groups import group_of_buffers
 from graphopt.runtime.collector import collector_paused
 from graphopt.tracing.alike import first_own, own_inputs
 from graphopt.tracing.besides import Besides, MoreInputs
@@ -472,4 +473,5 @@ def communication_for(
         return None
     group = _compat.group_or_default(parallel.group)
     named = Group(group.group_name, group.size())
-    return MarkedCommunication(parallel, named, agreed, accumulated)
+    buffers = group_of_buffers(group)
+    return MarkedCommunication(parallel, named, buffers, agreed, accumulated)

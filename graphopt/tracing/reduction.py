@@ -53,13 +53,15 @@ class MarkedCommunication:
 
     Attributes:
         parallel: the kind.
-        group: ranks that share gradients and buffers.
+        group: ranks that share gradients.
+        buffers: the same ranks, as a group that shares buffers.
         agreed: what the ranks average in this call; None before they have agreed.
         accumulated: whether gradients of earlier calls alone are averaged as well.
     """
 
     parallel: OverRanks
     group: Group
+    buffers: Group
     agreed: AgreedOrder | None
     accumulated: bool = True
 

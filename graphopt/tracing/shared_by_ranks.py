@@ -92,7 +92,7 @@ class SharedByRanks:
         def mark(module: torch.nn.Module, args: Any) -> None:
             names = (name for name, _ in module.named_buffers())
             with torch.no_grad(), self._tagger.sending(*names):
-                mark_buffers(module, communication.group)
+                mark_buffers(module, communication.buffers)
 
         handles = [
             root.register_forward_pre_hook(mark, prepend=True)
