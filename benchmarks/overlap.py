@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from overlap_bound import calibrated, preemptive_bound
 from overlap_models import FORMS, OVERLAP_MODELS, average_of, overlap_batch
-from overlap_show import COMMUNICATION, COMPUTE, plot, table
+from overlap_show import COMMUNICATION, COMPUTE, UNRELATED, plot, table
 from ranks import WARM_UP_STEPS, paired, slowest
 from rich.console import Console
 from spread import Figures, spread
@@ -112,6 +112,22 @@ class Training:
         self._random.save()
 
 
+class Unrelated:
+    """A training that averages nothing, beside as many bytes that nobody waits for: what both take
+    on the cores and links that they share, in whatever order."""
+
+    def __init__(self, task: Figures) -> None:
+        self._training, self._communication = Training(task), Communication(task)
+
+    def run(self, batches: Batches) -> None:
+        """Each step beside the sending of one step's gradients."""
+        for batch in batches:
+            works = self._communication.launch()
+            self._training.run([batch])
+            for work in works:
+                work.wait()
+
+
 class Communication:
     """The bytes of all gradients in chunks, with nothing else to do."""
 
@@ -123,9 +139,12 @@ class Communication:
     def run(self, batches: Batches) -> None:
         """One average of all chunks for each batch."""
         for _ in batches:
-            works = [dist.all_reduce(chunk, async_op=True) for chunk in self._chunks]
-            for work in works:
+            for work in self.launch():
                 work.wait()
+
+    def launch(self) -> list[dist.Work]:
+        """Begin the averages of one step."""
+        return [dist.all_reduce(chunk, async_op=True) for chunk in self._chunks]
 
 
 def device() -> torch.device:
@@ -148,6 +167,7 @@ def variants(task: Figures) -> dict[str, Variant]:
     made: dict[str, Variant] = {
         COMPUTE: Training(task),
         COMMUNICATION: Communication(task),
+        UNRELATED: Unrelated(task),
         DDP_DEFAULT: Training(task, buckets_mb=25),
     }
     for size in task["sweep"]:

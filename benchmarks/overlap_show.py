@@ -10,6 +10,7 @@ from rich.table import Table
 from spread import Figures
 
 COMPUTE, COMMUNICATION = "compute alone", "communication alone"
+UNRELATED = "both, unrelated"
 
 
 def table(row: Figures) -> Table:
@@ -55,7 +56,7 @@ def plot(rows: Sequence[Figures], path: Path) -> None:
     for panel, model in zip(panels[0], models, strict=True):
         mine = [row for row in rows if (row["model"], row["form"]) == model]
         for name in mine[0]["per_bound"]:
-            if name not in (COMPUTE, COMMUNICATION):
+            if name not in (COMPUTE, COMMUNICATION, UNRELATED):
                 heights = [row["per_bound"][name]["median"] for row in mine]
                 panel.plot([row["ratio"] for row in mine], heights, marker="o", label=name)
         panel.axhline(1.0, color="black", linewidth=1)

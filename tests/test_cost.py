@@ -30,9 +30,11 @@ from graphopt.cost import (
     default_cost_model,
     operator_key,
 )
+from graphopt.cost.calibration import example_inputs
 from graphopt.cost.collectives import fitted
 from graphopt.cost.hosts import spans_hosts
-from graphopt.cost.operators import machine_name
+from graphopt.cost.operators import Measurement, machine_name
+from graphopt.cost.roofline import is_free
 from graphopt.graph_utils import is_collective
 from graphs import inputs_of, training_step
 
@@ -286,3 +288,55 @@ def test_functions_of_the_program_are_not_called(tmp_path: Path) -> None:
     captured = graphopt.capture(step, torch.nn.Tanh(), torch.ones(2, 4))
     calibrate(captured.graph_module, table=tmp_path / "costs.json")
     assert not seen
+
+
+OPTIMIZERS = {
+    "adamw, fused": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
+    "adamw, foreach": lambda ps: torch.optim.AdamW(ps, lr=0.1, foreach=True),
+    "adam, loop": lambda ps: torch.optim.Adam(ps, lr=0.1, foreach=False, fused=False),
+    "sgd, fused": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
+    "sgd, loop": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=False),
+    "adagrad, fused": lambda ps: torch.optim.Adagrad(ps, lr=0.1, fused=True),
+}
+
+
+def captured_update(optimizer: str) -> graphopt.CapturedStep:
+    """A step with a count of its calls, and the last batch kept in a buffer."""
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+        model.last.copy_(x)
+        model.count.add_(1)
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    model.register_buffer("last", torch.zeros(2, 4))
+    model.register_buffer("count", torch.zeros(()))
+    made = OPTIMIZERS[optimizer](list(model.parameters()))
+    step(model, made, torch.ones(2, 4))  # makes the optimizer's state
+    return graphopt.capture(step, model, made, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_copies_that_updates_in_place_leave_out_are_free(optimizer: str) -> None:
+    graph = captured_update(optimizer).graph_module.graph
+    copies = [n for n in graph.nodes if n.target is torch.ops.aten.copy_.default]
+    assert len(copies) > 2
+    assert [str(n.args[0]) for n in copies if not is_free(n)] == ["last"]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_measured_runs_change_no_input_and_measure_every_call(optimizer: str) -> None:
+    gm = captured_update(optimizer).graph_module
+    inputs = example_inputs(gm)
+    before = [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
+    measurement = Measurement(gm, inputs)
+    assert measurement.run() > 0
+    assert all(
+        torch.equal(value, kept) if isinstance(value, torch.Tensor) else value == kept
+        for value, kept in zip(inputs, before, strict=True)
+    )
+    found = OperatorTable(measurement.medians(), "here")
+    assert not found.lacks(gm.graph)

@@ -10,11 +10,12 @@ and links then. What rank 0 found is the answer on every rank, so that all decid
 from __future__ import annotations
 
 import logging
+import math
 import os
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from graphopt import _compat
 from graphopt.cost.collectives import Collective, CollectiveTable, Network, Point, fitted
 from graphopt.cost.errors import CostTableError
 from graphopt.cost.model import CostModel
-from graphopt.cost.operators import OperatorTable, machine_name, measure_operators
+from graphopt.cost.operators import Measurement, OperatorTable, machine_name
 from graphopt.cost.roofline import DEVICES
 from graphopt.errors import FileError, MissingFileError
 from graphopt.graph_utils import tensors_in
@@ -39,8 +40,13 @@ logger = logging.getLogger("graphopt")
 
 SIZES = (2**12, 2**16, 2**18, 2**20, 2**22)
 """Bytes of the all-reduces that are measured."""
+_RUNS = 5
+_TURNS = 5
+_MESSAGE_BYTES = 2**20
+_LONGER = 1.5
+_MOST_TENSORS = 16
 _IDLE_SECONDS = 0.05
-_NOISE = 0.1
+_NOISE = 0.05
 
 
 def calibrate(
@@ -58,8 +64,8 @@ def calibrate(
     Args:
         graph_module: in the captured dialect, such as ``graphopt.capture(…).graph_module``.
         inputs: one for each placeholder, as the graph is called with; they are not changed. None:
-            zeros of the shapes that it was captured with, whose times are those of other values
-            almost everywhere.
+            zeros of the shapes that it was captured with (`example_inputs`), whose times are those
+            of other values almost everywhere.
         group: whose collectives are measured; None: the default group, if there is one.
         table: file of costs measured before. What is there for the same machine is not measured
             again; it is written anew where something was. None: ``graphopt/costs.json`` in the
@@ -118,7 +124,8 @@ def costs_in(path: str | PathLike[str], graph: fx.Graph) -> CostModel:
 
 
 def example_inputs(graph_module: fx.GraphModule) -> list[Any]:
-    """Zeros of the shapes that a graph was captured with; numbers as they were.
+    """Zeros of the shapes that a graph was captured with; numbers as they were. Numbers that are
+    tensors of no dimension are 0.5: some operators refuse a momentum of 0, others divide by it.
 
     Raises:
         CostTableError: a shape is symbolic.
@@ -131,7 +138,8 @@ def example_inputs(graph_module: fx.GraphModule) -> list[Any]:
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:
     size, stride = tuple(like.shape), tuple(like.stride())
-    return torch.empty_strided(size, stride, dtype=like.dtype, device=like.device).zero_()
+    made = torch.empty_strided(size, stride, dtype=like.dtype, device=like.device)
+    return made.zero_() if size or not made.is_floating_point() else made.fill_(0.5)
 
 
 def _check_inputs(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -209,32 +217,81 @@ def _measured(
     channel: Channel | None,
     kept: CostModel | None,
 ) -> CostModel:
-    seconds = {} if kept is None else dict(_operators(kept).seconds)
-    seconds |= measure_operators(graph_module, inputs)
-    fallback = DEVICES["cpu" if device.type == "cpu" else "h100"]
-    operators = OperatorTable(seconds, machine_name(device), fallback)
     table = CollectiveTable({}) if kept is None else kept.communication
     assert isinstance(table, CollectiveTable)
     burst = 0.0 if kept is None else kept.burst
+    shared = channel if channel is not None and _shares_cores(channel, device) else None
     if channel is not None:
-        table = _with_group(table, channel, device)
+        table = _with_group(table, channel.group, device, shared is not None)
         burst = _burst(channel.group, device, table)
-    return CostModel(operators, table, burst=burst)
+    measurement = Measurement(graph_module, inputs)
+    for _ in range(_RUNS):
+        measurement.run()
+    seconds = {} if kept is None else dict(_operators(kept).seconds)
+    seconds |= measurement.medians()
+    slowdown = 0.0 if shared is None else _slowdown(measurement.run, shared, table)
+    fallback = DEVICES["cpu" if device.type == "cpu" else "h100"]
+    operators = OperatorTable(seconds, machine_name(device), fallback)
+    return CostModel(operators, table, slowdown, burst)
 
 
-def _with_group(table: CollectiveTable, channel: Channel, device: torch.device) -> CollectiveTable:
-    """A table that knows the all-reduces of a group, and other collectives by what these show."""
+def _slowdown(run: Callable[[], float], channel: Channel, table: CollectiveTable) -> float:
+    """By which share compute takes longer while something is sent, without what each collective
+    takes away, whatever its size: in turns with and without, as a mean over the ranks."""
+    each = table.overhead[0]
+    messages = _messages(channel, table, run())
+    ratios = []
+    for _ in range(_TURNS):
+        before = run()
+        beside, done = _beside(messages, channel.group, run)
+        ratios.append((beside - done * each) / statistics.fmean([before, run()]))
+    everyone = channel.exchange({"ratio": statistics.median(ratios)})
+    return max(0.0, statistics.fmean(said["ratio"] for said in everyone) - 1)
+
+
+def _messages(channel: Channel, table: CollectiveTable, compute: float) -> int:
+    """How many all-reduces keep the link busy for longer than the compute takes on any rank."""
     group = channel.group
+    each = table(Collective("all_reduce", _MESSAGE_BYTES, group.size(), group.group_name)).seconds
+    wanted = math.ceil(_LONGER * compute / max(each, 1e-6))
+    return max(int(said["messages"]) for said in channel.exchange({"messages": wanted}))
+
+
+def _beside(messages: int, group: dist.ProcessGroup, run: Callable[[], float]) -> tuple[float, int]:
+    """What `run` takes beside all-reduces that nobody waits for meanwhile, and how many of these
+    came to an end meanwhile."""
+    # Several may be under way in one tensor: these are zeros, whose sums nobody reads.
+    tensors = [torch.zeros(_MESSAGE_BYTES // 4) for _ in range(min(messages, _MOST_TENSORS))]
+    dist.barrier(group)
+    works = [
+        dist.all_reduce(tensors[number % len(tensors)], group=group, async_op=True)
+        for number in range(messages)
+    ]
+    taken = run()
+    done = sum(work.is_completed() for work in works)
+    for work in works:
+        work.wait()
+    return taken, done
+
+
+def _with_group(
+    table: CollectiveTable, group: dist.ProcessGroup, device: torch.device, shares: bool
+) -> CollectiveTable:
+    """A table that knows the all-reduces of a group, and other collectives by what these show.
+
+    Args:
+        shares: the threads of a backend share cores with compute.
+    """
     points, computed = measure_all_reduces(group, device)
     ranks = group.size()
     alpha, beta = fitted(points)
     # A ring sends 2 (p - 1) / p of the bytes over each link.
     rate = 2 * (ranks - 1) / ranks / max(beta, 1e-15)
-    each, per_byte = fitted(computed) if _shares_cores(channel, device) else (0.0, 0.0)
+    each = fitted(computed)[0] if shares else 0.0
     singly = device.type == "cpu"  # by gloo
     fallback = Network("measured", 0.0, rate, start=alpha, overhead=each, scatters_singly=singly)
     found = {**table.points, ("all_reduce", ranks): tuple(points)}
-    return CollectiveTable(found, table.links, fallback, (each, per_byte))
+    return CollectiveTable(found, table.links, fallback, (each, 0.0))
 
 
 def _shares_cores(channel: Channel, device: torch.device) -> bool:
@@ -250,8 +307,9 @@ def _shares_cores(channel: Channel, device: torch.device) -> bool:
 def measure_all_reduces(
     group: dist.ProcessGroup, device: torch.device, rounds: int = 7
 ) -> tuple[list[Point], list[Point]]:
-    """Median seconds of all-reduces of `SIZES` bytes, one at a time; no size is faster than a
-    smaller one. All ranks of the group have to call it.
+    """Median seconds of all-reduces of `SIZES` bytes, one after another, so that a link saves
+    nothing in between; no size is faster than a smaller one. All ranks of the group have to call
+    it.
 
     Returns:
         Seconds on the clock, and seconds that all threads of this process compute.
@@ -259,7 +317,8 @@ def measure_all_reduces(
     found: dict[int, list[tuple[float, float]]] = {}
     for nbytes in reversed(SIZES):  # the largest take what a link has saved
         tensor = torch.zeros(nbytes // 4, device=device)
-        found[nbytes] = [_all_reduce_seconds(tensor, group) for _ in range(rounds + 1)][1:]
+        _all_reduce_seconds(tensor, group, from_idle=True)
+        found[nbytes] = [_all_reduce_seconds(tensor, group) for _ in range(rounds)]
     points: list[Point] = []
     computed: list[Point] = []
     for nbytes in SIZES:
@@ -278,14 +337,17 @@ def _burst(
     times = []
     for _ in range(rounds):
         time.sleep(_IDLE_SECONDS)
-        times.append(_all_reduce_seconds(tensor, group)[0])
+        times.append(_all_reduce_seconds(tensor, group, from_idle=True)[0])
     steady = table(Collective("all_reduce", SIZES[-1], group.size(), group.group_name)).seconds
     gained = steady - statistics.median(times)
     return gained if gained > _NOISE * steady else 0.0
 
 
-def _all_reduce_seconds(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[float, float]:
-    dist.barrier(group)
+def _all_reduce_seconds(
+    tensor: torch.Tensor, group: dist.ProcessGroup, *, from_idle: bool = False
+) -> tuple[float, float]:
+    if from_idle:
+        dist.barrier(group)
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
     start, computed = time.perf_counter(), time.process_time()

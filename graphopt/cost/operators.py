@@ -6,18 +6,22 @@ import hashlib
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
+from graphopt import _compat
 from graphopt.cost.roofline import DEVICES, Device, RooflineCost, is_free
-from graphopt.graph_utils import is_collective, is_wait
+from graphopt.graph_utils import is_collective, is_wait, tensors_in
 from graphopt.host import is_host_call
 from graphopt.ir.metadata import known_value
+from graphopt.ir.operators import argument as operator_argument
+from graphopt.ir.operators import fused_optimizer, updated_lists
 from graphopt.readable.rows import argument, describe
 
 _LONGEST_KEY = 160
@@ -87,49 +91,94 @@ class OperatorTable:
         return any(not is_free(n) and operator_key(n) not in self.seconds for n in graph.nodes)
 
 
-def measure_operators(
-    graph_module: fx.GraphModule, inputs: Sequence[Any], rounds: int = 5
-) -> dict[str, float]:
-    """Run a graph node by node and take the median seconds of each kind of call.
+class Measurement:
+    """Runs of a graph node by node, whose seconds are taken.
 
-    Collectives run too, so that all ranks of their groups have to do this together. Tensors among
-    the inputs are copied, random numbers are as before afterwards, and functions of the program's
-    (`graphopt.callback`) are not called.
+    Collectives run in the first one, which waits for each at once, so that all ranks of their
+    groups have to begin together; later ones take what came of them, and measure compute that
+    nothing is sent beside. Tensors among the inputs are copied, random numbers are as before
+    afterwards, and functions of the program's (`graphopt.callback`) are not called.
 
     Args:
         inputs: one for each placeholder.
-        rounds: runs that count; one more goes before them.
+
+    >>> from graphopt.cost.operators import Measurement
+    >>> captured = graphopt.capture(torch.tanh, torch.ones(2))
+    >>> measurement = Measurement(captured.graph_module, [torch.ones(2)])
+    >>> measurement.run() > 0, list(measurement.medians())
+    (True, ['aten.tanh.default(f32[2])'])
     """
-    timed = _Timing(graph_module)
-    devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
-    cuda = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-    with torch.no_grad(), torch.random.fork_rng(cuda):
-        for number in range(rounds + 1):
-            if number == 1:
-                timed.found.clear()  # the first round loads code and fills caches
-            timed.run(*(v.clone() if isinstance(v, torch.Tensor) else v for v in inputs))
-    return {key: statistics.median(seconds) for key, seconds in timed.found.items()}
+
+    def __init__(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        self._timing, self._inputs = _Timing(graph_module), inputs
+        devices = [value.device for value in inputs if isinstance(value, torch.Tensor)]
+        self._cuda = sorted({d.index or 0 for d in devices if d.type == "cuda"})
+        self.run()
+        self._timing.found.clear()  # the first run loads code and fills caches
+
+    def run(self) -> float:
+        """Seconds that all nodes took together in one more run."""
+        before = self._timing.total
+        with torch.no_grad(), torch.random.fork_rng(self._cuda):
+            copies = (v.clone() if isinstance(v, torch.Tensor) else v for v in self._inputs)
+            self._timing.run(*copies)
+        return self._timing.total - before
+
+    def medians(self) -> dict[str, float]:
+        """Seconds of each kind of call in the runs so far."""
+        return {key: statistics.median(seconds) for key, seconds in self._timing.found.items()}
 
 
 class _Timing(fx.Interpreter):
     def __init__(self, graph_module: fx.GraphModule) -> None:
         super().__init__(graph_module)
         self.found: dict[str, list[float]] = {}
+        self.total = 0.0
         self._keys: dict[fx.Node, str] = {}
+        self._received: dict[fx.Node, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         if is_host_call(n):
             return None  # of the program's: it is not to see what is measured with
-        if is_free(n) or is_collective(n) or is_wait(n):
+        if is_collective(n):
+            if n not in self._received:
+                self._received[n] = _waited(super().run_node(n))
+            return self._received[n]
+        if is_free(n) or is_wait(n):
             return super().run_node(n)
         if n not in self._keys:
             self._keys[n] = operator_key(n)
+        call, result = self._prepared(n)
         _synchronize(n)
         start = time.perf_counter()
-        result = super().run_node(n)
+        returned = call()
         _synchronize(n)
-        self.found.setdefault(self._keys[n], []).append(time.perf_counter() - start)
-        return result
+        passed = time.perf_counter() - start
+        self.total += passed
+        self.found.setdefault(self._keys[n], []).append(passed)
+        return returned if result is None else result
+
+    def _prepared(self, n: fx.Node) -> tuple[Callable[[], Any], Any]:
+        """What is to be timed, and its result where it returns none: fused optimizers run in place,
+        as they do in a graph in its executable form."""
+        name = fused_optimizer(n.target)
+        results = known_value(n)
+        if name is None or not isinstance(results, (list, tuple)):
+            return partial(super().run_node, n), None
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        given = list(args)
+        updated = updated_lists(name, operator_argument(n, "grad_scale"))
+        for position in updated:
+            given[position] = [tensor.clone() for tensor in given[position]]
+        packet = getattr(torch.ops.aten, f"{name}_")
+        target = getattr(packet, _compat.overload_name(n.target))
+        return partial(target, *given, **kwargs), tuple(given[: len(results)])
+
+
+def _waited(launched: Any) -> Any:
+    for tensor in tensors_in(launched):
+        torch.ops._c10d_functional.wait_tensor(tensor)
+    return launched
 
 
 def _synchronize(node: fx.Node) -> None:

@@ -11,6 +11,7 @@ its shapes; `efficiency` stands for all of them together.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -22,13 +23,16 @@ from graphopt import _compat
 from graphopt.cost.errors import CostTableError
 from graphopt.graph_utils import is_operator, tensors_in
 from graphopt.ir.metadata import known_value
-from graphopt.ir.operators import operator_of
+from graphopt.ir.operators import is_fused_optimizer, operator_of
 
 TERA = 1e12
 GIGA = 1e9
 
 _FREE = ("aten::_unsafe_view", "aten::detach", "aten::alias")
 """Operators that only make another view, beside those whose schema says so."""
+
+_LONGEST_UPDATE = 16
+"""Operators of an optimizer from a state to what it becomes."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,9 @@ def is_free(node: fx.Node) -> bool:
     known = operator_of(node)
     if known.collective or known.wait or known.item:
         return True
-    if known.may_alias and not is_operator(node.target, "aten::copy_"):
+    if is_operator(node.target, "aten::copy_"):
+        return _stands_already(node)
+    if known.may_alias:
         return not known.writes
     if is_operator(node.target, *_FREE):
         return True
@@ -177,6 +183,39 @@ def is_free(node: fx.Node) -> bool:
     if isinstance(value, torch.Tensor):
         return False
     return not any(True for _ in tensors_in(value)) and not known.writes
+
+
+def _stands_already(copy: fx.Node) -> bool:
+    """Whether a graph in its executable form has no such `copy_`: what is copied is computed from
+    the destination itself, by operators that write in place there."""
+    destination: Any = copy.args[0]
+    value: Any = copy.args[1]
+    for _ in range(_LONGEST_UPDATE):
+        if value is destination:
+            return True
+        value = _overwritten_by(value)
+    return False
+
+
+def _overwritten_by(value: Any) -> Any:
+    """What an operator in place overwrites with `value`; None where there is no such operator."""
+    if not isinstance(value, fx.Node):
+        return None
+    path: list[Any] = []
+    while value.target is operator.getitem:
+        value, index = value.args
+        path.insert(0, index)
+    known = operator_of(value)
+    source: Any
+    if is_fused_optimizer(value):
+        source = value.args
+    elif known.pointwise or (known.listed and not known.collective):
+        source = value.args[0] if value.args else None
+    else:
+        return None
+    for index in path:
+        source = source[index]
+    return source
 
 
 def flops_of(node: fx.Node) -> float:

@@ -36,7 +36,9 @@ class DataParallel(OverRanks):
         group: the process group to average over; None is the default group.
         broadcast: before the first step, copy parameters and buffers from the group's rank 0.
         broadcast_buffers: before each forward, copy buffers from the group's rank 0
-            (one collective per dtype; none without buffers or under `TrainStep.no_sync`).
+            (one collective per dtype; none without buffers or under `TrainStep.no_sync`). Where the
+            ranks are on several machines, as `LOCAL_WORLD_SIZE` says, in a process group of their
+            own, which the first call makes (`graphopt.ranks.buffer_groups`).
         timeout: seconds to wait for the other ranks when they agree on a capture.
 
     >>> import graphopt
