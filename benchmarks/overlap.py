@@ -283,7 +283,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figures]:
     for model, form in product(options.models, options.forms):
         task = task_of(model, form, options)
         few = task | {"compute_only": True, "rounds": 3}
-        alone = median(slowest(ranks.run_work(__file__, few, options.ranks))[COMPUTE])
+        alone = min(slowest(ranks.run_work(__file__, few, options.ranks))[COMPUTE])
         for ratio in options.ratios:
             rate = link_rate(model, alone, ratio, options.ranks) if ratio else None
             results = ranks.run_work(__file__, task, options.ranks, rate)

@@ -118,7 +118,7 @@ def main() -> None:
         for model in options.models:
             task = {"model": model, "form": "plain", "rounds": options.rounds, "turn": options.turn}
             first = ranks.run_work(__file__, task | {"compute_only": True}, 2)
-            alone = median(ranks.slowest(first)[COMPUTE])
+            alone = min(ranks.slowest(first)[COMPUTE])
             for ratio in options.ratios:
                 rate = link_rate(model, alone, ratio, 2)
                 results = ranks.run_work(__file__, task | {"compute_only": False}, 2, rate)
