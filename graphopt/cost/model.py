@@ -27,7 +27,7 @@ from graphopt.ir.metadata import known_value
 from graphopt.runtime.places import place, read_text, write
 
 _FORMAT = "graphopt costs"
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True)
