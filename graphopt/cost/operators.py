@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt import _compat
 from graphopt.cost.roofline import DEVICES, Device, RooflineCost, is_free
 from graphopt.graph_utils import is_collective, is_wait, tensors_in
 from graphopt.host import is_host_call
 from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import argument as operator_argument
-from graphopt.ir.operators import fused_optimizer, updated_lists
+from graphopt.ir.operators import fused_in_place, fused_optimizer, updated_lists
 from graphopt.readable.rows import argument, describe
 
 _LONGEST_KEY = 160
@@ -170,9 +169,8 @@ class _Timing(fx.Interpreter):
         updated = updated_lists(name, operator_argument(n, "grad_scale"))
         for position in updated:
             given[position] = [tensor.clone() for tensor in given[position]]
-        packet = getattr(torch.ops.aten, f"{name}_")
-        target = getattr(packet, _compat.overload_name(n.target))
-        return partial(target, *given, **kwargs), tuple(given[: len(results)])
+        call = partial(fused_in_place(n.target), *given, **kwargs)
+        return call, tuple(given[: len(results)])
 
 
 def _waited(launched: Any) -> Any:

@@ -173,9 +173,9 @@ def is_free(node: fx.Node) -> bool:
     known = operator_of(node)
     if known.collective or known.wait or known.item:
         return True
-    if is_operator(node.target, "aten::copy_"):
-        return _stands_already(node)
     if known.may_alias:
+        if is_operator(node.target, "aten::copy_"):
+            return _stands_already(node)
         return not known.writes
     if is_operator(node.target, *_FREE):
         return True

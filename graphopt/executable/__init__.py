@@ -35,6 +35,7 @@ from graphopt.ir.families import TWINS
 from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import (
     argument,
+    fused_in_place,
     fused_optimizer,
     rounds_a_list_in_place,
     rounds_in_place,
@@ -167,7 +168,7 @@ class _Reuse:
         for position in updated_lists(name, argument(node, "grad_scale")):
             args[position] = [self._own(node, *entry) for entry in _entries(call, position)]
         node.args = tuple(args)
-        node.target = getattr(getattr(aten, f"{name}_"), _compat.overload_name(node.target))
+        node.target = fused_in_place(node.target)
         for getitem in list(node.users):
             for leaf in list(getitem.users):
                 assert isinstance(getitem.args[1], int) and isinstance(leaf.args[1], int)

@@ -20,6 +20,7 @@ from graphopt.ir.operators.calls import (
     written_positions,
 )
 from graphopt.ir.operators.kinds import (
+    fused_in_place,
     fused_optimizer,
     is_collective,
     is_copy,

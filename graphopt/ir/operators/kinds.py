@@ -135,6 +135,12 @@ def fused_optimizer(target: Any) -> str | None:
     return name if name in FUSED_OPTIMIZERS else None
 
 
+def fused_in_place(target: Any) -> Any:
+    """The overload of a fused optimizer that writes into its lists, and returns nothing."""
+    packet = getattr(torch.ops.aten, f"{fused_optimizer(target)}_")
+    return getattr(packet, _compat.overload_name(target))
+
+
 def is_fused_optimizer(node: fx.Node) -> bool:
     """Whether a node is a fused optimizer, in place or not."""
     return fused_optimizer(node.target) is not None
