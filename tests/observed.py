@@ -17,9 +17,9 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from graphopt.executable import inplace_form
 from graphopt.graph_utils import is_dense
 from graphopt.ir.effects import Effects
+from graphopt.ir.inplace import inplace_form
 from graphopt.ir.operators import draws, is_wait, operator_of, overwritten, row
 
 MOST_BYTES = 2**20

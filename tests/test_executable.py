@@ -12,8 +12,9 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 import graphopt
-from graphopt.executable import finalize, inplace_form
+from graphopt.executable import finalize
 from graphopt.graph_utils import get_outputs, is_dense
+from graphopt.ir.inplace import inplace_form
 from sketch import Sketch, c10d, targets
 from zoo import MLP, MODELS, train_step
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import graphopt
 from graphopt import _compat
-from graphopt.executable import inplace_form
+from graphopt.ir.inplace import inplace_form
 from graphopt.tracing.layouts import Items, Layout, PlainArgument, described, restride
 from graphopt.tracing.scratch import true_results
 from graphopt.tracing.strides import corrected, known

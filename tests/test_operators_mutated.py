@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 import test_operators as rows
-from graphopt import executable
 from graphopt.ir import inplace
 from graphopt.ir.operators import table as operators
 from observed import Observer
@@ -103,7 +102,7 @@ MUTATIONS: list[tuple[str, dict[str, Any], Callable[[], None]]] = [
 @pytest.fixture
 def rows_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "_ROWS", {})
-    executable._inplace_form.cache_clear()
+    inplace._inplace_form.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -127,14 +126,14 @@ def test_a_wrong_row_is_seen(
     monkeypatch.setattr(operators, "_row", wrong)
     with pytest.raises(AssertionError):
         check()
-    executable._inplace_form.cache_clear()
+    inplace._inplace_form.cache_clear()
 
 
 def test_a_wrong_twin_is_seen(rows_made_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inplace, "INPLACE", {aten.add.Tensor: aten.sub_.Tensor})
     with pytest.raises(AssertionError, match="its in-place form gives other bits"):
         called(aten.add.Tensor, torch.ones(3), torch.ones(3))()
-    executable._inplace_form.cache_clear()
+    inplace._inplace_form.cache_clear()
 
 
 def test_a_wrong_member_of_a_family_is_seen() -> None:

@@ -22,6 +22,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.cost.errors import CostTableError
 from graphopt.graph_utils import is_operator, tensors_in
+from graphopt.ir.inplace import inplace_form
 from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import is_fused_optimizer, operator_of
 
@@ -205,11 +206,10 @@ def _overwritten_by(value: Any) -> Any:
     while value.target is operator.getitem:
         value, index = value.args
         path.insert(0, index)
-    known = operator_of(value)
     source: Any
     if is_fused_optimizer(value):
         source = value.args
-    elif known.pointwise or (known.listed and not known.collective):
+    elif inplace_form(value.target, known_value(value)) is not None:
         source = value.args[0] if value.args else None
     else:
         return None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,20 +27,11 @@ from graphopt.graph_utils import (
     same_kind,
     set_outputs,
 )
-from graphopt.ir import inplace
 from graphopt.ir.effects import Effects
 from graphopt.ir.entries import ListCall, list_call
-from graphopt.ir.families import TWINS
+from graphopt.ir.inplace import inplace_form
 from graphopt.ir.metadata import fake_value, known_value
-from graphopt.ir.operators import (
-    argument,
-    fused_in_place,
-    fused_optimizer,
-    rounds_a_list_in_place,
-    rounds_in_place,
-    row,
-    updated_lists,
-)
+from graphopt.ir.operators import argument, fused_in_place, fused_optimizer, updated_lists
 
 aten = torch.ops.aten
 
@@ -240,41 +230,3 @@ def _entries(call: ListCall, position: int) -> Iterator[tuple[fx.Node, list[fx.N
     results = call.results(position)
     for index, source in enumerate(call.lists.get(position, ())):
         yield source, results.get(index, [])
-
-
-def inplace_form(target: Any, result: Any = None) -> Any | None:
-    """The operator that writes into its first argument what `target` returns, if there is one.
-
-    Args:
-        result: what `target` returns, or fake tensors like that: in place some operators give other
-            bits for some dtypes.
-    """
-    found = _inplace_form(target)
-    if isinstance(result, (list, tuple)) and rounds_a_list_in_place(found, result):
-        return None
-    rounds = isinstance(result, torch.Tensor) and rounds_in_place(found, result.dtype)
-    return None if rounds and target not in inplace.INPLACE else found
-
-
-@cache
-def _inplace_form(target: Any) -> Any | None:
-    if not isinstance(target, _compat.OpOverload):
-        return None
-    if target in inplace.INPLACE:
-        return inplace.INPLACE[target]
-    known = row(target)
-    namespace, name = _compat.operator_name(target).split("::")
-    same_bits = known.pointwise or (known.listed and not known.collective)
-    if not (same_bits and namespace == "aten") and _compat.operator_name(target) not in TWINS:
-        return None
-    packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
-    if packet is None:
-        return None
-    wanted = [str(argument.type) for argument in _compat.schema_of(target).arguments]
-    for overload in packet.overloads():
-        candidate = getattr(packet, overload)
-        arguments = _compat.schema_of(candidate).arguments
-        writes = 0 in row(candidate).writes
-        if writes and [str(argument.type) for argument in arguments] == wanted:
-            return candidate
-    return None

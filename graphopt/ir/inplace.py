@@ -12,6 +12,7 @@ turns them into the in-place operator again, where the old value is no longer ne
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -19,8 +20,8 @@ import torch
 
 from graphopt import _compat
 from graphopt._compat.sizes import is_contiguous
-from graphopt.ir.families import ROUNDS_IN_PLACE
-from graphopt.ir.operators import rounds_in_place
+from graphopt.ir.families import ROUNDS_IN_PLACE, TWINS
+from graphopt.ir.operators import rounds_a_list_in_place, rounds_in_place, row
 
 aten = torch.ops.aten
 
@@ -128,6 +129,44 @@ _FUNCTIONAL = {
 
 INPLACE = {functional: inplace for inplace, functional in _FUNCTIONAL.items()}
 """The in-place operator of each operator here."""
+
+
+def inplace_form(target: Any, result: Any = None) -> Any | None:
+    """The operator that writes into its first argument what `target` returns, if there is one.
+
+    Args:
+        result: what `target` returns, or fake tensors like that: in place some operators give other
+            bits for some dtypes.
+    """
+    found = _inplace_form(target)
+    if isinstance(result, (list, tuple)) and rounds_a_list_in_place(found, result):
+        return None
+    rounds = isinstance(result, torch.Tensor) and rounds_in_place(found, result.dtype)
+    return None if rounds and target not in INPLACE else found
+
+
+@cache
+def _inplace_form(target: Any) -> Any | None:
+    if not isinstance(target, _compat.OpOverload):
+        return None
+    if target in INPLACE:
+        return INPLACE[target]
+    known = row(target)
+    namespace, name = _compat.operator_name(target).split("::")
+    same_bits = known.pointwise or (known.listed and not known.collective)
+    if not (same_bits and namespace == "aten") and _compat.operator_name(target) not in TWINS:
+        return None
+    packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
+    if packet is None:
+        return None
+    wanted = [str(argument.type) for argument in _compat.schema_of(target).arguments]
+    for overload in packet.overloads():
+        candidate = getattr(packet, overload)
+        arguments = _compat.schema_of(candidate).arguments
+        writes = 0 in row(candidate).writes
+        if writes and [str(argument.type) for argument in arguments] == wanted:
+            return candidate
+    return None
 
 
 def functional_form(target: Any, args: Sequence[Any]) -> _compat.OpOverload | None:
