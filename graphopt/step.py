@@ -349,6 +349,7 @@ class TrainStep:
 
     def _capture(self, call: Call, branch: Cause | None, others: Others) -> BoundStep:
         from graphopt.runtime.agreed import NotAsAgreedError
+        from graphopt.runtime.host_memory import keep_memory_of
         from graphopt.tracing.draws.generators import undisturbed
         from graphopt.tracing.settled import SettledTraces
 
@@ -370,6 +371,7 @@ class TrainStep:
             captured, agreed = self._stages.compile(call, ways)
         call.drawn.taken.captured_for = captured.live.drawn
         call = call.using(captured.besides) or call
+        keep_memory_of(captured.graph_module.graph)
         self._captured += 1
         entry = self._binding.bound(call, mode, captured, agreed, self._captured)
         entry.cause = cause
