@@ -54,9 +54,7 @@ def _keep_memory() -> bool:
     if not _is_glibc() or says_of_malloc(os.environ):
         return False
     set_option = ctypes.CDLL(None).mallopt
-    return all(
-        (set_option(_MMAP_THRESHOLD, _LARGEST_IN_HEAP), set_option(_TRIM_THRESHOLD, _KEPT))
-    )
+    return all((set_option(_MMAP_THRESHOLD, _LARGEST_IN_HEAP), set_option(_TRIM_THRESHOLD, _KEPT)))
 
 
 def _is_glibc() -> bool:
