@@ -186,12 +186,13 @@ def variants(task: Figures) -> dict[str, Variant]:
 
 def by_hand(task: Figures) -> dict[str, Variant]:
     """The default passes with options that `pipeline="auto"` chooses among: numbers of buckets, and
-    shares of the gradients that are held back."""
+    shares of the gradients that are held back, and of large ones in two parts."""
     options = [(count, HELD_BACK) for count in BY_HAND] + [(8, 0.0), (8, 0.2), (8, 0.6)]
-    return {
+    found: dict[str, Variant] = {
         f"{count} buckets, {share:g}": Training(task, pipeline=pipeline_with(count, share))
         for count, share in options
     }
+    return found | {"two parts": Training(task, pipeline=pipeline_with(None, HELD_BACK, True))}
 
 
 # -------------------------------------------------------------------------------- on each rank

@@ -25,7 +25,8 @@ the next forward reads first before the others (`graphopt.schedule.launch_order`
 much): so the first layers do not stand behind all others on a slow link. Products of matrices whose
 results are held back are computed after the backward as well, others as soon as they can be
 (`graphopt.schedule.deferral`). The default pipeline holds back four tenths. Buckets that share an
-update, as with clipping, all stay where they are.
+update, as with clipping, all stay where they are. With `two_parts`, that share of a gradient that
+is a large part of all is held back (`graphopt.schedule.parts`); `pipeline="auto"` tries it.
 
 Needs optimizers that update each parameter on its own; the lists of fused and foreach optimizers
 are split (`graphopt.optim.split_updates`) once it is known which buckets move, of which each has
@@ -38,6 +39,7 @@ Flushing then communicates, so that all ranks have to do it together.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -47,6 +49,7 @@ from graphopt.graph_utils import (
     get_output,
     get_outputs,
     is_collective,
+    is_wait,
     move_before,
     readers_through_views,
     written,
@@ -58,7 +61,16 @@ from graphopt.iter_graph import IterGraph, IterGraphModule
 from graphopt.iter_graph.rules import why_now_everywhere
 from graphopt.manager import PassArgumentError, graph_optimization_pass
 from graphopt.optim import split_updates
-from graphopt.schedule import Send, apply_launch_order, defer_products, hasten, hold_back
+from graphopt.schedule import (
+    LaunchOrder,
+    Send,
+    apply_launch_order,
+    defer_products,
+    divide,
+    hasten,
+    hold_back,
+    in_two_parts,
+)
 
 REDUCTIONS = ("all_reduce", "reduce_scatter_tensor")
 
@@ -71,6 +83,7 @@ def iter_move_grads_and_optimizers(
     target_comm_node: str | None = None,
     target_dest_node: str | None = None,
     held_back: float = 0.0,
+    two_parts: bool = False,
 ) -> int:
     """Wait for gradients and update their parameters one iteration late.
 
@@ -80,9 +93,11 @@ def iter_move_grads_and_optimizers(
         target_dest_node: name of the node to move before; None: the first read of the parameters.
         held_back: share of the bytes of gradients, from 0 to below 1, that is sent only after the
             backward, while the next forward computes; only of buckets that move.
+        two_parts: hold back this share of a gradient that is a large part of all, rather than all
+            of it or nothing (three ranks or more: sums in another order).
 
     Returns:
-        How many buckets moved.
+        How many waits moved.
 
     Raises:
         IterationError: no such node, or it cannot move.
@@ -99,12 +114,11 @@ def iter_move_grads_and_optimizers(
     for nodes in moved:
         move_before(nodes, end)
     if destination is None:
-        moved = _held_back(gm.graph, blocks, moved, held_back)
+        moved = _held_back(gm.graph, blocks, moved, held_back, two_parts)
     moved = _unheld(moved)
     for nodes, before in zip(moved, _destinations(gm.graph, moved), strict=True):
         gm.graph.move_to_next_iter_before(nodes, destination or before)
-    late = {node for nodes in moved for node in nodes}
-    return sum(block.wait_nodes[0] in late for block in blocks)
+    return sum(is_wait(node) for nodes in moved for node in nodes)
 
 
 def _check_share(held_back: float) -> None:
@@ -117,7 +131,11 @@ def _check_share(held_back: float) -> None:
 
 
 def _held_back(
-    graph: fx.Graph, blocks: Sequence[CommBlock], moved: list[list[fx.Node]], share: float
+    graph: fx.Graph,
+    blocks: Sequence[CommBlock],
+    moved: list[list[fx.Node]],
+    share: float,
+    two_parts: bool,
 ) -> list[list[fx.Node]]:
     """Send a share of the buckets after the backward; returns `moved` in the new launch order.
 
@@ -132,11 +150,33 @@ def _held_back(
     due = [position[read] for read in _first_reads(graph, moved)]
     now = [any(map(is_held_somewhere, _states(nodes))) for nodes in moved]
     sends = [Send(b.comm_node, b.nbytes, d, n) for b, d, n in zip(blocks, due, now, strict=True)]
-    order = hold_back(sends, share)
+    divided = in_two_parts(sends) if share and two_parts else []
+    order = _divided(graph, sends, divided, share, update) if divided else hold_back(sends, share)
     apply_launch_order(order)
     hasten(graph, {send.launch for send in order.at_once})
     defer_products(graph, [send.launch for send in order.held])
-    return [update[send.launch] for send in order.sends]
+    return [update[send.launch] for send in order.sends if send.launch in update]
+
+
+def _divided(
+    graph: fx.Graph,
+    sends: Sequence[Send],
+    divided: Sequence[Send],
+    share: float,
+    update: dict[fx.Node, list[fx.Node]],
+) -> LaunchOrder:
+    """The order where some are sent in two parts: the second is held back, and has the update."""
+    order = hold_back([send for send in sends if send not in divided], share)
+    first: dict[Send, Send] = {}
+    held = list(order.held)
+    for send in divided:
+        launches, received = divide(graph, send.launch, share)
+        nodes = update.pop(send.launch)
+        update[launches[1]] = [*received, *(node for node in nodes if not is_wait(node))]
+        first[send] = replace(send, launch=launches[0])
+        held.append(replace(send, launch=launches[1]))
+    at_once = [first.get(send, send) for send in sends if send in divided or send in order.at_once]
+    return LaunchOrder(tuple(at_once), tuple(sorted(held, key=lambda send: send.due)))
 
 
 def _unheld(moved: list[list[fx.Node]]) -> list[list[fx.Node]]:

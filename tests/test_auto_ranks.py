@@ -17,7 +17,7 @@ import graphopt
 from gloo import Pool
 from graphopt.cost import Collective, CostModel, Transfer
 from graphopt.iter_graph import IterGraphModule
-from graphopt.stages.auto import BUCKETS, HELD_BACK, fastest
+from graphopt.stages.auto import BUCKETS, HELD_BACK, Plan, fastest
 from graphopt.stages.pipelines import pipeline_with
 from sketch import one_rank
 
@@ -43,7 +43,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tens
 def options_of(step: graphopt.TrainStep) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for record in step.report:
-        found |= {k: v for k, v in record.arguments.items() if k in ("min_buckets", "held_back")}
+        found |= {k: v for k, v in record.arguments.items() if k in Plan._fields}
     return found
 
 
@@ -79,10 +79,19 @@ def test_a_file_keeps_what_was_chosen(two_ranks: Pool, tmp_path: Path) -> None:
     assert content["plans"][key] == first and key.endswith(" on 2")
     content["plans"][key] = {"min_buckets": 3, "held_back": 0.25}  # what no measurement chooses
     plans.write_text(json.dumps(content))
-    assert two_ranks.run(trained, str(plans))[1][1] == {"min_buckets": 3, "held_back": 0.25}
+    assert two_ranks.run(trained, str(plans))[1][1] == Plan(3, 0.25, False)._asdict()
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"format": "graphopt plans", "plans": {"x": 1}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        '{"format": "graphopt plans", "plans": {"x": 1}}',
+        '{"format": "graphopt plans", "plans": {"x": {"min_buckets": 1, "held_back": 1.5}}}',
+        '{"format": "graphopt plans", "plans": {"x": {"min_buckets": 1, "shares": 0.5}}}',
+    ],
+)
 def test_a_damaged_file_is_not_used(
     text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -97,7 +106,7 @@ def test_alone_nothing_is_measured() -> None:
     model, optimizer = made()
     step = graphopt.compile(train_step, pipeline="auto")
     step(model, optimizer, torch.ones(8, 96))
-    assert options_of(step) == {"min_buckets": None, "held_back": 0.4}
+    assert options_of(step) == {"min_buckets": None, "held_back": 0.4, "two_parts": False}
 
 
 def constant_costs(overhead: float, rate: float) -> CostModel:
@@ -120,12 +129,10 @@ def test_the_fastest_of_all(overhead: float, rate: float) -> None:
         chosen = fastest(gm, costs)
         assert str(gm.graph) == before
 
-        def seconds(count: int, share: float) -> float:
+        def seconds(*options: Any) -> float:
             module = IterGraphModule(copy.deepcopy(gm))
-            graphopt.PassManager(pipeline_with(count, share), verify="off").run(module)
+            graphopt.PassManager(pipeline_with(*options), verify="off").run(module)
             return graphopt.simulate(module, costs, world_size=2).step_seconds
 
         every = [seconds(count, share) for count in (1, 3, 6, 10, 20) for share in (0.0, 0.3, 0.5)]
-        assert seconds(count=chosen["min_buckets"], share=chosen["held_back"]) <= (
-            1.03 * min(every)
-        )
+        assert seconds(*chosen.values()) <= 1.03 * min(every)

@@ -12,6 +12,7 @@ from graphopt.schedule.launch_order import LaunchOrder, Send, apply_launch_order
 from graphopt.schedule.measured import MeasuredSlot, MeasuredStep, measured_step
 from graphopt.schedule.order import Schedule, apply_schedule
 from graphopt.schedule.overlap import overlap_schedule
+from graphopt.schedule.parts import divide, in_two_parts
 from graphopt.schedule.program import Message, Program, program_of
 from graphopt.schedule.simulator import simulate, simulate_program
 from graphopt.schedule.steps import CollectiveSlot, ComputeSlot
@@ -35,8 +36,10 @@ __all__ = [
     "collectives_by_cost",
     "collectives_text",
     "defer_products",
+    "divide",
     "hasten",
     "hold_back",
+    "in_two_parts",
     "measured_step",
     "overlap_schedule",
     "program_of",

@@ -14,10 +14,10 @@ import copy
 import json
 import logging
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from torch import fx
@@ -38,9 +38,18 @@ logger = logging.getLogger("graphopt")
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48)
 HELD_BACK = (0.4, 0.0, 0.2, 0.6)
-"""What is tried: first how many buckets, with the first share held back, then the other shares."""
+"""What is tried: first how many buckets, with the first share held back, then the other shares, and
+whether large gradients are sent in two parts."""
 
 _FORMAT = "graphopt plans"
+
+
+class Plan(NamedTuple):
+    """Options of the default passes."""
+
+    min_buckets: int
+    held_back: float
+    two_parts: bool = False
 
 
 class AutoPipeline:
@@ -122,27 +131,30 @@ def fastest(graph_module: fx.GraphModule, costs: CostModel) -> dict[str, Any]:
         graph_module: as captured; left as it is.
         costs: of its operators and collectives.
     """
-    tried: dict[tuple[int, float], float] = {}
-    best = BUCKETS[0], HELD_BACK[0]
+    tried: dict[Plan, float] = {}
     for option in _candidates(tried):
         if option not in tried:
-            tried[option] = _seconds(graph_module, costs, *option)
-        best = min(tried, key=tried.__getitem__)
-    return {"min_buckets": best[0], "held_back": best[1]}
+            tried[option] = _seconds(graph_module, costs, option)
+    return _fastest_of(tried)._asdict()
 
 
-def _candidates(tried: dict[tuple[int, float], float]) -> Iterator[tuple[int, float]]:
-    yield from ((count, HELD_BACK[0]) for count in BUCKETS)
-    count = min(tried, key=tried.__getitem__)[0]
-    yield from ((count, share) for share in HELD_BACK[1:])
+def _candidates(tried: Mapping[Plan, float]) -> Iterator[Plan]:
+    yield from (Plan(count, HELD_BACK[0]) for count in BUCKETS)
+    count = _fastest_of(tried).min_buckets
+    yield from (Plan(count, share) for share in HELD_BACK[1:])
+    yield _fastest_of(tried)._replace(two_parts=True)
 
 
-def _seconds(gm: fx.GraphModule, costs: CostModel, count: int, share: float) -> float:
+def _fastest_of(tried: Mapping[Plan, float]) -> Plan:
+    return min(tried, key=tried.__getitem__)
+
+
+def _seconds(gm: fx.GraphModule, costs: CostModel, plan: Plan) -> float:
     from graphopt.manager.discovery import PassManager
     from graphopt.schedule import simulate
 
     module = IterGraphModule(copy.deepcopy(gm))
-    PassManager(pipeline_with(count, share), verify="off").run(module)
+    PassManager(pipeline_with(*plan), verify="off").run(module)
     return simulate(module, costs).step_seconds
 
 
@@ -164,7 +176,9 @@ def _group_of(gm: fx.GraphModule, apart: Collection[str]) -> dist.ProcessGroup |
 
 
 def _checked(plan: Any) -> dict[str, Any]:
-    count, share = plan["min_buckets"], plan["held_back"]
+    count, share, parts = found = Plan(**plan)
     if not (isinstance(count, int) and count >= 1 and isinstance(share, float) and 0 <= share < 1):
         raise ValueError(f"{plan} is no plan")
-    return {"min_buckets": count, "held_back": share}
+    if not isinstance(parts, bool):
+        raise ValueError(f"{plan} is no plan")
+    return found._asdict()

@@ -24,7 +24,9 @@ def default_pipeline() -> list[PipelineEntry]:
     return pipeline_with(None, HELD_BACK)
 
 
-def pipeline_with(min_buckets: int | None, held_back: float) -> list[PipelineEntry]:
+def pipeline_with(
+    min_buckets: int | None, held_back: float, two_parts: bool = False
+) -> list[PipelineEntry]:
     """The default passes with other options."""
     from graphopt import passes
 
@@ -32,7 +34,7 @@ def pipeline_with(min_buckets: int | None, held_back: float) -> list[PipelineEnt
         passes.remove_copy_from_optimizer,
         (passes.comm_fusion_with_concat, {"min_buckets": min_buckets}),
         passes.schedule_comm_wait,
-        (passes.iter_move_grads_and_optimizers, {"held_back": held_back}),
+        (passes.iter_move_grads_and_optimizers, {"held_back": held_back, "two_parts": two_parts}),
         passes.schedule_updates,
     ]
 
