@@ -11,8 +11,8 @@ is a large part of all, as in the last layers of a convolutional net, is either 
 others, which the next forward needs first, or long after the link was free. In two parts, the first
 travels while the rest of the backward computes, and the second behind what is more urgent.
 
-On a link as slow as compute that gains 6 % of a step of such a net, at half the ratio it loses some
-(`benchmarks/overlap.py --models convnet --options`). So it is for those who know their link.
+On a link as slow as compute that gains up to 6 % of a step of such a net, on one twice as fast it
+loses some (`benchmarks/overlap.py --models convnet --options`). So it is for those who know theirs.
 
 Numerics: with two ranks the bits are the same; a ring of more ranks adds in an order that depends
 on where in what is sent an element lies.
