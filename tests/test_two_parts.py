@@ -62,6 +62,14 @@ def test_a_share_of_it_is_held_back() -> None:
     assert sum(sizes(parts)) == sum(sizes(whole))
 
 
+@pytest.mark.parametrize("share", [1e-9, 1 - 1e-9])
+def test_no_part_is_empty(share: float) -> None:
+    with fake_ranks(2):
+        module = captured()
+        graphopt.PassManager(pipeline_with(8, share, True), verify="equivalence").run(module)
+    assert sorted(sizes(module))[0] == 16 and sum(sizes(module)[:1] + sizes(module)[-1:]) == LARGE
+
+
 @pytest.mark.parametrize("share", [0.0, 0.4])
 def test_small_ones_and_the_last_one_are_sent_whole(share: float) -> None:
     torch.manual_seed(0)

@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import call_function_with_meta, is_operator
+from graphopt.graph_utils import call_function_with_meta, is_operator, is_wait
 from graphopt.ir.metadata import fake_value, known_value, sent_names, set_phase, set_sent_names
 from graphopt.schedule.launch_order import Send
 
@@ -66,9 +66,11 @@ def in_two_parts(sends: Sequence[Send]) -> list[Send]:
 
 
 def _can_be_divided(launch: fx.Node) -> bool:
-    value = known_value(launch.args[0]) if launch.args else None  # type: ignore[arg-type]
     if not is_operator(launch.target, "_c10d_functional::all_reduce"):
         return False
+    if len(launch.users) != 1 or not all(map(is_wait, launch.users)):
+        return False
+    (value,) = map(known_value, launch.all_input_nodes)
     if not isinstance(value, torch.Tensor) or _compat.has_symbolic_shape(value):
         return False
     return value.is_contiguous()
@@ -78,7 +80,7 @@ def divide(graph: fx.Graph, launch: fx.Node, share: float) -> tuple[list[fx.Node
     """Send what a launch sends by two, of which the second has about `share` of it.
 
     Args:
-        launch: an all-reduce with one wait.
+        launch: an all-reduce with one wait, of at least 128 bytes.
 
     Returns:
         The two launches, and what stands in place of the wait, in order.
@@ -94,6 +96,7 @@ def divide(graph: fx.Graph, launch: fx.Node, share: float) -> tuple[list[fx.Node
     value = fake_value(sent)
     step = _ALIGNMENT_BYTES // value.element_size()
     behind = round(share * value.numel() / step) * step
+    behind = min(max(behind, step), value.numel() - step)
     sizes = [value.numel() - behind, behind]
     with graph.inserting_before(launch):
         flat = _new(graph, aten.view.default, (sent, [value.numel()]), launch)
