@@ -50,17 +50,18 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 
 from graphopt.comm import CommBlock
 from graphopt.comm.buckets import (
+    ALIGNMENT_BYTES,
     Bucket,
     Planner,
     Scaled,
+    communicating,
     fusable_blocks,
     may_change,
     pinned_nodes,
@@ -68,9 +69,9 @@ from graphopt.comm.buckets import (
     scaled_input,
 )
 from graphopt.cost import default_cost_model
-from graphopt.graph_utils import call_function_with_meta, is_collective, move_after
+from graphopt.graph_utils import is_collective, move_after
 from graphopt.ir.effects import Effects
-from graphopt.ir.metadata import fake_value, sent_names, set_phase, set_sent_names
+from graphopt.ir.metadata import fake_value, sent_names, set_sent_names
 from graphopt.manager import PassArgumentError, graph_optimization_pass
 from graphopt.schedule import collectives_by_cost
 
@@ -79,7 +80,6 @@ aten = torch.ops.aten
 MEGABYTE = 2**20
 FIRST_BUCKET_BYTES = MEGABYTE
 SMALLEST_BUCKET_BYTES = MEGABYTE // 4
-ALIGNMENT_BYTES = 64
 HUGE = 4
 """A gradient so many times as large as a bucket does not count where the size of one is chosen."""
 
@@ -222,13 +222,13 @@ def _launch(graph: fx.Graph, blocks: Sequence[CommBlock]) -> tuple[fx.Node, list
         gap = -sizes[-1] % alignment
         if gap and index + 1 < len(members):
             if gap not in zeros:
-                zeros[gap] = _new(graph, aten.new_zeros.default, (member, [gap]), like)
+                zeros[gap] = communicating(graph, aten.new_zeros.default, (member, [gap]), like)
             parts.append(zeros[gap])
             sizes.append(gap)
-    sent = _new(graph, aten.cat.default, (parts,), like)
+    sent = communicating(graph, aten.cat.default, (parts,), like)
     if factor is not None:
-        sent = _new(graph, aten.mul.Tensor, (sent, factor), like)
-    launch = _new(graph, like.target, (sent, *like.args[1:]), like)
+        sent = communicating(graph, aten.mul.Tensor, (sent, factor), like)
+    launch = communicating(graph, like.target, (sent, *like.args[1:]), like)
     return launch, sizes, places
 
 
@@ -249,9 +249,9 @@ def _unscaled(graph: fx.Graph, scaled: Scaled, like: fx.Node) -> fx.Node:
     node = scaled.tensor
     if not scaled.views and not fake_value(node).is_contiguous():
         options = {"memory_format": torch.contiguous_format}
-        return _new(graph, aten.clone.default, (node,), like, options)
+        return communicating(graph, aten.clone.default, (node,), like, options)
     for view in scaled.views:
-        node = _new(graph, view.target, (node, *view.args[1:]), like)
+        node = communicating(graph, view.target, (node, *view.args[1:]), like)
     return node
 
 
@@ -259,7 +259,7 @@ def _flat(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
     value = fake_value(node)
     if value.dim() == 1:
         return node
-    return _new(graph, aten.view.default, (node, [value.numel()]), like)
+    return communicating(graph, aten.view.default, (node, [value.numel()]), like)
 
 
 def _receive(
@@ -270,14 +270,14 @@ def _receive(
     places: Sequence[int],
 ) -> list[fx.Node]:
     """Wait for a bucket and cut it into what `waits` gave."""
-    wait = _new(graph, waits[-1].target, (launch,), waits[-1])
-    split = _new(graph, aten.split_with_sizes.default, (wait, list(sizes)), waits[-1])
+    wait = communicating(graph, waits[-1].target, (launch,), waits[-1])
+    split = communicating(graph, aten.split_with_sizes.default, (wait, list(sizes)), waits[-1])
     results = []
     for old, place in zip(waits, places, strict=True):
-        result = _new(graph, operator.getitem, (split, place), old)
+        result = communicating(graph, operator.getitem, (split, place), old)
         shape = fake_value(old).shape
         if len(shape) != 1:
-            result = _new(graph, aten.view.default, (result, list(shape)), old)
+            result = communicating(graph, aten.view.default, (result, list(shape)), old)
         results.append(result)
     return results
 
@@ -285,7 +285,7 @@ def _receive(
 def _copy_out(graph: fx.Graph, result: fx.Node, wait: fx.Node) -> fx.Node:
     """A copy of `result`, made just before the first node that reads `wait`."""
     with graph.inserting_before(min(wait.users)):
-        return _new(graph, aten.clone.default, (result,), result)
+        return communicating(graph, aten.clone.default, (result,), result)
 
 
 def _replace(replacements: Mapping[fx.Node, fx.Node]) -> None:
@@ -297,16 +297,3 @@ def _replace(replacements: Mapping[fx.Node, fx.Node]) -> None:
     for user in dict.fromkeys(user for node in replacements for user in node.users):
         user.args = fx.map_arg(user.args, replaced)
         user.kwargs = fx.map_arg(user.kwargs, replaced)
-
-
-def _new(
-    graph: fx.Graph,
-    target: Callable[..., Any] | str,
-    args: tuple[Any, ...],
-    like: fx.Node,
-    kwargs: dict[str, Any] | None = None,
-) -> fx.Node:
-    assert callable(target)
-    node = call_function_with_meta(graph, target, args, kwargs, like=like)
-    set_phase(node, "communication")
-    return node

@@ -151,21 +151,21 @@ def _held_back(
     now = [any(map(is_held_somewhere, _states(nodes))) for nodes in moved]
     sends = [Send(b.comm_node, b.nbytes, d, n) for b, d, n in zip(blocks, due, now, strict=True)]
     divided = in_two_parts(sends) if share and two_parts else []
-    order = _divided(graph, sends, divided, share, update) if divided else hold_back(sends, share)
+    order = _launch_order(graph, sends, divided, share, update)
     apply_launch_order(order)
     hasten(graph, {send.launch for send in order.at_once})
     defer_products(graph, [send.launch for send in order.held])
     return [update[send.launch] for send in order.sends if send.launch in update]
 
 
-def _divided(
+def _launch_order(
     graph: fx.Graph,
     sends: Sequence[Send],
     divided: Sequence[Send],
     share: float,
     update: dict[fx.Node, list[fx.Node]],
 ) -> LaunchOrder:
-    """The order where some are sent in two parts: the second is held back, and has the update."""
+    """What is held back; of those that are `divided` the second part, which has the update."""
     order = hold_back([send for send in sends if send not in divided], share)
     first: dict[Send, Send] = {}
     held = list(order.held)
@@ -175,7 +175,7 @@ def _divided(
         update[launches[1]] = [*received, *(node for node in nodes if not is_wait(node))]
         first[send] = replace(send, launch=launches[0])
         held.append(replace(send, launch=launches[1]))
-    at_once = [first.get(send, send) for send in sends if send in divided or send in order.at_once]
+    at_once = [first.get(send, send) for send in sends if send not in order.held]
     return LaunchOrder(tuple(at_once), tuple(sorted(held, key=lambda send: send.due)))
 
 

@@ -16,10 +16,19 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.comm import CommBlock, get_all_comm_blocks, late_nodes
-from graphopt.graph_utils import is_collective, is_operator, is_random, written
+from graphopt.graph_utils import (
+    call_function_with_meta,
+    is_collective,
+    is_operator,
+    is_random,
+    written,
+)
 from graphopt.ir.effects import Effects
-from graphopt.ir.metadata import fake_value, is_launch_kept, known_value
+from graphopt.ir.metadata import fake_value, is_launch_kept, known_value, set_phase
 from graphopt.ir.operators import argument, calls_of, writers
+
+ALIGNMENT_BYTES = 64
+"""Parts of what is sent begin at multiples of it."""
 
 BESIDE = 4
 """One bucket is filled beside gradients of so many times its limit that are sent alone."""
@@ -27,6 +36,20 @@ BESIDE = 4
 WORTH_A_COPY = 2**22
 """Bytes up to which a gradient that could be sent alone is copied into the bucket beside it, when
 that closes: one collective more takes longer."""
+
+
+def communicating(
+    graph: fx.Graph,
+    target: Callable[..., Any] | str,
+    args: tuple[Any, ...],
+    like: fx.Node,
+    kwargs: dict[str, Any] | None = None,
+) -> fx.Node:
+    """Insert a call that belongs to a collective, with metadata like that of `like`."""
+    assert callable(target)
+    node = call_function_with_meta(graph, target, args, kwargs, like=like)
+    set_phase(node, "communication")
+    return node
 
 
 def fusable_blocks(gm: fx.GraphModule) -> dict[fx.Node, CommBlock]:

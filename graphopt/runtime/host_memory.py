@@ -50,11 +50,11 @@ def _is_large(tensor: torch.Tensor) -> bool:
 
 
 @cache
-def _keep_memory() -> bool:
-    if not _is_glibc() or says_of_malloc(os.environ):
-        return False
-    set_option = ctypes.CDLL(None).mallopt
-    return all((set_option(_MMAP_THRESHOLD, _LARGEST_IN_HEAP), set_option(_TRIM_THRESHOLD, _KEPT)))
+def _keep_memory() -> None:
+    if _is_glibc() and not says_of_malloc(os.environ):
+        set_option = ctypes.CDLL(None).mallopt
+        set_option(_MMAP_THRESHOLD, _LARGEST_IN_HEAP)
+        set_option(_TRIM_THRESHOLD, _KEPT)
 
 
 def _is_glibc() -> bool:

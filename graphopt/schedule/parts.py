@@ -28,8 +28,9 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import call_function_with_meta, is_operator, is_wait
-from graphopt.ir.metadata import fake_value, known_value, sent_names, set_phase, set_sent_names
+from graphopt.comm.buckets import ALIGNMENT_BYTES, communicating
+from graphopt.graph_utils import is_operator, is_wait
+from graphopt.ir.metadata import fake_value, known_value, sent_names, set_sent_names
 from graphopt.schedule.launch_order import Send
 
 aten = torch.ops.aten
@@ -39,8 +40,6 @@ DOMINATES = 0.25
 
 SMALLEST = 2**19
 """Bytes of a gradient below which the time of one more collective is not worth it."""
-
-_ALIGNMENT_BYTES = 64
 
 
 def in_two_parts(sends: Sequence[Send]) -> list[Send]:
@@ -94,28 +93,24 @@ def divide(graph: fx.Graph, launch: fx.Node, share: float) -> tuple[list[fx.Node
     (wait,) = launch.users
     sent: Any = launch.args[0]
     value = fake_value(sent)
-    step = _ALIGNMENT_BYTES // value.element_size()
+    step = ALIGNMENT_BYTES // value.element_size()
     behind = round(share * value.numel() / step) * step
     behind = min(max(behind, step), value.numel() - step)
     sizes = [value.numel() - behind, behind]
     with graph.inserting_before(launch):
-        flat = _new(graph, aten.view.default, (sent, [value.numel()]), launch)
-        split = _new(graph, aten.split_with_sizes.default, (flat, sizes), launch)
-        parts = [_new(graph, operator.getitem, (split, index), launch) for index in (0, 1)]
-        launches = [_new(graph, launch.target, (part, *launch.args[1:]), launch) for part in parts]
+        flat = communicating(graph, aten.view.default, (sent, [value.numel()]), launch)
+        split = communicating(graph, aten.split_with_sizes.default, (flat, sizes), launch)
+        parts = [communicating(graph, operator.getitem, (split, index), launch) for index in (0, 1)]
+        launches = [
+            communicating(graph, launch.target, (part, *launch.args[1:]), launch) for part in parts
+        ]
     with graph.inserting_before(wait):
-        waits = [_new(graph, wait.target, (each,), wait) for each in launches]
-        joined = _new(graph, aten.cat.default, (waits,), wait)
-        whole = _new(graph, aten.view.default, (joined, list(value.shape)), wait)
+        waits = [communicating(graph, wait.target, (each,), wait) for each in launches]
+        joined = communicating(graph, aten.cat.default, (waits,), wait)
+        whole = communicating(graph, aten.view.default, (joined, list(value.shape)), wait)
     for node in (*launches, *waits):
         set_sent_names(node, sent_names(launch))
     wait.replace_all_uses_with(whole)
     graph.erase_node(wait)
     graph.erase_node(launch)
     return launches, [*waits, joined, whole]
-
-
-def _new(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
-    node = call_function_with_meta(graph, target, args, like=like)
-    set_phase(node, "communication")
-    return node
