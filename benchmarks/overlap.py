@@ -199,7 +199,7 @@ def by_hand(task: Figures) -> dict[str, Variant]:
 
 
 def turns(task: Figures, folder: Path) -> Figures:
-    """Seconds per step of each turn by variant, what it uses, the preemptive bound, and how far
+    """Seconds per step of each turn by variant, what it uses, the preemptive bounds, and how far
     parameters are from DDP's."""
     made = {COMPUTE: Training(task)} if task["compute_only"] else variants(task)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -216,13 +216,14 @@ def turns(task: Figures, folder: Path) -> Figures:
     result = {"seconds": found, "usage": usage.found, "differences": differences(made)}
     if task["compute_only"]:
         return result
-    return result | {"preemptive": preemptive(made[COMPUTE], given(), found, folder)}
+    bounds = preemptive(made[COMPUTE], given(), found, folder)
+    return result | dict(zip(("preemptive", "in_order"), bounds, strict=True))
 
 
 def preemptive(
     alone: Variant, batch: tuple[Tensor, Tensor], seconds: dict[str, list[float]], folder: Path
-) -> float:
-    """The preemptive bound of a training, in seconds."""
+) -> tuple[float, float]:
+    """The preemptive bound of a training, in seconds: in any order of its compute, in its own."""
     assert isinstance(alone, Training)
     args = (alone.model, alone.optimizer, *batch, *alone.besides)
     captured = graphopt.capture(alone.form.step, *args, parallel=graphopt.DataParallel())
@@ -295,7 +296,6 @@ def figures(task: Figures, ratio: float, rate: float | None, results: list[Event
     """Medians, and ratios to the bounds and to the best DDP of each round."""
     seconds = slowest(results)
     bound = [max(a, b) for a, b in zip(seconds[COMPUTE], seconds[COMMUNICATION], strict=True)]
-    preemptive = max(result["preemptive"] for result in results)
     ddp = [name for name in seconds if name.startswith("DDP")]
     best = min(ddp, key=lambda name: median(seconds[name]))
     return {
@@ -305,7 +305,8 @@ def figures(task: Figures, ratio: float, rate: float | None, results: list[Event
         "bits_per_second": rate,
         "best_ddp": best,
         "seconds": seconds,
-        "preemptive_bound": preemptive,
+        "preemptive_bound": max(result["preemptive"] for result in results),
+        "in_order_bound": max(result["in_order"] for result in results),
         "per_bound": {name: spread(paired(times, bound)) for name, times in seconds.items()},
         "per_best": {name: spread(paired(times, seconds[best])) for name, times in seconds.items()},
         "usage": summed_up([result["usage"] for result in results], WARM_UP_STEPS),

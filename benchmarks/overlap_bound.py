@@ -40,8 +40,8 @@ def calibrated(
 
 def preemptive_bound(
     captured: CapturedStep, costs: CostModel, compute: float, communication: float
-) -> float:
-    """Seconds.
+) -> tuple[float, float]:
+    """Seconds, and those of a step whose compute keeps its order.
 
     Args:
         captured: not run any more: passes change its graph.
@@ -61,4 +61,4 @@ def preemptive_bound(
         return Transfer(0.0, communication * collective.nbytes / sent)
 
     found = graphopt.simulate(module, CostModel(scaled, fluid))
-    return found.preemptive_bound_seconds
+    return found.preemptive_bound_seconds, found.in_order_bound_seconds

@@ -19,7 +19,8 @@ def table(row: Figures) -> Table:
     link = "no shaped link" if rate is None else f"{rate / 1e6:.0f} Mbit/s"
     made = Table(
         title=f"{row['model']}, {row['form']}, communication / compute set to {row['ratio']:g}"
-        f" ({link}); preemptive bound {1e3 * row['preemptive_bound']:.1f} ms"
+        f" ({link}); preemptive bound {1e3 * row['preemptive_bound']:.1f} ms,"
+        f" with compute in its order {1e3 * row['in_order_bound']:.1f} ms"
     )
     for heading in ("variant", "ms", "/ bound", "/ best DDP", "CPU, ms", "others", "pages", "|Δ|"):
         made.add_column(heading)

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import fx
 
 import graphopt
-from graphopt.cost import CostModel
-from graphopt.schedule import Timeline, collectives_text, simulate_program
+from graphopt.cost import CostModel, Transfer
+from graphopt.schedule import Message, Program, Timeline, collectives_text, simulate_program
 from graphopt.schedule.bounds import Job, jackson
 from graphopt.schedule.links import fair_rates
 from graphs import training_step
 from timelines import program
 
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
 APART = {"dp": ("a",), "tp": ("b",)}
 
 
@@ -115,6 +120,29 @@ def test_bounds_by_hand(text: str, bound: float, preemptive: float) -> None:
     timeline = simulate_program(program(text))
     assert timeline.bound_seconds == pytest.approx(bound)
     assert timeline.preemptive_bound_seconds == pytest.approx(preemptive)
+    assert timeline.in_order_bound_seconds == pytest.approx(preemptive)  # there is one order only
+
+
+def test_parts_that_could_run_side_by_side_run_in_turn_in_order() -> None:
+    graph = fx.Graph()
+    batch = graph.placeholder("batch")
+    parts = [
+        graph.call_function(operator.neg, (batch,)) for _ in range(2)
+    ]  # of a batch: last layer
+    firsts = [graph.call_function(operator.neg, (part,)) for part in parts]  # layer before
+    gradients = [graph.call_function(operator.add, tuple(some)) for some in (parts, firsts)]
+    launches = [graph.call_function(ALL_REDUCE, (some, "sum", "dp")) for some in gradients]
+    waits = [graph.call_function(WAIT, (launch,)) for launch in launches]
+    order = [parts[0], firsts[0], parts[1], firsts[1], *gradients, *launches, *waits]
+    messages = [
+        Message(i, launch, Transfer(0.0, 6.0), 8, 0, (wait,), None)
+        for i, (launch, wait) in enumerate(zip(launches, waits, strict=True))
+    ]
+    seconds = dict.fromkeys([*parts, *firsts], 2.0)
+    timeline = simulate_program(Program(order, frozenset(), seconds, messages))
+    assert timeline.bound_seconds == 12
+    assert timeline.preemptive_bound_seconds == 4 + 12
+    assert timeline.in_order_bound_seconds == 6 + 12
 
 
 def test_the_longest_tail_goes_first() -> None:
@@ -151,6 +179,8 @@ def written(words: list[list[str]]) -> str:
 def check(timeline: Timeline, burst: float = 0.0) -> None:
     """What holds for every step."""
     assert timeline.step_seconds >= timeline.preemptive_bound_seconds * (1 - 1e-9)
+    assert timeline.step_seconds >= timeline.in_order_bound_seconds * (1 - 1e-9)
+    assert timeline.in_order_bound_seconds >= timeline.preemptive_bound_seconds * (1 - 1e-9)
     assert timeline.preemptive_bound_seconds >= timeline.bound_seconds
     assert timeline.step_seconds == pytest.approx(
         timeline.compute_seconds + timeline.exposed_comm_seconds

@@ -19,6 +19,11 @@ before the last `t` seconds of compute of the next period, compute of at least `
 between the readers and the launches of one period (`C` is all compute). The messages of the set do
 not travel meanwhile, so a period takes at least that and their sum.
 
+**In order.** Where compute keeps its order, heads and tails are sums of what comes before and after
+in that order. A step that accumulates gradients over parts of a batch is the example: in any order
+the parts may run side by side, which holds the activations of all; in its own, all gradients are
+complete in the backward of the last part only.
+
 **Bursts.** A link that saves up to a burst sends so much less in the time of any set; a group's
 message takes at least its latency, and what is left of its transfer.
 """
@@ -53,11 +58,15 @@ def communication_bound(program: Program, burst: float = 0.0) -> float:
     return max((sum(seconds for _, seconds in jobs) for jobs in resources), default=0.0)
 
 
-def preemptive_bound(program: Program, burst: float = 0.0) -> float:
-    """Seconds of a step that no order of it can beat; see the docstring of the module."""
+def preemptive_bound(program: Program, burst: float = 0.0, *, in_order: bool = False) -> float:
+    """Seconds of a step that no order of it can beat; see the docstring of the module.
+
+    Args:
+        in_order: that no launches and waits can beat, between compute in the order of the program.
+    """
     if not program.messages:
         return program.compute_seconds
-    heads, tails = _before_and_after(program)
+    heads, tails = (_around if in_order else _before_and_after)(program)
     found = program.compute_seconds
     for resource in _resources(program, burst):
         jobs = [
@@ -121,6 +130,32 @@ def _before_and_after(program: Program) -> tuple[Seconds, Seconds]:
     after = _reached(program, _Forward(program))
     before = _reached(program, _Backward(program))
     return before, after
+
+
+def _around(program: Program) -> tuple[Seconds, Seconds]:
+    """As `_before_and_after`, of compute that keeps its order: what comes before the last node that
+    a message needs, and from the first one on that needs it."""
+    taken = [program.seconds.get(node, 0.0) for node in program.order]
+    ends = dict(zip(program.order, np.cumsum(taken), strict=True))
+    heads, tails = np.zeros(len(program.messages)), np.zeros(len(program.messages))
+    forward, backward = _Forward(program), _Backward(program)
+    there: dict[fx.Node, float] = {}
+    for node in forward.order:
+        needs = max((there.get(source, 0.0) for source in forward.sources(node)), default=0.0)
+        if node in program.launched:
+            there[node] = needs + program.seconds.get(node, 0.0)
+            heads[program.launched[node].index] = there[node]
+        else:
+            there[node] = ends[node] if node in program.seconds else needs
+    left: dict[fx.Node, float] = {}
+    for node in backward.order:
+        follow = max((left.get(source, 0.0) for source in backward.sources(node)), default=0.0)
+        if node in program.waited:
+            index = program.waited[node].index
+            tails[index] = max(tails[index], follow)
+        rest = program.compute_seconds - ends[node] + program.seconds.get(node, 0.0)
+        left[node] = rest if node in program.seconds else follow
+    return heads, tails
 
 
 def _reached(program: Program, way: _Forward | _Backward) -> Seconds:

@@ -113,6 +113,11 @@ class SimulatedStep:
         `graphopt.schedule.bounds`."""
         return max(self.bound_seconds, preemptive_bound(self.program, self.burst))
 
+    @cached_property
+    def in_order_bound_seconds(self) -> float:
+        """`preemptive_bound_seconds` of launches and waits alone: compute keeps its order."""
+        return max(self.bound_seconds, preemptive_bound(self.program, self.burst, in_order=True))
+
     def __str__(self) -> str:
         return (
             f"step {1e3 * self.step_seconds:.3f} ms: compute {1e3 * self.compute_seconds:.3f} ms,"
