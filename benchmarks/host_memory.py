@@ -15,14 +15,15 @@ import resource
 import subprocess
 import sys
 import time
-from statistics import median
+from statistics import mean, median
 
 import torch
 from overlap_models import OVERLAP_MODELS, overlap_batch
 from rich.console import Console
 from rich.table import Table
-from spread import Figures, spread
+from spread import Figures, show_spread, spread
 from step_models import train_step
+from usage import Usage
 
 import graphopt
 
@@ -43,17 +44,18 @@ def measured(model_name: str, compiled: bool, steps: int) -> Figures:
     step = graphopt.compile(train_step) if compiled else train_step
     for _ in range(WARM_UP_STEPS):
         step(model, optimizer, *batch)
-    pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    seconds = []
-    for _ in range(steps):
+
+    def seconds() -> float:
         begin = time.perf_counter()
         step(model, optimizer, *batch)
-        seconds.append(time.perf_counter() - begin)
-    used = resource.getrusage(resource.RUSAGE_SELF)
+        return time.perf_counter() - begin
+
+    usage = Usage()
+    taken = median(usage.of(model_name, 1, seconds) for _ in range(steps))
     return {
-        "ms": 1e3 * median(seconds),
-        "pages": (used.ru_minflt - pages) / steps,
-        "peak_mb": used.ru_maxrss / 2**10,
+        "ms": 1e3 * taken,
+        "pages": mean(run["fresh_pages"] for run in usage.found[model_name]),
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
     }
 
 
@@ -74,9 +76,8 @@ def table(model_name: str, runs: dict[str, list[Figures]]) -> Table:
         made.add_column(head)
     for variant, found in runs.items():
         ratio = spread([a["ms"] / b["ms"] for a, b in zip(found, runs[EAGER], strict=True)])
-        low, high = ratio["quartiles"]
         of = {kind: median(run[kind] for run in found) for kind in found[0]}
-        shown = f"{ratio['median']:.3f} [{low:.3f}-{high:.3f}]"
+        shown = show_spread(ratio, len(found))
         made.add_row(
             variant, f"{of['ms']:.1f}", shown, f"{of['pages']:.0f}", f"{of['peak_mb']:.0f}"
         )

@@ -268,15 +268,16 @@ def test_what_reads_metadata_gives_the_same_for_other_values(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(SAME_ELEMENTS | SPLITS))
 def test_elements_keep_their_order(name: str) -> None:
-    short = name.removeprefix("aten::")
+    namespace, short = name.split("::")
     args = {"flatten": (0, 1), "reshape": ([12],), "view": ([12],), "_unsafe_view": ([12],)}
     args |= {"unsqueeze": (1,), "unflatten": (1, [2, 2])}
     args |= dict.fromkeys(("split", "unsafe_split", "chunk", "unsafe_chunk"), (2,))
     args |= dict.fromkeys(
-        ("split_with_sizes", "unsafe_split_with_sizes", "split_with_sizes_copy"), ([1, 2],)
+        ("split_with_sizes", "unsafe_split_with_sizes", "split_with_sizes_copy", "take_apart"),
+        ([1, 2],),
     )
     x = torch.arange(12.0).reshape(3, 4)
-    result = getattr(aten, short)(x, *args.get(short, ()))
+    result = getattr(getattr(torch.ops, namespace), short)(x, *args.get(short, ()))
     parts = result if isinstance(result, (list, tuple)) else [result]
     assert torch.equal(torch.cat([part.flatten() for part in parts]), x.flatten())
 

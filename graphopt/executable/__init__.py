@@ -32,6 +32,7 @@ from graphopt.ir.entries import ListCall, list_call
 from graphopt.ir.inplace import inplace_form
 from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import argument, fused_in_place, fused_optimizer, updated_lists
+from graphopt.ir.parts import PUT_TOGETHER, TAKE_APART, can_be_put_together, can_be_taken_apart
 
 aten = torch.ops.aten
 
@@ -70,6 +71,7 @@ class _Reuse:
         self._effects = Effects(graph)
         self._outputs = get_outputs(graph)
         self._counted: tuple[fx.Node | None, _Arguments] = (None, _Arguments(Counter(), Counter()))
+        self._borrowed: list[fx.Node] = []  # put together of parts, which may be another step's
         self._finals = {copy.args[1]: copy.args[0] for copy in self._outputs.updates}
 
     def run(self) -> None:
@@ -78,6 +80,10 @@ class _Reuse:
                 self._reuse_in_fused(node)
             elif is_operator(node.target, "aten::clone"):
                 self._drop_clone(node)
+            elif can_be_taken_apart(node):
+                self._take_apart(node)
+            elif can_be_put_together(node):
+                self._put_together(node)
             else:
                 self._reuse(node)
         self._drop_copies()
@@ -111,6 +117,8 @@ class _Reuse:
         if not lies_apart(fake_value(source)):
             return False
         if effects.old_read_after(source, node) or effects.leaves_the_graph(source):
+            return False
+        if any(effects.same(source, whole) for whole in self._borrowed):
             return False
         arguments = self._arguments(node)
         if arguments.storages[effects.key(source)] > 1:
@@ -186,6 +194,22 @@ class _Reuse:
         self._effects.join(source, clone)
         clone.replace_all_uses_with(source)
         self._graph.erase_node(clone)
+
+    def _take_apart(self, node: fx.Node) -> None:
+        """What is sent in parts, and not read any more, is sent from where it is."""
+        (source,) = node.all_input_nodes
+        effects = self._effects
+        owned = effects.input_of(source) is None and not effects.leaves_the_graph(source)
+        if owned and not effects.old_read_after(source, node):
+            node.target = TAKE_APART
+
+    def _put_together(self, node: fx.Node) -> None:
+        """What has arrived in parts, and is not read any more, is read where it is."""
+        parts, effects = node.all_input_nodes, self._effects
+        needed = any(effects.leaves_the_graph(each) for each in (node, *parts))
+        if not needed and not any(effects.old_read_after(part, node) for part in parts):
+            node.target = PUT_TOGETHER
+            self._borrowed.append(node)
 
     def _drop_copies(self) -> None:
         """Drop each `copy_` whose value stands in its destination already."""

@@ -17,6 +17,9 @@ WAITS = (f"{COLLECTIVE_NAMESPACE}::wait_tensor", WAIT_FOR_SEVERAL)
 """The operators that wait for functional collectives; all others of their namespace launch."""
 
 
+TAKE_APART, PUT_TOGETHER = "graphopt_parts::take_apart", "graphopt_parts::put_together"
+"""See `graphopt.ir.parts`."""
+
 MARKERS = ("graphopt::reduce_gradient", "graphopt::sync_buffers")
 """What a capture writes where communication belongs; see `graphopt.parallel.markers`."""
 
@@ -108,8 +111,9 @@ def written_where(name: str) -> Mapping[int, str]:
     return {1: "grad_scale"} if fused else {}
 
 
-WORKSPACES = {"aten::mkldnn_rnn_layer_backward": (22,)}
-"""Positions of arguments that a kernel computes in: what stands there afterwards means nothing."""
+WORKSPACES = {"aten::mkldnn_rnn_layer_backward": (22,), TAKE_APART: (0,), PUT_TOGETHER: (0,)}
+"""Positions of arguments that a kernel computes in, or gives on as its results: what stands there
+afterwards means nothing."""
 
 UNDECLARED_WRITES = {
     **dict.fromkeys(_collective("irecv"), (0,)),
@@ -161,7 +165,7 @@ SAME_ELEMENTS = _aten(
 SPLITS = _aten(
     *("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk"),
     *("unsafe_split_with_sizes", "split_with_sizes_copy"),
-)
+) | {TAKE_APART}
 
 METADATA_ONLY = _aten(
     *("empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones"),

@@ -1,10 +1,11 @@
 """A large gradient that is sent in two parts: one as it comes, the other held back.
 
-    view     = view(grad, [n])
-all_reduce = all_reduce(grad)                split    = split_with_sizes(view, [a, b])
-wait       = wait_tensor(all_reduce)   ==>   first    = all_reduce(split[0])
-                                             second   = all_reduce(split[1])
+                                             split    = split_with_sizes_copy(view(grad), [a, b])
+all_reduce = all_reduce(grad)                first    = all_reduce(split[0])
+wait       = wait_tensor(all_reduce)   ==>   second   = all_reduce(split[1])
                                              wait     = view(cat([wait(first), wait(second)]), …)
+
+Nothing is copied when that runs (`graphopt.ir.parts`): both parts stay where the gradient is.
 
 A share of the bytes is held back, gradient by gradient (`graphopt.schedule.launch_order`). One that
 is a large part of all, as in the last layers of a convolutional net, is either sent before the
@@ -99,7 +100,7 @@ def divide(graph: fx.Graph, launch: fx.Node, share: float) -> tuple[list[fx.Node
     sizes = [value.numel() - behind, behind]
     with graph.inserting_before(launch):
         flat = communicating(graph, aten.view.default, (sent, [value.numel()]), launch)
-        split = communicating(graph, aten.split_with_sizes.default, (flat, sizes), launch)
+        split = communicating(graph, aten.split_with_sizes_copy.default, (flat, sizes), launch)
         parts = [communicating(graph, operator.getitem, (split, index), launch) for index in (0, 1)]
         launches = [
             communicating(graph, launch.target, (part, *launch.args[1:]), launch) for part in parts

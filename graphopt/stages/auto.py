@@ -177,8 +177,7 @@ def _group_of(gm: fx.GraphModule, apart: Collection[str]) -> dist.ProcessGroup |
 
 def _checked(plan: Any) -> dict[str, Any]:
     count, share, parts = found = Plan(**plan)
-    if not (isinstance(count, int) and count >= 1 and isinstance(share, float) and 0 <= share < 1):
-        raise ValueError(f"{plan} is no plan")
-    if not isinstance(parts, bool):
+    known = isinstance(count, int) and isinstance(share, float) and isinstance(parts, bool)
+    if not (known and count >= 1 and 0 <= share < 1):
         raise ValueError(f"{plan} is no plan")
     return found._asdict()

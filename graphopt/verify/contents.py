@@ -56,6 +56,7 @@ class Contents:
         self._owner: dict[fx.Node, fx.Node] = {}
         self._aliases: dict[fx.Node, list[fx.Node]] = {}
         self._written: dict[fx.Node, None] = {}
+        self._taken: set[fx.Node] = set()
         self.possible = PossibleViews()
 
     def add(self, node: fx.Node, value: Any, base: fx.Node | None, *, same: bool = False) -> None:
@@ -135,11 +136,13 @@ class Contents:
         """What a node holds now.
 
         Raises:
-            NotDecidedError: an update may have changed it.
+            NotDecidedError: an update may have changed it, or its storage was taken.
         """
         if node in self.current:
             return self.current[node]
         base = self._base.get(node)
+        if base is None and node in self._taken:
+            raise NotDecidedError("an operator before it has taken its storage", node)
         if base is None:
             raise NotDecidedError("it may share the storage of what was updated", node)
         value = self.read(base)
@@ -154,13 +157,15 @@ class Contents:
 
         Raises:
             CannotWriteError: it is a view whose elements are no range of those of its owner.
-            NotDecidedError: it may be a view of one of several nodes.
+            NotDecidedError: it may be a view of one of several nodes, or its storage was taken.
         """
         while node in self._same:
             node = self._base[node]
         owner = self._owner.get(node, node)
         if owner in self.possible:
             raise NotDecidedError("it may share the storage of one of several arguments", owner)
+        if owner in self._taken:
+            raise NotDecidedError("an operator before it has taken its storage", node)
         held = value if owner is node else self._with_part(owner, node, value)
         self._written[owner] = None
         self._forget_aliases(owner)
@@ -171,6 +176,15 @@ class Contents:
         if owner is not node:
             self.current[node] = value
             self._aliases[owner].append(node)
+
+    def take(self, node: fx.Node) -> None:
+        """Let nobody read or write the storage of a node any more, by whatever name."""
+        for owner in self.owners(node):
+            for each in (owner, *self.possible.views_of(owner)):
+                self._taken.add(each)
+                self.current.pop(each, None)
+                self._forget_aliases(each)
+            self._written.pop(owner, None)
 
     def _forget_aliases(self, owner: fx.Node) -> None:
         aliases = self._aliases.get(owner)

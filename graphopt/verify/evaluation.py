@@ -23,6 +23,7 @@ from graphopt.ir.operators import (
     is_list_operator,
     is_random,
     operator_of,
+    overwritten,
 )
 from graphopt.verify.callees import Callees
 from graphopt.verify.calls import entries, fresh, has_empty, named
@@ -283,7 +284,14 @@ class _Evaluator:
             return self._communication.launched(node)
         if self._callees.of(node, node.target).writes_unseen:
             raise NotDecidedError("it updates arguments of which its schema does not speak", node)
-        return self._call(node)
+        return self._in_workspaces(node) if traits.workspaces else self._call(node)
+
+    def _in_workspaces(self, node: fx.Node) -> Any:
+        """As `_call`; nobody may read or write afterwards what it computes in."""
+        found = self._call(node)
+        for source in overwritten(node):
+            self._updates.taken(node, source)
+        return found
 
     def _module(self, node: fx.Node, body: fx.GraphModule | None, arguments: Any) -> Any:
         """A part of the graph that stands in a graph of its own: one that was divided off, or is
@@ -325,7 +333,8 @@ class _Evaluator:
         raises = (callee.name, canonical(arguments)) if callee.may_raise else None
         if raises is not None:
             self._found.may_raise.setdefault(raises, node)
-        if not (callee.reads_storage or callee.does_more(node) or draws(node)):
+        more = callee.reads_storage or callee.does_more(node) or draws(node)
+        if not (more or operator_of(node).workspaces):
             based = self._base(node) is not None
             self._terms.recall.note(node, args, kwargs, found, based=based, raises=raises)
         return found

@@ -27,7 +27,7 @@ from graphopt.graph_utils import lies_apart, same_kind
 from graphopt.ir import inplace
 from graphopt.ir.effects import Effects
 from graphopt.ir.entries import list_call
-from graphopt.ir.metadata import has_value, known_value, set_value
+from graphopt.ir.metadata import carried_index, has_value, known_value, set_value
 from graphopt.ir.operators import (
     is_copy,
     is_wait,
@@ -38,6 +38,7 @@ from graphopt.ir.operators import (
     written_positions,
 )
 from graphopt.ir.outputs import follows_output_convention, get_outputs
+from graphopt.ir.parts import CAPTURED
 from graphopt.ir.views import holds_several, is_pure_view, launch_of
 from graphopt.verify.functional import functional_form, functional_form_for
 from graphopt.verify.problems import Problem
@@ -97,7 +98,7 @@ class _Storages:
         self._born: dict[fx.Node, dict[object, int]] = {}
         self.constants = {key for n in graph.find_nodes(op="get_attr") for key in self.keys(n)}
         self._last: dict[object, fx.Node] = {}
-        self._values: dict[fx.Node, fx.Node] = {}
+        self._values: dict[fx.Node, fx.Node | None] = {}
         self.key = self._effects.key
 
     def keys(self, node: fx.Node) -> list[object]:
@@ -123,9 +124,9 @@ class _Storages:
         """How often each storage of a node has been written so far."""
         return {key: len(self._writes[key]) for key in self.keys(node)}
 
-    def write(self, writer: fx.Node | None, node: fx.Node, value: fx.Node) -> None:
-        """Say that a tensor holds `value` now; `writer`: None for a `copy_` of the captured graph,
-        which its comparison follows."""
+    def write(self, writer: fx.Node | None, node: fx.Node, value: fx.Node | None) -> None:
+        """Say that a tensor holds `value` now, None: nothing that has a meaning; `writer`: None for
+        a `copy_` of the captured graph, which its comparison follows."""
         tensor, key = self.tensor(node), self.key(node)
         if writer is not None:
             self._writes[key].append(writer)
@@ -169,7 +170,9 @@ class _Reading:
                 self._still_sends(launch_of(node), node)
             if operator_of(node).collective and operator_of(node).reads_until_wait:
                 self._sent[node] = {n: self._storages.counts(n) for n in node.all_input_nodes}
-            if overwritten(node):
+            if node.target in CAPTURED:
+                self._parts(node)
+            elif overwritten(node):
                 self._write(node)
             else:
                 self._copy(node)
@@ -225,6 +228,13 @@ class _Reading:
         else:
             self._wrong(f"%{node.name} updates several tensors", (node,))
             self._storages.add(node)
+
+    def _parts(self, node: fx.Node) -> None:
+        """What is taken apart is not there any more; what is put together is where the parts are"""
+        self._copy(node, CAPTURED[node.target])
+        self._storages.add(node)
+        for source in overwritten(node):
+            self._storages.write(node, source, None)
 
     def _copy_to(self, node: fx.Node) -> None:
         """A `copy_` of the captured graph is one here: to the input, whatever stands there."""
@@ -314,6 +324,8 @@ class _Reading:
         """Copies of what stands in inputs at the end, which later readers read."""
         for source in self._given.find_nodes(op="placeholder"):
             by, value = self._storages.overwriting(source), self._storages.now(source)
+            if by is not None and by.target in CAPTURED and carried_index(source) is not None:
+                continue  # what is handed on is there for one reader
             if by is not None:
                 self._wrong(f"%{by.name} overwrites a part of %{source.name}", (by, source))
             if value is None or is_copy(value):

@@ -10,7 +10,7 @@ from torch import fx
 from graphopt.graph_utils import written
 from graphopt.ir.entries import ListCall, list_call
 from graphopt.ir.families import collective_kind
-from graphopt.ir.metadata import fake_value
+from graphopt.ir.metadata import carried_index, fake_value
 from graphopt.ir.operators import (
     fused_optimizer,
     is_list_operator,
@@ -74,6 +74,16 @@ class Updates:
             raise NotDecidedError("what it updates is not a tensor", node)
         return self._put(node, destination, with_layout(value, fake_value(destination)))
 
+    def taken(self, node: fx.Node, workspace: fx.Node) -> None:
+        """Let a node have the storage of an argument: one of the graph's own, or of a value that is
+        handed on to it."""
+        owner = self._contents.owner(workspace)
+        own = owner.op not in ("placeholder", "get_attr") or carried_index(owner) is not None
+        if not own:
+            raise NotDecidedError(f"it takes the storage of %{owner.name}", node)
+        self._refuse_sent(node, workspace)
+        self._contents.take(workspace)
+
     def in_place(self, node: fx.Node) -> Any:
         """What an operator gives that updates its arguments: what its functional form gives is
         written."""
@@ -98,14 +108,17 @@ class Updates:
 
     def _put(self, node: fx.Node, destination: fx.Node, value: TensorValue) -> Any:
         """Update a node with a value of its own layout."""
-        reader = self._communication.sending.reader_of(destination)
-        if reader is not None:
-            raise NotDecidedError(f"it overwrites what %{reader.name} still sends", node)
+        self._refuse_sent(node, destination)
         try:
             self._contents.write(destination, value)
         except CannotWriteError as error:
             raise NotDecidedError(str(error), node, foreign=True) from None
         return self._settle(destination, value) if self._settled else value
+
+    def _refuse_sent(self, node: fx.Node, destination: fx.Node) -> None:
+        reader = self._communication.sending.reader_of(destination)
+        if reader is not None:
+            raise NotDecidedError(f"it overwrites what %{reader.name} still sends", node)
 
     def _settle(self, destination: fx.Node, value: Any) -> Any:
         """What stands for the value of an update from now on: itself, nearly always."""

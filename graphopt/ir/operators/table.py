@@ -21,6 +21,7 @@ from graphopt.ir.families import (
     MAY_COPY,
     METADATA_ONLY,
     ONE_TENSOR_TWICE,
+    PUT_TOGETHER,
     ROUNDS_IN_PLACE,
     SAME_ELEMENTS,
     SPLITS,
@@ -43,7 +44,8 @@ class Operator:
         view: each result is a view of the first argument for certain, and nothing is computed.
         item: it picks one of several results.
         writes: positions of the arguments that it may update in place; see `written`.
-        workspaces: positions of the arguments that it computes in, and leaves without a meaning.
+        workspaces: positions of the arguments that it computes in or gives on, and leaves without
+            a meaning.
         copies: it does not read what it writes, all of which it replaces.
         random: it draws random numbers, or reads or writes the state of a generator.
         wait, collective: it ends or launches a collective.
@@ -96,7 +98,7 @@ class Operator:
     @cached_property
     def only_computes(self) -> bool:
         """Whether calls do nothing but give a value of their own, which is no item of another."""
-        shares = self.item or self.may_alias or self.writes
+        shares = self.item or self.may_alias or self.writes or self.workspaces
         return not (shares or self.copies or self.wait or self.collective)
 
     @cached_property
@@ -230,7 +232,7 @@ def is_list_of_tensors(kind: Any) -> bool:
 
 
 def _elements(name: str, wait: bool, by_element: bool) -> str:
-    if name == "aten::cat":
+    if name in ("aten::cat", PUT_TOGETHER):
         return "cat"
     if wait or name in SAME_ELEMENTS:
         return "same"
