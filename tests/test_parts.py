@@ -4,22 +4,28 @@ not there any more."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 
 import graphopt
+from cudagraphs_emulation import EmulatedRecorder
 from graphopt.executable import finalize
+from graphopt.graph_utils import get_outputs, set_outputs
 from graphopt.ir.parts import CAPTURED, PUT_TOGETHER, TAKE_APART
+from graphopt.lowering.cudagraphs import CudaGraphs
 from graphopt.testing import fake_ranks
 from graphopt.verify import check_dependencies, check_finalized
+from graphopt.verify.recorded import recording_problems
 from test_two_parts import PARTS, captured
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
+ALL_REDUCE, WAIT = c10d.all_reduce.default, c10d.wait_tensor.default
 
 Edit = Callable[[fx.Graph], None]
 
@@ -55,6 +61,13 @@ def test_elsewhere_they_are_concatenated(parts: list[Tensor]) -> None:
     assert torch.equal(again, torch.cat(parts))
     again.fill_(0.0)
     assert torch.equal(FLAT, before)
+
+
+def test_of_several_dtypes_they_are_concatenated() -> None:
+    parts = [FLAT[:4].view(torch.int16), FLAT.clone()[4:8].view(torch.int32)]
+    assert torch.equal(PUT_TOGETHER(parts), torch.cat(parts))
+    other = FLAT[8:].view(torch.int32)
+    assert torch.equal(PUT_TOGETHER([parts[0], other]), torch.cat([parts[0], other]))
 
 
 # ------------------------------------------------------------------------------------ whole graphs
@@ -98,6 +111,13 @@ def step(*, read: bool = False, returned: bool = False, halves: bool = True) -> 
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def targets(graph: fx.Graph) -> set[Any]:
     return {node.target for node in graph.nodes}
 
@@ -134,6 +154,84 @@ def test_in_a_step_with_late_work() -> None:
             check_dependencies(graph, after).raise_for_failure()
             check_finalized(graph, after).raise_for_failure()
         assert PUT_TOGETHER in targets(finalize(module.main_gm).graph)
+
+
+def carrying(whole: bool) -> fx.GraphModule:
+    """A forward and a backward, between them what cannot be recorded, whose gradient is handed on
+    under way; it shows what has arrived of the last step's."""
+    graph = fx.Graph()
+
+    def add(name: str, target: Any, *args: Any, size: int = 8) -> fx.Node:
+        node = graph.create_node("call_function", target, args, name=name)
+        node.meta["val"] = torch.empty(size)
+        return node
+
+    x, *carried = (graph.placeholder(name) for name in ("x", *(["c"] if whole else ["c0", "c1"])))
+    x.meta["val"] = torch.empty(8)
+    for index, node in enumerate(carried):
+        node.meta |= {"val": torch.empty(8 if whole else 4), "carried_index": index}
+    g = x
+    for index in range(20):
+        g = add(f"sin{index}", aten.sin.default, g)
+        if index == 10:
+            drawn = add("drawn", aten.randperm.default, 8)
+            drawn.meta["val"] = torch.empty(8, dtype=torch.int64)
+    parts = [g]
+    if not whole:
+        split = graph.call_function(aten.split_with_sizes_copy.default, (g, [4, 4]))
+        split.meta["val"] = [torch.empty(4), torch.empty(4)]
+        parts = [add(f"part{i}", operator.getitem, split, i, size=4) for i in (0, 1)]
+    size = 8 // len(parts)
+    sent = [add(f"launch{i}", ALL_REDUCE, p, "sum", "0", size=size) for i, p in enumerate(parts)]
+    waits = [add(f"wait{i}", WAIT, c, size=size) for i, c in enumerate(carried)]
+    arrived = waits[0] if whole else add("again", aten.cat.default, waits)
+    graph.output(([add("shown", aten.exp.default, arrived)], [], sent))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_recorded_pieces_leave_what_is_handed_on_alone(whole: bool, one_rank: None) -> None:
+    shown = []
+    for recorded in (False, True):
+        module = finalize(carrying(whole))
+        assert whole or TAKE_APART in targets(module.graph)
+        if recorded:
+            CudaGraphs(EmulatedRecorder()).apply(module)
+            assert not list(recording_problems(module))
+        flight = [torch.zeros(8)] if whole else [torch.zeros(4), torch.zeros(4)]
+        for number in range(6):
+            (result,), _, flight = module(torch.linspace(0.1, 0.9, 8) * number, *flight)
+            shown.append(result.clone())
+        for each in flight:
+            WAIT(each)
+    assert all(map(torch.equal, shown[:6], shown[6:]))
+
+
+def test_what_the_user_is_given_is_no_part() -> None:
+    before = step()
+    outputs = get_outputs(before.graph)
+    results = [*outputs.results, at(before.graph, "wait0")]
+    set_outputs(before.graph, outputs._replace(results=results))
+    after = finalize(before)
+    assert TAKE_APART not in targets(after.graph) and PUT_TOGETHER not in targets(after.graph)
+    check_finalized(before, after).raise_for_failure()
+
+
+def test_what_was_launched_elsewhere_is_concatenated() -> None:
+    """And so is a list that only one node stands for."""
+    graph = fx.Graph()
+    launches = [graph.placeholder(name) for name in ("p", "q")]
+    waits = [graph.call_function(WAIT, (launch,)) for launch in launches]
+    again = graph.call_function(aten.cat.default, (waits,))
+    split = graph.call_function(aten.split_with_sizes_copy.default, (again, [4, 4]))
+    last = graph.call_function(aten.cat.default, (split,))
+    for node in (*launches, *waits):
+        node.meta["val"] = torch.empty(4, device="meta")
+    split.meta["val"] = [torch.empty(4, device="meta") for _ in range(2)]
+    again.meta["val"], last.meta["val"] = (torch.empty(8, device="meta") for _ in range(2))
+    graph.output(([last], [], []))
+    after = finalize(fx.GraphModule(torch.nn.Module(), graph))
+    assert not targets(after.graph) & {TAKE_APART, PUT_TOGETHER}
 
 
 # ------------------------------------------------------------------------------------ wrong edits

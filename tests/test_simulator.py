@@ -145,6 +145,16 @@ def test_parts_that_could_run_side_by_side_run_in_turn_in_order() -> None:
     assert timeline.in_order_bound_seconds == 6 + 12
 
 
+def test_what_launches_take_moves_with_them() -> None:
+    """Of launches and waits alone, others need not stand where they do."""
+    found = program("c1 L0=0 c1 L1=10 W1 W0 c1")
+    first, _ = found.launched
+    found.seconds[first] = 5.0
+    timeline = simulate_program(found)
+    assert timeline.step_seconds == pytest.approx(18)
+    assert timeline.in_order_bound_seconds == pytest.approx(13)
+
+
 def test_the_longest_tail_goes_first() -> None:
     assert jackson([Job(0, 4, 1), Job(1, 2, 9)]) == 12
     assert jackson([Job(0, 1, 0), Job(5, 1, 0)]) == 6

@@ -59,6 +59,7 @@ UNDECLARED_ALIASES = {
     **dict.fromkeys(
         _aten("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"), (3, 4)
     ),
+    **dict.fromkeys((TAKE_APART, PUT_TOGETHER), (0,)),
 }
 """Positions of the arguments whose memory a result may share, against what the schema says."""
 
@@ -70,6 +71,7 @@ MAY_COPY = (
         *("resolve_neg", "to"),
     )
     | _collective("isend", "irecv", "batch_p2p_ops")
+    | {TAKE_APART, PUT_TOGETHER}
 )
 """Operators that return their argument, a view of it, or something else."""
 
@@ -111,7 +113,7 @@ def written_where(name: str) -> Mapping[int, str]:
     return {1: "grad_scale"} if fused else {}
 
 
-WORKSPACES = {"aten::mkldnn_rnn_layer_backward": (22,), TAKE_APART: (0,), PUT_TOGETHER: (0,)}
+WORKSPACES = {"aten::mkldnn_rnn_layer_backward": (22,), TAKE_APART: (0,)}
 """Positions of arguments that a kernel computes in, or gives on as its results: what stands there
 afterwards means nothing."""
 

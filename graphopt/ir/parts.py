@@ -5,16 +5,17 @@
     sums  = all_reduce(a), all_reduce(b)     ==>    sums  = all_reduce_(a), all_reduce_(b)
     again = cat(wait(sums))                         again = put_together(wait(sums))
 
-Who takes a tensor apart does not read it any more, so each part has memory of its own as far as
-anybody can tell. What is put together again is the same memory where that is so at run time, and a
-concatenation elsewhere.
+Nobody reads or writes a tensor that was taken apart, so each part is as good as a tensor of its
+own, but for how long its memory lasts. What is put together again is the same memory where that is
+so at run time, and a concatenation elsewhere. Nobody writes to it: another step may have handed on
+the parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -50,6 +51,8 @@ def _put_together(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
 def _follows(before: torch.Tensor, part: torch.Tensor) -> bool:
     """Whether two are dense vectors, of which one begins in memory where the other ends."""
     if not all(each.dim() == 1 and each.is_contiguous() for each in (before, part)):
+        return False
+    if part.dtype != before.dtype:
         return False
     if part.storage_offset() != before.storage_offset() + before.numel():
         return False
@@ -90,10 +93,10 @@ def can_be_put_together(node: fx.Node) -> bool:
     anybody else reads them by another name."""
     if node.target is not _JOIN and node.target is not PUT_TOGETHER:
         return False
-    if len(node.args) != 1 or node.kwargs:
+    if len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], (list, tuple)):
         return False
     parts = node.all_input_nodes
-    each_once = list(cast(Any, node.args[0])) == parts
+    each_once = list(node.args[0]) == parts
     return each_once and all(
         is_wait(part) and is_flat(part) and len(part.users) == 1 for part in parts
     )

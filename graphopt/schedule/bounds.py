@@ -66,7 +66,7 @@ def preemptive_bound(program: Program, burst: float = 0.0, *, in_order: bool = F
     """
     if not program.messages:
         return program.compute_seconds
-    heads, tails = (_around if in_order else _before_and_after)(program)
+    heads, tails, compute = (_around if in_order else _before_and_after)(program)
     found = program.compute_seconds
     for resource in _resources(program, burst):
         jobs = [
@@ -76,7 +76,7 @@ def preemptive_bound(program: Program, burst: float = 0.0, *, in_order: bool = F
         found = max(
             found,
             jackson(job for message, job in jobs if not message.lag) - burst,
-            _late_bound([j for message, j in jobs if message.lag], program.compute_seconds) - burst,
+            _late_bound([j for message, j in jobs if message.lag], compute) - burst,
         )
     return found
 
@@ -125,37 +125,39 @@ def _resources(program: Program, burst: float) -> Iterator[list[tuple[Message, f
     yield from links.values()
 
 
-def _before_and_after(program: Program) -> tuple[Seconds, Seconds]:
-    """Seconds of compute that must come before each message, and after it."""
+def _before_and_after(program: Program) -> tuple[Seconds, Seconds, float]:
+    """Seconds of compute that must come before each message, and after it, and of all."""
     after = _reached(program, _Forward(program))
     before = _reached(program, _Backward(program))
-    return before, after
+    return before, after, program.compute_seconds
 
 
-def _around(program: Program) -> tuple[Seconds, Seconds]:
+def _around(program: Program) -> tuple[Seconds, Seconds, float]:
     """As `_before_and_after`, of compute that keeps its order: what comes before the last node that
-    a message needs, and from the first one on that needs it."""
-    taken = [program.seconds.get(node, 0.0) for node in program.order]
-    ends = dict(zip(program.order, np.cumsum(taken), strict=True))
+    a message needs, and from the first one on that needs it. What launches take of compute counts
+    for their own messages alone, since they may stand elsewhere; last, all compute without it."""
+    taken = {n: s for n, s in program.seconds.items() if n not in program.launched}
+    ends = dict(
+        zip(program.order, np.cumsum([taken.get(n, 0.0) for n in program.order]), strict=True)
+    )
+    total = sum(taken.values())
     heads, tails = np.zeros(len(program.messages)), np.zeros(len(program.messages))
     forward, backward = _Forward(program), _Backward(program)
     there: dict[fx.Node, float] = {}
     for node in forward.order:
         needs = max((there.get(source, 0.0) for source in forward.sources(node)), default=0.0)
+        there[node] = ends[node] if node in taken else needs
         if node in program.launched:
-            there[node] = needs + program.seconds.get(node, 0.0)
+            there[node] += program.seconds.get(node, 0.0)
             heads[program.launched[node].index] = there[node]
-        else:
-            there[node] = ends[node] if node in program.seconds else needs
     left: dict[fx.Node, float] = {}
     for node in backward.order:
         follow = max((left.get(source, 0.0) for source in backward.sources(node)), default=0.0)
         if node in program.waited:
             index = program.waited[node].index
             tails[index] = max(tails[index], follow)
-        rest = program.compute_seconds - ends[node] + program.seconds.get(node, 0.0)
-        left[node] = rest if node in program.seconds else follow
-    return heads, tails
+        left[node] = total - ends[node] + taken[node] if node in taken else follow
+    return heads, tails, total
 
 
 def _reached(program: Program, way: _Forward | _Backward) -> Seconds:

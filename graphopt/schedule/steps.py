@@ -116,7 +116,8 @@ class SimulatedStep:
     @cached_property
     def in_order_bound_seconds(self) -> float:
         """`preemptive_bound_seconds` of launches and waits alone: compute keeps its order."""
-        return max(self.bound_seconds, preemptive_bound(self.program, self.burst, in_order=True))
+        found = preemptive_bound(self.program, self.burst, in_order=True)
+        return max(self.preemptive_bound_seconds, found)
 
     def __str__(self) -> str:
         return (

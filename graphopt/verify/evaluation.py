@@ -193,7 +193,7 @@ class _Evaluator:
         sources: list[fx.Node] = []
         if traits.item:
             sources = [n for n in node.all_input_nodes[:1] if n in possible] if possible else []
-        elif traits.may_alias and not (traits.writes or traits.wait):
+        elif traits.may_alias and not (traits.writes or traits.wait or traits.workspaces):
             sources = aliased(node)
         if sources:
             self._contents.may_share(node, sources)
@@ -230,7 +230,7 @@ class _Evaluator:
         if node.target is operator.getitem:
             return self._base_of_item(node)
         traits = operator_of(node)
-        if not (traits.wait or traits.may_alias or traits.writes):
+        if traits.workspaces or not (traits.wait or traits.may_alias or traits.writes):
             return None
         source = first_argument(node)
         if not isinstance(source, fx.Node):

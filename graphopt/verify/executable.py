@@ -25,7 +25,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import lies_apart, same_kind
 from graphopt.ir import inplace
-from graphopt.ir.effects import Effects
+from graphopt.ir.effects import Effects, PartsApart
 from graphopt.ir.entries import list_call
 from graphopt.ir.metadata import carried_index, has_value, known_value, set_value
 from graphopt.ir.operators import (
@@ -38,7 +38,7 @@ from graphopt.ir.operators import (
     written_positions,
 )
 from graphopt.ir.outputs import follows_output_convention, get_outputs
-from graphopt.ir.parts import CAPTURED
+from graphopt.ir.parts import CAPTURED, PUT_TOGETHER
 from graphopt.ir.views import holds_several, is_pure_view, launch_of
 from graphopt.verify.functional import functional_form, functional_form_for
 from graphopt.verify.problems import Problem
@@ -62,13 +62,17 @@ class ReadGraph(NamedTuple):
 
 def works_in_place(graph: fx.Graph) -> bool:
     """Whether a graph has operators of the executable dialect."""
-    return any(operator_of(node).writes and not is_copy(node) for node in graph.nodes)
+    return any(map(_is_of_the_dialect, graph.nodes))
+
+
+def _is_of_the_dialect(node: fx.Node) -> bool:
+    return node.target in CAPTURED or (bool(operator_of(node).writes) and not is_copy(node))
 
 
 def is_finalized(graph: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]) -> bool:
     """Whether a graph may have been made by finalizing another one: what works in place in it did
     so out of place there, or stands on lists."""
-    writers = (node for node in graph.nodes if operator_of(node).writes and not is_copy(node))
+    writers = filter(_is_of_the_dialect, graph.nodes)
     return all(node in correspondence or operator_of(node).listed for node in writers)
 
 
@@ -92,10 +96,11 @@ class _Storages:
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._effects = Effects(graph)
+        self._effects = Effects(graph, PartsApart())
         self._tensors: dict[fx.Node, fx.Node] = {}
         self._writes: dict[object, list[fx.Node]] = defaultdict(list)
         self._born: dict[fx.Node, dict[object, int]] = {}
+        self.joined: set[object] = set()
         self.constants = {key for n in graph.find_nodes(op="get_attr") for key in self.keys(n)}
         self._last: dict[object, fx.Node] = {}
         self._values: dict[fx.Node, fx.Node | None] = {}
@@ -230,11 +235,13 @@ class _Reading:
             self._storages.add(node)
 
     def _parts(self, node: fx.Node) -> None:
-        """What is taken apart is not there any more; what is put together is where the parts are"""
+        """What is taken apart is not there any more, nor are parts that are put together."""
         self._copy(node, CAPTURED[node.target])
         self._storages.add(node)
-        for source in overwritten(node):
+        for source in node.all_input_nodes:
             self._storages.write(node, source, None)
+        if node.target is PUT_TOGETHER:
+            self._storages.joined.add(self._storages.key(node))
 
     def _copy_to(self, node: fx.Node) -> None:
         """A `copy_` of the captured graph is one here: to the input, whatever stands there."""
@@ -287,6 +294,8 @@ class _Reading:
                 why = "elements of which share memory"
             elif storages.key(source) in storages.constants:
                 why = "a constant of the module"
+            elif storages.key(source) in storages.joined:
+                why = "which lies where its parts were, that may be of another step"
             elif shared[storages.key(source)] > 1:
                 why = "the memory of which another argument has"
             elif given[source] > 1 and not operator_of(node).pointwise:
@@ -324,8 +333,8 @@ class _Reading:
         """Copies of what stands in inputs at the end, which later readers read."""
         for source in self._given.find_nodes(op="placeholder"):
             by, value = self._storages.overwriting(source), self._storages.now(source)
-            if by is not None and by.target in CAPTURED and carried_index(source) is not None:
-                continue  # what is handed on is there for one reader
+            if by is not None and by.target is PUT_TOGETHER and carried_index(source) is not None:
+                continue  # it is read there, and nobody writes to it
             if by is not None:
                 self._wrong(f"%{by.name} overwrites a part of %{source.name}", (by, source))
             if value is None or is_copy(value):

@@ -10,7 +10,7 @@ from torch import fx
 from graphopt.graph_utils import written
 from graphopt.ir.entries import ListCall, list_call
 from graphopt.ir.families import collective_kind
-from graphopt.ir.metadata import carried_index, fake_value
+from graphopt.ir.metadata import fake_value
 from graphopt.ir.operators import (
     fused_optimizer,
     is_list_operator,
@@ -18,6 +18,7 @@ from graphopt.ir.operators import (
     rounds_a_list_in_place,
     written_positions,
 )
+from graphopt.ir.parts import CAPTURED
 from graphopt.verify.calls import entries
 from graphopt.verify.casts import converted
 from graphopt.verify.communicating import CollectiveTerms
@@ -75,11 +76,10 @@ class Updates:
         return self._put(node, destination, with_layout(value, fake_value(destination)))
 
     def taken(self, node: fx.Node, workspace: fx.Node) -> None:
-        """Let a node have the storage of an argument: one of the graph's own, or of a value that is
-        handed on to it."""
+        """Let a node have the storage of an argument; what gives it on, only one of the graph's
+        own."""
         owner = self._contents.owner(workspace)
-        own = owner.op not in ("placeholder", "get_attr") or carried_index(owner) is not None
-        if not own:
+        if node.target in CAPTURED and owner.op in ("placeholder", "get_attr"):
             raise NotDecidedError(f"it takes the storage of %{owner.name}", node)
         self._refuse_sent(node, workspace)
         self._contents.take(workspace)
