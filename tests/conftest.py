@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 import durations
@@ -151,6 +152,14 @@ def _rest_left_out() -> Iterator[None]:
     """As for a file, after a test that has imported something or left much."""
     yield
     frozen.set_rest_aside()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A gloo group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -289,13 +289,6 @@ def test_a_copy_replaces_what_it_writes() -> None:
     assert is_copy(graph.call_function(aten.copy_.default, (graph.placeholder("x"),) * 2))
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 COLLECTIVES: dict[str, tuple[Any, ...]] = {
     "all_reduce": ("sum",),
     "all_reduce_": ("sum",),

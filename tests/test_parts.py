@@ -4,12 +4,11 @@ not there any more."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx
 
 import graphopt
@@ -21,6 +20,7 @@ from graphopt.lowering.cudagraphs import CudaGraphs
 from graphopt.testing import fake_ranks
 from graphopt.verify import check_dependencies, check_finalized
 from graphopt.verify.recorded import recording_problems
+from test_dependencies_executable import at
 from test_two_parts import PARTS, captured
 
 aten = torch.ops.aten
@@ -109,13 +109,6 @@ def step(*, read: bool = False, returned: bool = False, halves: bool = True) -> 
     results = [last, *([again] if returned else []), *([norm] if norm is not None else [])]
     graph.output((results, [copy], []))
     return fx.GraphModule(torch.nn.Module(), graph)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def targets(graph: fx.Graph) -> set[Any]:
@@ -235,10 +228,6 @@ def test_what_was_launched_elsewhere_is_concatenated() -> None:
 
 
 # ------------------------------------------------------------------------------------ wrong edits
-
-
-def at(graph: fx.Graph, name: str) -> fx.Node:
-    return next(node for node in graph.nodes if node.name == name)
 
 
 def inserted(graph: fx.Graph, after: str, target: Any, *args: Any) -> fx.Node:

@@ -126,10 +126,8 @@ def test_bounds_by_hand(text: str, bound: float, preemptive: float) -> None:
 def test_parts_that_could_run_side_by_side_run_in_turn_in_order() -> None:
     graph = fx.Graph()
     batch = graph.placeholder("batch")
-    parts = [
-        graph.call_function(operator.neg, (batch,)) for _ in range(2)
-    ]  # of a batch: last layer
-    firsts = [graph.call_function(operator.neg, (part,)) for part in parts]  # layer before
+    parts = [graph.call_function(operator.neg, (batch,)) for _ in range(2)]
+    firsts = [graph.call_function(operator.neg, (part,)) for part in parts]  # of the first layer
     gradients = [graph.call_function(operator.add, tuple(some)) for some in (parts, firsts)]
     launches = [graph.call_function(ALL_REDUCE, (some, "sum", "dp")) for some in gradients]
     waits = [graph.call_function(WAIT, (launch,)) for launch in launches]

@@ -91,13 +91,6 @@ def test_passes_see_waits_for_one_tensor() -> None:
     assert len(get_all_comm_blocks(gm)[0].wait_nodes) == 2
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def sum_gradients(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     loss = model(x).square().mean()
     loss.backward()

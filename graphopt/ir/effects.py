@@ -23,7 +23,6 @@ from graphopt.ir import views
 from graphopt.ir.metadata import carried_index, known_value, late_group
 from graphopt.ir.operators import operator_of, overwritten
 from graphopt.ir.outputs import Outputs, get_outputs
-from graphopt.ir.parts import CAPTURED
 from graphopt.ir.reads import ReadersOfClasses, read_by
 
 
@@ -51,8 +50,9 @@ class PartsApart(OperatorCalls):
     @staticmethod
     def shared_with(node: fx.Node) -> list[fx.Node]:
         """As `Calls` has it."""
-        maker = node.all_input_nodes[0] if operator_of(node).item else node
-        return [] if maker.target in CAPTURED else views.shared_with(node)
+        maker = node.args[0] if operator_of(node).item else node
+        apart = isinstance(maker, fx.Node) and operator_of(maker).gives_on
+        return [] if apart else views.shared_with(node)
 
 
 class Effects:

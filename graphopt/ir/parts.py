@@ -81,7 +81,7 @@ CAPTURED: dict[Any, Any] = {TAKE_APART: _SPLIT, PUT_TOGETHER: _JOIN}
 def can_be_taken_apart(node: fx.Node) -> bool:
     """Whether a node copies parts of a dense vector that are only sent; not whether anybody else
     reads that."""
-    if node.target is not _SPLIT and node.target is not TAKE_APART:
+    if node.target is not _SPLIT:
         return False
     if len(node.args) != 2 or node.kwargs or not all(map(is_flat, node.all_input_nodes)):
         return False
@@ -91,7 +91,7 @@ def can_be_taken_apart(node: fx.Node) -> bool:
 def can_be_put_together(node: fx.Node) -> bool:
     """Whether a node joins vectors that have arrived, each of which it reads once; not whether
     anybody else reads them by another name."""
-    if node.target is not _JOIN and node.target is not PUT_TOGETHER:
+    if node.target is not _JOIN:
         return False
     if len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], (list, tuple)):
         return False

@@ -66,7 +66,8 @@ def works_in_place(graph: fx.Graph) -> bool:
 
 
 def _is_of_the_dialect(node: fx.Node) -> bool:
-    return node.target in CAPTURED or (bool(operator_of(node).writes) and not is_copy(node))
+    known = operator_of(node)
+    return known.gives_on or (bool(known.writes) and not is_copy(node))
 
 
 def is_finalized(graph: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]) -> bool:
@@ -175,7 +176,7 @@ class _Reading:
                 self._still_sends(launch_of(node), node)
             if operator_of(node).collective and operator_of(node).reads_until_wait:
                 self._sent[node] = {n: self._storages.counts(n) for n in node.all_input_nodes}
-            if node.target in CAPTURED:
+            if operator_of(node).gives_on:
                 self._parts(node)
             elif overwritten(node):
                 self._write(node)

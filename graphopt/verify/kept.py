@@ -91,17 +91,20 @@ def shared_results(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
     Args:
         after: in the executable dialect.
     """
-    was, now, apart = _places(before), _places(after), Effects(after, PartsApart())
+    was, now = _places(before), _places(after)
+    apart: Effects | None = None  # nearly never asked
     first: dict[object, tuple[Any, fx.Node]] = {}
     for place, (node, key) in now.items():
         if key not in first:
             first[key] = place, node
             continue
         other, holder = first[key]
+        if place not in was or other not in was or was[place][1] == was[other][1]:
+            continue
+        apart = apart or Effects(after, PartsApart())
         if place[0] == other[0] != "results" and not apart.same(node, holder):
             continue
-        if place in was and other in was and was[place][1] != was[other][1]:
-            yield Problem(f"%{node.name} lies in the storage of %{holder.name}", (node, holder))
+        yield Problem(f"%{node.name} lies in the storage of %{holder.name}", (node, holder))
 
 
 def _places(graph: fx.Graph) -> dict[Any, tuple[fx.Node, object]]:

@@ -18,7 +18,6 @@ from graphopt.ir.operators import (
     rounds_a_list_in_place,
     written_positions,
 )
-from graphopt.ir.parts import CAPTURED
 from graphopt.verify.calls import entries
 from graphopt.verify.casts import converted
 from graphopt.verify.communicating import CollectiveTerms
@@ -79,7 +78,7 @@ class Updates:
         """Let a node have the storage of an argument; what gives it on, only one of the graph's
         own."""
         owner = self._contents.owner(workspace)
-        if node.target in CAPTURED and owner.op in ("placeholder", "get_attr"):
+        if operator_of(node).gives_on and owner.op in ("placeholder", "get_attr"):
             raise NotDecidedError(f"it takes the storage of %{owner.name}", node)
         self._refuse_sent(node, workspace)
         self._contents.take(workspace)

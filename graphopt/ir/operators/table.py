@@ -25,6 +25,7 @@ from graphopt.ir.families import (
     ROUNDS_IN_PLACE,
     SAME_ELEMENTS,
     SPLITS,
+    TAKE_APART,
     UNDECLARED_ALIASES,
     UNDECLARED_WRITES,
     WAITS,
@@ -46,6 +47,8 @@ class Operator:
         writes: positions of the arguments that it may update in place; see `written`.
         workspaces: positions of the arguments that it computes in or gives on, and leaves without
             a meaning.
+        gives_on: its results lie in the memory of its arguments, which nobody reads or writes any
+            more.
         copies: it does not read what it writes, all of which it replaces.
         random: it draws random numbers, or reads or writes the state of a generator.
         wait, collective: it ends or launches a collective.
@@ -69,6 +72,7 @@ class Operator:
     item: bool = False
     writes: tuple[int, ...] = ()
     workspaces: tuple[int, ...] = ()
+    gives_on: bool = False
     copies: bool = False
     random: bool = False
     wait: bool = False
@@ -158,6 +162,7 @@ def _row(target: _compat.OpOverload) -> Operator:
         view=any(aliases) and not writes and not wait and name not in MAY_COPY,
         writes=writes,
         workspaces=WORKSPACES.get(name, ()),
+        gives_on=name in (TAKE_APART, PUT_TOGETHER),
         copies=name in COPIES,
         random=torch.Tag.nondeterministic_seeded in target.tags
         or _takes_a_generator(schema)
