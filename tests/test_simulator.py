@@ -106,6 +106,25 @@ def test_a_link_gives_at_once_what_it_has_saved(text: str, steps: tuple[float, .
 
 
 @pytest.mark.parametrize(
+    ("text", "burst", "step"),
+    [
+        # each iteration leaves 1, or 0.01, more behind than the one before, until a wait meets it
+        ("W0~ c1 L0=50 c97 W1~ c1 L1=51 c1", 0, 101),
+        ("W0~ c1 L0=50 c97 W1~ c1 L1=50.01 c1", 0, 100.01),
+        ("W0~ c1 L0=50@dp c97 W1~ c1 L1=51@tp c1", 0, 101),  # one link
+        # each spends 4 more than the link saves meanwhile
+        ("W1~ c1 L1=3+16 W0~ L0=4+10 c21", 40, 26),
+        ("W1~ c1 L1=3+16 W0~ L0=4+10 c21", 4000, 26),
+        ("c10 L0=4 c1 L1=4 W0 W1 c1 L2=5@tp W2", 300, 13),
+    ],
+)
+def test_a_state_that_still_changes_is_not_steady(text: str, burst: float, step: float) -> None:
+    timeline = simulate_program(program(text), burst=burst)
+    assert timeline.step_seconds == pytest.approx(step)
+    assert timeline.end - timeline.begin == pytest.approx(step)
+
+
+@pytest.mark.parametrize(
     ("text", "bound", "preemptive"),
     [
         ("c3 L0=7 c5 W0 c1", 9, 11),
@@ -208,7 +227,7 @@ def check(timeline: Timeline, burst: float = 0.0) -> None:
         assert slot.end - slot.start >= least * (1 - 1e-9) - 1e-9
 
 
-@given(programs(), st.sampled_from([0.0, 1.5, 8.0]))
+@given(programs(), st.sampled_from([0.0, 1.5, 8.0, 40.0]))
 @settings(max_examples=150, deadline=None)
 def test_no_step_is_below_its_bounds(words: list[list[str]], burst: float) -> None:
     for links in (None, APART):

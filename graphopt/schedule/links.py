@@ -21,6 +21,10 @@ CAPACITY = 1.0
 """Of each link: one message alone transfers at rate 1."""
 
 
+HandedOn = dict[tuple[str, str], float]
+"""``("group", name)`` -> seconds that it has not sent, ``("link", name)`` -> what it has saved."""
+
+
 @dataclass(eq=False)
 class MessageInFlight:
     """A message of one iteration on its way.
@@ -64,8 +68,7 @@ class Links:
 
     def launch(self, flight: MessageInFlight) -> None:
         """Put a flight at the end of its group's queue."""
-        self._save(flight.launched - self._now, {})
-        self._now = flight.launched
+        self._idle(flight.launched)
         queue = self._queues.setdefault(flight.message.group, deque())
         if queue:
             flight.behind = queue[-1]
@@ -74,6 +77,24 @@ class Links:
             self.busy += 1
             self._spend(flight)
         queue.append(flight)
+
+    def handed_on(self, now: float) -> HandedOn:
+        """What an iteration that ends now hands on to the next one."""
+        self._idle(now)
+        unsent = {
+            ("group", name): sum(flight.latency_left + flight.transfer_left for flight in queue)
+            for name, queue in self._queues.items()
+        }
+        return {**unsent, **{("link", name): saved for name, saved in self._saved.items()}}
+
+    def go_ahead(self, growth: HandedOn, iterations: int) -> None:
+        """Hand on what would be after so many iterations more, each of which adds `growth`."""
+        for (kind, name), more in growth.items():
+            if kind == "link":
+                saved = self._saved[name] + more * iterations
+                self._saved[name] = min(self.burst, max(0.0, saved))
+            else:
+                self._queues[name][-1].transfer_left += more * iterations
 
     def until_change(self) -> float:
         """Seconds until a latency or a transfer ends."""
@@ -107,6 +128,11 @@ class Links:
             self._spend(queue[0])
         else:
             self.busy -= 1
+
+    def _idle(self, now: float) -> None:
+        """Save what links could have sent since something last happened on them."""
+        self._save(now - self._now, {})
+        self._now = now
 
     def _save(self, seconds: float, used: Mapping[str, float]) -> None:
         """What links keep of a time in which so much of each is used."""

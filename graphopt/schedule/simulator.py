@@ -9,12 +9,13 @@ collectives times groups.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from graphopt.cost import CostModel, default_cost_model
-from graphopt.schedule.links import Links, MessageInFlight
+from graphopt.schedule.links import HandedOn, Links, MessageInFlight
 from graphopt.schedule.program import Message, Program, peak_bytes, program_of
 from graphopt.schedule.steps import CollectiveSlot, ComputeSlot, PathPart
 from graphopt.schedule.timeline import Timeline
@@ -82,16 +83,54 @@ def steady_seconds(program: Program, slowdown: float = 0.0, burst: float = 0.0) 
 
 
 def _steady(machine: _Machine, actions: list[Action]) -> float:
-    """Run iterations until they are alike. Returns what one takes."""
+    """Run iterations until they are alike. Returns what one takes.
+
+    Iterations may take equally long for a while, though each hands on more to the next than it was
+    handed: until that reaches a wait, or a link has spent what it had saved. What lies between is
+    passed over.
+    """
     durations: list[float] = []
-    while not _settled(durations) and len(durations) < MOST_ITERATIONS:
-        begin = machine.now
+    handed_on: HandedOn = {}
+    for _ in range(MOST_ITERATIONS):
+        begin, before = machine.now, handed_on
         machine.iterate(actions)
         durations.append(machine.now - begin)
-    return durations[-1] if _settled(durations) else sum(durations[-8:]) / len(durations[-8:])
+        handed_on = machine.links.handed_on(machine.now)
+        if not _are_alike(durations):
+            continue
+        growth = _growth(machine, before, handed_on, SAME * durations[-1])
+        if not growth:
+            return durations[-1]
+        machine.links.go_ahead(growth, _passed_over(machine, growth, handed_on))
+        handed_on = machine.links.handed_on(machine.now)
+    return sum(durations[-8:]) / len(durations[-8:])
 
 
-def _settled(durations: list[float]) -> bool:
+def _growth(machine: _Machine, before: HandedOn, handed_on: HandedOn, least: float) -> HandedOn:
+    """By how much more than `least` an iteration has changed what is handed on. A group that nobody
+    waits for decides nothing."""
+    growth = {
+        (kind, name): now - before[kind, name]
+        for (kind, name), now in handed_on.items()
+        if kind == "link" or name in machine.slack
+    }
+    return {key: more for key, more in growth.items() if abs(more) > least}
+
+
+def _passed_over(machine: _Machine, growth: HandedOn, handed_on: HandedOn) -> int:
+    """How many iterations more can be like the last one."""
+    found = math.inf
+    for (kind, name), more in growth.items():
+        if kind == "group":
+            room = machine.slack[name] if more > 0 else 0.0
+        else:
+            saved = handed_on[kind, name]
+            room = machine.links.burst - saved if more > 0 else saved
+        found = min(found, room / abs(more))
+    return math.floor(found)
+
+
+def _are_alike(durations: list[float]) -> bool:
     if len(durations) < 3:
         return False
     a, b, c = durations[-3:]
@@ -131,10 +170,13 @@ class _Machine:
     stalls: list[tuple[float, float, MessageInFlight]] = field(default_factory=list)
     before: dict[Message, MessageInFlight] = field(default_factory=dict)
     current: dict[Message, MessageInFlight] = field(default_factory=dict)
+    slack: dict[str, float] = field(default_factory=dict)
+    """By group, how much later its messages could have arrived in the last iteration before a wait
+    had noticed."""
 
     def iterate(self, actions: list[Action]) -> None:
         """Run one iteration."""
-        self.before, self.current = self.current, {}
+        self.before, self.current, self.slack = self.current, {}, {}
         for kind, seconds, message, node in actions:
             if kind == "compute":
                 assert node is not None
@@ -167,6 +209,8 @@ class _Machine:
         if flight is None:  # late, in the first iteration
             return
         start = self.now
+        early = 0.0 if flight.end is None else start - flight.end
+        self.slack[message.group] = min(early, self.slack.get(message.group, early))
         while flight.end is None:
             passed = self.links.until_change()
             self.links.advance(self.now, passed)
