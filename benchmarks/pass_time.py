@@ -6,11 +6,11 @@
     python benchmarks/pass_time.py --nodes 36000 --ranks 65536
 
 GPTs of more and more layers are captured with the communication of two ranks, or of as many as
-asked for, and the passes run one after another. Shown are seconds per pass and of all, CPU seconds of the whole pipeline at each level of
-verification (the least of `--repeat` runs), those of the proof alone, and what a node costs: where
-that stays the same, the time grows linearly. With each goes the derivation of the graphs that run:
-the proof of late work speaks of them, and they are not derived again behind it. Nothing is
-communicated, so one process is enough.
+asked for, and the passes run one after another. Shown are seconds per pass and of all, CPU seconds
+of the whole pipeline at each level of verification (the least of `--repeat` runs), those of the
+proof alone, and what a node costs: where that stays the same, the time grows linearly. With each
+goes the derivation of the graphs that run: the proof of late work speaks of them, and they are not
+derived again behind it. Nothing is communicated, so one process is enough.
 """
 
 from __future__ import annotations
