@@ -64,7 +64,7 @@ def test_eager_code_reads_all_before_it_writes(statement: str) -> None:
         "torch.mul(a, t, out=a)",
         "torch._foreach_copy_([a], [t])",
         "a.index_copy_(0, torch.tensor([0, 1]), a[1:3])",
-        "a[:1].expand(3, 6)[:] = 2.0",
+        "a[:1].expand(3, 6)[:] = torch.ones(3, 6)",
         "a[0].expand(3, 6).fill_(a[1, 1])",
     ],
 )
