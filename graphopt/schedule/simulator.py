@@ -101,8 +101,10 @@ def _steady(machine: _Machine, actions: list[Action]) -> float:
         growth = _growth(machine, before, handed_on, SAME * durations[-1])
         if not growth:
             return durations[-1]
-        machine.links.go_ahead(growth, _passed_over(machine, growth, handed_on))
-        handed_on = machine.links.handed_on(machine.now)
+        iterations = _passed_over(machine, growth, handed_on)
+        if iterations:
+            machine.links.go_ahead(growth, iterations)
+            handed_on = machine.links.handed_on(machine.now)
     return sum(durations[-8:]) / len(durations[-8:])
 
 
@@ -118,7 +120,8 @@ def _growth(machine: _Machine, before: HandedOn, handed_on: HandedOn, least: flo
 
 
 def _passed_over(machine: _Machine, growth: HandedOn, handed_on: HandedOn) -> int:
-    """How many iterations more can be like the last one."""
+    """How many iterations more can be like the last one; none while a group sends what it had
+    left."""
     found = math.inf
     for (kind, name), more in growth.items():
         if kind == "group":
