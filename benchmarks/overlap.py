@@ -206,7 +206,7 @@ def turns(task: Figures, folder: Path) -> Figures:
     usage = Usage()
 
     def given() -> tuple[Tensor, Tensor]:
-        inputs, targets = overlap_batch(task["model"], generator)
+        inputs, targets = overlap_batch(task["model"], generator, task["batch"])
         return inputs.to(device()), targets.to(device())
 
     def seconds(name: str, batches: Batches) -> float:
@@ -275,7 +275,7 @@ def link_rate(model: str, compute_seconds: float, ratio: float, hosts: int) -> f
 
 def task_of(model: str, form: str, options: argparse.Namespace) -> Figures:
     """What a rank is to do, as JSON."""
-    names = ("sweep", "pipelines", "others", "options", "compiled", "rounds", "turn")
+    names = ["sweep", "pipelines", "others", "options", "compiled", "rounds", "turn", "batch"]
     chosen = {name: getattr(options, name) for name in names}
     return {"model": model, "form": form, "compute_only": False, **chosen}
 
@@ -301,6 +301,7 @@ def figures(task: Figures, ratio: float, rate: float | None, results: list[Event
     return {
         "model": task["model"],
         "form": task["form"],
+        "batch": task["batch"],
         "ratio": ratio,
         "bits_per_second": rate,
         "best_ddp": best,
@@ -356,6 +357,13 @@ def parse() -> argparse.Namespace:
         help="communication / compute that the link is set for; 0: no shaped link",
     )
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=["plain"])
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=1,
+        metavar="N",
+        help="N times the batch: sending takes less of the cores beside N times the compute",
+    )
     parser.add_argument("--sweep", nargs="*", type=float, default=[0.25, 0.5, 1, 2, 5], help="MB")
     parser.add_argument("--pipelines", nargs="*", default=[], help="further ones, as text")
     parser.add_argument(

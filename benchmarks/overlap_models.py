@@ -61,8 +61,14 @@ OVERLAP_MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def overlap_batch(model: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random inputs and classes for one step."""
+def overlap_batch(model: str, generator: torch.Generator, times: int = 1) -> tuple[Tensor, Tensor]:
+    """Random inputs and classes for one step, of so many batches."""
+    drawn = [_batch(model, generator) for _ in range(times)]
+    inputs, targets = zip(*drawn, strict=True)
+    return torch.cat(inputs), torch.cat(targets)
+
+
+def _batch(model: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     if model == "stack":
         shape = (ROWS[model], 256)
         classes = torch.randint(256, shape[:1], generator=generator)

@@ -17,9 +17,10 @@ def table(row: Figures) -> Table:
     """One model on one link."""
     rate = row["bits_per_second"]
     link = "no shaped link" if rate is None else f"{rate / 1e6:.0f} Mbit/s"
+    batch = f"{row['batch']} times the batch, " if row["batch"] > 1 else ""
     made = Table(
-        title=f"{row['model']}, {row['form']}, communication / compute set to {row['ratio']:g}"
-        f" ({link}); preemptive bound {1e3 * row['preemptive_bound']:.1f} ms,"
+        title=f"{row['model']}, {row['form']}, {batch}communication / compute set to"
+        f" {row['ratio']:g} ({link}); preemptive bound {1e3 * row['preemptive_bound']:.1f} ms,"
         f" with compute in its order {1e3 * row['in_order_bound']:.1f} ms"
     )
     for heading in ("variant", "ms", "/ bound", "/ best DDP", "CPU, ms", "others", "pages", "|Δ|"):
