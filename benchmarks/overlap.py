@@ -40,6 +40,7 @@ from usage import Usage, summed_up
 
 import graphopt
 from graphopt.demo.launch import Event, Reporter
+from graphopt.demo.link import set_rate
 from graphopt.demo.replica import RandomState
 from graphopt.stages.pipelines import HELD_BACK, default_pipeline, pipeline_with
 
@@ -198,6 +199,36 @@ def by_hand(task: Figures) -> dict[str, Variant]:
 # -------------------------------------------------------------------------------- on each rank
 
 
+class AdjustedLink:
+    """An emulated host's link, set anew in each round: the machine changes its speed.
+
+    Attributes:
+        rates: in bit/s, one of each round.
+    """
+
+    def __init__(self, task: Figures) -> None:
+        self.rates: list[float] = []
+        self._computes: list[float] = []
+        self._ratio, self._rate = task["ratio"], task["bits_per_second"]
+        self._bits = link_bits(task["model"], dist.get_world_size())
+
+    def after(self, name: str, seconds: float) -> None:
+        """After compute alone, set the rate at which communication takes `ratio` times as long as
+        it took in the last three rounds; communication alone says how much is sent for it, headers
+        included."""
+        if name not in (COMPUTE, COMMUNICATION):
+            return
+        taken = torch.tensor(seconds)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        if name == COMMUNICATION:
+            self._bits = taken.item() * self._rate
+        else:
+            self._computes.append(taken.item())
+            self._rate = self._bits / (self._ratio * median(self._computes[-3:]))
+            set_rate(self._rate)
+            self.rates.append(self._rate)
+
+
 def turns(task: Figures, folder: Path) -> Figures:
     """Seconds per step of each turn by variant, what it uses, the preemptive bounds, and how far
     parameters are from DDP's."""
@@ -209,11 +240,19 @@ def turns(task: Figures, folder: Path) -> Figures:
         inputs, targets = overlap_batch(task["model"], generator, task["batch"])
         return inputs.to(device()), targets.to(device())
 
-    def seconds(name: str, batches: Batches) -> float:
-        return usage.of(name, len(batches), lambda: timed(made[name], batches))
+    link = AdjustedLink(task) if task.get("bits_per_second") else None
 
-    found = ranks.in_turns(list(made), seconds, given, task["rounds"], task["turn"])
+    def seconds(name: str, batches: Batches) -> float:
+        taken = usage.of(name, len(batches), lambda: timed(made[name], batches))
+        warm = len(usage.found[name]) > WARM_UP_STEPS
+        if warm and link is not None:
+            link.after(name, taken)
+        return taken
+
+    first = 0 if link is None else 1
+    found = ranks.in_turns(list(made), seconds, given, task["rounds"], task["turn"], first)
     result = {"seconds": found, "usage": usage.found, "differences": differences(made)}
+    result["rates"] = None if link is None else link.rates
     if task["compute_only"]:
         return result
     bounds = preemptive(made[COMPUTE], given(), found, folder)
@@ -269,15 +308,19 @@ def work(task: Figures, folder: Path) -> None:
 
 def link_rate(model: str, compute_seconds: float, ratio: float, hosts: int) -> float:
     """Bit/s at which a ring sends a step's gradients in `ratio` times the compute."""
-    sent = 8 * gradient_bytes(model) * 2 * (hosts - 1) / hosts
-    return sent / (ratio * compute_seconds)
+    return link_bits(model, hosts) / (ratio * compute_seconds)
+
+
+def link_bits(model: str, hosts: int) -> float:
+    """That each host of a ring sends in a step."""
+    return 8 * gradient_bytes(model) * 2 * (hosts - 1) / hosts
 
 
 def task_of(model: str, form: str, options: argparse.Namespace) -> Figures:
     """What a rank is to do, as JSON."""
     names = ["sweep", "pipelines", "others", "options", "compiled", "rounds", "turn", "batch"]
     chosen = {name: getattr(options, name) for name in names}
-    return {"model": model, "form": form, "compute_only": False, **chosen}
+    return {"model": model, "form": form, "compute_only": False, "ratio": 0.0, **chosen}
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figures]:
@@ -288,13 +331,13 @@ def measure(options: argparse.Namespace) -> Iterator[Figures]:
         alone = min(slowest(ranks.run_work(__file__, few, options.ranks))[COMPUTE])
         for ratio in options.ratios:
             rate = link_rate(model, alone, ratio, options.ranks) if ratio else None
-            results = ranks.run_work(__file__, task, options.ranks, rate)
-            yield figures(task, ratio, rate, results)
+            shaped = task | {"ratio": ratio, "bits_per_second": rate}
+            yield figures(shaped, ranks.run_work(__file__, shaped, options.ranks, rate))
 
 
-def figures(task: Figures, ratio: float, rate: float | None, results: list[Event]) -> Figures:
+def figures(task: Figures, results: list[Event]) -> Figures:
     """Medians, and ratios to the bounds and to the best DDP of each round."""
-    seconds = slowest(results)
+    seconds, rates = slowest(results), results[0]["rates"]
     bound = [max(a, b) for a, b in zip(seconds[COMPUTE], seconds[COMMUNICATION], strict=True)]
     ddp = [name for name in seconds if name.startswith("DDP")]
     best = min(ddp, key=lambda name: median(seconds[name]))
@@ -302,8 +345,8 @@ def figures(task: Figures, ratio: float, rate: float | None, results: list[Event
         "model": task["model"],
         "form": task["form"],
         "batch": task["batch"],
-        "ratio": ratio,
-        "bits_per_second": rate,
+        "ratio": task["ratio"],
+        "bits_per_second": rates and median(rates),
         "best_ddp": best,
         "seconds": seconds,
         "preemptive_bound": max(result["preemptive"] for result in results),
@@ -340,7 +383,7 @@ def on_real_hosts(options: argparse.Namespace) -> list[Figures]:
             everyone: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, mine)
             if dist.get_rank() == 0:
-                rows.append(figures(task, 0.0, None, everyone))
+                rows.append(figures(task, everyone))
     return rows
 
 

@@ -131,6 +131,7 @@ def in_turns(
     given: Callable[[], Any],
     rounds: int,
     length: int = ROUND,
+    first: int = 0,
 ) -> dict[str, list[float]]:
     """What each variant takes in each round; who begins changes.
 
@@ -138,12 +139,13 @@ def in_turns(
         seconds: runs a variant on what several steps are given.
         given: makes what one step is given; in a round all variants get the same.
         rounds: without the first, which warm up with a single step.
+        first: so many of the variants begin every round, in this order.
     """
     found: dict[str, list[float]] = {name: [] for name in names}
     for number in range(WARM_UP_STEPS + rounds):
         steps = [given() for _ in range(length if number >= WARM_UP_STEPS else 1)]
-        turn = number % len(names)
-        for name in (*names[turn:], *names[:turn]):
+        turn = first + number % (len(names) - first)
+        for name in (*names[:first], *names[turn:], *names[first:turn]):
             dist.barrier()
             found[name].append(seconds(name, steps))
     return found

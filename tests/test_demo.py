@@ -22,7 +22,7 @@ import torch
 
 from graphopt.demo import DemoError
 from graphopt.demo.launch import Event, RankFailedError, run_ranks
-from graphopt.demo.link import SlowLink, parse_rate
+from graphopt.demo.link import SlowLink, parse_rate, set_rate
 from graphopt.demo.main import run_demo
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -323,6 +323,26 @@ def test_link_connects_ranks_at_its_rate_and_leaves_nothing() -> None:
     assert {name for _, name in socket.if_nameindex()} == before
 
 
+def test_link_changes_its_rate_from_inside_and_no_other() -> None:
+    skip_without_link()
+    with SlowLink(parse_rate("200mbit"), 2) as link:
+        subprocess.check_call([*link.prefixes[0], sys.executable, "-c", CHANGE])
+        show = ["tc", "qdisc", "show"]
+        shown = [subprocess.check_output([*p, *show], text=True) for p in link.prefixes]
+    assert "rate 50Mbit" in shown[0]
+    assert "rate 200Mbit" in shown[1]
+
+
+CHANGE = "from graphopt.demo.link import set_rate; set_rate(50e6)"
+
+
+def test_no_rate_to_change_where_there_is_no_link() -> None:
+    if shutil.which("tc") is None:
+        pytest.skip("needs tc")
+    with pytest.raises(DemoError, match="link0"):
+        set_rate(50e6)
+
+
 TALK = """
 import socket, subprocess, sys
 with socket.create_server(("10.0.0.1", 0)) as server:
@@ -377,8 +397,10 @@ def test_link_needs_no_administrator_where_user_namespaces_are_allowed() -> None
         pytest.skip("cannot give up the administrator's right, or make a user namespace without it")
     skip_without_link()
     code = (
+        "import subprocess, sys\n"
         "from graphopt.demo.link import SlowLink\n"
         "with SlowLink(10**6, 2) as link:\n"
         "    assert '--user' in link.prefixes[0], link.prefixes\n"
+        f"    subprocess.check_call([*link.prefixes[0], sys.executable, '-c', {CHANGE!r}])\n"
     )
     subprocess.run([*forbid, sys.executable, "-c", code], check=True)

@@ -101,16 +101,11 @@ class SlowLink:
         _run([*inside, "ip", "address", "add", f"10.0.0.{rank + 1}/24", "dev", "link0"])
         _run([*inside, "ip", "link", "set", "lo", "up"])
         _run([*inside, "ip", "link", "set", "link0", "up"])
-        shape = ["rate", f"{self.rate}bit", "burst", f"{self._burst}b", "latency", "50ms"]
-        _run([*inside, "tc", "qdisc", "add", "dev", "link0", "root", "tbf", *shape])
+        _run([*inside, "tc", "qdisc", "add", *_shape(self.rate)])
         self.prefixes.append(inside)
 
     def _inside(self, holder: subprocess.Popen[str]) -> list[str]:
         return ["nsenter", f"--target={holder.pid}", *self._user, "--net"]
-
-    @property
-    def _burst(self) -> int:
-        return max(_SMALLEST_BURST, round(self.rate / 8 * _BUFFERED_SECONDS))
 
     def _hold(self, command: list[str]) -> subprocess.Popen[str]:
         """Start a process that keeps the namespaces `command` makes; return it once they exist."""
@@ -141,6 +136,22 @@ class SlowLink:
             holder.kill()
             holder.communicate()
         self._holders.clear()
+
+
+def set_rate(rate: float) -> None:
+    """Change the rate of this rank's link, in bit/s: called by what runs inside a `SlowLink`.
+
+    Raises:
+        DemoError: there is no such link here.
+    """
+    _run(["tc", "qdisc", "change", *_shape(round(rate))])
+
+
+def _shape(rate: int) -> list[str]:
+    """A token bucket that sends through a rank's link at a rate."""
+    burst = max(_SMALLEST_BURST, round(rate / 8 * _BUFFERED_SECONDS))
+    shape = ["rate", f"{rate}bit", "burst", f"{burst}b", "latency", "50ms"]
+    return ["dev", "link0", "root", "tbf", *shape]
 
 
 def _check_tools() -> None:
