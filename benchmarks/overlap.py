@@ -224,7 +224,7 @@ class AdjustedLink:
             self._bits = taken.item() * self._rate
         else:
             self._computes.append(taken.item())
-            self._rate = self._bits / (self._ratio * median(self._computes[-3:]))
+            self._rate = link_rate(self._bits, median(self._computes[-3:]), self._ratio)
             set_rate(self._rate)
             self.rates.append(self._rate)
 
@@ -240,7 +240,7 @@ def turns(task: Figures, folder: Path) -> Figures:
         inputs, targets = overlap_batch(task["model"], generator, task["batch"])
         return inputs.to(device()), targets.to(device())
 
-    link = AdjustedLink(task) if task.get("bits_per_second") else None
+    link = AdjustedLink(task) if task["bits_per_second"] else None
 
     def seconds(name: str, batches: Batches) -> float:
         taken = usage.of(name, len(batches), lambda: timed(made[name], batches))
@@ -306,13 +306,13 @@ def work(task: Figures, folder: Path) -> None:
 # ------------------------------------------------------------------------------------ launching
 
 
-def link_rate(model: str, compute_seconds: float, ratio: float, hosts: int) -> float:
-    """Bit/s at which a ring sends a step's gradients in `ratio` times the compute."""
-    return link_bits(model, hosts) / (ratio * compute_seconds)
+def link_rate(bits: float, compute_seconds: float, ratio: float) -> float:
+    """Bit/s at which as much is sent in `ratio` times the compute."""
+    return bits / (ratio * compute_seconds)
 
 
 def link_bits(model: str, hosts: int) -> float:
-    """That each host of a ring sends in a step."""
+    """That each host of a ring sends of a step's gradients."""
     return 8 * gradient_bytes(model) * 2 * (hosts - 1) / hosts
 
 
@@ -320,7 +320,8 @@ def task_of(model: str, form: str, options: argparse.Namespace) -> Figures:
     """What a rank is to do, as JSON."""
     names = ["sweep", "pipelines", "others", "options", "compiled", "rounds", "turn", "batch"]
     chosen = {name: getattr(options, name) for name in names}
-    return {"model": model, "form": form, "compute_only": False, "ratio": 0.0, **chosen}
+    unshaped = {"compute_only": False, "ratio": 0.0, "bits_per_second": None}
+    return {"model": model, "form": form, **unshaped, **chosen}
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figures]:
@@ -330,7 +331,8 @@ def measure(options: argparse.Namespace) -> Iterator[Figures]:
         few = task | {"compute_only": True, "rounds": 3}
         alone = min(slowest(ranks.run_work(__file__, few, options.ranks))[COMPUTE])
         for ratio in options.ratios:
-            rate = link_rate(model, alone, ratio, options.ranks) if ratio else None
+            bits = link_bits(model, options.ranks)
+            rate = link_rate(bits, alone, ratio) if ratio else None
             shaped = task | {"ratio": ratio, "bits_per_second": rate}
             yield figures(shaped, ranks.run_work(__file__, shaped, options.ranks, rate))
 

@@ -15,7 +15,7 @@ from statistics import median
 import ranks
 import torch
 import torch.distributed as dist
-from overlap import Training, link_rate, timed
+from overlap import Training, link_bits, link_rate, timed
 from overlap_bound import calibrated
 from overlap_models import OVERLAP_MODELS, overlap_batch
 from rich.console import Console
@@ -120,7 +120,7 @@ def main() -> None:
             first = ranks.run_work(__file__, task | {"compute_only": True}, 2)
             alone = min(ranks.slowest(first)[COMPUTE])
             for ratio in options.ratios:
-                rate = link_rate(model, alone, ratio, 2)
+                rate = link_rate(link_bits(model, 2), alone, ratio)
                 results = ranks.run_work(__file__, task | {"compute_only": False}, 2, rate)
                 rows += figures(model, ratio, results)
     Console().print(table(rows))
