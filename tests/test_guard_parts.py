@@ -225,3 +225,29 @@ def test_numbers_are_those_of_the_call() -> None:
     assert bound[0] is not None and bound[1] is not None
     assert entry.guards.numbers_of(bound[0])[-1] == 4.5
     assert entry.guards.numbers_of(bound[1])[-1] == 5.5
+
+
+def test_an_attribute_that_is_computed_when_read_is_compared_by_value() -> None:
+    def helper(x: torch.Tensor, scale: float) -> torch.Tensor:
+        return x * scale
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        names = helper.__code__.co_varnames  # another tuple each time
+        return helper(x, len(names) + 0.5) * helper.__code__.co_argcount
+
+    compiled = graphopt.compile(step)
+    compiled(torch.ones(2))
+    compiled(torch.ones(2))
+    (entry,) = compiled._entries
+    seen = entry.guards._outside._places
+    assert seen.holds()
+    assert torch.equal(compiled(torch.ones(2)), step(torch.ones(2)))
+    assert entry.guards._outside._places is seen, "nothing was looked at one by one"
+
+    def other(x: torch.Tensor, scale: float) -> torch.Tensor:
+        more = x * scale
+        return more + 1
+
+    helper.__code__ = other.__code__
+    assert torch.equal(compiled(torch.ones(2)), step(torch.ones(2)))
+    assert len(compiled.captures) == 2

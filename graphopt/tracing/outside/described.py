@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from graphopt.tracing.outside.held import GuardedPlace
-from graphopt.tracing.outside.places import MISSING
+from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.snapshot import StateSnapshot
 
 _PLAIN = (dict, list, tuple)
@@ -57,7 +57,7 @@ def _item_described(entry: GuardedPlace, holder: Any, snapshot: StateSnapshot) -
 
 def _attribute_described(entry: GuardedPlace, snapshot: StateSnapshot) -> bool:
     held = entry.held
-    if not entry.holder.weak or _is_part(entry):
+    if not entry.holder.weak or _is_part(entry) or _is_computed(entry):
         return False
     if held is None:
         snapshot.has_attribute(entry.holder.reference, entry.key, entry.value)
@@ -66,6 +66,13 @@ def _attribute_described(entry: GuardedPlace, snapshot: StateSnapshot) -> bool:
     else:
         return False
     return True
+
+
+def _is_computed(entry: GuardedPlace) -> bool:
+    """Whether an attribute is another object each time it is read, as `code.co_varnames` is, so
+    that only its value can be compared."""
+    holder = entry.holder.get()
+    return OutsidePlace(entry.kind, holder, entry.key).now() is not entry.expected()
 
 
 def _is_part(entry: GuardedPlace) -> bool:
