@@ -16,9 +16,9 @@ from torch.utils import _pytree
 import graphopt
 from graphopt import _compat
 from graphopt.graph_utils import environment
+from graphopt.guards.optimizers import OptimizerGuard
 from graphopt.tracing.besides import Besides
 from graphopt.tracing.call import Call
-from graphopt.tracing.optimizer_guards import OptimizerGuard
 
 Pair = namedtuple("Pair", ["first", "second"])
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import graphopt
-from graphopt.tracing.object_guards import ModuleGuards
-from graphopt.tracing.snapshot import StateSnapshot
-from graphopt.tracing.together import Together
+from graphopt.guards.modules import ModuleGuards
+from graphopt.guards.unchanged import StateSnapshot, Together
 
 
 class Scale:

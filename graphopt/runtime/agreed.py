@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from graphopt.guards.guards import Guards
 from graphopt.host.assumptions import Answer
 from graphopt.host.votes import Agreement, Votes
 from graphopt.parallel import OverRanks
@@ -18,7 +19,6 @@ from graphopt.ranks.spmd import collective_plan
 from graphopt.ranks.unused import UnusedParameters
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep, capture_call
-from graphopt.tracing.guards import Guards
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.remembered import with_remembered
 from graphopt.tracing.settled import NOTHING_SETTLED, SettledTraces

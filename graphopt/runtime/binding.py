@@ -39,11 +39,11 @@ class Binding:
             agreed: what the ranks agreed on for it; None where it does not communicate.
             number: counts the captures of the step.
         """
+        from graphopt.guards.guards import Guards
         from graphopt.host import share_counts
         from graphopt.host.counts import TimesReached
         from graphopt.iter_graph import IterGraphModule
         from graphopt.runtime.bound_step import BoundStep
-        from graphopt.tracing.guards import Guards
 
         module = captured.graph_module
         assert isinstance(module, IterGraphModule)

@@ -16,6 +16,7 @@ from graphopt import _compat
 from graphopt._compat.late import without_torch_function
 from graphopt.errors import AssumptionFailedError, GraphOptError
 from graphopt.graph_utils import without_autocast
+from graphopt.guards.guards import Guards
 from graphopt.host.assumptions import Answer
 from graphopt.host.running import HostRun, running
 from graphopt.host.sizes import Sizes, answered_alike, found_before
@@ -36,7 +37,6 @@ from graphopt.runtime.sent_before import CollectiveResults, SentBefore
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.found_earlier import EarlierContent
-from graphopt.tracing.guards import Guards
 
 logger = logging.getLogger("graphopt")
 

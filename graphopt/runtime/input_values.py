@@ -10,10 +10,10 @@ import torch
 from graphopt import _compat
 from graphopt._compat.late import put_gradient
 from graphopt.errors import CaptureError
+from graphopt.guards.guards import Guards
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.draws.taken import NotTakenError
-from graphopt.tracing.guards import Guards
 from graphopt.tracing.inputs import Storage, as_tensor
 
 

@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from graphopt import _compat
 from graphopt.errors import CaptureError, CollectiveError, SpmdMismatchError
+from graphopt.guards.guards import Guards
 from graphopt.host.votes import Agreement, Votes
 from graphopt.manager import records_of
 from graphopt.parallel import OverRanks
@@ -30,7 +31,6 @@ from graphopt.tracing.besides import MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep, communication_for, finish
 from graphopt.tracing.collecting import module_tensors
-from graphopt.tracing.guards import Guards
 from graphopt.tracing.input_notes import held_names
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.outside.existing import births_noted

@@ -12,10 +12,10 @@ import torch
 
 from graphopt import _compat
 from graphopt.graph_utils import without_autocast, written
+from graphopt.guards.guards import Guards
 from graphopt.iter_graph import IterGraphModule
 from graphopt.runtime.late import LateTensors, settle, warn_of_held
 from graphopt.tracing.capture import CapturedStep
-from graphopt.tracing.guards import Guards
 from graphopt.tracing.inputs import Storage
 
 

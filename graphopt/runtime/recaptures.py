@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from graphopt.runtime.budget import MODE, Cause
 
 if TYPE_CHECKING:
+    from graphopt.guards.guards import Guards
     from graphopt.tracing.call import Call
-    from graphopt.tracing.guards import Guards
 
 logger = logging.getLogger("graphopt")
 

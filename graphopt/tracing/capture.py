@@ -15,6 +15,8 @@ from torch import fx
 from graphopt import _compat
 from graphopt._compat.settings import dispatch_keys_kept
 from graphopt.errors import CaptureError
+from graphopt.guards.modules import ModeChange
+from graphopt.guards.outside import OutsideGuard
 from graphopt.ir.placement import set_placement
 from graphopt.parallel import Manual, OverRanks, Parallel, resolve
 from graphopt.parallel.markers import Group
@@ -47,9 +49,7 @@ from graphopt.tracing.input_notes import (
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec, Number, PlacedNumber
 from graphopt.tracing.leftovers import OutsideChanges, is_told, left_by_branches
 from graphopt.tracing.mode_changes import are_seen, mode_changes
-from graphopt.tracing.object_guards import ModeChange
 from graphopt.tracing.outside.existing import births_noted
-from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import unchanged
 from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from graphopt.tracing.guard_values import same_constant
+from graphopt.guards.values import same_constant
 
 _MISSING: Any = object()
 

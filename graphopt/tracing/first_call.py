@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from graphopt.graph_utils import is_operator
+from graphopt.guards.values import is_plain
 from graphopt.ir.metadata import known_value
 from graphopt.tracing.call import Call
 from graphopt.tracing.compare import NodeLabels, difference_of, significant
 from graphopt.tracing.creation import Creation
-from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.optimizer_state import OfNone
 from graphopt.tracing.outside.places import same

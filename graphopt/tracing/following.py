@@ -13,13 +13,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from graphopt.guards.outside import OutsideGuard
 from graphopt.tracing.besides import Besides
 from graphopt.tracing.draws.live import is_array
 from graphopt.tracing.draws.taken import PlaceOf, Taking
 from graphopt.tracing.found_places import texts_read
 from graphopt.tracing.inputs import Inputs, PlacedNumber
 from graphopt.tracing.number_tuples import TupleTable
-from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.moving import MovingTable, pin_others
 from graphopt.tracing.outside.places import FollowedPlace, ListTable, OutsidePlace
 from graphopt.tracing.outside.record import Record

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphopt.errors import GraphOptError
+from graphopt.guards.values import same_constant
 from graphopt.tracing import contents
 from graphopt.tracing.contents import ObjectKind
-from graphopt.tracing.guard_values import same_constant
 from graphopt.tracing.later_values import holds_unknown
 from graphopt.tracing.outside.places import MISSING
 

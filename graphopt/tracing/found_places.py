@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphopt.guards.outside import OutsideGuard
 from graphopt.tracing.besides import Besides, CarriedPlace
 from graphopt.tracing.call import Call
 from graphopt.tracing.draws.live import digest_of, is_array
 from graphopt.tracing.inputs import is_exact
 from graphopt.tracing.lost_history import accumulates
-from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.outside.places import LISTS, OutsidePlace, attributes_of, is_plain_text
 from graphopt.tracing.outside.record import Record
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from torch import nn
 from torch.optim import Optimizer
 
+from graphopt.guards.modules import ModeChange
 from graphopt.host import host_call_of, host_calls
-from graphopt.tracing.object_guards import ModeChange
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.steady import NewState, Steady
 from graphopt.tracing.trace import RawTrace

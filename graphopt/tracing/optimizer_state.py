@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from graphopt.tracing.guard_values import is_plain
+from graphopt.guards.values import is_plain
 
 State = MutableMapping[Any, Any]
 

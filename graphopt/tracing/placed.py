@@ -27,12 +27,12 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
+from graphopt.guards.values import is_plain
 from graphopt.host.changes import MUTABLE
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.draws.live import is_array, place_of
 from graphopt.tracing.draws.on_host import grows, is_immutable_number
-from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import is_exact, may_be_input
 from graphopt.tracing.later import Later, as_later
 from graphopt.tracing.later_values import (

@@ -15,7 +15,7 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing.guard_values import same_constant
+from graphopt.guards.values import same_constant
 from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.places import MISSING

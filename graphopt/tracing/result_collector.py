@@ -10,12 +10,12 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
+from graphopt.guards.values import is_plain
 from graphopt.tracing.call import Call, has_gradient
 from graphopt.tracing.draws.picked import StoredItem
 from graphopt.tracing.draws.rows import Row
 from graphopt.tracing.failures import located
 from graphopt.tracing.given import ContainerChange
-from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.lost_history import check_history, is_computed
 from graphopt.tracing.marks import AttributeChange

@@ -22,6 +22,7 @@ from torch import fx
 from graphopt._compat.late import set_gradient
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import get_output
+from graphopt.guards.values import same_constant
 from graphopt.ir.inplace import uninitialised_like
 from graphopt.ir.metadata import fake_value
 from graphopt.tracing.besides import MoreInputs
@@ -29,7 +30,6 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.collecting import collect
 from graphopt.tracing.creation import Creation, creation_of
 from graphopt.tracing.first_call import repeats_but_creation
-from graphopt.tracing.guard_values import same_constant
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.optimizer_state import entries_at, has, write
 from graphopt.tracing.reduction import MarkedCommunication, UnagreedParameterError

@@ -7,7 +7,7 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt.graph_utils import environment
-from graphopt.tracing.guard_values import change, tensor_kind
+from graphopt.guards.values import change, tensor_kind
 
 
 class StateGuard:

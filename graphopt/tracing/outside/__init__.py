@@ -5,5 +5,5 @@ instructions  what an instruction reads and writes
 attributes    where `x.name` is found
 calls         what functions without Python code read and write
 record        the places that were read, with the values found there
-guard         whether all of that is still so
+places        what they hold, and what may take its place (`held`); `graphopt.guards` looks at them
 """

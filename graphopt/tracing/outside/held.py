@@ -19,7 +19,7 @@ from torch import nn
 
 from graphopt._compat.classes import is_made_by_statement
 from graphopt._compat.hidden import undisabled
-from graphopt.tracing.guard_values import is_plain
+from graphopt.guards.values import is_plain
 from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.modules import description_of
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, Read, is_value, same

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from graphopt._compat.untraced import without_overrides
+from graphopt.guards.values import is_plain, tensor_kind
 from graphopt.ir.same_values import same_value
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.guard_values import is_plain, tensor_kind
 from graphopt.tracing.running_trace import BEGIN
 
 MISSING = object()

@@ -8,13 +8,13 @@ from typing import Any
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
+from graphopt.guards.outside import shown
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.besides import Besides, CarriedPlace, MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.outside.attributes import read_method
 from graphopt.tracing.outside.callees import Substitute
-from graphopt.tracing.outside.guard import shown
 from graphopt.tracing.outside.moving import is_object
 from graphopt.tracing.outside.observe import Observer, observed
 from graphopt.tracing.outside.places import OutsidePlace, Read

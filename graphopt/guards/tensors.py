@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt.guards.values import same_constant, tensor_kind
 from graphopt.tracing.call import Call, has_gradient
-from graphopt.tracing.guard_values import same_constant, tensor_kind
 from graphopt.tracing.inputs import Inputs, ModuleTensor, Storage
 from graphopt.tracing.lost_history import accumulates
 

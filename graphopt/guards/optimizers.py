@@ -9,10 +9,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from graphopt.tracing.guard_values import is_plain, same_constant
+from graphopt.guards.unchanged import StateSnapshot
+from graphopt.guards.values import is_plain, same_constant
 from graphopt.tracing.inputs import is_number
 from graphopt.tracing.numbers import SCHEDULED
-from graphopt.tracing.snapshot import StateSnapshot
 
 _OF_SCHEDULERS = frozenset(
     {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}

@@ -12,21 +12,20 @@ from contextlib import contextmanager
 from typing import Any
 
 from graphopt.graph_utils import environment
-from graphopt.tracing.argument_guards import ArgumentGuards
+from graphopt.guards.arguments import ArgumentGuards
+from graphopt.guards.modules import ModeChange, ModuleGuards
+from graphopt.guards.numbers import NumberGuards
+from graphopt.guards.optimizer_state import StateGuards
+from graphopt.guards.optimizers import OptimizerGuard
+from graphopt.guards.outside import OutsideGuard
+from graphopt.guards.tensors import TensorGuards
+from graphopt.guards.unchanged import HasSnapshot, Together, body_of, is_body
+from graphopt.guards.values import is_plain
 from graphopt.tracing.besides import Besides, CarriedPlace, NumberBefore
 from graphopt.tracing.call import Call
 from graphopt.tracing.draws.live import live_arrays
-from graphopt.tracing.guard_values import is_plain
 from graphopt.tracing.inputs import Inputs, PlacedNumber
-from graphopt.tracing.number_guards import NumberGuards
-from graphopt.tracing.object_guards import ModeChange, ModuleGuards
-from graphopt.tracing.optimizer_guards import OptimizerGuard
-from graphopt.tracing.outside.guard import OutsideGuard
 from graphopt.tracing.signature import Signature
-from graphopt.tracing.snapshot import body_of, is_body
-from graphopt.tracing.state_guards import StateGuards
-from graphopt.tracing.tensor_guards import TensorGuards
-from graphopt.tracing.together import HasSnapshot, Together
 
 
 class Guards:

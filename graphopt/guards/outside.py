@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from graphopt.tracing.object_guards import ModuleGuards
-from graphopt.tracing.outside.described import prepared
+from graphopt.guards.modules import ModuleGuards
+from graphopt.guards.outside_places import prepared
+from graphopt.guards.unchanged import StateSnapshot
 from graphopt.tracing.outside.held import CONTAINERS, GuardedObject, GuardedPlace
 from graphopt.tracing.outside.known_objects import GivenObjects
 from graphopt.tracing.outside.modules import only_within
 from graphopt.tracing.outside.moving import LEADING, GivenPlace, MovingPlace
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, Read, is_value, same
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.snapshot import StateSnapshot
 
 
 class OutsideGuard:

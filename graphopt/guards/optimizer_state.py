@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt.guards.tensors import TensorGuards
+from graphopt.guards.unchanged import StateSnapshot
+from graphopt.guards.values import tensor_kind
 from graphopt.tracing.call import Call
-from graphopt.tracing.guard_values import tensor_kind
 from graphopt.tracing.inputs import Inputs, is_alias, is_exact, state_key
 from graphopt.tracing.optimizer_state import entries_at, is_nest, value_at
-from graphopt.tracing.snapshot import StateSnapshot
-from graphopt.tracing.tensor_guards import TensorGuards
 
 
 class StateGuards:

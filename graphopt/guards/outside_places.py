@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from graphopt.guards.unchanged import StateSnapshot
 from graphopt.tracing.outside.held import GuardedPlace
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
-from graphopt.tracing.snapshot import StateSnapshot
 
 _PLAIN = (dict, list, tuple)
 """Containers whose `[]` does nothing else."""

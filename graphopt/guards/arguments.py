@@ -10,18 +10,12 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt.guards.tensors import TensorGuards
+from graphopt.guards.values import describe, gradient_kind, is_plain, same_constant, tensor_kind
 from graphopt.tracing.call import Call
 from graphopt.tracing.draws.given_arrays import ArrayArguments
-from graphopt.tracing.guard_values import (
-    describe,
-    gradient_kind,
-    is_plain,
-    same_constant,
-    tensor_kind,
-)
 from graphopt.tracing.inputs import ArgumentNumber, Inputs
 from graphopt.tracing.nests import containers_in
-from graphopt.tracing.tensor_guards import TensorGuards
 
 
 class ArgumentGuards:
