@@ -136,6 +136,8 @@ class TrainStep:
         alone = self._communication.is_own
         if entry is None and alone and self._entries.grow(call):
             return self._called(self._as_grown(call))
+        if entry is None and self._communication.shard(call):
+            entry = self._known(call)
         if entry is None:
             self._entries.land()
             communication = self._communication
@@ -367,7 +369,7 @@ class TrainStep:
                 with suppress(NotAsAgreedError), ranks:
                     raise
         call.drawn.undo()
-        with undisturbed():
+        with undisturbed(), self._communication.shards_admitted():
             captured, agreed = self._stages.compile(call, ways)
         call.drawn.taken.captured_for = captured.live.drawn
         call = call.using(captured.besides) or call

@@ -10,5 +10,6 @@ one, and all that knows of averages); it is given to `graphopt.compile(parallel=
 from graphopt.parallel.data_parallel import DataParallel
 from graphopt.parallel.kinds import Manual, OverRanks, Parallel
 from graphopt.parallel.resolving import resolve
+from graphopt.parallel.zero import ZeRO
 
-__all__ = ["DataParallel", "Manual", "OverRanks", "Parallel", "resolve"]
+__all__ = ["DataParallel", "Manual", "OverRanks", "Parallel", "ZeRO", "resolve"]

@@ -6,7 +6,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from graphopt.ir.placement import Placement
+
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
     from torch import fx
 
@@ -66,3 +69,12 @@ class OverRanks(Parallel):
     broadcast: bool = True
     broadcast_buffers: bool = True
     timeout: float = 120.0
+
+    def placement_of_parameter(self, parameter: torch.Tensor) -> Placement:
+        """How the ranks hold a parameter, given with its whole shape."""
+        return Placement.FULL
+
+    def placement_of_state(self, state: torch.Tensor, parameter: torch.Tensor) -> Placement:
+        """How the ranks hold an entry of the optimizer's state that belongs to a parameter; both
+        are given with their whole shapes."""
+        return Placement.FULL

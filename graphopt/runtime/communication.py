@@ -84,6 +84,28 @@ class Communication:
                 tell(_compat.group_or_default(parallel.group), step, error)
             raise
 
+    def shard(self, call: Call) -> bool:
+        """Let this rank keep what is its own of what a call has whole, and this kind shards.
+        Returns whether anything has changed."""
+        parallel = resolve(self._parallel)
+        if not isinstance(parallel, OverRanks):
+            return False
+        from graphopt.tracing.shards import shard_states
+
+        return shard_states(call, parallel) > 0
+
+    @contextmanager
+    def shards_admitted(self) -> Iterator[None]:
+        """While active, a call may be captured with what this kind has sharded."""
+        from graphopt import _compat
+        from graphopt.tracing.shards import admitted
+
+        parallel = resolve(self._parallel)
+        over_ranks = isinstance(parallel, OverRanks)
+        group = _compat.group_or_default(parallel.group).group_name if over_ranks else None
+        with admitted(group):
+            yield
+
     def ways(
         self, call: Call, mode: tuple[Any, ...], settled: SettledTraces, others: Others
     ) -> Iterable[Ranks]:

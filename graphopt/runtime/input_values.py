@@ -15,6 +15,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.draws.taken import NotTakenError
 from graphopt.tracing.inputs import Storage, as_tensor
+from graphopt.tracing.shards import Windows
 
 
 class InputValues:
@@ -36,6 +37,8 @@ class InputValues:
         if inputs.answers:  # a failed step must leave them
             dead = set()
         self._gradients = [(g.owner, id(g.owner) in dead) for g in inputs.gradients]
+        rows = [i for i, spec in enumerate(captured.inputs) if spec.placement.rows is not None]
+        self._windows = Windows(rows, captured.parallel)
         self._numbers: dict[int, tuple[Any, torch.Tensor]] = {}
 
     def of_state(self) -> list[Any]:
@@ -43,7 +46,7 @@ class InputValues:
         values = [*self._tensors, *self._guards.states]
         for index, holder in self._replaceable:
             values[index] = holder.base() if isinstance(holder, Storage) else holder.live()
-        return values
+        return self._windows.put(values)
 
     def of_call(self, call: Call) -> list[Any]:
         """The inputs behind those: gradients, numbers and arguments. Gradients that the step drops

@@ -17,7 +17,7 @@ from graphopt._compat.settings import dispatch_keys_kept
 from graphopt.errors import CaptureError
 from graphopt.guards.modules import ModeChange
 from graphopt.guards.outside import OutsideGuard
-from graphopt.ir.placement import set_placement
+from graphopt.ir.placement import Placement, set_placement
 from graphopt.parallel import Manual, OverRanks, Parallel, resolve
 from graphopt.parallel.markers import Group
 from graphopt.parallel.parallelize import parallelize
@@ -56,6 +56,7 @@ from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication
 from graphopt.tracing.remembered import idle_in, without
 from graphopt.tracing.repeating import complete, repeated
 from graphopt.tracing.settled import NOTHING_SETTLED, Executed, SettledTraces
+from graphopt.tracing.shards import placements, shard_made
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.steady import NewState, steady_step
 from graphopt.tracing.trace import RawTrace, trace
@@ -201,8 +202,11 @@ def _rewritten(
             raise another_on_each_rank(assumed.line)
     names = name_placeholders(functional.graph_module.graph, kinds)
     functional.graph_module.recompile()
+    parallel = Manual() if communication is None else communication.parallel
+    placed = placements(inputs, call, parallel)
     specs = tuple(
-        InputSpec(kind, fqn, name) for (kind, fqn), name in zip(kinds, names, strict=True)
+        InputSpec(kind, fqn, name, placed.get(index, Placement.FULL))
+        for index, ((kind, fqn), name) in enumerate(zip(kinds, names, strict=True))
     )
     for node, spec in zip(functional.graph_module.graph.nodes, specs, strict=False):
         set_placement(node, spec.placement)
@@ -217,6 +221,8 @@ def _rewritten(
             items.within = None
     with found.effects.applied(), call.besides.present():
         guard = following(found.outside, raw.signature, inputs, call.besides)
+    made = _made_beforehand(call, found.state)
+    shard_made(made, parallel)
     return CapturedStep(
         functional.graph_module,
         specs,
@@ -228,8 +234,8 @@ def _rewritten(
         guard,
         _casts(functional.graph_module.graph),
         replace(call.besides, texts=[], rounds=0),  # texts would keep alive what they are in
-        _made_beforehand(call, found.state),
-        Manual() if communication is None else communication.parallel,
+        made,
+        parallel,
         tuple(found_places(found.outside, call, guard)),
         found.modes,
         raw.outside.executed,

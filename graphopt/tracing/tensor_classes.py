@@ -14,6 +14,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.placement import Placement
 from graphopt.runtime.late_classes import class_behind
+from graphopt.tracing.shards import is_admitted
 
 WITH_GRADIENTS = (
     "keep what it was computed of, and let the step run the model on that; where no gradient is to"
@@ -44,7 +45,7 @@ def check_class(name: str, tensor: torch.Tensor) -> None:
         CaptureError: it is held in parts, or its class decides what is computed of it.
     """
     kind = special_class(tensor)
-    if kind is None:
+    if kind is None or is_admitted(tensor):
         return
     if _is_distributed(kind):
         raise CaptureError(

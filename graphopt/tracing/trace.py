@@ -19,6 +19,7 @@ from graphopt._compat.ctc import register_ctc_shapes
 from graphopt.errors import CaptureError
 from graphopt.ir.families import FUSED_OPTIMIZERS
 from graphopt.ir.source import SourceLine
+from graphopt.parallel.sharding import is_dtensor
 from graphopt.tracing import impurity, strides, trusted
 from graphopt.tracing.besides import Besides, MoreInputs
 from graphopt.tracing.call import Call
@@ -41,6 +42,7 @@ from graphopt.tracing.outside.steps import refuse_unrepeated
 from graphopt.tracing.parts import of_their_own
 from graphopt.tracing.reduction import MarkedCommunication
 from graphopt.tracing.remembered import idle_in
+from graphopt.tracing.shards import whole_fake
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.sparse import refuse_counts
 from graphopt.tracing.step_run import StepRun
@@ -142,7 +144,12 @@ def _traced(
         strides.corrected, trusted.check, strides.known
     )
     apart = of_their_own(inputs.kinds_and_names(call), values)
-    fakes = [_compat.to_fake(mode, without_history(value)) for value in apart]
+    fakes = [
+        whole_fake(mode, value)
+        if is_dtensor(value)
+        else _compat.to_fake(mode, without_history(value))
+        for value in apart
+    ]
     run = StepRun(call, inputs, communication, mode, values, state)
     try:
         found = _run_once(run, call, inputs, fakes)

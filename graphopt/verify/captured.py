@@ -110,7 +110,7 @@ def _placeholders(graph: fx.Graph, inputs: Sequence[InputSpec]) -> Iterator[str]
         yield f"placeholders are not in the order {', '.join(KINDS)}"
     owners: dict[int, str] = {}
     for node, spec in zip(nodes, inputs, strict=True):
-        if placement_of(node) is not spec.placement:
+        if placement_of(node) != spec.placement:
             yield f"{node.name} is {placement_of(node).value}, and the input {spec.placement.value}"
         value = known_value(node)
         if not isinstance(value, torch.Tensor):

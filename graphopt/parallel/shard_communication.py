@@ -1,0 +1,113 @@
+"""Scatters and gathers of sharded values, as nodes of a graph.
+
+    scattered   g * (1 / ranks), the windows of all ranks beside one another, exchanged and summed
+    gathered    the windows of all ranks, of each what it owns, in the shape of the whole
+    part_of     this rank's window of what all ranks have
+
+gloo's reduce-scatter is an all-reduce, which sends twice the bytes: on CPUs ranks exchange their
+windows with `all_to_all_single` instead, and each adds what it gets in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt.ir.metadata import fake_value, set_phase
+from graphopt.parallel.markers import Group, Nodes
+from graphopt.parallel.shard_operators import owned, sum_of_ranks, window
+from graphopt.parallel.sharding import RowShards
+
+aten, functional = torch.ops.aten, torch.ops._c10d_functional
+
+Make = Callable[..., Any]
+"""Makes a node that calls an operator; a list of nodes where it gives several tensors."""
+
+
+class At:
+    """Makes nodes of communication before a node, with its source line and module path."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self._nodes = Nodes(node)
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        made = self._nodes(target, *args, **kwargs)
+        for node in made if isinstance(made, list) else [made]:
+            set_phase(node, "communication")
+        return made
+
+
+
+def scattered(make: Make, gradient: fx.Node, shards: RowShards, group: Group) -> fx.Node:
+    """This rank's window of the mean of a gradient."""
+    scaled = make(aten.mul.Tensor, gradient, 1.0 / group.ranks)
+    sent = windows_of_all(make, flat(make, scaled), shards)
+    return reduced(make, sent, shards.length, group)
+
+
+def reduced(make: Make, sent: fx.Node, length: int, group: Group) -> fx.Node:
+    """The sum of what all ranks send for this one: `length` elements."""
+    if fake_value(sent).device.type != "cpu":
+        launched = make(
+            functional.reduce_scatter_tensor.default, sent, "sum", group.ranks, group.name
+        )
+        return make(functional.wait_tensor.default, launched)
+    sizes = [length] * group.ranks
+    launched = make(functional.all_to_all_single.default, sent, sizes, sizes, group.name)
+    received = make(functional.wait_tensor.default, launched)
+    return make(sum_of_ranks, received, group.ranks)
+
+
+def windows_of_all(make: Make, whole: fx.Node, shards: RowShards) -> fx.Node:
+    """The windows of all ranks beside one another, of a flat tensor."""
+    if shards.is_even:
+        return whole
+    ends = [start + shards.length for start in shards.starts]
+    pairs = zip(shards.starts, ends, strict=True)
+    return make(aten.cat.default, [make(aten.slice.Tensor, whole, 0, a, b) for a, b in pairs])
+
+
+def gathered(make: Make, held: fx.Node, shards: RowShards, group: Group) -> fx.Node:
+    """The whole of what each rank holds a window of."""
+    launched = make(functional.all_gather_into_tensor.default, held, group.ranks, group.name)
+    return whole_of(make, make(functional.wait_tensor.default, launched), shards)
+
+
+def whole_of(make: Make, windows: fx.Node, shards: RowShards) -> fx.Node:
+    """The whole, of the windows of all ranks beside one another."""
+    if not shards.is_even:
+        first = itertools.count(0, shards.length)
+        cuts = [
+            (start + offset, start + offset + length)
+            for start, offset, length in zip(first, shards.offsets, shards.lengths, strict=False)
+            if length
+        ]
+        windows = make(
+            aten.cat.default, [make(aten.slice.Tensor, windows, 0, a, b) for a, b in cuts]
+        )
+    return make(aten.view.default, windows, list(shards.shape))
+
+
+def part_of(make: Make, whole: fx.Node, shards: RowShards, group: Group) -> fx.Node:
+    """This rank's window of a tensor that all ranks have."""
+    return make(window, flat(make, whole), list(shards.starts), shards.length, group.name)
+
+
+def owned_part(make: Make, held: fx.Node, shards: RowShards, group: Group) -> fx.Node:
+    """What this rank owns of its window; zeros behind that, so that all ranks have as many."""
+    if shards.is_even:
+        return held
+    size = shards.rows * shards.row
+    return make(owned, held, list(shards.offsets), list(shards.lengths), size, group.name)
+
+
+def flat(make: Make, node: fx.Node) -> fx.Node:
+    """All elements in row-major order, in one dimension."""
+    value = fake_value(node)
+    if not value.is_contiguous():
+        node = make(aten.clone.default, node, memory_format=torch.contiguous_format)
+    return node if value.dim() == 1 else make(aten.view.default, node, [-1])

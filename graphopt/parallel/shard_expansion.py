@@ -1,0 +1,345 @@
+"""Rewrites a marked graph so that each rank computes with its rows alone, node by node.
+
+    mean  = reduce_gradient(g, "w")          part  = this rank's rows of the mean       (scatter)
+    m2    = lerp(m, mean, 0.1)               m2    = lerp(m, part, 0.1)                 (rows)
+    new   = addcdiv(w, m2, d)                rows  = addcdiv(window(w), m2, d)          (rows)
+    w    <- copy_(w, new)                    w    <- copy_(w, gathered(rows))           (gather)
+
+Elementwise operators, and the entries of list operators, act on rows; norms are partial sums and
+one all-reduce for all that are taken together (`shard_norms`). Any other operator gets the whole of
+what it reads. What a rank holds of a value is its window (`graphopt.parallel.sharding`), flat.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.graph_utils import evaluate, is_copy, is_list_operator, is_pointwise
+from graphopt.ir.entries import list_positions
+from graphopt.ir.metadata import (
+    fake_value,
+    known_value,
+    phase_of,
+    set_value,
+)
+from graphopt.ir.operators import is_marker, operator_of
+from graphopt.ir.placement import placement_of
+from graphopt.ir.views import is_pure_view
+from graphopt.parallel.data_parallel import average, receive_buffers
+from graphopt.parallel.markers import Group, Nodes, group_of, marks_gradient, replace_marker
+from graphopt.parallel.shard_communication import At, gathered, part_of, scattered
+from graphopt.parallel.shard_norms import Norms
+from graphopt.parallel.sharding import RowShards, shards_of
+
+aten = torch.ops.aten
+
+class Expansion:
+    """Expands the markers of one graph.
+
+    Args:
+        group: the ranks over which values are sharded.
+        keep: whether what the forward has gathered is kept for the backward.
+    """
+
+    def __init__(self, graph: fx.Graph, group: Group, *, keep: bool) -> None:
+        self._graph, self._group, self._keep = graph, group, keep
+        self._rows: dict[fx.Node, RowShards] = {}
+        self._items: dict[fx.Node, Any] = {}
+        self._wholes: dict[tuple[fx.Node, str], fx.Node] = {}
+        self._parts: dict[fx.Node, fx.Node] = {}
+        self._derived: set[fx.Node] = set()
+        self._sources: dict[fx.Node, fx.Node] = {}
+        self._norms = Norms(group)
+
+    def run(self) -> int:
+        """Rewrite the graph. Returns how many markers there were."""
+        markers = 0
+        for node in list(self._graph.nodes):
+            if node.op == "placeholder":
+                self._cut(node)
+            elif is_marker(node):
+                self._expand(node)
+                markers += 1
+            elif node.op == "output":
+                self._finish(node)
+            elif node.op == "call_function":
+                self._rewrite(node)
+        return markers
+
+    def _cut(self, node: fx.Node) -> None:
+        """A placeholder that is sharded gets the shape of a window."""
+        if placement_of(node).rows is None:
+            return
+        whole = fake_value(node)
+        shards = RowShards(tuple(whole.shape), self._group.ranks)
+        set_value(node, whole.new_empty(shards.length))
+        self._rows[node] = shards
+
+    def _expand(self, marker: fx.Node) -> None:
+        make = Nodes(marker)
+        source: Any = marker.args[0]
+        if not marks_gradient(marker):
+            replace_marker(marker, receive_buffers(source, group_of(marker), make))
+            return
+        source = self._whole(source, marker)
+        shards = shards_of(fake_value(marker), self._group.ranks)
+        if shards is None:
+            replace_marker(marker, average(source, group_of(marker), make))
+            return
+        part = scattered(make, source, shards, self._group)
+        self._rows[part] = shards
+        replace_marker(marker, part)
+
+    def _finish(self, output: fx.Node) -> None:
+        """What is returned is whole; updates are what they are."""
+        self._norms.settle_inputs(output)
+        results, updates, carried = cast(Any, output.args[0])
+        wholes = [[self._whole(node, output) for node in given] for given in (results, carried)]
+        output.args = ((wholes[0], updates, wholes[1]),)
+
+    def _rewrite(self, node: fx.Node) -> None:
+        self._norms.settle_inputs(node)
+        inputs = node.all_input_nodes
+        if node.target is operator.getitem and (self._norms.pick(node) or self._pick(node)):
+            return
+        if self._recomputes(node):
+            self._again(node)
+        inputs = node.all_input_nodes
+        if not any(map(self._rows.__contains__, inputs)):
+            if any(map(self._derived.__contains__, inputs)):
+                self._note_view(node)
+            return
+        elif is_copy(node):
+            self._write(node)
+        elif phase_of(node) in ("forward", "backward") and not _is_cast(node):
+            self._note_view(node)
+            self._give_wholes(node)
+        elif self._norms.is_norm(node):
+            self._norms.take(node, self._rows)
+        elif is_list_operator(node) and not _is_reducing(node):
+            self._rewrite_entries(node)
+        elif operator_of(node).metadata_only and not str(node.target).count("_like"):
+            return
+        elif _is_elementwise(node) and (shards := self._common(node, inputs)):
+            self._rows_of(node, shards)
+        else:
+            self._give_wholes(node)
+
+    def _note_view(self, node: fx.Node) -> None:
+        """Note a view of a gathered parameter, or of another such view."""
+        inputs = node.all_input_nodes
+        if len(inputs) == 1 and is_pure_view(node):
+            self._derived.add(node)
+            self._sources[node] = inputs[0]
+
+    def _pick(self, node: fx.Node) -> bool:
+        """An item is taken of what a list operator gives. Returns whether items are sharded."""
+        source: Any = node.args[0]
+        items = self._items.get(source)
+        if items is None:
+            return False
+        found = items[cast(int, node.args[1])]
+        if isinstance(found, RowShards):
+            self._rows[node] = found
+        elif found is not None:
+            self._items[node] = found
+        set_value(node, fake_value(source)[node.args[1]])
+        return True
+
+    def _write(self, node: fx.Node) -> None:
+        """A placeholder is updated: with rows, or with the whole."""
+        destination, value = cast(tuple[fx.Node, fx.Node], node.args[:2])
+        shards = self._rows.get(destination)
+        if shards is None:
+            node.args = (destination, self._whole(value, node), *node.args[2:])
+            return
+        if self._rows.get(value) != shards:
+            value = self._part(self._whole(value, node), shards, node)
+        node.args = (destination, value, *node.args[2:])
+        self._rows_of(node, shards)
+
+    def _rows_of(self, node: fx.Node, shards: RowShards) -> None:
+        """Let a node compute rows: its operands are windows, or single numbers."""
+        for source in node.all_input_nodes:
+            if source not in self._rows and _is_of(source, shards):
+                node.replace_input_with(source, self._part(source, shards, node))
+        self._evaluate(node)
+        self._rows[node] = shards
+
+    def _give_wholes(self, node: fx.Node) -> None:
+        """Let a node compute what it did, of wholes."""
+        for source in node.all_input_nodes:
+            if source in self._rows:
+                node.replace_input_with(source, self._whole(source, node))
+
+    def _common(self, node: fx.Node, inputs: list[fx.Node]) -> RowShards | None:
+        """How all operands are cut, and the result; None where they differ."""
+        found = {self._rows[source] for source in inputs if source in self._rows}
+        if len(found) != 1:
+            return None
+        (shards,) = found
+        value = fake_value(node)
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != shards.shape:
+            return None
+        others = (source for source in inputs if source not in self._rows)
+        fit = all(_is_of(source, shards) or _is_number(source) for source in others)
+        return shards if fit else None
+
+    def _rewrite_entries(self, node: fx.Node) -> None:
+        """Let each entry of a list operator compute rows, or wholes."""
+        args = list(node.args)
+        names = [argument.name for argument in _compat.schema_of(node.target).arguments]
+        kwargs = dict(node.kwargs)
+        lists: dict[int | str, list[Any]] = {}
+        for position in list_positions(node.target):
+            at: int | str = position if position < len(args) else names[position]
+            value = args[position] if position < len(args) else kwargs.get(names[position])
+            if isinstance(value, fx.Node):
+                value = self._unpacked(value, node)
+            if isinstance(value, (list, tuple)) and value:
+                lists[at] = list(value)
+        count = len(next(iter(lists.values())))
+        cut = [self._entry(node, lists, index) for index in range(count)]
+        for at, values in lists.items():
+            if isinstance(at, int):
+                args[at] = values
+            else:
+                kwargs[at] = values
+        node.args, node.kwargs = tuple(args), kwargs
+        self._evaluate(node)
+        self._note_items(node, cut)
+
+    def _entry(
+        self, node: fx.Node, lists: dict[int | str, list[Any]], index: int
+    ) -> RowShards | None:
+        """Give one entry windows or wholes. Returns how it is cut."""
+        given = [values[index] for values in lists.values() if len(values) > index]
+        tensors = [value for value in given if isinstance(value, fx.Node)]
+        found = {self._rows[value] for value in tensors if value in self._rows}
+        shards = next(iter(found)) if len(found) == 1 else None
+        others = [value for value in tensors if value not in self._rows]
+        if shards and not all(_is_of(each, shards) or _is_number(each) for each in others):
+            shards = None
+        for values in lists.values():
+            value = values[index] if len(values) > index else None
+            if not isinstance(value, fx.Node):
+                continue
+            if shards is None:
+                values[index] = self._whole(value, node)
+            elif value not in self._rows and _is_of(value, shards):
+                values[index] = self._part(value, shards, node)
+        return shards
+
+    def _note_items(self, node: fx.Node, cut: list[RowShards | None]) -> None:
+        """Which items of a result are rows."""
+
+        def of(values: Any) -> list[RowShards | None]:
+            return [
+                shards if shards and tuple(value.shape) == (shards.length,) else None
+                for value, shards in zip(values, cut, strict=False)
+            ]
+
+        value = fake_value(node)
+        several = bool(value) and isinstance(value[0], (list, tuple))
+        self._items[node] = [of(column) for column in value] if several else of(value)
+
+    def _unpacked(self, source: fx.Node, reader: fx.Node) -> list[fx.Node]:
+        """The items of a list, as nodes."""
+        count = len(fake_value(source))
+        with self._graph.inserting_before(reader):
+            items = [self._graph.call_function(operator.getitem, (source, i)) for i in range(count)]
+        for index, item in enumerate(items):
+            item.meta = dict(reader.meta)
+            set_value(item, fake_value(source)[index])
+            self._pick(item)
+        return items
+
+    def _evaluate(self, node: fx.Node) -> None:
+        """Say what a node gives, whose operands have changed."""
+        with _compat.quiet_fakes():
+            set_value(node, evaluate(cast(Any, node.target), node.args, node.kwargs))
+
+    def _whole(self, node: Any, reader: fx.Node) -> Any:
+        """The whole of a value, where a node reads it."""
+        if node not in self._rows:
+            return node
+        phase = "all" if self._keep else str(phase_of(reader))
+        found = self._wholes.get((node, phase))
+        if found is None:
+            found = gathered(At(reader), node, self._rows[node], self._group)
+            self._wholes[node, phase] = found
+        return found
+
+    def _part(self, node: fx.Node, shards: RowShards, reader: fx.Node) -> fx.Node:
+        """This rank's window of a value that all ranks have, where a node reads it."""
+        found = self._parts.get(node)
+        if found is None:
+            found = self._parts[node] = part_of(Nodes(reader), node, shards, self._group)
+        return found
+
+    def _again(self, node: fx.Node) -> None:
+        """Give a node of the backward its own views of gathered parameters."""
+        for source in node.all_input_nodes:
+            if source in self._derived and phase_of(source) == "forward":
+                node.replace_input_with(source, self._view_again(source, node))
+
+    def _view_again(self, view: fx.Node, reader: fx.Node) -> fx.Node:
+        """A view that the forward has made of a gathered parameter, made anew for another phase."""
+        key = view, str(phase_of(reader))
+        if key not in self._wholes:
+            base = self._sources[view]
+            if base in self._derived:
+                source = self._view_again(base, reader)
+            else:
+                source = self._whole(base, reader)
+            args = fx.node.map_arg(view.args, lambda each: source)
+            self._wholes[key] = Nodes(reader)(view.target, *args, **view.kwargs)
+        return self._wholes[key]
+
+    def _recomputes(self, node: fx.Node) -> bool:
+        """Whether a node of the backward reads a view that the forward has made of a gathered
+        parameter."""
+        if self._keep or phase_of(node) == "forward" or node.op != "call_function":
+            return False
+        return any(s in self._derived and phase_of(s) == "forward" for s in node.all_input_nodes)
+
+
+def _is_of(node: fx.Node, shards: RowShards) -> bool:
+    """Whether a value has an element for each of a whole."""
+    value = known_value(node)
+    return isinstance(value, torch.Tensor) and tuple(value.shape) == shards.shape
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a value is one number for all elements."""
+    value = known_value(node)
+    return not isinstance(value, torch.Tensor) or tuple(value.shape) in ((), (1,))
+
+
+def _is_cast(node: fx.Node) -> bool:
+    return node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"}
+
+
+_REDUCING_LISTS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
+"""List operators whose entries are no elementwise computations."""
+
+
+def _is_reducing(node: fx.Node) -> bool:
+    name = _compat.operator_name(node.target).removeprefix("aten::")
+    return name in _REDUCING_LISTS
+
+
+_KEEP_ELEMENTS = frozenset({aten.clone.default, aten._to_copy.default, aten.alias.default})
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    """Whether an element of the result is computed of one of each operand."""
+    if operator_of(node).random:
+        return False
+    like = operator_of(node).metadata_only
+    return is_pointwise(node.target) or node.target in _KEEP_ELEMENTS or like

@@ -1,0 +1,143 @@
+"""Inputs that each rank holds a part of: which they are, and what stands for them in a trace.
+
+A step is traced as that of one device, on tensors of their whole shapes. In the optimizer, and in
+the model, what is sharded is a DTensor whose local tensor are the rows that this rank owns; the
+graph takes the window in which these lie (`graphopt.parallel.sharding`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from graphopt import _compat
+from graphopt.ir.placement import Placement
+from graphopt.parallel.kinds import OverRanks
+from graphopt.parallel.sharding import RowShards, as_dtensor, is_dtensor, local_part, window_of
+
+if TYPE_CHECKING:
+    from graphopt.parallel import Parallel
+    from graphopt.tracing.call import Call
+    from graphopt.tracing.inputs import Inputs
+    from graphopt.tracing.steady import NewState
+
+_admitted: ContextVar[str | None] = ContextVar("_admitted", default=None)
+
+
+@contextmanager
+def admitted(group: str | None) -> Iterator[None]:
+    """While active, tensors that are sharded over this group may be among the inputs."""
+    token = _admitted.set(group)
+    try:
+        yield
+    finally:
+        _admitted.reset(token)
+
+
+def is_admitted(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is sharded by rows over the group of the step that is captured."""
+    group = _admitted.get()
+    return group is not None and is_dtensor(tensor) and is_of_rows(tensor, group)
+
+
+def is_of_rows(tensor: Any, group: str) -> bool:
+    """Whether a DTensor is sharded by rows over a group."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    of_rows = len(placements) == 1 and placements[0].is_shard(0)
+    return of_rows and mesh.get_group().group_name == group
+
+
+def placements(inputs: Inputs, call: Call, parallel: Parallel) -> dict[int, Placement]:
+    """How the ranks hold inputs of a step, by position, where they do not hold them whole."""
+    from graphopt.tracing.inputs import ModuleTensor
+
+    if not isinstance(parallel, OverRanks):
+        return {}
+    found = {}
+    for index, holder in enumerate(inputs.placeholders):
+        if isinstance(holder, ModuleTensor) and holder.kind == "parameter":
+            found[index] = parallel.placement_of_parameter(holder.tensor)
+    for index, state in enumerate(inputs.states, len(inputs.placeholders)):
+        if isinstance(state.parameter, ModuleTensor):
+            value = state.read(call)
+            found[index] = parallel.placement_of_state(value, state.parameter.tensor)
+    return {index: placement for index, placement in found.items() if placement != Placement.FULL}
+
+
+def whole_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """What stands in a trace for a tensor of which this rank has rows."""
+    with mode:
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        ).requires_grad_(tensor.requires_grad)
+
+
+def shard_states(call: Call, parallel: OverRanks) -> int:
+    """Let this rank keep its rows alone of what the optimizers of a call hold whole. Returns how
+    many entries have changed."""
+    changed = 0
+    for optimizer in call.optimizer_objects():
+        for parameter, entries in optimizer.state.items():
+            if not isinstance(parameter, torch.Tensor) or not isinstance(entries, dict):
+                continue
+            for key, value in entries.items():
+                new = _sharded(value, parameter, parallel)
+                changed += new is not value
+                entries[key] = new
+    return changed
+
+
+def shard_made(state: NewState | None, parallel: Parallel) -> None:
+    """The same of state that has been made for a step, and is not in its optimizers yet."""
+    if state is None or not isinstance(parallel, OverRanks):
+        return
+    state.entries = [
+        (table, owner, key, _sharded(value, owner, parallel))
+        for table, owner, key, value in state.entries
+    ]
+
+
+def _sharded(value: Any, parameter: Any, parallel: OverRanks) -> Any:
+    if not isinstance(value, torch.Tensor) or not isinstance(parameter, torch.Tensor):
+        return value
+    if is_dtensor(value) or parallel.placement_of_state(value, parameter) == Placement.FULL:
+        return value
+    group = _compat.group_or_default(parallel.group)
+    shards = RowShards(tuple(value.shape), group.size())
+    return as_dtensor(local_part(value, shards, group.rank()), shards, group)
+
+
+class Windows:
+    """The windows that stand for sharded inputs of a graph, by position.
+
+    Args:
+        sharded: positions of the inputs.
+        group: the ranks that hold them.
+    """
+
+    def __init__(self, sharded: list[int], parallel: Parallel) -> None:
+        self._sharded = sharded
+        self._known: dict[int, tuple[Any, int, torch.Tensor]] = {}
+        if sharded:
+            assert isinstance(parallel, OverRanks)
+            group = _compat.group_or_default(parallel.group)
+            self._ranks, self._rank = group.size(), group.rank()
+
+    def put(self, values: list[Any]) -> list[Any]:
+        """The values of inputs, with windows in place of DTensors."""
+        for index in self._sharded:
+            values[index] = self._window(index, values[index])
+        return values
+
+    def _window(self, index: int, value: Any) -> torch.Tensor:
+        known, place, window = self._known.get(index, (None, 0, None))
+        now = value._local_tensor.data_ptr()
+        if known is value and place == now and window is not None:
+            return window
+        window = window_of(value, RowShards(tuple(value.shape), self._ranks), self._rank)
+        self._known[index] = value, value._local_tensor.data_ptr(), window
+        return window
