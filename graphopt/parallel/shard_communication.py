@@ -18,9 +18,9 @@ import torch
 from torch import fx
 
 from graphopt.ir.metadata import fake_value, set_phase
+from graphopt.ir.rows import RowShards
 from graphopt.parallel.markers import Group, Nodes
 from graphopt.parallel.shard_operators import owned, sum_of_ranks, window
-from graphopt.parallel.sharding import RowShards
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
@@ -39,7 +39,6 @@ class At:
         for node in made if isinstance(made, list) else [made]:
             set_phase(node, "communication")
         return made
-
 
 
 def scattered(make: Make, gradient: fx.Node, shards: RowShards, group: Group) -> fx.Node:

@@ -19,24 +19,21 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import evaluate, is_copy, is_list_operator, is_pointwise
+from graphopt.graph_utils import is_copy, is_list_operator, is_pointwise
 from graphopt.ir.entries import list_positions
-from graphopt.ir.metadata import (
-    fake_value,
-    known_value,
-    phase_of,
-    set_value,
-)
+from graphopt.ir.metadata import fake_value, known_value, phase_of, set_value
 from graphopt.ir.operators import is_marker, operator_of
 from graphopt.ir.placement import placement_of
+from graphopt.ir.rows import RowShards
 from graphopt.ir.views import is_pure_view
 from graphopt.parallel.data_parallel import average, receive_buffers
 from graphopt.parallel.markers import Group, Nodes, group_of, marks_gradient, replace_marker
 from graphopt.parallel.shard_communication import At, gathered, part_of, scattered
 from graphopt.parallel.shard_norms import Norms
-from graphopt.parallel.sharding import RowShards, shards_of
+from graphopt.parallel.sharding import shards_of
 
 aten = torch.ops.aten
+
 
 class Expansion:
     """Expands the markers of one graph.
@@ -114,7 +111,7 @@ class Expansion:
             if any(map(self._derived.__contains__, inputs)):
                 self._note_view(node)
             return
-        elif is_copy(node):
+        if is_copy(node):
             self._write(node)
         elif phase_of(node) in ("forward", "backward") and not _is_cast(node):
             self._note_view(node)
@@ -168,7 +165,7 @@ class Expansion:
         for source in node.all_input_nodes:
             if source not in self._rows and _is_of(source, shards):
                 node.replace_input_with(source, self._part(source, shards, node))
-        self._evaluate(node)
+        set_value(node, _window_like(fake_value(node), shards))
         self._rows[node] = shards
 
     def _give_wholes(self, node: fx.Node) -> None:
@@ -211,7 +208,6 @@ class Expansion:
             else:
                 kwargs[at] = values
         node.args, node.kwargs = tuple(args), kwargs
-        self._evaluate(node)
         self._note_items(node, cut)
 
     def _entry(
@@ -236,17 +232,29 @@ class Expansion:
         return shards
 
     def _note_items(self, node: fx.Node, cut: list[RowShards | None]) -> None:
-        """Which items of a result are rows."""
+        """Which items of a result are rows, and what they are."""
 
         def of(values: Any) -> list[RowShards | None]:
             return [
-                shards if shards and tuple(value.shape) == (shards.length,) else None
+                shards if shards and tuple(value.shape) == shards.shape else None
                 for value, shards in zip(values, cut, strict=False)
             ]
 
+        def values_of(values: Any, items: list[RowShards | None]) -> Any:
+            new = [
+                _window_like(value, shards) if shards else value
+                for value, shards in zip(values, items, strict=False)
+            ]
+            return type(values)(new)
+
         value = fake_value(node)
         several = bool(value) and isinstance(value[0], (list, tuple))
-        self._items[node] = [of(column) for column in value] if several else of(value)
+        items: Any = [of(column) for column in value] if several else of(value)
+        self._items[node] = items
+        if several:
+            set_value(node, type(value)(map(values_of, value, items)))
+        else:
+            set_value(node, values_of(value, items))
 
     def _unpacked(self, source: fx.Node, reader: fx.Node) -> list[fx.Node]:
         """The items of a list, as nodes."""
@@ -258,11 +266,6 @@ class Expansion:
             set_value(item, fake_value(source)[index])
             self._pick(item)
         return items
-
-    def _evaluate(self, node: fx.Node) -> None:
-        """Say what a node gives, whose operands have changed."""
-        with _compat.quiet_fakes():
-            set_value(node, evaluate(cast(Any, node.target), node.args, node.kwargs))
 
     def _whole(self, node: Any, reader: fx.Node) -> Any:
         """The whole of a value, where a node reads it."""
@@ -307,6 +310,11 @@ class Expansion:
         if self._keep or phase_of(node) == "forward" or node.op != "call_function":
             return False
         return any(s in self._derived and phase_of(s) == "forward" for s in node.all_input_nodes)
+
+
+def _window_like(value: torch.Tensor, shards: RowShards) -> torch.Tensor:
+    """A window of what an elementwise operator gives."""
+    return value.new_empty(shards.length)
 
 
 def _is_of(node: fx.Node, shards: RowShards) -> bool:

@@ -16,9 +16,9 @@ from torch import fx
 
 from graphopt.graph_utils import is_operator
 from graphopt.ir.metadata import fake_value
+from graphopt.ir.rows import RowShards
 from graphopt.parallel.markers import Group
 from graphopt.parallel.shard_communication import At, Make, owned_part
-from graphopt.parallel.sharding import RowShards
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 

@@ -16,8 +16,9 @@ import torch
 
 from graphopt import _compat
 from graphopt.ir.placement import Placement
+from graphopt.ir.rows import RowShards
 from graphopt.parallel.kinds import OverRanks
-from graphopt.parallel.sharding import RowShards, as_dtensor, is_dtensor, local_part, window_of
+from graphopt.parallel.sharding import as_dtensor, is_dtensor, local_part, window_of
 
 if TYPE_CHECKING:
     from graphopt.parallel import Parallel

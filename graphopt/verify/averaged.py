@@ -26,7 +26,12 @@ from graphopt.ir.metadata import fake_value
 from graphopt.ir.operators import is_marker, is_operator
 from graphopt.iter_graph import copy_graph
 from graphopt.verify.equivalence import Proof
+from graphopt.verify.evaluated import NotDecidedError
+from graphopt.verify.evaluation import evaluate_graph
+from graphopt.verify.outcomes import of_values_and_draws
 from graphopt.verify.problems import Problem
+from graphopt.verify.sharded import NotOfBlocksError, for_all_ranks
+from graphopt.verify.terms import Terms
 
 logger = logging.getLogger("graphopt")
 
@@ -115,8 +120,10 @@ def _call(graph: fx.Graph, marker: fx.Node, target: Any, *args: Any, form: Any =
 
 Definition = Callable[[fx.Graph], fx.Graph]
 
-MEANINGS: Mapping[str, Definition] = {"averaged": averaged}
-"""By the name under which a kind of parallelism says what it makes of markers."""
+MEANINGS: Mapping[str, Definition] = {"averaged": averaged, "sharded": averaged}
+"""By the name under which a kind of parallelism says what it makes of markers. What a "sharded"
+graph is compared with is the same; it is read for all ranks together (`graphopt.verify.sharded`).
+"""
 
 
 def sharing_problems(
@@ -135,8 +142,30 @@ def sharing_problems(
     if definition is None:
         logger.info("what ranks share is not compared: its meaning is not defined")
         return
+    if meaning == "sharded":
+        yield from _problems_of_sharded(definition(marked), marked, shared.graph)
+        return
     report = (proof or Proof()).compare(definition(marked), shared.graph)
     if report.decidable:
         yield from report.problems
     else:
         logger.info("what ranks share is not compared: %s", report.problems[0].message)
+
+
+def _problems_of_sharded(
+    wanted: fx.Graph, marked: fx.Graph, sharded: fx.Graph
+) -> Iterator[Problem]:
+    """Where what all ranks compute together is not what one device computes. What cannot be decided
+    is a problem: no sharded graph runs that has not been shown to be the step."""
+    groups = {(cast(int, m.args[2]), str(m.args[3])) for m in find_nodes(marked, is_marker)}
+    if not groups:
+        return
+    ranks, group = groups.pop()
+    terms = Terms(whole_cuts=True)
+    try:
+        together = for_all_ranks(sharded, marked, ranks, group)
+        old, new = (evaluate_graph(graph, terms) for graph in (wanted, together))
+    except (NotOfBlocksError, NotDecidedError) as error:
+        yield error.problem
+        return
+    yield from of_values_and_draws(terms, old, new)

@@ -13,6 +13,7 @@ import torch
 from graphopt import _compat
 from graphopt.ir.entries import list_positions
 from graphopt.verify.elementwise import BY_ELEMENT, elementwise
+from graphopt.verify.runs import entry_of_runs
 from graphopt.verify.terms import (
     Pending,
     ScalarValue,
@@ -76,6 +77,12 @@ def _entry(
 ) -> list[Any]:
     """What one entry gives. `given`: lists by name, and all arguments of it as parts of a key."""
     lists, said = given
+    if terms.whole_cuts:
+        values = {n: lists[n][index] if lists.get(n) else v for n, v in arguments.items()}
+        fakes = [column[index] if column else None for column in columns]
+        found = entry_of_runs(terms, target, values, fakes)
+        if found is not None:
+            return found
     one = ((name, said[name]) for name in arguments)
     if len(columns) == 1 and columns[0][index].device.type == "cpu":
         values = {n: lists[n][index] if n in lists else v for n, v in arguments.items()}

@@ -123,6 +123,13 @@ def each(
     return terms.segments(found)
 
 
+def computed_of_runs(
+    terms: Terms, computed: ComputedElement, rows: Sequence[Sequence[Segment]]
+) -> list[Segment]:
+    """As `each`, however the terms of operands are arranged."""
+    return [_apply_to_runs(terms, computed, runs) for runs in _aligned(rows)]
+
+
 def _apply_to_runs(terms: Terms, computed: ComputedElement, runs: Sequence[Segment]) -> Segment:
     """One term for whole terms of the operands, read from where they lie beside each other, so that
     an element has the same term however tensors are cut."""

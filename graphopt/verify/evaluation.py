@@ -35,6 +35,7 @@ from graphopt.verify.outputs import note_what_is_left
 from graphopt.verify.reading import Reading, is_itself
 from graphopt.verify.recall import RecalledCall
 from graphopt.verify.regions import UnknownPlace
+from graphopt.verify.runs import of_runs
 from graphopt.verify.terms import Pending, TensorValue, Terms, canonical, storage_layout_of
 from graphopt.verify.updating import Updates
 
@@ -345,6 +346,10 @@ class _Evaluator:
         drawn = draws(node)
         if callee.rule is not None and not drawn and isinstance(fake, (torch.Tensor, list, tuple)):
             value = callee.rule.value(self._terms, callee.standard, arguments, fake)
+            if value is not None:
+                return value
+        if self._terms.whole_cuts and not drawn:
+            value = of_runs(self._terms, target, arguments, fake)
             if value is not None:
                 return value
         given = canonical(arguments)

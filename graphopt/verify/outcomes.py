@@ -52,6 +52,14 @@ def reorders_sums(old: Evaluation, new: Evaluation) -> bool:
 
 def of_outcomes(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> Iterator[Problem]:
     """What two evaluations give otherwise: values, draws, calls of the host, collectives."""
+    yield from of_values_and_draws(terms, old, new, where)
+    yield from _of_sends(terms, old, new, where)
+
+
+def of_values_and_draws(
+    terms: Terms, old: Evaluation, new: Evaluation, where: str = ""
+) -> Iterator[Problem]:
+    """The same, whatever is sent for it."""
     yield from _of_values(terms, old, new, where)
     if len(old.draws) != len(new.draws):
         yield Problem(
@@ -68,7 +76,6 @@ def of_outcomes(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> I
             yield Problem(
                 f"{where}{effect[1]} may end the step, which it could not before", (), hint
             )
-    yield from _of_sends(terms, old, new, where)
 
 
 def _of_values(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> Iterator[Problem]:

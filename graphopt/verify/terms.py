@@ -103,7 +103,8 @@ class Terms:
             by what all entries of a call have in common, and by what each is given alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, whole_cuts: bool = False) -> None:
+        self.whole_cuts = whole_cuts
         self.recall = Recall()
         self.rearranged: dict[Key, tuple[Segment, ...]] = {}
         self.entries: dict[Key, dict[Key, tuple[Key, list[Any]]]] = {}

@@ -1,0 +1,95 @@
+"""How a tensor is cut into rows, of which each rank has some.
+
+A tensor is cut into rows, as DTensor cuts it: the first rank *owns* the first rows, and so on, and
+the last one may own fewer. What a rank *holds* is a window of the flattened tensor, with its rows
+in it, that begins at a multiple of 64 elements, and ends at one or at the tensor's end: kernels
+round the elements behind the last full vector otherwise, so that only at such cuts elementwise
+operators give the bits that they give of the whole tensor.
+
+    whole      0 ············ 330 ············ 660 ············ 990     990 elements, 3 rows
+    owned      [ rank 0      )[ rank 1       )[ rank 2        )
+    windows    [ 0 ········ 414)
+                       [ 320 ············· 734)                          all of one length
+                                      [ 576 ················· 990)
+
+Where rows end at multiples of 64 anyway, windows are what the ranks own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+ALIGNED = 64
+"""Elements between two cuts."""
+
+
+@dataclass(frozen=True)
+class RowShards:
+    """How a tensor is cut into rows.
+
+    Attributes:
+        shape: of the whole tensor.
+        ranks: how many there are.
+    """
+
+    shape: tuple[int, ...]
+    ranks: int
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def row(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.shape[1:])
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows that each rank owns, but for the last ones, which may own fewer."""
+        return -(-self.shape[0] // self.ranks)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether the windows are what the ranks own, one beside the other."""
+        return self.shape[0] % self.ranks == 0 and self.rows * self.row % ALIGNED == 0
+
+    @cached_property
+    def owns(self) -> tuple[range, ...]:
+        """The elements that each rank owns."""
+        cuts = [min(rank * self.rows, self.shape[0]) * self.row for rank in range(self.ranks + 1)]
+        return tuple(range(a, b) for a, b in pairwise(cuts))
+
+    @cached_property
+    def length(self) -> int:
+        """Elements of a window."""
+        size = self.rows * self.row
+        if self.is_even:
+            return size
+        tail = self.numel % ALIGNED
+        return min(tail - (-(size + ALIGNED - 1) // ALIGNED) * ALIGNED, self.numel)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where the window of each rank begins."""
+        last = self.numel - self.length
+        return tuple(min(owns.start // ALIGNED * ALIGNED, last) for owns in self.owns)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where in its window the elements begin that a rank owns."""
+        pairs = zip(self.owns, self.starts, strict=True)
+        return tuple(min(owns.start - start, self.length) for owns, start in pairs)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """How many elements each rank owns."""
+        return tuple(map(len, self.owns))
+
+    def shape_of(self, rank: int) -> tuple[int, ...]:
+        """The shape of the rows that a rank owns."""
+        return (self.lengths[rank] // self.row if self.row else 0, *self.shape[1:])

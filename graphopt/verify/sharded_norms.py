@@ -1,0 +1,78 @@
+"""From the norms of what ranks hold to the norms of wholes: powers are summed, and a root taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from torch import fx
+
+from graphopt.ir.operators import is_operator, operator_of
+
+
+@dataclass(frozen=True)
+class Norms:
+    """What a node has of norms, on the way from those of rows to those of wholes.
+
+    Attributes:
+        wholes: the norms of the wholes; one, or as many as are stacked.
+        order: of the norms.
+        state: "norm" of what a rank has, "power" of it, or "total" over the ranks, which is "norm"
+            again, of wholes, once a root is taken.
+    """
+
+    wholes: list[fx.Node]
+    order: float
+    state: str = "norm"
+    stacked: bool = False
+
+    def reduced(self, how: str, node: fx.Node) -> Norms:
+        """After an all-reduce. Anything but the sum of powers, or the maximum, is no norm."""
+        if math.isinf(self.order):
+            known = how == "max" and self.state == "norm"
+            return replace(self, state="whole" if known else "unknown")
+        known = how == "sum" and self.state == ("norm" if self.order == 1 else "power")
+        after = "whole" if self.order == 1 else "total"
+        return replace(self, state=after if known else "unknown")
+
+
+def norm_order(node: fx.Node) -> float | None:
+    """The order of a norm that rows have parts of; None of others."""
+    order: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("ord", 2)
+    if is_operator(node.target, "aten::linalg_vector_norm"):
+        args = dict(enumerate(node.args))
+        if args.get(2, node.kwargs.get("dim")) is not None or args.get(3):
+            return None
+    return order if isinstance(order, (int, float)) and order >= 1 else None
+
+
+def stands_for_norms(node: fx.Node, norms: Mapping[fx.Node, Norms]) -> Norms | fx.Node | None:
+    """What a node has of norms, or the norm of a whole that it is; None where it is neither."""
+    sources = node.all_input_nodes
+    if is_operator(node.target, "aten::stack"):
+        found = [norms.get(each) for each in cast(Any, node.args[0])]
+        first = found[0]
+        if first is None or any(f is None or f.stacked for f in found):
+            return None
+        if any((f.order, f.state) != (first.order, first.state) for f in found if f):
+            return None
+        wholes = [whole for f in found if f for whole in f.wholes]
+        return replace(first, wholes=wholes, stacked=True)
+    known = norms.get(sources[0]) if len(sources) == 1 else None
+    if known is None:
+        return None
+    if operator_of(node).wait:
+        return known
+    if is_operator(node.target, "aten::pow"):
+        power = node.args[1]
+        if known.state == "norm" and power == known.order:
+            return replace(known, state="power")
+        if known.state == "total" and power == 1 / known.order:
+            return replace(known, state="whole")
+    if is_operator(node.target, "aten::sqrt") and known.state == "total" and known.order == 2:
+        return replace(known, state="whole")
+    if is_operator(node.target, "aten::select") and known.state == "whole" and known.stacked:
+        return known.wholes[cast(int, node.args[2])]
+    return None
