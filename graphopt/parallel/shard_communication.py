@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -54,11 +54,11 @@ def reduced(make: Make, sent: fx.Node, length: int, group: Group) -> fx.Node:
         launched = make(
             functional.reduce_scatter_tensor.default, sent, "sum", group.ranks, group.name
         )
-        return make(functional.wait_tensor.default, launched)
+        return cast(fx.Node, make(functional.wait_tensor.default, launched))
     sizes = [length] * group.ranks
     launched = make(functional.all_to_all_single.default, sent, sizes, sizes, group.name)
     received = make(functional.wait_tensor.default, launched)
-    return make(sum_of_ranks, received, group.ranks)
+    return cast(fx.Node, make(sum_of_ranks, received, group.ranks))
 
 
 def windows_of_all(make: Make, whole: fx.Node, shards: RowShards) -> fx.Node:
@@ -67,7 +67,8 @@ def windows_of_all(make: Make, whole: fx.Node, shards: RowShards) -> fx.Node:
         return whole
     ends = [start + shards.length for start in shards.starts]
     pairs = zip(shards.starts, ends, strict=True)
-    return make(aten.cat.default, [make(aten.slice.Tensor, whole, 0, a, b) for a, b in pairs])
+    cuts = [make(aten.slice.Tensor, whole, 0, a, b) for a, b in pairs]
+    return cast(fx.Node, make(aten.cat.default, cuts))
 
 
 def gathered(make: Make, held: fx.Node, shards: RowShards, group: Group) -> fx.Node:
@@ -88,12 +89,13 @@ def whole_of(make: Make, windows: fx.Node, shards: RowShards) -> fx.Node:
         windows = make(
             aten.cat.default, [make(aten.slice.Tensor, windows, 0, a, b) for a, b in cuts]
         )
-    return make(aten.view.default, windows, list(shards.shape))
+    return cast(fx.Node, make(aten.view.default, windows, list(shards.shape)))
 
 
 def part_of(make: Make, whole: fx.Node, shards: RowShards, group: Group) -> fx.Node:
     """This rank's window of a tensor that all ranks have."""
-    return make(window, flat(make, whole), list(shards.starts), shards.length, group.name)
+    starts = list(shards.starts)
+    return cast(fx.Node, make(window, flat(make, whole), starts, shards.length, group.name))
 
 
 def owned_part(make: Make, held: fx.Node, shards: RowShards, group: Group) -> fx.Node:
@@ -101,7 +103,8 @@ def owned_part(make: Make, held: fx.Node, shards: RowShards, group: Group) -> fx
     if shards.is_even:
         return held
     size = shards.rows * shards.row
-    return make(owned, held, list(shards.offsets), list(shards.lengths), size, group.name)
+    offsets, lengths = list(shards.offsets), list(shards.lengths)
+    return cast(fx.Node, make(owned, held, offsets, lengths, size, group.name))
 
 
 def flat(make: Make, node: fx.Node) -> fx.Node:
@@ -109,4 +112,4 @@ def flat(make: Make, node: fx.Node) -> fx.Node:
     value = fake_value(node)
     if not value.is_contiguous():
         node = make(aten.clone.default, node, memory_format=torch.contiguous_format)
-    return node if value.dim() == 1 else make(aten.view.default, node, [-1])
+    return node if value.dim() == 1 else cast(fx.Node, make(aten.view.default, node, [-1]))

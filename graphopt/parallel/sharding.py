@@ -60,9 +60,11 @@ def as_dtensor(window: torch.Tensor, shards: RowShards, group: dist.ProcessGroup
     stride = torch.empty(shards.shape, device="meta").stride()
     rows = owned_rows(window, shards, group.rank())
     shape = torch.Size(shards.shape)
-    return DTensor.from_local(
-        rows, mesh_of(group, window.device), [Shard(0)], run_check=False, shape=shape, stride=stride
+    mesh, placements = mesh_of(group, window.device), [Shard(0)]
+    made: torch.Tensor = DTensor.from_local(
+        rows, mesh, placements, run_check=False, shape=shape, stride=stride
     )
+    return made
 
 
 _meshes: dict[tuple[str, str], Any] = {}
@@ -82,7 +84,7 @@ def mesh_of(group: dist.ProcessGroup, device: torch.device) -> Any:
 def window_of(dtensor: Any, shards: RowShards, rank: int) -> torch.Tensor:
     """The window of this rank that a DTensor is about. One that was made by others, as by
     `torch.distributed.checkpoint`, gets one."""
-    local = dtensor.to_local().detach()
+    local: torch.Tensor = dtensor.to_local().detach()
     start = local.storage_offset() - shards.offsets[rank]
     held = local.untyped_storage().nbytes() // local.element_size()
     if start == 0 and held == shards.length and local.is_contiguous():

@@ -101,9 +101,10 @@ class Communication:
         from graphopt.tracing.shards import admitted
 
         parallel = resolve(self._parallel)
-        over_ranks = isinstance(parallel, OverRanks)
-        group = _compat.group_or_default(parallel.group).group_name if over_ranks else None
-        with admitted(group):
+        if not isinstance(parallel, OverRanks):
+            yield
+            return
+        with admitted(_compat.group_or_default(parallel.group).group_name):
             yield
 
     def ways(

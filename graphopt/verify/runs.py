@@ -112,4 +112,4 @@ def _merged(segments: Sequence[Segment]) -> list[Segment]:
 
 def _is_zero(terms: Terms, term: int) -> bool:
     key = terms[term].key
-    return key[0] == "fill" and key[1:] and "0x0.0p+0" in str(key[1])
+    return bool(key[0] == "fill" and "0x0.0p+0" in str(key[1]))

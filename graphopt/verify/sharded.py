@@ -308,7 +308,7 @@ class _Blocks:
             self._norms[node] = found
 
     def _of_all(self, node: fx.Node) -> fx.Node:
-        return self._blocks.get(node) or self._copies[node]
+        return self._blocks.get(node) or cast(fx.Node, self._copies[node])
 
     def _compute(self, node: fx.Node) -> None:
         """An elementwise operator of the blocks, or a list of such."""
@@ -357,7 +357,7 @@ class _Blocks:
 
         def of(node: fx.Node) -> fx.Node:
             if node not in self._blocks:
-                return self._copies[node]
+                return cast(fx.Node, self._copies[node])
             length = fake_value(node).numel()
             start = rank * length
             cut = (self._blocks[node], 0, start, start + length)
@@ -426,7 +426,7 @@ class _Blocks:
             return found
 
         found = [items(c, n) if several else items(c) for n, c in enumerate(columns)]
-        self._copies[node] = found if several else found[0]  # type: ignore[assignment]
+        self._copies[node] = found if several else found[0]
 
     def _item(self, node: fx.Node, source: fx.Node, *path: int) -> fx.Node:
         for index in path:
