@@ -66,6 +66,7 @@ PUBLIC = {
         "SpmdMismatchError",
         "TrainStep",
         "VerificationError",
+        "ZeRO",
         "applied_passes",
         "callback",
         "capture",
