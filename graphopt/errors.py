@@ -24,6 +24,7 @@ class CaptureError(GraphOptError, RuntimeError):
         hint: what to write instead, or None.
         calls: which of the step may be made as a whole instead; empty where the step is refused
             for good.
+        final: the step cannot be captured in any other way either.
 
     >>> import graphopt, torch
     >>> def step(model, x):
@@ -41,6 +42,7 @@ class CaptureError(GraphOptError, RuntimeError):
         self.location = location
         self.hint = hint
         self.calls: frozenset[Hashable] = frozenset()
+        self.final = False
         super().__init__(reason)
 
     def __str__(self) -> str:

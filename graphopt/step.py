@@ -109,7 +109,6 @@ class TrainStep:
             return self._fn(*args, **kwargs)
         self._calls += 1
         call = Call(self._fn, args, kwargs, self._entries.grown)
-        call.drawn.taken.refused = self._fallback.may_run  # which then takes them itself
         if self._fallback.active:
             return self._run_eagerly(call)
         check_casts(call)
@@ -118,14 +117,12 @@ class TrainStep:
                 return self._called(call)
         except BaseException:
             self._entries.forget_waiting()
-            call.drawn.undo()
             raise
 
     def _called(self, call: Call) -> Any:
         try:
             return self._run_or_captured(call)
         except GrownListsError:  # what the step does to them is followed as part of its arguments
-            call.drawn.undo()
             self._entries.keep_lengths()
             return self._run_or_captured(self._as_grown(call))
 
@@ -152,9 +149,7 @@ class TrainStep:
         """The call where lists among its arguments are found to be of another length each time."""
         from graphopt.tracing.call import Call
 
-        new = Call(self._fn, *call.given, self._entries.grown)
-        new.drawn.taken.refused = call.drawn.taken.refused
-        return new
+        return Call(self._fn, *call.given, self._entries.grown)
 
     def _known(self, call: Call) -> BoundStep | None:
         """The graph that holds for a call. First those are asked whose branch the last call did not
@@ -172,7 +167,6 @@ class TrainStep:
         from graphopt.tracing.casts import note_casts
 
         call = call.using(entry.captured.besides) or call
-        call.drawn.taken.check_used(entry.guards.takes)
         try:
             result = entry(call, self._calls, begun, sent)
         except AssumptionFailedError as error:
@@ -262,7 +256,6 @@ class TrainStep:
             return None
 
     def _run_eagerly(self, call: Call) -> Any:
-        call.drawn.undo()
         communication, step = self._communication, self._calls
         with communication.failures_told(step) as parallel:
             averaging, join = communication.averaging, communication.join
@@ -352,7 +345,7 @@ class TrainStep:
     def _capture(self, call: Call, branch: Cause | None, others: Others) -> BoundStep:
         from graphopt.runtime.agreed import NotAsAgreedError
         from graphopt.runtime.host_memory import keep_memory_of
-        from graphopt.tracing.draws.generators import undisturbed
+        from graphopt.tracing.generators import undisturbed
         from graphopt.tracing.settled import SettledTraces
 
         mode = self._communication.mode()
@@ -368,10 +361,8 @@ class TrainStep:
             for ranks in ways:  # which tell ranks that have come to agree
                 with suppress(NotAsAgreedError), ranks:
                     raise
-        call.drawn.undo()
         with undisturbed(), self._communication.shards_admitted():
             captured, agreed = self._stages.compile(call, ways)
-        call.drawn.taken.captured_for = captured.live.drawn
         call = call.using(captured.besides) or call
         keep_memory_of(captured.graph_module.graph)
         self._captured += 1

@@ -125,18 +125,3 @@ def test_an_argument_of_another_class() -> None:
     step = graphopt.compile(lambda number, x: (type(number).__name__, model(x) * number))
     for number in (1, 2.5, 3, np.float64(2.0), 4.5):
         assert step(number, torch.ones(2))[0] == type(number).__name__
-
-
-def test_the_class_of_a_rate_that_a_scheduler_sets_is_refused() -> None:
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-    @graphopt.compile
-    def step(x: Tensor) -> Any:
-        trained(model, optimizer, x)
-        scheduler.step()
-        return type(optimizer.param_groups[0]["lr"]).__name__
-
-    with pytest.raises(graphopt.CaptureError, match=r"type\(\) of a number .*another one"):
-        step(torch.ones(3, 4))

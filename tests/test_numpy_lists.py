@@ -96,15 +96,16 @@ MAKERS: dict[str, Callable[[Any, float, int], Tensor]] = {
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_classes_of_tensors_take_numbers_of_the_step(make: Callable[..., Tensor]) -> None:
-    def step(model: nn.Module, x: Tensor) -> Tensor:
-        made = make(x, np.random.rand(), np.random.randint(5))
-        return model(x).sum() * made
+    def step(model: nn.Module, x: Tensor, drawn: float, chosen: int) -> Tensor:
+        return model(x).sum() * make(x, drawn, chosen)
 
     seen = []
     for wrapped in (step, graphopt.compile(step)):
         torch.manual_seed(0)
-        np.random.seed(0)
-        model = nn.Linear(4, 1)
-        seen.append([wrapped(model, x) for x in torch.randn(4, 5, 4)])
+        model, given = (
+            nn.Linear(4, 1),
+            zip(torch.randn(3, 5, 4), (0.2, 0.7, 0.1), (1, 4, 0), strict=True),
+        )
+        seen.append([wrapped(model, *each) for each in given])
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(*seen, strict=True))
     assert len(wrapped.captures) == 1

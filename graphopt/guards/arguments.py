@@ -13,7 +13,6 @@ from graphopt import _compat
 from graphopt.guards.tensors import TensorGuards
 from graphopt.guards.values import describe, gradient_kind, is_plain, same_constant, tensor_kind
 from graphopt.tracing.call import Call
-from graphopt.tracing.draws.given_arrays import ArrayArguments
 from graphopt.tracing.inputs import ArgumentNumber, Inputs
 from graphopt.tracing.nests import containers_in
 
@@ -45,9 +44,8 @@ class ArgumentGuards:
         self._tensors = tensors
         self._treespec = call.treespec
         self._positions = _positions(call)
-        self._arrays = ArrayArguments(call)
         numbers = (n for n in inputs.hyperparameters if isinstance(n, ArgumentNumber))
-        self._found_anew = {number.position for number in numbers} | self._arrays.positions
+        self._found_anew = {number.position for number in numbers}
         self._found_anew.update(others)
         user = set(inputs.user)
         self._user = [
@@ -87,9 +85,6 @@ class ArgumentGuards:
                 return f"argument {call.names[position]}: {describe(kind, now)}"
             if gradient_kind(call.leaves[position]) != gradient:
                 return f"the gradient of argument {call.names[position]} came, went or changed"
-        array = self._arrays.mismatch(call)
-        if array is not None:
-            return array
         if _aliases(call, self._tensors.storages()) != self._aliases:
             return "which tensor arguments are the same changed"
         if self._same and _same_containers(call) != self._same:

@@ -21,9 +21,8 @@ from graphopt.guards.outside import OutsideGuard
 from graphopt.guards.tensors import TensorGuards
 from graphopt.guards.unchanged import HasSnapshot, Together, body_of, is_body
 from graphopt.guards.values import is_plain
-from graphopt.tracing.besides import Besides, CarriedPlace, NumberBefore
+from graphopt.tracing.besides import Besides, CarriedPlace
 from graphopt.tracing.call import Call
-from graphopt.tracing.draws.live import live_arrays
 from graphopt.tracing.inputs import Inputs, PlacedNumber
 from graphopt.tracing.signature import Signature
 
@@ -39,7 +38,6 @@ class Guards:
     Attributes:
         besides: modules, optimizers and places that the step uses besides its arguments.
         inputs: those of the graph.
-        takes: how many values a call takes from iterators.
     """
 
     def __init__(
@@ -87,7 +85,6 @@ class Guards:
         found = () if outside is None else outside.tensors(call.leaves)
         self._arguments = ArgumentGuards(call, inputs, self._tensors, followed, found)
         self._numbers = NumberGuards(call, inputs)
-        self.takes = inputs.drawn.takes
         self._states = StateGuards(call, inputs, self._tensors)
         together: list[HasSnapshot] = [self._modules, *self._optimizers, self._states]
         if outside is not None and not call.objects.roots:
@@ -178,10 +175,6 @@ class Guards:
         yield self._states.mismatch(call, self._states in known)
         yield self._tensors.gradient_mismatch()
         yield self._numbers.mismatch(call)
-        if self.takes:  # code of iterators has run
-            yield self._numbers.changed_by_iterators(call)
-            if self._outside is not None:
-                yield self._changed_outside(call)
         yield self._tensors.mismatch(call)
         yield self._arguments.identity_mismatch(call)
 
@@ -217,10 +210,6 @@ class Guards:
     def counted_for(self, call: Call) -> list[CarriedPlace]:
         """Places in which the step counts, where a call is given the same objects."""
         return [e for e in self.besides.carried if e.counted] if self._are_same(call) else []
-
-    def on_host_for(self, call: Call) -> list[NumberBefore]:
-        """The same of numbers to which it adds what only Python computes."""
-        return self.besides.on_host if self._are_same(call) else []
 
     def _are_same(self, call: Call) -> bool:
         """Whether a call is given the same objects."""
@@ -260,8 +249,6 @@ def _placed(inputs: Inputs, besides: Besides) -> dict[int, set[str]]:
     placed: dict[int, set[str]] = {}
     numbers = (each for each in inputs.hyperparameters if isinstance(each, PlacedNumber))
     places = [each.place for each in numbers]
-    places += [each.place for each in live_arrays(besides)]
-    places += [each.place for each in besides.on_host]
     for place in places:
         if place.is_item:
             placed.setdefault(id(place.holder), set()).add(place.key)

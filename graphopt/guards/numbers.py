@@ -6,14 +6,13 @@ import weakref
 from typing import Any
 
 from graphopt.tracing.call import Call
-from graphopt.tracing.draws.taken import NotTakenError
 from graphopt.tracing.host_numbers import EXACT
 from graphopt.tracing.inputs import ArgumentNumber, Inputs
-from graphopt.tracing.number_expressions import Condition, first_leaf, same_value
+from graphopt.tracing.number_expressions import Condition, first_leaf
 
 
 class NumberGuards:
-    """The hyperparameters of a step, and the random numbers that it draws on the host."""
+    """The hyperparameters of a step."""
 
     def __init__(self, call: Call, inputs: Inputs) -> None:
         self._inputs = inputs
@@ -38,38 +37,18 @@ class NumberGuards:
                 continue
             if type(value) is not kind or (kind is int and abs(value) >= EXACT):
                 return f"{_called(number)} became {value!r}"
-        return self._changed_answer(call, values)
+        return self._changed_answer(values)
 
-    def changed_by_iterators(self, call: Call) -> str | None:
-        """The first number that is another one since the call has taken values from iterators."""
-        assert self._read is not None, "they have been looked at"
-        before = self._read[1]
-        for number, value in zip(self._inputs.hyperparameters, before, strict=True):
-            now = number.read(call)
-            if now is not value and not same_value(now, value):
-                return f"{_called(number)} became {now!r}"
-        return None
-
-    def _changed_answer(self, call: Call, values: list[Any]) -> str | None:
+    def _changed_answer(self, values: list[Any]) -> str | None:
         """The first number of which a condition no longer holds."""
-        drawn = self._inputs.drawn
-        try:
-            values = call.drawn.of(drawn, values, self._inputs.conditions)
-        except NotTakenError as error:
-            broken = self._inputs.conditions.broken(values)
-            return str(error) if broken is None else self._said(broken, values)
-        except Exception as error:  # as the step itself raises it
-            return f"a random number became {error!r}"
         broken = self._inputs.conditions.broken(values)
         return None if broken is None else self._said(broken, values)
 
     def _said(self, broken: Condition, values: list[Any]) -> str:
-        numbers, drawn = self._inputs.hyperparameters, self._inputs.drawn
         index = first_leaf(broken.left)
         index = first_leaf(broken.right) if index is None else index
         assert index is not None
-        named = _called(numbers[index]) if index < len(numbers) else drawn.said(index)
-        return f"{named} became {values[index]!r}"
+        return f"{_called(self._inputs.hyperparameters[index])} became {values[index]!r}"
 
 
 def _are_floats(value: object, kind: type) -> bool:

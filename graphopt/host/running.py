@@ -128,8 +128,6 @@ class HostRun:
         step: which call of the step it is, counted from 1.
         votes: how ranks agree that nothing was raised; None where they do not.
         agreement: when they do.
-        mixed: whether a function has drawn random numbers that the step draws after it, and has
-            drawn before the graph began.
         given: positional and keyword arguments of the step.
         unused: which parameters other ranks use; None where ranks share none.
         questions: how ranks ask one another; None where they do not.
@@ -146,14 +144,12 @@ class HostRun:
         step: int = 0,
         votes: VotesOnErrors | None = None,
         agreement: VotesDue | None = None,
-        mixed: Callable[[], bool] = bool,
         given: Any = ((), {}),
         unused: UsedElsewhere | None = None,
         questions: AsksOthers | None = None,
     ) -> None:
         self._questions = questions
         self._given, self._unused = given, unused
-        self._mixed = mixed
         self._storages, self._rank, self._step = storages, rank, step
         self._votes, self._agreement = votes, agreement
         self._known: frozenset[int] | None = None
@@ -197,20 +193,10 @@ class HostRun:
                 host_call.fn(*arguments)
             else:
                 prepared.fn(*prepared.arguments)
-            self._refuse_mixed()
         refuse_changed_containers([*given, *(prepared.containers if prepared else ())])
         if prepared is not None:
             prepared.refuse_changed()
         refuse_changed(outside.read, before)
-
-    def _refuse_mixed(self) -> None:
-        if self._mixed():
-            raise GraphOptError(
-                "a function called by graphopt.callback draws from the generator (random or"
-                " numpy.random) from which the step draws after it: these draws are made before the"
-                " graph runs, in another order than the program's\n"
-                "  hint:  let the function have a generator of its own, or call it behind the draws"
-            )
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -117,7 +117,7 @@ class Elements:
 
     def _origin_of_input(self, node: fx.Node) -> Origin:
         kind = input_kind(node)
-        if kind in ("user_input", "gradient", "draw"):
+        if kind in ("user_input", "gradient"):
             return Origin.DATA
         if node in self._updated:
             return Origin.STATE

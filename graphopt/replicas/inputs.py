@@ -35,7 +35,7 @@ def _row(node: fx.Node, count: int, draw: torch.Generator) -> Sequence[Any]:
         return [like] * count
     if not isinstance(like, torch.Tensor):
         raise TypeError(f"%{node.name} has no metadata of a tensor")
-    if kind in ("user_input", "draw"):
+    if kind == "user_input":
         return [_drawn(like, kind, draw) for _ in range(count)]
     value = _drawn(like, kind, draw)
     return [value, *(_with_layout(value, like) for _ in range(1, count))]

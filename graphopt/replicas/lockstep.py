@@ -19,7 +19,6 @@ from graphopt import _compat
 from graphopt.errors import CollectiveError, GraphOptError
 from graphopt.graph_utils import is_collective, is_random, is_wait, without_autocast
 from graphopt.host import is_host_call
-from graphopt.host.settings import reads_setting
 from graphopt.ir.operators import arguments_by_name
 from graphopt.replicas.exchange import exchange
 from graphopt.replicas.generators import ReplicaGenerators
@@ -110,7 +109,7 @@ class Lockstep:
         if is_wait(node):
             return [args[0] for args, _ in calls]
         function = _function(graph_module, node)
-        if is_host_call(node) and not reads_setting(node):
+        if is_host_call(node):
             if not self._callbacks:
                 return [None] * self.count
             return [function(*calls[0][0], **calls[0][1])] + [None] * (self.count - 1)

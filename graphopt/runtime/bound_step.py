@@ -236,10 +236,9 @@ class BoundStep:
         votes, agreement = (
             (self.agreed.votes, self.agreed.agreement) if self.agreed else (None,) * 2
         )
-        mixed, inputs = call.drawn.are_mixed, self._inputs
-        storages = partial(inputs.updated_storages, flat)
+        storages = partial(self._inputs.updated_storages, flat)
         asked = (self.agreed.unused, self.agreed.questions) if self.agreed else ()
-        run = HostRun(storages, rank, step, votes, agreement, mixed, call.given, *asked)
+        run = HostRun(storages, rank, step, votes, agreement, call.given, *asked)
         run.earlier, self._earlier = self._earlier, {}
         return run
 

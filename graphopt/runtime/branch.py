@@ -31,7 +31,6 @@ from graphopt.branches.continuation import (
 from graphopt.branches.handing import handing_out, launched_before, launched_by
 from graphopt.host.assumptions import assumption_number
 from graphopt.ir.bits import same_bits
-from graphopt.ir.metadata import input_kind
 from graphopt.iter_graph import IterGraphModule
 from graphopt.runtime.collector import collector_paused
 from graphopt.runtime.generators import DrawnGenerators
@@ -128,8 +127,6 @@ class Onward(Branch):
     ) -> None:
         super().__init__(rest.module, rest.begins)
         self._positions, self._same = positions, rest.same
-        inputs = rest.module.graph.find_nodes(op="placeholder")
-        self._drawn = {i for i, node in enumerate(inputs) if input_kind(node) == "draw"}
         digest = hashlib.sha256(repr(list(launched)).encode()).digest()
         self.plan = 1 + int.from_bytes(digest[:7], "big")
 
@@ -138,11 +135,7 @@ class Onward(Branch):
 
     def fits(self, before: Sequence[Any], flat: Sequence[Any]) -> bool:
         """Whether inputs of the graph that ran and of this one are the same where they have to."""
-        for i, j in self._same:
-            alike = _has_same_bytes if j in self._drawn else _is_same
-            if not alike(before[i], flat[j]):
-                return False
-        return True
+        return all(_is_same(before[i], flat[j]) for i, j in self._same)
 
     def take(self, handed_out: Sequence[Any]) -> list[Any]:
         """What it goes on from."""
@@ -162,13 +155,6 @@ def _is_same(one: Any, other: Any) -> bool:
     if one.data_ptr() == other.data_ptr():
         return _compat.storage_key(one) == _compat.storage_key(other)
     return one.dim() == 0 and one.device.type == "cpu" and same_bits(one, other)
-
-
-def _has_same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether what was drawn is the same in both graphs, which draw it for themselves."""
-    if _layout(one) != _layout(other) or one.device.type != "cpu":
-        return one is other
-    return same_bits(one, other)
 
 
 def _layout(value: torch.Tensor) -> tuple[Any, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any, overload
 
@@ -13,7 +12,6 @@ from graphopt.runtime.budget import MODE, Cause, dropped
 
 if TYPE_CHECKING:
     from graphopt.runtime.bound_step import BoundStep, Tries
-    from graphopt.tracing.besides import NumberBefore
     from graphopt.tracing.call import Call
     from graphopt.tracing.nests import Path
 
@@ -66,9 +64,8 @@ class CapturedGraphs(Sequence["BoundStep"]):
 
         for entry in in_order(self._entries, retried):
             bound = call.using(entry.captured.besides)
-            with call.drawn.taken.taking() if entry.guards.takes else nullcontext():
-                if bound is None or not (entry.goes_on(call.decided) and _fits(entry, bound, mode)):
-                    continue
+            if bound is None or not (entry.goes_on(call.decided) and _fits(entry, bound, mode)):
+                continue
             if entry is not self._entries[0]:
                 self.land()
                 self._entries.remove(entry)
@@ -143,7 +140,6 @@ class CapturedGraphs(Sequence["BoundStep"]):
                 found.carried.append(each)
         if cause is not None and cause.kind != MODE and self._entries:
             found.carried += self._entries[0].guards.counted_for(call)
-            found.on_host += self._on_host(call)
         # What is in objects that are taken apart is an argument already.
         found.carried = [
             each
@@ -153,15 +149,6 @@ class CapturedGraphs(Sequence["BoundStep"]):
         call = copy.copy(call.using(call.besides.joined(found)) or call)
         call.earlier = remembered((e.captured.besides, e.captured.live) for e in self._entries)
         return call
-
-    def _on_host(self, call: Call) -> list[NumberBefore]:
-        """The numbers to which graphs of the step add what only Python computes."""
-        found: dict[Any, NumberBefore] = {}
-        for entry in self._entries:
-            for each in entry.guards.on_host_for(call):
-                found.setdefault(each.place.identity, each)
-        known = {each.place.identity for each in call.besides.on_host}
-        return [each for key, each in found.items() if key not in known]
 
     def drop_unusable(self) -> None:
         """Drop the graphs whose models are gone or whose collectives the ranks have changed."""

@@ -9,11 +9,9 @@ import torch
 
 from graphopt import _compat
 from graphopt._compat.late import put_gradient
-from graphopt.errors import CaptureError
 from graphopt.guards.guards import Guards
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
-from graphopt.tracing.draws.taken import NotTakenError
 from graphopt.tracing.inputs import Storage, as_tensor
 from graphopt.tracing.shards import Windows
 
@@ -62,27 +60,12 @@ class InputValues:
         numbers = self._guards.numbers_of(call)
         values.extend(map(self._as_tensor, count(), numbers))
         values.extend(call.leaves[position] for position in inputs.user)
-        values.extend(inputs.drawn.tensors(self._drawn(call, numbers)))
         return values
-
-    def _drawn(self, call: Call, numbers: list[Any]) -> list[Any]:
-        """What is drawn, and taken from iterators, in a call.
-
-        Raises:
-            CaptureError: the graph of this very call would take it from other iterators.
-        """
-        try:
-            return call.drawn.of(self._inputs.drawn, numbers)
-        except NotTakenError as error:
-            raise CaptureError(
-                f"which iterators it takes values from goes by what it leaves itself: {error}",
-                hint="take the values outside the step, and pass them as arguments",
-            ) from None
 
     def updated_storages(self, values: list[Any]) -> frozenset[int]:
         """The storages among all inputs that the step may be updating."""
         inputs = self._inputs
-        others = len(inputs.hyperparameters) + len(inputs.user) + len(inputs.drawn.inputs)
+        others = len(inputs.hyperparameters) + len(inputs.user)
         state = values[: len(values) - others]
         return frozenset(_compat.storage_key(v) for v in state if isinstance(v, torch.Tensor))
 

@@ -48,7 +48,7 @@ def warn_of_other_launches(one: BoundStep, other: BoundStep, failed: AssumptionF
 def _is_own(decision: fx.Node, group: Group) -> bool:
     """Whether a decision is known to depend on arguments or draws of this rank."""
     kinds = map(input_kind, decision.graph.find_nodes(op="placeholder"))
-    mine = [kind in ("user_input", "draw") for kind in kinds]
+    mine = [kind == "user_input" for kind in kinds]
     own = own_values(decision.graph, mine, group, decision)
     return not own.isdisjoint(decision.all_input_nodes[:1])
 

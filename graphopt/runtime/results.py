@@ -11,33 +11,22 @@ from graphopt.host.changes import ChangeByMethod
 from graphopt.host.seen import PutOutside
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
-from graphopt.tracing.draws.program import HostValues
 from graphopt.tracing.given import found_in, make_change
 from graphopt.tracing.lost_history import leave
 from graphopt.tracing.made_containers import MadeConstant
 from graphopt.tracing.optimizer_state import write
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.setting_place import SettingPlace
-from graphopt.tracing.signature import (
-    Computed,
-    Constant,
-    FromCall,
-    FromHost,
-    Nested,
-    Recipe,
-    Scheduled,
-    View,
-)
+from graphopt.tracing.signature import Computed, Constant, FromCall, Nested, Recipe, View
 
 
 class _Ran(NamedTuple):
-    """A call of a graph: its inputs, what it has returned, what was found before it ran, and what
-    has been made of nested recipes, by the ids of these."""
+    """A call of a graph: its inputs, what it has returned, and what has been made of nested
+    recipes, by the ids of these."""
 
     call: Call
     flat: Sequence[Any]
     results: Sequence[Any]
-    drawn: HostValues
     made: dict[int, Any]
 
 
@@ -49,14 +38,12 @@ class _LeftOutside(NamedTuple):
         containers: those among the arguments, each with the items of its change.
         placed: places with their values.
         changed: containers with how they are changed, each with a value.
-        selected: keys with the values that stand under them.
     """
 
     attributes: list[Any]
     containers: list[tuple[Any, list[Any]]]
     placed: list[tuple[OutsidePlace, Any]]
     changed: list[tuple[Any, list[tuple[ChangeByMethod, Any]]]]
-    selected: list[tuple[Any, Any]]
 
 
 class StepResults:
@@ -80,7 +67,7 @@ class StepResults:
         Returns:
             What the step returns.
         """
-        ran = _Ran(call, flat, results, call.drawn, {})
+        ran = _Ran(call, flat, results, {})
         # Everything is found before anything is put where others may find it.
         outputs = [self._value(recipe, ran) for recipe in self._signature.outputs]
         left = self._left_outside(call, ran)
@@ -111,7 +98,6 @@ class StepResults:
                 (each.now(), [(how, value(item)) for how, item in each.changes])
                 for each in signature.changed
             ],
-            selected=[(value(each.key), value(each.recipe)) for each in signature.selected],
         )
 
     def _put_into_tensors(self, call: Call, ran: _Ran) -> None:
@@ -153,11 +139,6 @@ class StepResults:
         for container, made in left.changed:
             for how, value in made[there.changed(container) :]:
                 how.make(container, value)
-        for result, (key, value) in zip(signature.selected, left.selected, strict=True):
-            if result.position is None:
-                result.container[key] = value
-            else:
-                result.container[key][result.position] = value
         for given, (container, items) in zip(signature.containers, left.containers, strict=True):
             make_change(container, given.change, items)
 
@@ -186,10 +167,6 @@ class StepResults:
             return value
         if isinstance(recipe, Constant):
             return self._made(recipe, ran) if isinstance(recipe, MadeConstant) else recipe.value
-        if isinstance(recipe, Scheduled):
-            return recipe.read()
-        if isinstance(recipe, FromHost):
-            return ran.drawn.value(recipe.index)
         if isinstance(recipe, FromCall):
             return found_in(ran.call.given, ran.call.leaves, recipe.path)
         if isinstance(recipe, Nested):

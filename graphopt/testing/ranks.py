@@ -133,5 +133,5 @@ def _make_own(value: torch.Tensor, kind: str | None, rank: int) -> None:
         value *= 1 + rank / 8
 
 
-_DIFFER = ("user_input", "buffer", "gradient", "draw", None)
+_DIFFER = ("user_input", "buffer", "gradient", None)
 """Kinds of inputs of which ranks have their own; None: of a graph made by hand."""

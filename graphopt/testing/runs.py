@@ -92,7 +92,7 @@ def _kept(value: Any) -> Any:
 
 
 def _state(start: Any, node: fx.Node) -> torch.Tensor | None:
-    known = isinstance(start, torch.Tensor) and input_kind(node) not in (None, "user_input", "draw")
+    known = isinstance(start, torch.Tensor) and input_kind(node) not in (None, "user_input")
     return start if known else None
 
 

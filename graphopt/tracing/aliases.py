@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt.tracing.arrays import meets
 from graphopt.tracing.call import Call
-from graphopt.tracing.draws.live import meets
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.shared_memory import SharedMemory

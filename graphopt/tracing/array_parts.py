@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from graphopt.tracing.draws.arrays import changes_first
+from graphopt.tracing.arrays import changes_first
 
 
 class OnCopy:

@@ -1,8 +1,6 @@
 """Arrays that Python computes of tensors of the graph, where a tensor is made of them again.
 
     torch.from_numpy(loss.numpy())                        the tensor itself
-    torch.from_numpy(data[i : i + n].astype(np.int64))    a window of an array outside, of a place
-                                                          that the graph gives, in another type
 
 What a tensor does as numpy does it is done with tensors, in the graph.
 """
@@ -16,16 +14,10 @@ from typing import Any
 import torch
 
 from graphopt import _compat
-from graphopt.tracing.draws.arguments import Known, Method
-from graphopt.tracing.draws.items import LiveItems, is_numeric
-from graphopt.tracing.draws.recorder import SHARING, tensor_over
-from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.arrays import SHARING, Method
 from graphopt.tracing.known_functions import is_in
 from graphopt.tracing.later import Later
-from graphopt.tracing.later_values import is_later
 from graphopt.tracing.named_calls import is_numpy_of_tensor
-from graphopt.tracing.number_expressions import Application
-from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.running_trace import current_trace
 
 _JOINING: dict[str, Callable[..., torch.Tensor]] = {"stack": torch.stack, "concatenate": torch.cat}
@@ -92,59 +84,3 @@ def _joined(join: Callable[..., torch.Tensor], arrays: Any) -> torch.Tensor | No
         return None
     kinds = {tensor.dtype for tensor in tensors if tensor is not None}
     return join(tensors) if len(kinds) == 1 else None
-
-
-class ArrayItems:
-    """Stands for an array outside where an instruction takes items out of it that the graph says.
-
-    Args:
-        calls: makes what is computed before the graph runs.
-        array: the array.
-    """
-
-    def __init__(self, calls: Any, array: Any) -> None:
-        self._calls, self._array = calls, array
-        self._tensor: torch.Tensor | None = None
-
-    def __getitem__(self, key: Any) -> Later:
-        if self._tensor is None:
-            self._tensor = self._calls.tensor(tensor_over, (self._known(),))
-        return Later(Method("numpy"), (self._tensor[_index(key)],), shares=True)
-
-    def __call__(self, array: Any, key: Any) -> Later:
-        return self[key]
-
-    def _known(self) -> Any:
-        if isinstance(self._array, Known):
-            return self._array
-        return Known(Application(LiveItems(self._array), ()), self._array)
-
-
-def takes_items(array: Any, key: Any) -> bool:
-    """Whether an index of an array has integers, or an array of them, that the graph gives."""
-    if not is_numeric(array.plain if isinstance(array, Known) else array):
-        return False
-    parts = key if type(key) is tuple else (key,)
-    bounds = [b for p in parts if type(p) is slice for b in (p.start, p.stop, p.step)]
-    if not any(map(_is_of_graph, (*parts, *bounds))):
-        return False
-    return len(parts) == 1 or all(_is_plain(part) for part in parts)
-
-
-def _index(key: Any) -> Any:
-    return _tensor_of(key) if is_later(key) else key
-
-
-def _is_of_graph(part: Any) -> bool:
-    if is_later(part):
-        tensor = _tensor_of(part)
-        return tensor is not None and not tensor.is_floating_point()
-    if isinstance(part, torch.Tensor):
-        return _compat.is_fake(part) and not part.is_floating_point()
-    return isinstance(part, SYMBOLIC) and not is_host_number(part)
-
-
-def _is_plain(part: Any) -> bool:
-    if isinstance(part, torch.Tensor):
-        return part.ndim == 0
-    return type(part) in (int, slice) or isinstance(part, torch.SymInt)

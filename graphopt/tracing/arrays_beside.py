@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
-from graphopt.tracing.draws.arguments import is_known
-from graphopt.tracing.draws.arrays import is_of_numpy
+from graphopt.tracing.arrays import is_of_numpy
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.later import Later, argument
 from graphopt.tracing.running_trace import current_trace
@@ -49,7 +48,6 @@ def beside(left: Any, right: Any) -> ArrayBeside | None:
         return None
     if type(right) is Later:
         return ArrayBeside(right)
-    plain = right.plain if is_known(right) else right
-    if not is_of_numpy(plain) or not plain.ndim or plain.dtype.hasobject:
+    if not is_of_numpy(right) or not right.ndim or right.dtype.hasobject:
         return None
     return ArrayBeside(argument(right))

@@ -14,7 +14,7 @@ themselves.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -49,32 +49,6 @@ class CarriedPlace(NamedTuple):
     counted: bool = False
 
 
-class NumberBefore:
-    """Gives the number, or the array, that was in a place when a call began.
-
-    Args:
-        path: how a message calls the place.
-        place: outside the step.
-    """
-
-    def __init__(self, path: str, place: OutsidePlace) -> None:
-        self.path, self.place = path, place
-        self._value: Any = None
-        self.__name__ = "number_before"
-
-    def take(self) -> Any:
-        """A call begins. Returns the number."""
-        self._value = self.place.now()
-        return self._value
-
-    def is_array(self) -> bool:
-        """Whether there is an array."""
-        return isinstance(self.place.now(), Sized)
-
-    def __call__(self) -> Any:
-        return self._value
-
-
 @dataclass
 class Besides:
     """Objects and tensors outside the arguments that a graph works on, each with its path.
@@ -85,17 +59,12 @@ class Besides:
         counts: keys of parameter groups in which an optimizer counts.
         plain: numbers that the step does not change itself are no inputs of the graph, but
             constants.
-        plain_arrays: arrays are no inputs of the host's part, either: neither those among
-            `carried` nor arguments.
         whole_objects: objects among the arguments are not taken apart.
-        unfollowed: why it was refused with arrays and objects of each call, where there are none.
-        shuffles: it changes the order of an array that it makes; arrays are made on the host then.
+        unfollowed: why it was refused with objects of each call, where there are none.
         as_traced: libraries that ask find out that they are traced (see `asked`), since the step
             is refused otherwise, for this reason.
         exchanged: dictionaries and sets, by id, in which stand-ins take the place of keys.
         carried: places in which the step finds a tensor or a number, and leaves another one.
-        on_host: places of numbers to which the step adds what only Python computes, and of arrays
-            in whose place it leaves those of other sizes; none of these is among `carried`.
         texts: places of texts that the program changes between calls; see
             `outside.changing_texts`.
         made: attributes that the first call gives tensors, which are among `tensors`: of which
@@ -116,10 +85,8 @@ class Besides:
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     counts: frozenset[str] = frozenset()
     plain: bool = False
-    plain_arrays: bool = False
     whole_objects: bool = False
     unfollowed: CaptureError | None = None
-    shuffles: bool = False
     as_traced: str = ""
     exchanged: frozenset[int] = frozenset()
     carried: list[CarriedPlace] = field(default_factory=list)
@@ -127,7 +94,6 @@ class Besides:
     made: list[tuple[dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
     whole_lists: frozenset[Hashable] = frozenset()
     rounds: int = 0
-    on_host: list[NumberBefore] = field(default_factory=list)
     resized: list[tuple[torch.Tensor, torch.Size]] = field(default_factory=list)
     whole: frozenset[Hashable] = frozenset()
     followed: frozenset[Hashable] = frozenset()
@@ -137,8 +103,8 @@ class Besides:
 
     def __bool__(self) -> bool:
         found = self.objects or self.tensors or self.counts or self.carried or self.exchanged
-        otherwise = self.plain or self.plain_arrays or self.shuffles or self.as_traced
-        held = self.texts or self.whole_lists or self.on_host or self.resized
+        otherwise = self.plain or self.as_traced
+        held = self.texts or self.whole_lists or self.resized
         held = held or self.whole or self.followed or self.cached
         held = held or self.found_twice or self.replaced
         return bool(found or otherwise or self.whole_objects or held)
@@ -150,30 +116,20 @@ class Besides:
 
     def joined(self, other: Besides) -> Besides:
         """All that is in either."""
-        on_host = [*self.on_host, *other.on_host]
-        if self.plain_arrays or other.plain_arrays:
-            on_host = [each for each in on_host if not each.is_array()]
-        of_host = {each.place.identity for each in on_host}
-        carried = [*self.carried, *other.carried]
-        if of_host:  # a key that is a number of the trace has no hash
-            carried = [each for each in carried if each.place.identity not in of_host]
         return Besides(
             [*self.objects, *other.objects],
             [*self.tensors, *other.tensors],
             self.counts | other.counts,
             self.plain or other.plain,
-            self.plain_arrays or other.plain_arrays,
             self.whole_objects or other.whole_objects,
             self.unfollowed or other.unfollowed,
-            self.shuffles or other.shuffles,
             self.as_traced or other.as_traced,
             self.exchanged | other.exchanged,
-            carried,
+            [*self.carried, *other.carried],
             [*self.texts, *other.texts],
             [*self.made, *other.made],
             self.whole_lists | other.whole_lists,
             self.rounds + other.rounds,
-            on_host,
             [*self.resized, *other.resized],
             self.whole | other.whole,
             self.followed | other.followed,
@@ -256,8 +212,7 @@ class Finder:
     """
 
     def __init__(self, record: Record, known: set[int], mode: Any, besides: Besides) -> None:
-        self._carried, self._on_host = list(besides.carried), besides.on_host
-        self.plain_arrays = besides.plain_arrays
+        self._carried = list(besides.carried)
         self._record, self._known, self._mode = record, set(known), mode
         self._inputs = frozenset(known)
         self._stand_ins: dict[int, torch.Tensor] = {}
@@ -308,8 +263,6 @@ class Finder:
         Returns:
             Whether the place is no input yet.
         """
-        if any(each.place.identity == place.identity for each in self._on_host):
-            return False
         known = [*self._carried, *self.found.carried]
         new = not any(
             each.place.identity == place.identity and each.counted == counted for each in known
@@ -321,15 +274,6 @@ class Finder:
     def resizes(self, tensor: torch.Tensor, shape: torch.Size) -> None:
         """The step resizes a tensor outside before it does anything else with it."""
         self.found.resized.append((tensor, shape))
-
-    def on_host(self, path: str, place: OutsidePlace) -> None:
-        """The step adds what only Python computes to the number in a place, or leaves an array of
-        another size there."""
-        self.found.on_host.append(NumberBefore(path, place))
-
-    def shuffles(self) -> None:
-        """The step changes the order of an array that it makes."""
-        self.found.shuffles = True
 
     def leads_to(self, value: Any) -> bool:
         """Whether the step got to an object by places that a guard holds."""

@@ -19,7 +19,6 @@ from graphopt.errors import CaptureError
 from graphopt.host.assumptions import Answer
 from graphopt.host.sizes import Sizes
 from graphopt.tracing.besides import NOTHING, Besides, Remembered
-from graphopt.tracing.draws.program import HostValues
 from graphopt.tracing.given import ContainerChange, InObject, found_in
 from graphopt.tracing.given_objects import GivenField, OpenedObjects, may_be_taken_apart
 from graphopt.tracing.nests import Path
@@ -58,7 +57,6 @@ class Call:
             another thing on each rank.
         votes_always: they do so for each decision.
         sizes: what a trace makes of sizes that depend on values.
-        drawn: what the call has drawn on the host.
         earlier: what earlier graphs of the step use besides its arguments; None without any.
         remembered: objects and tensors of `besides` (by id) that are there because of these.
     """
@@ -109,7 +107,6 @@ class Call:
         self.decided: tuple[Answer, ...] = ()
         self.sizes = SizesKept.UNKNOWN
         self.votes = self.votes_always = False
-        self.drawn = HostValues(self.leaves)
         self.earlier: Remembered | None = None
         self.remembered: frozenset[int] = frozenset()
 

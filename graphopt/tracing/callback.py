@@ -16,7 +16,6 @@ from graphopt.host.counts import EagerCounts, place_of
 from graphopt.host.functions import traced_in
 from graphopt.host.seen import current_view
 from graphopt.tracing.computations import nest_of
-from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.host_numbers import scalar_of_numpy
 from graphopt.tracing.replace import original
 from graphopt.tracing.source import current_location, is_around_step
@@ -66,7 +65,6 @@ def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
     """
     if _compat.is_recording():
         _refuse_traced(fn)
-        _refuse_arrays(tensors)
         place = place_of(sys._getframe(1), is_around_step)
         record(HostCall(original(fn), nest_of(tensors), every, place))
         return
@@ -105,16 +103,6 @@ def _refuse_traced(fn: Callable[..., Any]) -> None:
             f"the function given to graphopt.callback uses {what} of the step that it is not given",
             location=current_location(),
             hint="pass it: graphopt.callback(lambda loss: history.append(loss), loss)",
-        )
-
-
-def _refuse_arrays(values: Any) -> None:
-    if any(map(is_known, _compat.tree_leaves(values))):
-        raise CaptureError(
-            "a function given to graphopt.callback gets an array that numpy draws, or computes from"
-            " what is drawn",
-            location=current_location(),
-            hint="give it a tensor: graphopt.callback(function, torch.tensor(array))",
         )
 
 

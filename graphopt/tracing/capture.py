@@ -25,14 +25,12 @@ from graphopt.ranks.apart import groups_apart
 from graphopt.ranks.buffer_groups import group_of_buffers
 from graphopt.runtime.collector import collector_paused
 from graphopt.tracing.alike import first_own, own_inputs
+from graphopt.tracing.arrays import is_array
 from graphopt.tracing.besides import Besides, MoreInputs
 from graphopt.tracing.call import Call, check_supported
 from graphopt.tracing.collecting import collect
 from graphopt.tracing.compare import fingerprint
 from graphopt.tracing.decisions import another_on_each_rank
-from graphopt.tracing.draws.given_arrays import array_arguments
-from graphopt.tracing.draws.live import live_arrays
-from graphopt.tracing.draws.taken import NeedsValueError
 from graphopt.tracing.failures import definition_of, explained, is_raised
 from graphopt.tracing.following import following
 from graphopt.tracing.found_places import FoundPlace, found_places
@@ -53,6 +51,7 @@ from graphopt.tracing.outside.existing import births_noted
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import unchanged
 from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication
+from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.remembered import idle_in, without
 from graphopt.tracing.repeating import complete, repeated
 from graphopt.tracing.settled import NOTHING_SETTLED, Executed, SettledTraces
@@ -356,9 +355,8 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     Raises:
         CaptureError: `error`, where that has been tried.
     """
-    if isinstance(error, NeedsValueError):
-        error.take(call.drawn.taken)
-        return call
+    if isinstance(error, CaptureError) and error.final:
+        raise error
     if isinstance(error, CaptureError) and _was_guessed_wrong(inputs, error):
         return call.with_answers((*inputs.answers[:-1], not inputs.answers[-1]))
     if isinstance(error, MoreInputs) and any(
@@ -380,8 +378,6 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
         return extended
     elif _may_be_told(call, inputs):
         more = Besides(as_traced=error.reason)
-    elif _uses_arrays(call):
-        more = Besides(plain_arrays=True, unfollowed=_alone(error))
     elif call.objects:
         more = Besides(whole_objects=True, unfollowed=_alone(error))
     elif not call.besides.plain and any(map(_may_be_plain, inputs.hyperparameters)):
@@ -391,13 +387,6 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     extended = call.using(call.besides.joined(more))
     assert extended is not None, "what a trace has just used is alive"
     return extended
-
-
-def _uses_arrays(call: Call) -> bool:
-    """Whether there are arrays of which each call finds its own."""
-    if array_arguments(call) or any(each.is_array() for each in call.besides.on_host):
-        return True
-    return not all(each.counted for each in live_arrays(call.besides))
 
 
 def _with_whole_calls(call: Call, refusal: CaptureError) -> Call:
@@ -468,6 +457,10 @@ def prepare(call: Call) -> Inputs:
     """
     with explained(call):
         check_supported(call)
+        for position in call.constants:
+            if is_array(call.leaves[position]):
+                what = f"argument {call.names[position]}"
+                raise HostWork.ARRAY.refused(what, str(definition_of(call)))
         return collect(call)
 
 

@@ -18,7 +18,6 @@ import torch
 from graphopt import _compat
 from graphopt.tracing.later import Later, as_later
 from graphopt.tracing.numbers import SYMBOLIC, refusal
-from graphopt.tracing.scheduled import ScheduledSetting, is_scheduled
 
 _AT_MOST = 50_000
 """Functions that one value may be made by."""
@@ -61,8 +60,6 @@ def nest_of(value: Any) -> Any:
 
 def _opened(leaf: Any) -> Any:
     value = as_later(leaf)
-    if is_scheduled(value):
-        return _compat.Applied(value.read_later(), [])
     if type(value) is not Later:
         return value
     value.is_used()
@@ -74,10 +71,7 @@ def _opened(leaf: Any) -> Any:
         sources: list[int | None] = []
         given, spec = _compat.tree_flatten(args)
         for one in given:
-            if is_scheduled(one):
-                steps.append((one.read_later(), _compat.tree_flatten(())[1], ()))
-                sources.append(len(steps) - 1)
-            elif type(one) is Later:
+            if type(one) is Later:
                 sources.append(places[id(one)])
             else:
                 leaves.append(one)
@@ -129,7 +123,7 @@ def evaluated(value: Any, known: Callable[[Any], Any], replaced: Callable[[Any],
 def _with(value: Any, made: dict[int, Any], known: Callable[[Any], Any]) -> Any:
     if type(value) is Later:
         return made[id(value)]
-    if isinstance(value, (torch.Tensor, ScheduledSetting, *SYMBOLIC)):
+    if isinstance(value, (torch.Tensor, *SYMBOLIC)):
         return known(value)
     if type(value) in (list, tuple):
         return type(value)(_with(each, made, known) for each in value)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from graphopt.tracing.classes_asked import STANDING_FOR
-from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.host_math import is_choice, traced_form
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.number_of import float_of_number, float_of_tensor, integers_of, is_number
@@ -43,8 +42,6 @@ def converting(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
     value = args[0]
     if callee is int:
         return _to_integer(value)
-    if is_known(value):
-        return _of_array if value.is_number else None
     if issubclass(type(value), (TracedFloat, ReadInt, ReadBool)):
         return float_of_number
     return float_of_tensor if is_number(value) else None
@@ -70,8 +67,6 @@ def _to_integer(value: Any) -> Callable[[Any], Any] | None:
         return taken
     if is_host_number(value):
         return _integer_part
-    if is_known(value):
-        return _integer_of_array if value.is_number else None
     if type(value) is ReadFloat or type(value) is ReadBool:
         return _integer_of_float
     return _integer_of_tensor if is_number(value) else None
@@ -91,11 +86,3 @@ def _integer_of_float(number: Any) -> Any:
 def _integer_of_tensor(tensor: torch.Tensor) -> Any:
     number: Any = integers_of(tensor).item()
     return _integer_of_float(number) if tensor.is_floating_point() else taken(number)
-
-
-def _of_array(array: Any) -> Any:
-    return array.calls.apply(float, (array,))
-
-
-def _integer_of_array(array: Any) -> Any:
-    return array.calls.apply(int, (array,))

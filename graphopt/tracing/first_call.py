@@ -152,13 +152,11 @@ def _left_alike(first: RawTrace, following: RawTrace) -> bool:
     placed = [
         [each.place.identity for each in raw.signature.placed]
         + [(id(each.container), [how for how, _ in each.changes]) for each in raw.signature.changed]
-        + [(id(each.container), each.position) for each in raw.signature.selected]
         for raw in (first, following)
     ]
     recipes = [
         [each.recipe for each in raw.signature.placed]
         + [value for each in raw.signature.changed for _, value in each.changes]
-        + [item for each in raw.signature.selected for item in (each.key, each.recipe)]
         for raw in (first, following)
     ]
     return (

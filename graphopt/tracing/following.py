@@ -15,8 +15,6 @@ from typing import Any
 
 from graphopt.guards.outside import OutsideGuard
 from graphopt.tracing.besides import Besides
-from graphopt.tracing.draws.live import is_array
-from graphopt.tracing.draws.taken import PlaceOf, Taking
 from graphopt.tracing.found_places import texts_read
 from graphopt.tracing.inputs import Inputs, PlacedNumber
 from graphopt.tracing.number_tuples import TupleTable
@@ -31,12 +29,6 @@ def following(
 ) -> OutsideGuard:
     """The guard of what a step has read outside, by which what its graph takes from there, and
     leaves there, is found from now on."""
-    for each in besides.carried:
-        if is_array(each.place.now()):
-            record.need(each.place.holder)
-    for before in besides.on_host:  # found and left in this very object
-        record.need(before.place.holder)
-        record.need(record.owner(before.place.holder))
     places = list(_places(signature, inputs, besides))
     pin_others(record, places)
     guard = OutsideGuard(record, places, texts_read(record))
@@ -45,8 +37,6 @@ def following(
     signature.placed = [replace(each, place=guard.moved(each.place)) for each in signature.placed]
     for followed in _followed(signature):
         followed.place = guard.moved(followed.place)
-    for found_at in _places_of_iterators(inputs):
-        found_at.place = guard.moved(found_at.place)
     apart = tuple(_lists_changed(signature))
     inputs.hyperparameters = [
         replace(each, place=guard.moved(each.place), apart=apart)
@@ -64,17 +54,9 @@ def _places(signature: Signature, inputs: Inputs, besides: Besides) -> Iterator[
     yield from (each.place for each in signature.placed if each.within is None)
     yield from (each.place for each in _followed(signature) if each.within is None)
     yield from (each.place for each in besides.carried)
-    yield from (each.place for each in _places_of_iterators(inputs))
     for found in signature.found_by_functions:
         yield OutsidePlace("attribute", found.value, "__dict__")
     yield from (each.place for each in inputs.hyperparameters if isinstance(each, PlacedNumber))
-
-
-def _places_of_iterators(inputs: Inputs) -> Iterator[PlaceOf]:
-    """Where each call finds the iterators from which the step takes values."""
-    functions = (step.function for step in inputs.drawn.steps)
-    found = (each.find for each in functions if isinstance(each, Taking))
-    yield from (each for each in found if isinstance(each, PlaceOf))
 
 
 def _lists_changed(signature: Signature) -> Iterator[Callable[[], Any]]:

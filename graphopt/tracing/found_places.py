@@ -13,7 +13,6 @@ import torch
 from graphopt.guards.outside import OutsideGuard
 from graphopt.tracing.besides import Besides, CarriedPlace
 from graphopt.tracing.call import Call
-from graphopt.tracing.draws.live import digest_of, is_array
 from graphopt.tracing.inputs import is_exact
 from graphopt.tracing.lost_history import accumulates
 from graphopt.tracing.outside.places import LISTS, OutsidePlace, attributes_of, is_plain_text
@@ -28,8 +27,7 @@ class FoundPlace(NamedTuple):
 
     Attributes:
         holder: gives that object, or the dictionary, the list or the variable.
-        value: the number or the text, a weak reference to the tensor, or what tells an array from
-            others; True: any text.
+        value: the number or the text, or a weak reference to the tensor; True: any text.
     """
 
     path: str
@@ -71,8 +69,6 @@ class FoundPlace(NamedTuple):
             return bool(now != self.value)
         if is_exact(self.value) and isinstance(now, torch.Tensor):
             return not now.requires_grad
-        if type(self.value) is bytes:
-            return is_array(now) and digest_of(now) != self.value
         if isinstance(self.value, weakref.ref):
             return isinstance(now, torch.Tensor) and now is not self.value()
         if self.is_text:
@@ -98,10 +94,8 @@ def found_places(record: Record, call: Call, guard: OutsideGuard) -> Iterator[Fo
                 in_list = guard.holder_of(holder) or _itself(holder)
                 yield FoundPlace(read.path, in_list, read.place.key, weakref.ref(value))
             continue
-        if is_array(value):
-            kept: Any = digest_of(value)
-        elif is_exact(value) or is_plain_text(value) or _is_in_one_place(record, value):
-            kept = weakref.ref(value) if isinstance(value, torch.Tensor) else value
+        if is_exact(value) or is_plain_text(value) or _is_in_one_place(record, value):
+            kept: Any = weakref.ref(value) if isinstance(value, torch.Tensor) else value
         else:
             continue
         found = guard.holder_of(holder) or _holder(record, holder)

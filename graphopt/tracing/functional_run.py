@@ -17,7 +17,6 @@ from graphopt.graph_utils import is_operator
 from graphopt.host import HostCall
 from graphopt.host.clock import ClockReading
 from graphopt.host.computed import ComputedTensor
-from graphopt.host.settings import SettingReading
 from graphopt.ir import inplace
 from graphopt.ir.metadata import OF_TRACE, fake_value, known_value, some_of
 from graphopt.ir.operators import fused_optimizer, rounds_a_list_in_place, updated_lists
@@ -99,7 +98,7 @@ class RawGraphRunner(fx.Interpreter):
         node.meta.update(some_of(source, *OF_TRACE))
 
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if isinstance(target, (ClockReading, SettingReading)):
+        if isinstance(target, ClockReading):
             assert self._running is not None
             return _compat.record_known(target, (), fake_value(self._running))
         if isinstance(target, HostCall):

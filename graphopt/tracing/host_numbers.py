@@ -65,11 +65,9 @@ class HostNumber(TracedFloat):
 
     Attributes:
         made_by: the function that has computed it, with its arguments; None where none has.
-        is_drawn: it depends on what is drawn, and so is another one in each call.
     """
 
     made_by: tuple[Callable[..., Any] | None, tuple[Any, ...]] = (None, ())
-    is_drawn = False
 
     def __init__(
         self,
@@ -109,12 +107,14 @@ class HostNumber(TracedFloat):
         function = of_numpy(ufunc)
         if function is not None and not options and any(map(is_of_numpy, inputs)):
             return record(function, *inputs)
-        return self.notes.on_host(ufunc, inputs, options)
+        known = [each.exactly() if is_host_number(each) else each for each in inputs]
+        return ufunc(*known, **options)
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
-        if self.notes is not current_notes() or options.get("out") is not None:
-            return NotImplemented
-        return self.notes.on_host(function, args, options)
+        def exact(value: Any) -> Any:
+            return value.exactly() if is_host_number(value) else value
+
+        return function(*_compat.tree_map(exact, args), **_compat.tree_map(exact, options))
 
     def __array__(self, *args: Any, **options: Any) -> Any:
         """Of the number itself, for which the graph holds alone: numpy would add objects otherwise
@@ -141,7 +141,7 @@ class HostNumber(TracedFloat):
     def copied(self) -> HostNumber:
         """The same number, as another object."""
         number = HostNumber(self, self.value, self.expression, self.conditions, self.notes)
-        number.made_by, number.is_drawn = self.made_by, self.is_drawn
+        number.made_by = self.made_by
         return number
 
     def rounded(self) -> int:
@@ -227,6 +227,15 @@ def is_host_number(value: Any) -> bool:
     return issubclass(type(value), HostNumber)
 
 
+def plain(value: Any) -> Any:
+    """A key, with known numbers as they are in this call."""
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    if type(value) is slice:
+        return slice(plain(value.start), plain(value.stop), plain(value.step))
+    return value.value if is_host_number(value) else value
+
+
 def _known(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber | None:
     """`function(*args)` of host numbers and constants as a host number, as one node; None where
     something else is among them."""
@@ -254,7 +263,6 @@ def _known(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber | No
         conditions.add(Condition(_is_of, term, type(value), True))
     symbolic = _compat.record_number(function, args)
     number = HostNumber(symbolic, value, term, conditions, numbers[0].notes)
-    number.is_drawn = any(each.is_drawn for each in numbers)
     if type(value) is int:
         number.made_by = function, tuple(map(_of_its_own, args))
     noted(number)

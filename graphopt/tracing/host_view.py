@@ -31,7 +31,6 @@ from graphopt.host.seen import (
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.call import Call
 from graphopt.tracing.computations import nest_of
-from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.given import GivenContainers
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.later_values import is_later
@@ -41,7 +40,6 @@ from graphopt.tracing.outside.moving import is_object
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, same
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.reachable import Reach, reached_from
-from graphopt.tracing.scheduled import ScheduledSetting
 from graphopt.tracing.setting_place import SettingPlace
 from graphopt.tracing.signature import Constant, Signature
 from graphopt.tracing.source import current_user_line
@@ -180,7 +178,7 @@ class HostView:
             for key, value in group.items():
                 setting = SettingPlace.of(optimizer, number, key)
                 changed = value is not before.get(key, MISSING) or setting.identity in self._before
-                if changed and not isinstance(value, ScheduledSetting):
+                if changed:
                     yield setting, group, before.get(key, MISSING)
 
     def _left(self, value: Any, given: list[Any]) -> LeftValue | None:
@@ -200,11 +198,8 @@ class HostView:
         if is_later(leaf):
             inner, spec = _compat.tree_flatten(nest_of(leaf))
             return LeftValue(spec, tuple(self._leaf(each, given) for each in inner))
-        if not (isinstance(leaf, (torch.Tensor, *SYMBOLIC, ScheduledSetting)) or is_known(leaf)):
+        if not isinstance(leaf, (torch.Tensor, *SYMBOLIC)):
             return leaf
-        if isinstance(leaf, ScheduledSetting):
-            read = leaf.read_later()
-            return LiveValue(read.scheduler, read)
         entry = self._live.get(id(leaf))
         if entry is not None:
             return LiveValue(entry.tensor, entry.live)

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -65,21 +64,6 @@ def no_output() -> Iterator[None]:
         (builtins, "open", checked_open),
         (io, "open", checked_open),
     ):
-        yield
-
-
-@contextmanager
-def no_loading() -> Iterator[None]:
-    """While active, `torch.load` is refused: a captured step would load a file once."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise CaptureError(
-            "it loads a file with torch.load, which would happen at capture only",
-            location=current_location(),
-            hint="load it outside the step, and pass what it holds",
-        )
-
-    with replaced((torch, "load", refuse)):
         yield
 
 

@@ -18,15 +18,13 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.computations import functions_in, numbers_in
-from graphopt.tracing.draws.arguments import Method
-from graphopt.tracing.draws.items import LiveItems
+from graphopt.tracing.arrays import LiveItems, Method
+from graphopt.tracing.computations import functions_in
 from graphopt.tracing.kept_items import KeptItems
 from graphopt.tracing.known_functions import is_fresh, makes_tensor
 from graphopt.tracing.later import Later
 from graphopt.tracing.named_calls import Named
 from graphopt.tracing.outside.changing_texts import TextOutside
-from graphopt.tracing.scheduled import is_scheduled
 from graphopt.tracing.source import current_user_line
 
 _OUTSIDE = (KeptItems, LiveItems, TextOutside)
@@ -163,10 +161,9 @@ class ItemsOfTensor:
 
 def _is_of_graph(value: Later) -> bool:
     """Whether values of the graph and constants alone decide what a value is."""
-    functions = functions_in(value)
-    if any(isinstance(function, _OUTSIDE) or _asks_gradient(function) for function in functions):
-        return False
-    return not any(map(is_scheduled, numbers_in(value)))
+    return not any(
+        isinstance(each, _OUTSIDE) or _asks_gradient(each) for each in functions_in(value)
+    )
 
 
 def _asks_gradient(function: Any) -> bool:

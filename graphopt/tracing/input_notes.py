@@ -93,7 +93,6 @@ def note_unread_numbers(graph_module: fx.GraphModule, inputs: Inputs) -> None:
     """Find numbers that neither the graph nor a condition of it depends on, as those that a step
     sets before it reads them: of which kind of float they are is all the same."""
     asked = [each for c in inputs.conditions.all for each in (c.left, c.right)]
-    asked += [each for step in inputs.drawn.steps for each in step.args]
     read = set(chain.from_iterable(map(leaves_of, asked)))
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     first = len(inputs.placeholders) + len(inputs.states) + len(inputs.gradients)

@@ -18,16 +18,13 @@ from graphopt.host.assumptions import Answer
 from graphopt.ir.placement import Placement
 from graphopt.tracing import optimizer_state
 from graphopt.tracing.call import Call, SizesKept
-from graphopt.tracing.draws.program import HostProgram
 from graphopt.tracing.host_numbers import EXACT, is_of_numpy
 from graphopt.tracing.number_expressions import Conditions
 from graphopt.tracing.number_tuples import leaves_of
 from graphopt.tracing.optimizer_state import OfNone
 from graphopt.tracing.outside.places import OutsidePlace
 
-Kind = Literal[
-    "parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input", "draw"
-]
+Kind = Literal["parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input"]
 
 
 @dataclass(frozen=True)
@@ -209,7 +206,6 @@ class Inputs:
             that is so of all parameters, as while a variable holds a checkpoint.
         found_held: the same without exception.
         argument_gradients: positions of arguments that have a `.grad` when the step begins.
-        drawn: what is drawn on the host in each call, inputs behind all others.
         unread: which of `hyperparameters` nothing depends on.
     """
 
@@ -230,7 +226,6 @@ class Inputs:
     meets_sizes: bool = False
     asked: bool = False
     argument_gradients: list[int] = field(default_factory=list)
-    drawn: HostProgram = field(default_factory=HostProgram)
     unread: frozenset[int] = frozenset()
 
     @property
@@ -252,12 +247,9 @@ class Inputs:
             yield "hyperparameter", number.fqn
         for position in self.user:
             yield "user_input", call.names[position]
-        for drawn in self.drawn.inputs:
-            yield "draw", drawn.fqn
 
     def live_values(self, call: Call) -> list[torch.Tensor]:
-        """The tensors to call the graph with, read from the modules and optimizers now; what a
-        call draws on the host is what it would draw now."""
+        """The tensors to call the graph with, read from the modules and optimizers now."""
         values = [
             holder.base() if isinstance(holder, Storage) else holder.tensor
             for holder in self.placeholders
@@ -270,13 +262,7 @@ class Inputs:
         numbers = [number.read(call) for number in self.hyperparameters]
         values += map(as_tensor, numbers)
         values += [call.leaves[position] for position in self.user]
-        values += self.drawn.tensors_now(numbers, call.drawn)
         return values
-
-    def drawing_anew(self) -> HostProgram:
-        """Another trace begins: what it draws is to be noted. Returns what the last one drew."""
-        former, self.drawn = self.drawn, HostProgram(len(self.hyperparameters))
-        return former
 
 
 def is_alias(value: object, owner: ModuleTensor) -> bool:

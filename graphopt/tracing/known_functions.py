@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
-from graphopt.tracing.draws.arrays import CHANGING
+from graphopt.tracing.arrays import CHANGING
 from graphopt.tracing.replace import original
 from graphopt.tracing.running_trace import BEGIN
 from graphopt.tracing.source import is_library_file

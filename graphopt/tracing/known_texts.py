@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from graphopt.tracing.besides import NumberBefore
+from graphopt.tracing.arrays import LiveItems
 from graphopt.tracing.callback import callback
 from graphopt.tracing.computations import evaluated, functions_in, numbers_in
-from graphopt.tracing.draws.items import LiveItems
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.kept_items import KeptItems, PieceOfOutside
 from graphopt.tracing.known_functions import is_followed, is_of_library, takes_apart
@@ -100,7 +99,7 @@ class KnownTexts:
 
     def _is_exact(self, value: Later) -> bool:
         """Whether a value is known before each call."""
-        found = (KeptItems, LiveItems, NumberBefore)
+        found = (KeptItems, LiveItems)
         outside = any(isinstance(function, found) for function in functions_in(value))
         return not outside and all(map(is_host_number, numbers_in(value)))
 

@@ -24,16 +24,17 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.array_parts import OnCopy, without_ranges
-from graphopt.tracing.draws.arguments import FoundByGraph, Method, is_known
-from graphopt.tracing.draws.arrays import (
+from graphopt.tracing.arrays import (
     CHANGING_METHODS,
     METADATA,
     METHODS,
     VIEWS,
+    ArrayConstant,
     Attribute,
+    FoundByGraph,
+    Method,
     is_of_numpy,
 )
-from graphopt.tracing.draws.program import ArrayConstant
 from graphopt.tracing.known_functions import (
     ASKING_TEXTS,
     GIVING_NUMBERS,
@@ -48,7 +49,6 @@ from graphopt.tracing.known_functions import (
 from graphopt.tracing.named_calls import Named, Swapped, called_by, is_numpy_of_tensor, joined
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.running_trace import BEGIN, current_trace, is_running
-from graphopt.tracing.scheduled import ScheduledSetting
 from graphopt.tracing.shared_memory import OwnMemory, SharedMemory
 
 ESCAPED = "\\udc81"
@@ -359,7 +359,7 @@ def argument(value: Any, itself: bool = False) -> Any:
     value = as_later(value)
     if type(value) is Later:
         return value if itself and value.handed_on else value.as_it_is()
-    if isinstance(value, (ScheduledSetting, *SYMBOLIC)):
+    if isinstance(value, SYMBOLIC):
         return value
     if isinstance(value, torch.Tensor):
         return value if itself else value.detach().clone()
@@ -371,8 +371,6 @@ def argument(value: Any, itself: bool = False) -> Any:
         bounds = value.start, value.stop, value.step
         if not all(map(is_constant, bounds)):
             return Later(slice, bounds)
-    if is_known(value):
-        return _known_before(value)
     if is_of_numpy(value) and not value.dtype.hasobject:
         found = Later(Method("copy"), (Later(ArrayConstant(value), ()),))
         found.dimensions = value.ndim or None
@@ -426,7 +424,7 @@ _PLAIN = (
     *(types.BuiltinFunctionType, torch.dtype, torch.device, type(Ellipsis)),
     *(datetime.date, datetime.timedelta, datetime.tzinfo, time.struct_time),
 )
-_NUMBERS = (int, float, ScheduledSetting, *SYMBOLIC)
+_NUMBERS = (int, float, *SYMBOLIC)
 
 
 def are_numbers(values: Sequence[Any]) -> bool:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from graphopt import _compat
-from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.later import Later, as_later
 from graphopt.tracing.nests import leaves_in
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.running_trace import current_trace
-from graphopt.tracing.scheduled import is_scheduled
 
 
 def is_later(value: Any) -> bool:
@@ -53,9 +51,7 @@ def holds_unknown(value: Any, of_host: bool = False) -> bool:
     def is_unknown(leaf: Any) -> bool:
         if isinstance(leaf, SYMBOLIC):
             return of_host or not is_host_number(leaf)
-        if is_known(leaf):
-            return of_host
-        return is_later(leaf) or is_scheduled(leaf) or _compat.is_fake(leaf)
+        return is_later(leaf) or _compat.is_fake(leaf)
 
     return any(map(is_unknown, leaves_in(value)))
 

@@ -23,14 +23,10 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from graphopt import _compat
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.array_tensors import made_of_array
+from graphopt.tracing.arrays import METHODS, LiveItems, Method
+from graphopt.tracing.arrays import is_array as is_array_of_numpy
 from graphopt.tracing.classes_asked import class_of_number, has_attribute
 from graphopt.tracing.computations import evaluated, functions_in, numbers_in
-from graphopt.tracing.draws.arguments import Method
-from graphopt.tracing.draws.arrays import METHODS
-from graphopt.tracing.draws.items import LiveItems
-from graphopt.tracing.draws.live import is_array as is_array_of_numpy
-from graphopt.tracing.draws.live import place_of
-from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.in_graph import GraphValues, ItemsOfTensor
 from graphopt.tracing.kept_items import KeptItems, PieceOfText
 from graphopt.tracing.known_functions import (
@@ -60,7 +56,6 @@ from graphopt.tracing.later_values import (
 )
 from graphopt.tracing.live_arrays import FedItems, LiveArrays
 from graphopt.tracing.nests import containers_within, leaves_in
-from graphopt.tracing.number_functions import numpy_float64
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.numpy_lists import of_list
 from graphopt.tracing.outside import kept_lists
@@ -78,7 +73,6 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
 from graphopt.tracing.running_trace import BEGIN, PIECE
 from graphopt.tracing.said import saying
-from graphopt.tracing.scheduled import computing, is_scheduled
 from graphopt.tracing.shared_memory import SharedMemory
 
 Replaced = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -87,8 +81,6 @@ Replaced = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 class Evaluating(Protocol):
     """Knows values of the graph in this call, and what Python computes of them."""
-
-    calls: HostCalls
 
     def decide_computed(self, value: Later, kind: type, replaced: Replaced) -> Any:
         """What a value is in this call, for which the graph holds; `kind`: of the answer."""
@@ -141,10 +133,6 @@ class Laters(KnownTexts):
         """What stands for the number that a function gives of numbers; None if one is none."""
         return Later(function, args, is_number=True) if are_numbers(args) else None
 
-    def known_number(self, number: Any) -> Any:
-        """What stands for a float of numpy's that the step sets."""
-        return self._made.calls.apply(numpy_float64, (float(number),))
-
     def finish(self) -> None:
         """The step is over; see `GraphValues`."""
         self._values.finish()
@@ -167,8 +155,6 @@ class Laters(KnownTexts):
     def decide(self, value: Later, kind: type) -> Any:
         """What a value is in this call."""
         numbers = numbers_in(value)
-        for each in filter(is_scheduled, numbers):
-            each.refuse_asked()
         texts = [each for each in functions_in(value) if isinstance(each, TextOutside)]
         for text in texts:
             self._record.texts.holds_for(text)
@@ -193,8 +179,6 @@ class Laters(KnownTexts):
     ) -> Callable[..., Any] | None:
         """What is called in place of a function; None where it is called itself."""
         callee = original(callee)
-        if not any(map(self.is_kept, args)) and computing(callee, args) is not None:
-            return None  # what a scheduler changes
         made = made_of_array(callee, args)
         if made is not None:
             return made
@@ -286,7 +270,7 @@ class Laters(KnownTexts):
 
     def _needs(self, callee: Any, args: Sequence[Any]) -> bool:
         """Whether what a function is given is not known before the graph has run."""
-        if any(map(holds_later, args)) or any(map(is_scheduled, leaves_in(list(args)))):
+        if any(map(holds_later, args)):
             return True
         if callee is json.dumps or is_of(callee, statistics) or is_of_numpy(callee):
             return any(map(holds_unknown, args))
@@ -438,7 +422,7 @@ class Laters(KnownTexts):
         """What stands for a tensor of which items are taken that only Python knows, or for an array
         of which it takes one that goes back there, changed; None: itself."""
         is_array = type(container) is Later and container.dimensions is not None
-        if fed and (is_array or place_of(container) is not None):
+        if fed and (is_array):
             return FedItems(container)
         return self.setting_items(container, key, None)
 
@@ -485,4 +469,4 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_unknown_number(value: Any) -> bool:
-    return isinstance(value, SYMBOLIC) or is_scheduled(value)
+    return isinstance(value, SYMBOLIC)

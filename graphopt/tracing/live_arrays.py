@@ -26,16 +26,13 @@ from graphopt.errors import CaptureError
 from graphopt.host import HostCall
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.array_parts import changing_first, copied_item, without_ranges
+from graphopt.tracing.arrays import LiveItems, Method, is_array
 from graphopt.tracing.callback import record as record_call
 from graphopt.tracing.computations import nest_of, numbers_in
-from graphopt.tracing.draws.arguments import Method, is_known
-from graphopt.tracing.draws.items import LiveItems
-from graphopt.tracing.draws.live import is_array, place_of
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.later import Later, argument, as_later
 from graphopt.tracing.later_values import holds_unknown
 from graphopt.tracing.nests import leaves_in
-from graphopt.tracing.number_expressions import Leaf
 from graphopt.tracing.numbers import refusal
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
@@ -148,7 +145,7 @@ class LiveArrays:
     def setter(self, array: Any, key: Any, value: Any, line: SourceLine) -> Any:
         """What stands for an array, or a table, where an instruction writes an item; None:
         itself."""
-        if place_of(array) is not None or self.is_table(array, key):
+        if self.is_table(array, key):
             return _Sets(self, array, line)
         if not self.is_array(array):
             return None
@@ -160,7 +157,7 @@ class LiveArrays:
         self, array: Any, like: object, values: Sequence[Any], frame: FrameType, stacked: int = 1
     ) -> Any:
         """What stands from now on, in the variable that alone has it, for an array that the step
-        has made, where it is changed by what only the graph knows, or a draw; None: itself.
+        has made, where it is changed by what only the graph knows; None: itself.
 
         Args:
             like: held as the array is, but for a variable of the function that changes it, and its
@@ -169,28 +166,22 @@ class LiveArrays:
             frame: of that function.
             stacked: how often the array is on the stack.
         """
-        if not (is_array(array) and not self._record.is_outside(array)) and not _is_own(array):
+        if not is_array(array) or self._record.is_outside(array):
             return None
         leaves = [leaf for value in values for leaf in _with_bounds(value)]
-        unknown = holds_unknown(leaves)
-        if is_known(array) and not unknown:
-            return None
-        if not (unknown or any(map(_is_drawn, leaves))):
+        if not holds_unknown(leaves):
             return None
         variables = frame.f_locals
         names = [name for name, other in variables.items() if other is array]
         in_variables = 1 + int(sys.version_info < (3, 13))  # which has no snapshot of them
         held = sys.getrefcount(array) - sys.getrefcount(like)
-        is_view = not is_known(array) and _is_part(array)
-        if len(names) != 1 or held > stacked + in_variables or is_view:
-            return _HeldElsewhere() if unknown else None
+        if len(names) != 1 or held > stacked + in_variables or _is_part(array):
+            return _HeldElsewhere()
         variables[names[0]] = found = array_of(array)
         return found
 
     def changer(self, array: Any, sign: str, value: Any, line: SourceLine) -> Any:
         """What stands for an array that an operator changes in place; None: itself."""
-        if sign in _IN_PLACE and place_of(array) is not None:
-            return _Changes(self, array, _IN_PLACE[sign], line)
         if not self.is_array(array) or sign not in _IN_PLACE:
             return None
         if not (holds_unknown(value) or self.is_written(array)):
@@ -208,17 +199,13 @@ class LiveArrays:
         if type(array) is Later:
             return lambda *found: _changed(found[first], changing, *found[first + 1 :])
         unknown = self.is_array(array) and holds_unknown(given[1:])
-        if not (unknown or self.is_written(array) or place_of(array) is not None):
+        if not (unknown or self.is_written(array)):
             return None
         return lambda *found: self.write(changing, found[first], found[first + 1 :], line)
 
     def write(self, function: Any, array: Any, args: Sequence[Any], line: SourceLine) -> None:
         """Each call calls a function that writes to an array."""
-        record, place = self._record, place_of(array)
-        if place is not None:
-            array.calls.memory.write(array.plain)
-            record_call(HostCall(_InPlace(place, function), self._nests(args)))
-            return
+        record = self._record
         path = record.path(array, "an array")
         record.needed_lists |= {id(array)} & record.number_lists
         self._put.add(args)
@@ -309,21 +296,6 @@ def _is_found_by_graph(key: Any) -> bool:
     )
 
 
-class _InPlace:
-    """Changes the array that is in a place by then."""
-
-    def __init__(self, place: OutsidePlace, function: Callable[..., Any]) -> None:
-        self._place, self._function = place, function
-
-    def __call__(self, *args: Any) -> None:
-        self._function(self._place.now(), *args)
-
-    def repeats(self, other: _InPlace) -> bool:
-        """Whether another trace of the same step changes the array of the same place alike."""
-        same = self._place.identity == other._place.identity
-        return same and self._function is other._function
-
-
 def _changed(array: Later, function: Callable[..., Any], *args: Any) -> None:
     array.changes(function, *args)
 
@@ -334,20 +306,8 @@ def _with_bounds(value: Any) -> Iterator[Any]:
         yield from (leaf.start, leaf.stop, leaf.step) if type(leaf) is slice else (leaf,)
 
 
-def _is_own(array: Any) -> bool:
-    """Whether an array that is known before the graph runs is the step's, with nothing in it."""
-    of_array = is_known(array) and not array.is_scalar and type(array.expression) is Leaf
-    if not of_array or not array.calls.is_fresh(array):
-        return False
-    return array.calls.may_change(array) and not array.calls.has_views(array)
-
-
 def _is_part(array: Any) -> bool:
     return array.base is not None and sys.getrefcount(array.base) > 2
-
-
-def _is_drawn(value: Any) -> bool:
-    return is_known(value) or (is_host_number(value) and value.is_drawn)
 
 
 class FedItems:

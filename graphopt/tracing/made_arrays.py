@@ -16,8 +16,6 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.besides import Finder
-from graphopt.tracing.draws.live import is_array
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.source import current_user_line
 
@@ -40,11 +38,10 @@ class MadeArrays:
 
     Args:
         record: of the trace.
-        finder: takes note of arrays outside, of which each call is to make the tensor anew.
     """
 
-    def __init__(self, record: Record, finder: Finder) -> None:
-        self._record, self._finder = record, finder
+    def __init__(self, record: Record) -> None:
+        self._record = record
         self._made: list[tuple[Any, bytes, torch.Tensor, int, SourceLine | None]] = []
 
     def maker(self, callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
@@ -54,8 +51,6 @@ class MadeArrays:
         copied = _compat.made_by_legacy(callee)
         if copied is None and not any(callee is each for each in _MAKERS):
             return None
-        if is_array(args[0]) and self._record.is_outside(args[0]):
-            self._carry(args[0])
         if not self._is_made(args[0]):
             return None
         if copied is not None:
@@ -71,12 +66,6 @@ class MadeArrays:
             return tensor
 
         return make
-
-    def _carry(self, array: Any) -> None:
-        path = self._record.path(array, "an array")
-        for place in self._record.places_of(array):
-            if place.may_carry:
-                self._finder.carries(path, place, counted=True)
 
     def _is_made(self, value: Any) -> bool:
         if type(value).__module__ != "numpy" or not hasattr(value, "base"):

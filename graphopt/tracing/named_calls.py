@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from graphopt.tracing.draws.arguments import Method
+from graphopt.tracing.arrays import Method
 
 
 class Named:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
@@ -19,7 +19,6 @@ def notice_steps(
     optimizers: Sequence[Optimizer],
     tagger: Tagger,
     before: Callable[[Optimizer], None],
-    around: Callable[[Optimizer], AbstractContextManager[None]],
     averages: bool,
 ) -> list[int]:
     """Let each step of an optimizer be noticed, and its nodes have the optimizer's phase. Undone by
@@ -27,7 +26,6 @@ def notice_steps(
 
     Args:
         before: called with the optimizer that is about to step.
-        around: gives what is so while it does.
         averages: gradients are averaged over the ranks.
 
     Returns:
@@ -43,7 +41,7 @@ def notice_steps(
                 raise _in_backward(optimizer)
             stepped.append(index)
             before(optimizer)
-            with around(optimizer), tagger.during("optimizer"), _branches_explained(optimizer):
+            with tagger.during("optimizer"), _branches_explained(optimizer):
                 return step(*args, **kwargs)
 
         return run

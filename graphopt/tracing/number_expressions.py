@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 
@@ -63,11 +62,6 @@ class Condition:
             return False
         return bool(now) is self.answer
 
-    @cached_property
-    def last_leaf(self) -> int:
-        """The last number that it depends on; -1: it depends on none."""
-        return max((*leaves_of(self.left), *leaves_of(self.right)), default=-1)
-
 
 @dataclass
 class Conditions:
@@ -75,25 +69,17 @@ class Conditions:
 
     Attributes:
         all: the answers given.
-        check: looks at each before it counts, and may refuse it.
     """
 
     all: list[Condition] = field(default_factory=list)
-    check: Callable[[Condition], None] | None = None
 
     def add(self, condition: Condition) -> None:
-        if condition in self.all:
-            return
-        if self.check is not None:
-            self.check(condition)
-        self.all.append(condition)
+        if condition not in self.all:
+            self.all.append(condition)
 
     def broken(self, values: Sequence[Any]) -> Condition | None:
-        """The first that does not hold among those that depend on these values alone."""
-        for condition in self.all:
-            if condition.last_leaf < len(values) and not condition.holds(values):
-                return condition
-        return None
+        """The first that does not hold."""
+        return next((each for each in self.all if not each.holds(values)), None)
 
 
 def same_value(a: Any, b: Any) -> bool:

@@ -172,9 +172,6 @@ class Notes(Protocol):
     def text(self, function: Callable[..., str], args: tuple[Any, ...]) -> str:
         """The text that a function gives, which is made in each call."""
 
-    def on_host(self, function: Callable[..., Any], args: Any, options: dict[str, Any]) -> Any:
-        """What a function of numpy's gives, called before the graph runs."""
-
     def refuse(self, error: CaptureError) -> CaptureError:
         """The step is refused, even if it goes on: some code swallows errors, as `logging` does."""
 

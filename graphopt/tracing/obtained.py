@@ -16,7 +16,6 @@ from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.runtime.collector import frozen_objects_seen
 from graphopt.tracing.decisions import Decider
-from graphopt.tracing.draws.recorder import HostCalls
 from graphopt.tracing.impurity import taken_for_a_number
 from graphopt.tracing.later import Later
 from graphopt.tracing.positions import Positions
@@ -35,7 +34,6 @@ class ObtainedValues:
 
     Attributes:
         decider: answers decisions by values; not there before the step runs.
-        calls: the host's part of the step; not there before the step runs.
         positions: known numbers as positions; not there before the step runs.
         refused: an error that the step may have swallowed.
         asking: told that the step asks for a value; not there before the step runs.
@@ -45,21 +43,12 @@ class ObtainedValues:
     def __init__(self, tagger: Tagger, arguments: Collection[int]) -> None:
         self._tagger, self._arguments = tagger, set(arguments)
         self.decider: Decider
-        self.calls: HostCalls
         self.positions: Positions
         self.asking: Callable[[], None]
         self.handed_out: list[SourceLine | None] = []
         self._references: list[tuple[weakref.ref[torch.Tensor], SourceLine | None]] = []
         self._numbers: list[tuple[weakref.ref[Any], SourceLine | None]] = []
         self.refused: CaptureError | None = None
-
-    def allow(self, number: int) -> None:
-        """A number that the graph takes, which any code may take as it is."""
-        self._arguments.add(number)
-
-    def on_host(self, function: Callable[..., Any], args: Any, options: dict[str, Any]) -> Any:
-        """What a function of numpy's gives, called before the graph runs."""
-        return self.calls.apply(function, (*args, *options.values()), tuple(options))
 
     def refuse(self, error: CaptureError) -> CaptureError:
         """Note an error that refuses the step, also where the step swallows it; returns it."""

@@ -20,7 +20,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.inputs import Kind
 
-_SHARING = ("user_input", "hyperparameter", "draw")
+_SHARING = ("user_input", "hyperparameter")
 """Kinds of inputs that may share storage with any other."""
 
 

@@ -30,11 +30,8 @@ from graphopt.errors import CaptureError
 from graphopt.guards.values import is_plain
 from graphopt.host.changes import MUTABLE
 from graphopt.tracing.besides import Finder
-from graphopt.tracing.draws.arguments import is_known
-from graphopt.tracing.draws.live import is_array, place_of
-from graphopt.tracing.draws.on_host import grows, is_immutable_number
 from graphopt.tracing.inputs import is_exact, may_be_input
-from graphopt.tracing.later import Later, as_later
+from graphopt.tracing.later import Later
 from graphopt.tracing.later_values import (
     holds_later,
     is_later,
@@ -55,7 +52,6 @@ from graphopt.tracing.outside.places import (
 from graphopt.tracing.outside.record import Record, WrittenPlace
 from graphopt.tracing.outside.unrepeated import LeftPlace
 from graphopt.tracing.reachable import is_shared
-from graphopt.tracing.scheduled import is_scheduled
 from graphopt.tracing.signature import Constant, PlacedResult
 from graphopt.tracing.substitute import Traced
 from graphopt.tracing.told import MadeAnew, holds_traced, refused_object, told
@@ -131,24 +127,13 @@ class _Places:
         """What each call leaves in a place; None where it leaves nothing there by itself."""
         record, place, before = self.record, written.place, written.before
         value = place.now()
-        if is_known(value):
-            value = value.calls.as_float(value)
         refuse_keys({place.key: None} if isinstance(place.key, str) else {})
         alone = _is_left_alone(written)
         if record.depends_on(place) and not alone:
             changed = type(before) is list and record.is_changed(before)
             used = place.identity in record.used_counts  # and set to what it was, perhaps
-            of_host = not self.finder.plain_arrays and grows(before, value)
-            if not (changed or of_host) and note_counted(
-                self.finder, written.path, place, before, value, used
-            ):
+            if not changed and note_counted(self.finder, written.path, place, before, value, used):
                 place.write(before)  # the step is traced anew, and not everything is put back
-                return None
-            of_host |= is_immutable_number(before) and _is_of_host(before, value)
-            known = not isinstance(place.key, SYMBOLIC)
-            if of_host and known and not record.is_input(place):
-                self.finder.on_host(written.path, place)
-                place.write(before)
                 return None
             if is_exact(before) and isinstance(value, torch.Tensor) and record.counts_in(place):
                 record.begins(place, before)
@@ -160,7 +145,7 @@ class _Places:
             return None
         if value is before and type(value) in MUTABLE and record.depends_on(place):
             return None  # which has been changed in place
-        if value is before and (record.is_found_anew(place) or place_of(value) is not None):
+        if value is before and (record.is_found_anew(place)):
             return None  # what each call finds stays there
         if self._is_moved(written, value) and self.finder.carries(written.path, place):
             place.write(before)
@@ -324,8 +309,6 @@ def note_counted(
 
 
 def _are_counts(before: Any, value: Any) -> bool:
-    if is_array(before):
-        return is_array(value) or is_known(value) or type(as_later(value)) is Later
     if may_be_input(before):
         return _is_number(value)
     found, left = leaves_of(before, is_exact), leaves_of(value, _is_number)
@@ -333,8 +316,6 @@ def _are_counts(before: Any, value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    if is_scheduled(value):
-        return bool(value.is_float)
     if type(value) in (int, float) or may_be_input(value):
         return True
     return isinstance(value, SYMBOLIC) or is_number_later(value)
@@ -392,14 +373,6 @@ def _is_held(record: Record, value: Any, made: MadeAnew) -> bool:
     return id(value) in made or holds_traced(record, value)
 
 
-def _is_of_host(before: Any, value: Any) -> bool:
-    """Whether a number is put into the place of another one that only Python computes."""
-    if type(as_later(value)) is Later or is_known(value):
-        return True
-    of_numpy = type(value).__module__ == "numpy" and is_immutable_number(value)
-    return of_numpy and not same(before, value)
-
-
 def _stand_in(tensor: torch.Tensor, known: Mapping[int, torch.Tensor], finder: Finder) -> Any:
     return known.get(id(tensor), finder.stand_in_of(tensor))
 
@@ -417,9 +390,7 @@ def _is_traced(value: Any, tensors: bool = True) -> bool:
         else:
             inner = each.values() if isinstance(each, dict) else each
             pending.extend((item, within | {id(each)}) for item in inner)
-    of_numbers = any(
-        isinstance(leaf, SYMBOLIC) or is_scheduled(leaf) or is_later(leaf) for leaf in leaves
-    )
+    of_numbers = any(isinstance(leaf, SYMBOLIC) or is_later(leaf) for leaf in leaves)
     if not tensors and any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return False
     return of_numbers or any(map(_compat.is_fake, leaves))

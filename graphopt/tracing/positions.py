@@ -133,13 +133,11 @@ def _key(key: Any) -> Any:
 
 
 def _slice(bounds: slice) -> slice:
-    """A slice between bounds that are others in each call. Where nothing is drawn, the graph holds
-    for one length, or for one bound, so that it has plain sizes."""
+    """A slice between bounds that are others in each call. The graph holds for one length, or for
+    one bound, so that it has plain sizes."""
     start, stop = map(_position, (bounds.start, bounds.stop))
     if _is_symbol(bounds.step):
         return bounds
-    if any(is_host_number(each) and each.is_drawn for each in (bounds.start, bounds.stop)):
-        return slice(start, stop, bounds.step)
     if not all(map(_is_symbol, (start, stop))):
         return bounds
     length = int(stop - start)  # asks which one it is, where it depends on anything

@@ -10,14 +10,11 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
+from graphopt.tracing.arrays import Method
 from graphopt.tracing.call import Call
 from graphopt.tracing.computations import nest_of
-from graphopt.tracing.draws.arguments import Method, is_known
-from graphopt.tracing.draws.live import as_later as later_of
-from graphopt.tracing.draws.program import ArgumentAt
-from graphopt.tracing.draws.taking import IteratorOfCall
 from graphopt.tracing.failures import definition_of
-from graphopt.tracing.host_numbers import is_host_number
+from graphopt.tracing.host_numbers import is_host_number, scalar_of_numpy
 from graphopt.tracing.inputs import Inputs, is_exact, is_number
 from graphopt.tracing.later import Later, as_later
 from graphopt.tracing.later_values import holds_later, is_later
@@ -25,21 +22,17 @@ from graphopt.tracing.lost_history import has_history
 from graphopt.tracing.made_containers import constant_with
 from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.named_calls import is_numpy_of_tensor
-from graphopt.tracing.number_expressions import Leaf
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.places import is_container, is_value
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.scheduled import ScheduledSetting
 from graphopt.tracing.signature import (
     Computed,
     Constant,
     FromCall,
-    FromHost,
     Live,
     Nested,
     Recipe,
-    Scheduled,
     Signature,
     View,
 )
@@ -102,17 +95,13 @@ class Recipes:
         Args:
             what: it is, in a message.
         """
-        if isinstance(value, ScheduledSetting):
-            return Scheduled(value.read_later())
-        if isinstance(value, IteratorOfCall) or self._is_argument(value):
-            return FromHost(value.expression.index)
         if is_later(value):
             return self._of_later(as_later(value))
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value)
         if isinstance(value, SYMBOLIC):
             self.numbers.add(id(value))
-        value = self._made.calls.as_scalar(value)
+        value = scalar_of_numpy(value)
         if isinstance(value, SYMBOLIC):
             self.numbers.add(id(value))
             return self._result(value)
@@ -120,8 +109,6 @@ class Recipes:
             return Constant(value)
         if type(value).__module__ == "numpy" and is_value(value):  # a number, of one type of many
             return Constant(value)
-        if is_known(value):
-            return self._of_later(later_of(self._made.calls, value))
         if id(value) in self._of_call:
             return FromCall(self._of_call[id(value)][1])
         if id(value) in self._left:
@@ -134,12 +121,6 @@ class Recipes:
             hint="return tensors, numbers, strings, None, or containers or objects of them;"
             " register other containers with torch.utils._pytree.register_pytree_node",
         )
-
-    def _is_argument(self, value: Any) -> bool:
-        """Whether a value stands for an array among the arguments."""
-        if not is_known(value) or type(value.expression) is not Leaf:
-            return False
-        return isinstance(self._made.calls.step_of(value).function, ArgumentAt)
 
     def _result(self, value: Any) -> Computed:
         """A further result of the graph."""
@@ -197,9 +178,8 @@ class Recipes:
         if isinstance(after, torch.Tensor):
             return self._of_tensor(after)
         leaves, spec = _compat.tree_flatten(after, is_leaf=self._is_known)
-        numbers = (ScheduledSetting, *SYMBOLIC)
         known = any(map(self._is_known, leaves))
-        if known or any(isinstance(leaf, numbers) or is_later(leaf) for leaf in leaves):
+        if known or any(isinstance(leaf, SYMBOLIC) or is_later(leaf) for leaf in leaves):
             return self.of_nest(after)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return constant_with(after, self._is_outside)
@@ -228,8 +208,7 @@ class Recipes:
 
     def _of_leaf(self, leaf: Any) -> Recipe:
         """How every call makes what is in a nest."""
-        traced = (torch.Tensor, *SYMBOLIC, ScheduledSetting)
-        if isinstance(leaf, traced) or is_known(leaf) or is_later(leaf):
+        if isinstance(leaf, (torch.Tensor, *SYMBOLIC)) or is_later(leaf):
             return self.of(leaf, "what it leaves outside its arguments")
         return leaf if isinstance(leaf, Constant) else Constant(leaf)
 

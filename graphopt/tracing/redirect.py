@@ -42,11 +42,10 @@ from graphopt.tracing import (
     spectra,
     stale_constants,
 )
+from graphopt.tracing.arrays import Method
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import check_anomalies
 from graphopt.tracing.concrete import concrete
-from graphopt.tracing.draws.arguments import Method, is_known
-from graphopt.tracing.draws.arrays import HostArray
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.packed import Packing
 from graphopt.tracing.rebinding import Rebinding
@@ -164,8 +163,6 @@ class Redirect(TorchFunctionMode):
             self._is_out, self._is_back = True, before
 
     def _prepared(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if func in _INDEXING:
-            args = (args[0], _index(args[1]), *args[2:])
         args, kwargs = self._stand_ins(args), self._stand_ins(kwargs)
         stale_constants.forget_mixed(self._tracer, args, kwargs)
         args, kwargs = concrete(func, args, kwargs)
@@ -270,8 +267,6 @@ class Redirect(TorchFunctionMode):
     def _stand_ins(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._stand_in(value)
-        if is_known(value):
-            return value.for_torch()
         if type(value) is list or type(value) is tuple:
             return type(value)([self._stand_ins(item) for item in value])
         if type(value) is dict:
@@ -298,13 +293,6 @@ _DRAWING_WITHIN = frozenset(
      torch.Tensor.log_normal_, torch.Tensor.bernoulli_, torch.Tensor.geometric_}
 )  # fmt: skip
 """Draws whose bounds are plain numbers, which torch looks at."""
-
-
-def _index(key: Any) -> Any:
-    """What a tensor is indexed with, in which tensors stand for arrays."""
-    if type(key) is list or type(key) is tuple:
-        return type(key)(map(_index, key))
-    return key.index() if type(key) is HostArray else key
 
 
 def _has_array(tensor: torch.Tensor) -> bool:

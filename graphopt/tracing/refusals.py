@@ -89,5 +89,5 @@ class HostWork(Enum):
         error = refusal(
             f"it {reason.format(what)}, which would happen at capture only", cure.format()
         )
-        error.location = location or error.location or current_location()
+        error.location, error.final = location or error.location or current_location(), True
         return error

@@ -12,8 +12,6 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.guards.values import is_plain
 from graphopt.tracing.call import Call, has_gradient
-from graphopt.tracing.draws.picked import StoredItem
-from graphopt.tracing.draws.rows import Row
 from graphopt.tracing.failures import located
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.inputs import Inputs
@@ -38,7 +36,6 @@ from graphopt.tracing.signature import (
     GradientResult,
     PlacedResult,
     Recipe,
-    SelectedResult,
     SettingResult,
     Signature,
     StateResult,
@@ -53,13 +50,11 @@ class LeftOutside(NamedTuple):
     Attributes:
         placed: in attributes, dictionaries and variables.
         changed: how it has changed lists, queues and sets.
-        rows: lists that numbers of the call select.
         made: what the step has made of all of that.
     """
 
     placed: list[PlacedResult]
     changed: list[ChangedResult]
-    rows: list[Row | StoredItem]
     made: MadeAnew
 
 
@@ -118,13 +113,6 @@ class ResultCollector:
             attributes=self.attributes(attributes),
             placed=[self._placed(each) for each in outside.placed],
             changed=[self._changed(each) for each in outside.changed],
-            selected=[
-                SelectedResult(
-                    row.container, recipes.of_nest(row.key), position, recipes.of_nest(value)
-                )
-                for row in outside.rows
-                for position, value in row.written.items()
-            ],
             settings=[
                 SettingResult(
                     index,

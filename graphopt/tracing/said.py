@@ -22,15 +22,13 @@ from graphopt.host import HostCall
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.callback import record as record_call
 from graphopt.tracing.computations import nest_of
-from graphopt.tracing.draws.arguments import is_known
-from graphopt.tracing.later import Later, argument
+from graphopt.tracing.later import Later
 from graphopt.tracing.later_values import holds_unknown, is_later, refuse_keys
 from graphopt.tracing.named_calls import Named
 from graphopt.tracing.numbers import SYMBOLIC, refusal
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import original
-from graphopt.tracing.scheduled import ScheduledSetting
 from graphopt.tracing.shown_tensors import shown_within
 from graphopt.tracing.source import current_user_line, is_installed, is_library_file
 
@@ -184,8 +182,6 @@ def _given(record: Record, value: Any, within: bool = False) -> Any:
         return value.of_calls
     if isinstance(value, types.GeneratorType):
         value = list(value)
-    if is_known(value):
-        return argument(value)
     if record.laters.is_kept(value):
         return record.laters.items(value, current_user_line() or SourceLine("", 0, ""))
     if not isinstance(value, (list, tuple, dict, set, deque)) or is_value(value):
@@ -228,7 +224,7 @@ def _without_functions(error: BaseException) -> Any:
 
 def _shown(record: Record, value: Any) -> Any:
     """What is shown of a value, which its own code may say."""
-    if is_value(value) or isinstance(value, (ScheduledSetting, *SYMBOLIC)) or is_later(value):
+    if is_value(value) or isinstance(value, SYMBOLIC) or is_later(value):
         return value
     if isinstance(value, torch.Tensor) or type(value) in (list, tuple, dict):
         return shown_within(value, record.is_outside)

@@ -34,7 +34,6 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.reachable import reached_from
 from graphopt.tracing.replace import replaced
 from graphopt.tracing.said import call_named, found, hand_on
-from graphopt.tracing.scheduled import is_scheduled
 from graphopt.tracing.source import is_library_file
 
 _ASKED = (os.path.exists, os.path.isfile, os.path.isdir)
@@ -202,7 +201,7 @@ class _SavedParts:
         """How a value is made, as nested tuples; see `_made`."""
         if isinstance(value, torch.Tensor):
             return self._numbered(value) or self._of_tensor(value)
-        if isinstance(value, SYMBOLIC) or is_later(value) or is_scheduled(value):
+        if isinstance(value, SYMBOLIC) or is_later(value):
             return "value", value
         if is_value(value) and type(value) is not tuple:
             return "value", value

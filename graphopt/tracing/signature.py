@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,27 +92,13 @@ class Nested:
 
 
 @dataclass(frozen=True)
-class Scheduled:
-    """A setting that a scheduler changes in the call, read when the graph has run."""
-
-    read: Callable[[], Any]
-
-
-@dataclass(frozen=True)
-class FromHost:
-    """Value number `index` of what the call has found before the graph ran (`HostProgram`)."""
-
-    index: int
-
-
-@dataclass(frozen=True)
 class FromCall:
     """A list, dictionary or object among the arguments of each call; see `given.found_in`."""
 
     path: Path
 
 
-Recipe = Computed | Live | View | Constant | Nested | Scheduled | FromHost | FromCall
+Recipe = Computed | Live | View | Constant | Nested | FromCall
 
 
 def leaves_of(recipe: Recipe) -> Iterator[Recipe]:
@@ -223,17 +209,6 @@ class ChangedResult:
         return self.container if self.within is None else self.within.now()
 
 
-@dataclass(frozen=True)
-class SelectedResult:
-    """What the step has left in a list that a number of the call selects:
-    `container[key][position]`, or where that is None `container[key]`."""
-
-    container: list[Any]
-    key: Recipe
-    position: int | None
-    recipe: Recipe
-
-
 @dataclass
 class Signature:
     """How the results of one graph become the effects of one step.
@@ -246,7 +221,7 @@ class Signature:
         stepped: optimizers whose `step` ran.
         settings: those of parameter groups that the step changes.
         containers: lists and dictionaries among the arguments that it changes.
-        placed, changed, selected: what it leaves outside its arguments.
+        placed, changed: what it leaves outside its arguments.
         texts: those outside that the step shows, found anew in each call.
         rebound: module tensors that get other storage in each call, with what the step has written
             to the storage that they had, None where it has not; see `rebinding`.
@@ -274,7 +249,6 @@ class Signature:
     containers: list[ContainerResult] = field(default_factory=list)
     placed: list[PlacedResult] = field(default_factory=list)
     changed: list[ChangedResult] = field(default_factory=list)
-    selected: list[SelectedResult] = field(default_factory=list)
     texts: list[TextOutside] = field(default_factory=list)
     rebound: dict[int, Computed | None] = field(default_factory=dict)
     data: dict[int, Computed] = field(default_factory=dict)
@@ -302,8 +276,6 @@ class Signature:
         yield from (leaf for each in self.placed for leaf in leaves_of(each.recipe))
         for changed in self.changed:
             yield from (leaf for _, value in changed.changes for leaf in leaves_of(value))
-        for each in self.selected:
-            yield from (each.key, *leaves_of(each.recipe))
         for container in self.containers:
             yield from (leaf for _, item in container.change.items for leaf in leaves_of(item))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,13 +53,9 @@ def stand_ins_of(
 
 
 def arguments_of(
-    call: Call, inputs: Inputs, traced: Traced, arrays: Mapping[int, Any]
+    call: Call, inputs: Inputs, traced: Traced
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the step is called with; what stands for parts of objects is put into these.
-
-    Args:
-        arrays: what stands for arrays, by position.
-    """
+    """What the step is called with; what stands for parts of objects is put into these."""
     leaves = [
         traced.by_id.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in call.leaves
@@ -67,8 +63,6 @@ def arguments_of(
     for number, stand_in in zip(inputs.hyperparameters, traced.numbers, strict=True):
         if isinstance(number, ArgumentNumber):
             leaves[number.position] = stand_in
-    for position, array in arrays.items():
-        leaves[position] = array
     for position, field in call.fields():
         field.place.write(leaves[position])
     return call.rebuild(leaves)

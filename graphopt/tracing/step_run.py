@@ -25,21 +25,15 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.casts import cached_casts
 from graphopt.tracing.changed import take_changed
 from graphopt.tracing.classes_asked import asking
+from graphopt.tracing.clocks import Clocks
 from graphopt.tracing.collecting import found_twice
 from graphopt.tracing.collectives import functional_collectives, stand_in_of_collective
 from graphopt.tracing.conversions import converted, converting
 from graphopt.tracing.decisions import Decider
-from graphopt.tracing.draws.calls import Substitutes
-from graphopt.tracing.draws.given_arrays import given_arrays
-from graphopt.tracing.draws.live import insert_arrays, live_arrays, refuse_changed
-from graphopt.tracing.draws.on_host import values_inserted
-from graphopt.tracing.draws.picked import StoredItem
-from graphopt.tracing.draws.recorder import HostCalls
-from graphopt.tracing.draws.rows import Row
-from graphopt.tracing.draws.taking import TakenInTrace, taken_from_iterators
 from graphopt.tracing.given import ContainerChange, GivenContainers
 from graphopt.tracing.held_before import HeldBefore
 from graphopt.tracing.host_math import traced_math
+from graphopt.tracing.host_reads import no_reading
 from graphopt.tracing.host_view import HostView
 from graphopt.tracing.inference import inference_as_no_grad
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber
@@ -63,13 +57,12 @@ from graphopt.tracing.positions import Positions
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.recipes import Recipes
 from graphopt.tracing.redirect import Redirect
+from graphopt.tracing.refused_calls import RefusedCalls
 from graphopt.tracing.replacing import Replacing
 from graphopt.tracing.result_collector import LeftOutside, Ran, ResultCollector
 from graphopt.tracing.running_trace import values_of
 from graphopt.tracing.saved_files import SavedFiles
 from graphopt.tracing.scaling import TracedScaling
-from graphopt.tracing.scheduled import computing
-from graphopt.tracing.schedulers import TracedSchedulers
 from graphopt.tracing.shared_by_ranks import SharedByRanks
 from graphopt.tracing.shared_memory import refuse_written
 from graphopt.tracing.signature import Signature, leaves_of
@@ -90,7 +83,6 @@ class StepRun:
         made: what the step has got from torch.
         outside: what it has read and written outside its arguments.
         finder: what is to be an input besides.
-        drawn: stand-ins of inputs that the trace has found on its way.
         signature: what the results are for; None before the step has run.
         used: parameters whose gradients are marked, in the order they were ready.
         kept_numbers: results that are numbers (by id).
@@ -121,8 +113,6 @@ class StepRun:
         given = {i for i, n in enumerate(inputs.hyperparameters) if isinstance(n, of_step)}
         self.made = ObtainedValues(self._tagger, given)
         places = [n.place for n in inputs.hyperparameters if isinstance(n, PlacedNumber)]
-        places += [each.place for each in live_arrays(call.besides)]
-        places += [each.place for each in call.besides.on_host]
         self.outside = record_for(call, places)
         known = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
         self.finder = Finder(self.outside, known, mode, call.besides)
@@ -133,17 +123,13 @@ class StepRun:
         )
         self.outside.files = SavedFiles(self.outside, self._is_worked_on)
         self.made.asking = partial(self.whole_calls.asked, self.finder.found)
-        self.drawn: list[torch.Tensor] = []
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
         self.kept_numbers: set[int] = set()
         self.gradients_first = False
-        self._arrays: dict[int, Any] = {}
         self._lists = NumberLists(())
-        self._scheduled: list[Optimizer] = []
         self._left: MadeAnew = {}
         self._view: HostView
-        self._schedulers: TracedSchedulers
 
     def __call__(self, *flat: torch.Tensor) -> list[Any]:
         self._answer_questions()
@@ -161,9 +147,6 @@ class StepRun:
             insert(self._call, self._inputs, traced)
             self._lists.begin()
             self.outside.number_lists = self._lists.known
-            insert_arrays(self._call.besides, self.made.calls, self._inputs)
-            stack.enter_context(values_inserted(self._call.besides, self.made.calls, self._inputs))
-            self._arrays = given_arrays(self._call, self._inputs, self.made.calls)
             marks = Marks(self._call, self._inputs, traced)
             held = HeldBefore(self._call, self.outside, traced.by_id, self._alone)
             if self._shared is not None:
@@ -178,7 +161,7 @@ class StepRun:
     # ------------------------------------------------------------------ the scene
 
     def _answer_questions(self) -> None:
-        """Begin to answer what the step asks of values, and to note what it draws on the host."""
+        """Begin to answer what the step asks of values."""
         inputs, communication, tracer = self._inputs, self._communication, _compat.current_tracer()
         begin_alike = communication is not None and communication.parallel.broadcast
         own = own_inputs(inputs, self._call, broadcast=begin_alike)
@@ -187,19 +170,7 @@ class StepRun:
             *(tracer, inputs, self.mode, self._values, own, self._alone),
             *(group, self._call.votes_always),
         )
-
         self.made.positions = Positions(tracer, self.mode, inputs.conditions)
-
-        def added(value: torch.Tensor, stand_in: torch.Tensor) -> None:
-            self._values.append(value)
-            own.append(True)
-            self.drawn.append(stand_in)
-
-        self.made.calls = HostCalls(
-            *(tracer, self.mode, inputs.drawn, inputs.conditions, self.made, added),
-            outside=self.outside.is_outside,
-            alone=self._alone,
-        )
 
     def _tracing(self) -> Scene:
         """What is so while stand-ins are made, the step runs and its results are collected."""
@@ -251,14 +222,10 @@ class StepRun:
         yield impurity.no_output()
         yield self.outside.files.noticed()
         optimizers, own = self._call.optimizer_objects(), self._is_made_here
-        self._schedulers = TracedSchedulers(
-            optimizers, self.made.calls, self.mode, self._scheduled.append, own
-        )
-        yield self._schedulers.active()
         yield inference_as_no_grad()
         yield fast_path.as_in_eager()
         yield formulas.as_in_eager()
-        yield impurity.no_loading()
+        yield no_reading()
         yield impurity.no_other_optimizers(optimizers, self.finder.optimizer, own)
         yield rng.traced_generators()
         yield numbers.noting(self.made)
@@ -275,8 +242,7 @@ class StepRun:
     # ------------------------------------------------------------------ the step
 
     def _run(self, traced: Traced, held: HeldBefore) -> Ran:
-        args, kwargs = arguments_of(self._call, self._inputs, traced, self._arrays)
-        self._arrays = {}  # which nothing else is to hold
+        args, kwargs = arguments_of(self._call, self._inputs, traced)
         given = self._view.given = GivenContainers(
             args, kwargs, self._call.objects, self._call.whole
         )
@@ -293,8 +259,7 @@ class StepRun:
             for context in self._running():
                 stack.enter_context(context)
             stepped = notice_steps(
-                *(optimizers, self._tagger, self._view.steps, self._schedulers.shown_to),
-                self._communication is not None,
+                *(optimizers, self._tagger, self._view.steps, self._communication is not None)
             )
             rebinding = Rebinding(self._call, self._inputs, traced, self.finder, self._alone)
             redirect = Redirect(
@@ -303,17 +268,11 @@ class StepRun:
             scalers = TracedScaling(self.finder, _compat.fake_mode_of(self._values))
             for context in (
                 *(scalers.active(), redirect.in_backwards(), redirect),
-                *(self.made.calls, viewed_by(self._view)),
+                viewed_by(self._view),
             ):
                 stack.enter_context(context)
-            draws = self._drawing()
-            arrays = MadeArrays(self.outside, self.finder)
-            taken = taken_from_iterators(
-                *(self._call, self._inputs, traced, self.made.calls, self.outside)
-            )
-            instead = self._instead(traced, draws, arrays, taken)
-            self.outside.draws_items = taken.given_to(draws.picks.draws)
-            self.outside.iterated = taken.iterated
+            arrays = MadeArrays(self.outside)
+            instead = self._instead(traced, arrays)
             self._aliases.watch(self.outside, self._call, traced, self.outside.laters.memories)
             with observed_step(self._call, self.outside, instead):
                 exchanged = self._call.besides.exchanged
@@ -321,17 +280,15 @@ class StepRun:
                     returned = self._call.fn(*args, **kwargs)
                 self._needs_lists(self._lists.needed(self.outside))
                 scalers.finish()
-                self._schedulers.finish()
                 call = self._call
                 refuse_found_twice(self.outside, call.given, call.whole, given.changes())
                 arrays.finish()
-                taken.finish()
                 self.outside.laters.finish()
                 self.outside.files.finish()
                 refuse_written(self.outside.laters.memories, _compat.current_tracer().graph)
                 self._give(returned)
                 self.outside.laters.arrays.finish()
-                outside = self._left_outside(traced, held, draws)
+                outside = self._left_outside(traced, held)
                 told, changes = self._tell(held, given, returned)
             self.gradients_first = redirect.gradients_first
         rebinding.finish()
@@ -360,32 +317,24 @@ class StepRun:
         """Let the step have the lists themselves, whose numbers would be inputs."""
         self._needs_lists(self._lists.places)
 
-    def _drawing(self) -> Substitutes:
-        """What is called in place of functions that draw, and finds items outside in each call."""
-        calls, outside = self.made.calls, self.outside
-        calls.makes_arrays = self.finder.shuffles
-        tensors = [entry.tensor for entry in self._inputs.module_tensors]
-        draws = Substitutes(calls, outside, self._call.besides.shuffles, tensors)
-        outside.item_setter = draws.picks.setter
-        return draws
-
     def _originals(self, traced: Traced) -> dict[int, torch.Tensor]:
         """Tensors that the step may hold elsewhere, by the ids of what stands for them."""
         tensors = [entry.tensor for entry in self._inputs.module_tensors]
         tensors += [self._call.leaves[position] for position in self._inputs.user]
         return {id(traced.by_id[id(tensor)]): tensor for tensor in tensors}
 
-    def _instead(
-        self, traced: Traced, draws: Substitutes, arrays: MadeArrays, taken: TakenInTrace
-    ) -> Callable[[Any, Sequence[Any]], Any]:
-        """Says what is called in place of a function that the step calls; None: itself."""
+    def _instead(self, traced: Traced, arrays: MadeArrays) -> Callable[[Any, Sequence[Any]], Any]:
+        """Says what is called in place of a function that the step calls; None: itself.
+
+        Raises:
+            CaptureError: it is work on the host.
+        """
         given = zip(self._inputs.hyperparameters, traced.numbers, strict=True)
         lengths = Lengths(given, self.outside)
         self.outside.length_of = lengths.of
         kinds: tuple[Callable[[Any, Sequence[Any]], Any], ...] = (
             asking(lambda: self.outside.stands_for),
             *(
-                computing,
                 converting,
                 of_list,
                 of_sequence,
@@ -393,13 +342,15 @@ class StepRun:
                 filled,
                 self.caches,
                 arrays.maker,
-                taken,
-                draws,
+                Clocks(self.mode).asked,
             ),
             stand_in_of_collective,
         )
 
+        refuse = RefusedCalls(self.outside.is_outside)
+
         def called(callee: Any, args: Sequence[Any]) -> Any:
+            refuse(callee, args)
             for kind in kinds:
                 other = kind(callee, args)
                 if other:
@@ -425,7 +376,7 @@ class StepRun:
         gives(self.outside, parts)
         self._view.finish(self.outside.laters.lists)
 
-    def _left_outside(self, traced: Traced, held: HeldBefore, draws: Substitutes) -> LeftOutside:
+    def _left_outside(self, traced: Traced, held: HeldBefore) -> LeftOutside:
         """Take out what the step has left outside its arguments."""
         self.outside.note_rearranged()
         self._needs_lists(frozenset(self.outside.exact_lengths))
@@ -435,27 +386,17 @@ class StepRun:
         made = self._left
         tables = [*held.objects, *(each.table for each in self._call.objects.tables)]
         placed = take_placed(self.outside, self.finder, traced, tables, made, exchanged)
-        stored = draws.picks.take_stored(made)
         changed = take_changed(self.outside, placed, exchanged, self.state.puts_back, made)
-        user = (self._call.leaves[position] for position in self._inputs.user)
-        draws.picks.finish(traced.by_id[id(leaf)] for leaf in user)
-        refuse_changed(self.made.calls, self.outside.written_arrays())
-        selected = draws.rows.take(self.outside.is_used, self.outside.pin)
-        rows: list[Row | StoredItem] = [*selected, *stored]
-        return LeftOutside(placed, changed, rows, made)
+        return LeftOutside(placed, changed, made)
 
     def _find_owners(self) -> None:
         """Look for what is to be an input besides: modules of tensors that have none, and
-        optimizers whose state the step uses, stepped or not, or whose groups, where it steps a
-        scheduler."""
+        optimizers whose state the step uses, stepped or not."""
         self.finder.owners_of([each.tensor for each in self._inputs.module_tensors if each.bare])
         self.finder.found.found_twice |= found_twice(self._inputs, self.outside)
         self.finder.found.exchanged |= self.outside.gone_through
         for optimizer in self.outside.optimizers.values():
             self.finder.optimizer(optimizer)
-        for optimizer in self._scheduled:
-            if id(optimizer) in self.outside.optimizers_read:
-                self.finder.optimizer(optimizer)
 
     def _stays(self, value: object) -> bool:
         """Whether a returned object or container was there before the step, or stands elsewhere as

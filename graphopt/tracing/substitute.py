@@ -20,15 +20,11 @@ from torch.optim import Optimizer
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
-from graphopt.tracing.draws.arguments import is_known
-from graphopt.tracing.host_numbers import is_host_number, is_of_numpy
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber, StateNumber, state_key
 from graphopt.tracing.number_tuples import with_leaf
 from graphopt.tracing.optimizer_state import entries_at, is_nest, mapped, of_none, tensors_of, write
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
-from graphopt.tracing.running_trace import current_trace
-from graphopt.tracing.scheduled import is_scheduled
-from graphopt.tracing.setting_place import is_tuple_of, may_be_left
+from graphopt.tracing.setting_place import may_be_left
 from graphopt.tracing.source import current_location
 
 
@@ -251,10 +247,6 @@ class _Settings(dict[str, Any]):
     """A parameter group in which the step may change numbers, tuples of them and switches only."""
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if is_tuple_of(key, value) and value is not self.get(key):
-            value = tuple(map(_as_number, value))
-        else:
-            value = _as_number(value)
         if may_be_left(key, value):
             dict.__setitem__(self, key, value)
             return
@@ -265,14 +257,3 @@ class _Settings(dict[str, Any]):
             location=current_location(),
             hint="change it outside the step, between two calls",
         )
-
-
-def _as_number(value: Any) -> Any:
-    """A number of numpy's, or one that is computed before the graph runs, as optimizers take it,
-    and so one that a scheduler will have set; any other value itself."""
-    if is_scheduled(value):
-        known = value.known()
-        value = value if known is None else known
-    if is_of_numpy(value) and not is_host_number(value):
-        value = current_trace().known_number(value)
-    return value.calls.as_float(value) if is_known(value) else value

@@ -14,7 +14,6 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing.draws.arguments import is_known
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.later import Later, as_later
 from graphopt.tracing.later_values import holds_later, is_later, is_later_text, refuse_keys
@@ -22,7 +21,6 @@ from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.scheduled import ScheduledSetting
 from graphopt.tracing.signature import Constant, FromCall
 
 _NEAR = 1000
@@ -47,11 +45,7 @@ def told(
             made anew.
     """
     value = as_later(value)
-    if (
-        isinstance(value, (*SYMBOLIC, ScheduledSetting, Later))
-        or _compat.is_fake(value)
-        or is_known(value)
-    ):
+    if isinstance(value, (*SYMBOLIC, Later)) or _compat.is_fake(value):
         return value
     if (is_value(value) and not holds_later(value)) or isinstance(value, weakref.ref):
         return Constant(value)

@@ -23,8 +23,6 @@ from graphopt.parallel.sharding import is_dtensor
 from graphopt.tracing import impurity, strides, trusted
 from graphopt.tracing.besides import Besides, MoreInputs
 from graphopt.tracing.call import Call
-from graphopt.tracing.draws.program import HostProgram
-from graphopt.tracing.draws.taken import NeedsValueError
 from graphopt.tracing.failures import definition_of, explained, is_raised, raised_by_step
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.leftovers import (
@@ -41,6 +39,7 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import refuse_unrepeated
 from graphopt.tracing.parts import of_their_own
 from graphopt.tracing.reduction import MarkedCommunication
+from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.remembered import idle_in
 from graphopt.tracing.shards import whole_fake
 from graphopt.tracing.signature import Signature
@@ -88,13 +87,7 @@ def trace(call: Call, inputs: Inputs, communication: MarkedCommunication | None)
                 return raw
         assert drawn is not None
         line = impurity.line_where(drawn.happened, lambda: _attempt(call, inputs, communication))
-    raise CaptureError(
-        f"it draws from the {drawn.generator} generator in a way that is not seen (in a library, or"
-        " by a function given to another one), which would happen at capture only",
-        location=str(line or definition_of(call)),
-        hint="call the function in the step itself, as in random.random(); or draw outside the step"
-        " and pass the result, or use torch's random functions",
-    )
+    raise HostWork.DRAW.refused(drawn.generator, str(line or definition_of(call)))
 
 
 @dataclass(frozen=True)
@@ -137,8 +130,6 @@ def _attempt(
 def _traced(
     call: Call, inputs: Inputs, communication: MarkedCommunication | None, state: HostState
 ) -> tuple[RawTrace, Drawn | None]:
-    earlier = inputs.drawing_anew()
-    call.drawn.taken.begin_again()
     values = inputs.live_values(call)
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(
         strides.corrected, trusted.check, strides.known
@@ -152,17 +143,10 @@ def _traced(
     ]
     run = StepRun(call, inputs, communication, mode, values, state)
     try:
-        found = _run_once(run, call, inputs, fakes)
-        _refuse_other_draws(earlier, inputs.drawn, call)
-        return found
-    except (CaptureError, StopIteration) as error:
-        inputs.drawn = earlier
-        asking = run.made.refused
-        if isinstance(asking, NeedsValueError):  # which the step may have swallowed
-            raise asking from None
-        raised = call.drawn.taken.raised(error)
-        if raised is not error:
-            raise raised from None
+        return _run_once(run, call, inputs, fakes)
+    except CaptureError as error:
+        if run.made.refused is not None and run.made.refused.final:  # perhaps swallowed by the step
+            raise run.made.refused from None
         if run.outside.unrepeated.once:
             with explained(call):
                 refuse_unrepeated(run.outside)
@@ -170,9 +154,7 @@ def _traced(
             run.needs_all_lists()
         if run.finder.found:
             raise MoreInputs(run.finder.found) from error
-        if isinstance(error, StopIteration):  # which contexts let pass
-            raise
-        if isinstance(error, CaptureError) and not is_raised(error):
+        if not is_raised(error):
             within = run.whole_calls.around(error)
             if within:
                 raise MoreInputs(Besides(whole=within)) from error
@@ -212,7 +194,6 @@ def _run_once(
     assert run.signature is not None
     _refuse_kept_numbers(run, call, set())
     run.made.add(run.finder.let_go())
-    fakes = [*fakes, *run.drawn]
     _refuse_kept_tensors(run, fakes, call)
     if run.outside.refused is not None:
         raise run.outside.refused
@@ -231,17 +212,6 @@ def _inputs_first(graph_module: fx.GraphModule) -> None:
         nodes[first].prepend(node)
     if late:
         graph_module.recompile()
-
-
-def _refuse_other_draws(earlier: HostProgram, now: HostProgram, call: Call) -> None:
-    """Refuse a step that draws other random numbers in another trace of the same call."""
-    if earlier.steps and not earlier.repeats(now):
-        raise CaptureError(
-            "two traces of it draw other random numbers from Python's or numpy's generator: it"
-            " reads something that changes between calls",
-            location=str(definition_of(call)),
-            hint="pass what changes as an argument of the step",
-        )
 
 
 def _refuse_kept_tensors(run: StepRun, fakes: list[torch.Tensor], call: Call) -> None:

@@ -14,7 +14,6 @@ from graphopt.errors import CaptureError
 from graphopt.graph_utils import is_collective, is_operator, without_autocast
 from graphopt.host import HostCall
 from graphopt.host.assumptions import decides_behind_scheduler
-from graphopt.host.settings import reads_setting
 from graphopt.ir.generators import generators_used
 from graphopt.ir.operators import draws, is_marker
 from graphopt.tracing.alike import depends_on, reached_by
@@ -49,7 +48,7 @@ class Values:
     def _is_unread(self, node: fx.Node) -> bool:
         """Whether a node depends on such a setting."""
         after = self._draws_unread and draws(node)
-        if not after and not reads_setting(node) and not depends_on(node, self._unread):
+        if not after and not depends_on(node, self._unread):
             return False
         self._unread |= reached_by(node)
         self._draws_unread |= draws(node)

@@ -32,9 +32,7 @@ from graphopt.host import HostCall
 from graphopt.host.functions import name_of
 from graphopt.host.seen import ReadBehind
 from graphopt.tracing.besides import Besides
-from graphopt.tracing.draws.arguments import is_known
-from graphopt.tracing.draws.generators import is_same_state
-from graphopt.tracing.draws.taken import saved_states
+from graphopt.tracing.generators import is_same_state, saved_states
 from graphopt.tracing.known_functions import is_of_torch
 from graphopt.tracing.later import is_constant
 from graphopt.tracing.later_values import is_later
@@ -46,7 +44,6 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.own_containers import OwnContainers
 from graphopt.tracing.reachable import DRAWING_OR_COMMUNICATING, codes_in, names_in, reached_from
 from graphopt.tracing.said import found, hand_on
-from graphopt.tracing.scheduled import ScheduledSetting
 from graphopt.tracing.shared_memory import SharedMemory, refuse_written
 from graphopt.tracing.source import is_around_step, is_library_file
 
@@ -213,8 +210,6 @@ class WholeCalls:
         if isinstance(value, torch.Tensor):
             own = id(value) not in self._record.stands_for and not value.requires_grad
             return own and _compat.is_fake(value)
-        if is_known(value):
-            return False
         return _is_of_graph(value) or is_constant(value) or self._record.is_outside(value)
 
 
@@ -243,7 +238,7 @@ def is_whole(call: HostCall) -> bool:
 
 
 def _is_of_graph(value: Any) -> bool:
-    kinds = (torch.Tensor, ScheduledSetting, *SYMBOLIC)
+    kinds = (torch.Tensor, *SYMBOLIC)
     return isinstance(value, kinds) or is_later(value)
 
 

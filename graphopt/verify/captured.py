@@ -31,10 +31,7 @@ if TYPE_CHECKING:
     from graphopt.tracing.capture import CapturedStep
     from graphopt.tracing.inputs import InputSpec
 
-KINDS = (
-    *("parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input"),
-    "draw",
-)
+KINDS = (*("parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input"),)
 PHASES = ("forward", "backward", "communication", "optimizer")
 
 
@@ -116,7 +113,7 @@ def _placeholders(graph: fx.Graph, inputs: Sequence[InputSpec]) -> Iterator[str]
         if not isinstance(value, torch.Tensor):
             yield f"placeholder {node.name} has no tensor in its metadata"
             continue
-        if spec.kind in ("user_input", "draw") or value.numel() == 0:
+        if spec.kind == "user_input" or value.numel() == 0:
             continue
         other = owners.setdefault(_compat.storage_key(value), node.name)
         if other != node.name:

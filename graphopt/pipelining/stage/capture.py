@@ -102,7 +102,6 @@ class StageCapture:
         for ranks in self._ways(call):
             with suppress(NotAsAgreedError), ranks:
                 captured = self._stages.capture(call, ranks)
-                _refuse_draws(captured)
                 proof = self._stages.parallelize(captured)
                 step = self._stages.apply_passes(captured, proof)
                 self._refuse_late(step)
@@ -163,19 +162,3 @@ def _gradients_present(module: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in before:
             parameter.grad = gradient
-
-
-def _refuse_draws(captured: CapturedStep) -> None:
-    drawn = captured.live.drawn.steps
-    if drawn and all(step.generator is None for step in drawn):
-        raise CaptureError(
-            "it computes with arrays of numpy's, which happens before a graph runs",
-            location=drawn[0].line or None,
-            hint="pass tensors to the stage: torch.from_numpy(array)",
-        )
-    if drawn:
-        raise CaptureError(
-            "it draws random numbers from Python's or numpy's generator",
-            location=drawn[0].line or None,
-            hint="draw outside the stage and pass the result, or use torch's random functions",
-        )

@@ -15,7 +15,7 @@ import torch
 from graphopt.host.changes import changes_of
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.callback import callback
-from graphopt.tracing.draws.arguments import plain
+from graphopt.tracing.host_numbers import plain
 from graphopt.tracing.outside import kept_lists, native
 from graphopt.tracing.outside.attributes import (
     attribute_place,
@@ -37,8 +37,9 @@ from graphopt.tracing.outside.places import (
     key_text,
 )
 from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.unrepeated import users
+from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.replace import original
-from graphopt.tracing.scheduled import is_scheduled
 from graphopt.tracing.source import is_library_file
 
 _ADDING = frozenset({"append", "extend", "insert", "add", "update", "appendleft", "extendleft"})
@@ -91,10 +92,6 @@ class NativeCalls:
             looped: the step goes through the result.
         """
         callee = original(callee)
-        others = self._record.draws_items(callee, args)
-        if others is not None:
-            self._all(others, line)
-            return
         if isinstance(callee, types.MethodType):
             self.method(callee, line)
             callee, args = callee.__func__, [callee.__self__, *args]
@@ -138,9 +135,6 @@ class NativeCalls:
         self, callee: Any, args: Sequence[Any], line: SourceLine, looped: bool = False
     ) -> None:
         record = self._record
-        asked = callee is type and bool(args) and is_scheduled(args[0])
-        if asked and not is_library_file(line.file):  # `copy` asks, and goes on with either
-            record.asked_type = record.asked_type or line
         if native.is_of_process(callee):
             record.unrepeated.add(f"the process ({callee.__name__})", line)
         if callee in _CLASS and args:
@@ -251,6 +245,8 @@ class NativeCalls:
     def _native(self, name: str, bound: Any, path: str, line: SourceLine) -> None:
         """A method of an object without Python code that is no container."""
         self._all([bound], line)
+        if native.is_read_only(bound) and native.changes(bound, name):
+            raise HostWork.READ.refused(path, str(users(line)))
         if native.changes(bound, name):
             self._record.unrepeated.add(path, line)
         elif isinstance(bound, bytearray):
@@ -274,6 +270,8 @@ class NativeCalls:
                 bound, changes = value.__self__, native.changes(value.__self__, value.__name__)
             else:
                 bound, changes = value, native.is_file(value)
+            if native.is_read_only(bound) and record.is_outside(bound):
+                raise HostWork.READ.refused(record.path(bound, "a file"), str(users(line)))
             if changes and record.is_outside(bound):
                 record.unrepeated.add(record.path(bound, type(bound).__name__), line)
             elif native.is_iterator(value) and record.is_outside(value):

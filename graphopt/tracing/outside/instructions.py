@@ -7,7 +7,6 @@ asked for which instruction says `accesses`.
 from __future__ import annotations
 
 import builtins
-import operator
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -19,11 +18,10 @@ from graphopt import _compat
 from graphopt._compat.frames import NULL
 from graphopt.host.changes import changes_of
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.array_tensors import takes_items
+from graphopt.tracing.arrays import is_array
 from graphopt.tracing.arrays_beside import beside
 from graphopt.tracing.classes_asked import Classed, class_in_trace, is_of_trace
-from graphopt.tracing.draws.arguments import any_known, is_known, plain
-from graphopt.tracing.draws.live import is_array
+from graphopt.tracing.host_numbers import plain
 from graphopt.tracing.inputs import may_be_input
 from graphopt.tracing.later_values import is_later
 from graphopt.tracing.numbers import SYMBOLIC
@@ -200,20 +198,11 @@ class Instructions(LaterOperands):
             at.put(2, Gives(changed))
             at.put(1, 0)
             return
-        is_found = any_known((key,)) or takes_items(container, key)
-        other = self._substitute(operator.getitem, (container, key)) if is_found else None
         laters = record.laters
-        if other is not None and laters.arrays.is_array(container):
-            record.contents_read.add(id(container))
-            if at.step.fed or laters.arrays.is_written(container):
-                other = None
-        if at.takes(2, other):  # the item is found in each call
-            return
         key = self._exact(at, 1, plain(key))
         kept = kept_lists.item(record, container, key)
         if kept is not None:
             kept_lists.reads(record, kept, container, f"{{}}[{key}]", at.line)
-            at.takes(2, self._substitute(operator.getitem, (container, key)))
             return
         if type(key) is slice and self._goes_back(at.frame, container):
             record.read_container(id(at.frame), container)
@@ -290,11 +279,7 @@ class Instructions(LaterOperands):
             self._known(at, 3)
         if at.takes(2, arrays.made(container, like, (at.top(1), at.top(3)), at.frame)):
             return
-        if is_known(container):
-            at.takes(2, arrays.setter(container, at.top(1), at.top(3), at.line))
         if not self._record.is_outside(container):
-            return
-        if at.takes(2, self._record.item_setter(container, at.top(1))):
             return
         if at.takes(2, arrays.setter(container, at.top(1), at.top(3), at.line)):
             return
@@ -323,12 +308,7 @@ class Instructions(LaterOperands):
         if self._computes_of_all(at):
             return
         self._real_group(at, 1)
-        value = at.top(1)
-        other = self._record.iterated(value)
-        if other is None or other is value:
-            self._items(at)
-        else:
-            at.put(1, other)
+        self._items(at)
 
     def _items(self, at: Instruction) -> None:
         """The step gets the items, and what it reads in them is seen."""

@@ -81,6 +81,11 @@ def is_file(value: Any) -> bool:
     return isinstance(value, io.IOBase)
 
 
+def is_read_only(value: Any) -> bool:
+    """Whether a value is a file that can only be read."""
+    return isinstance(value, io.IOBase) and not value.closed and not value.writable()
+
+
 def is_changing_call(function: types.FunctionType, args: Any) -> bool:
     """Whether a function of the standard library, which is not observed, changes its first
     argument where nobody looks."""

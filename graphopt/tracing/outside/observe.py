@@ -31,6 +31,7 @@ from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.functions import called_by_torch
 from graphopt.tracing.outside.instructions import Instructions
 from graphopt.tracing.outside.record import Record
+from graphopt.tracing.refused_calls import refuse_begun
 from graphopt.tracing.source import asking_frame, is_library_file
 
 _MODULE_CALL = _compat.module_call_code()
@@ -68,6 +69,7 @@ class Observer:
         self.record.texts.put_back()
         if id(code) in self.ignored or code in _FORGETTING:
             return None
+        refuse_begun(frame, self.record.is_outside)
         if not is_observed(code.co_filename):
             self._entered_torch(frame, code)
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Set
 from itertools import count
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.draws.arguments import FoundByGraph, is_known
+from graphopt.tracing.arrays import FoundByGraph
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.later import Later
 from graphopt.tracing.numbers import SYMBOLIC
@@ -33,6 +33,7 @@ from graphopt.tracing.outside.places import (
     key_text,
 )
 from graphopt.tracing.outside.unrepeated import users
+from graphopt.tracing.refusals import HostWork
 
 _SINGLY = 1000
 """The items of larger containers are guarded together."""
@@ -55,10 +56,6 @@ class OutsideReads(ContainerChanges):
         used_counts: places, by their identities, whose next value it has read as well.
         loads: what it has loaded to count with; read unless it is stored where it comes from.
         length_of: the length of a list, where that is an input of the graph; else None.
-        draws_items: what else a call is given that draws items of a list that each call finds for
-            itself; None: it draws none.
-        iterated: what a loop goes over in place of an object; None: the object.
-        item_setter: what stands for a list where the step puts an item into it; None: itself.
         behind: what it reads behind calls of functions on the host; None before the first.
         texts: those that the program changes between calls.
     """
@@ -87,9 +84,6 @@ class OutsideReads(ContainerChanges):
         self.loads = Loads()
         self.behind: Behind | None = None
         self.length_of: Callable[[Any], Any] = of_none
-        self.draws_items: Callable[[Any, Sequence[Any]], Sequence[Any] | None] = draws_none
-        self.item_setter: Callable[[Any, Any], Any] = set_itself
-        self.iterated: Callable[[Any], Any] = of_none
         self._gone_over: set[int] = set()
         self.contents_read: set[int] = set()
 
@@ -141,7 +135,7 @@ class OutsideReads(ContainerChanges):
         """Whether a value is a number of the trace, or a tuple or a list of such."""
         if isinstance(value, tuple):
             return bool(value) and all(map(self._is_symbolic, value))
-        of_trace = isinstance(value, (*SYMBOLIC, FoundByGraph)) or is_known(value)
+        of_trace = isinstance(value, (*SYMBOLIC, FoundByGraph))
         return of_trace or id(value) in self.number_lists
 
     def _begins_in(self, identity: tuple[Any, ...]) -> bool:
@@ -339,30 +333,18 @@ class OutsideReads(ContainerChanges):
         """The step takes values from an iterator, which are gone then."""
         if self.is_outside(iterator):
             self.advanced = self.advanced or (path, line)
-            raise advances(*self.advanced)  # before it is advanced: no trace is to take any
+            self.refuse_advanced()  # before it is advanced: no trace is to take any
+
+    def refuse_advanced(self) -> None:
+        """Refuse a step that has taken values from an iterator, where it swallows the error."""
+        if self.advanced is not None:
+            path, line = self.advanced
+            raise HostWork.ITERATOR.refused(path, str(line))
 
     def _made(self, place: OutsidePlace, value: Any, path: str, line: SourceLine) -> Read:
         if self.stands_for and place.kind in ("keys", "whole") and isinstance(value, _SEVERAL):
             value = type(value)(map(self._original, value))
         return Read(self._outside(place), value, path, line)
-
-
-def advances(path: str, line: SourceLine) -> CaptureError:
-    return CaptureError(
-        f"it takes values from an iterator outside its arguments ({path}), which would happen"
-        " at capture only",
-        location=str(line),
-        hint="take them outside the step, and pass them as arguments",
-    )
-
-
-def draws_none(callee: Any, args: Sequence[Any]) -> Sequence[Any] | None:
-    """No call draws items that are found in each call."""
-    return None
-
-
-def set_itself(container: Any, key: Any) -> None:
-    """Items are put into the list itself."""
 
 
 def of_none(container: Any) -> None:
@@ -373,4 +355,4 @@ def is_stand_in(value: Any) -> bool:
     """Whether a value stands for an input of the graph, or is a tuple of such."""
     if isinstance(value, tuple):
         return bool(value) and all(map(is_stand_in, value))
-    return _compat.is_fake(value) or is_host_number(value) or is_known(value)
+    return _compat.is_fake(value) or is_host_number(value)

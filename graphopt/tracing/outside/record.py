@@ -24,13 +24,7 @@ from graphopt.tracing.outside.places import (
     key_text,
     same,
 )
-from graphopt.tracing.outside.reads import (
-    OutsideReads,
-    draws_none,
-    is_stand_in,
-    of_none,
-    set_itself,
-)
+from graphopt.tracing.outside.reads import OutsideReads, is_stand_in, of_none
 from graphopt.tracing.outside.unrepeated import users
 
 
@@ -96,7 +90,6 @@ class Record(OutsideReads):
         self.functions_of_torch: set[types.CodeType] = set()
         self.changed: tuple[Read, Any] | None = None
         self.repeated: set[int] = set()
-        self.asked_type: SourceLine | None = None
         self.times_written: Counter[tuple[Any, ...]] = Counter()
         self._left_in: dict[int, Any] = {}
         self.not_followed: list[ChangedContainer] = []
@@ -160,8 +153,7 @@ class Record(OutsideReads):
         self.rewritten.clear()
         self._left_in.clear()
         self._begun.clear()
-        self.length_of, self.draws_items, self.item_setter = of_none, draws_none, set_itself
-        self.iterated = self.reads_array = of_none
+        self.length_of = self.reads_array = of_none
         self.groups, self.real_groups = {}, {}
         self.laters = self.whole_calls = self.files = None
 

@@ -18,7 +18,6 @@ from graphopt.tracing.outside.callees import Substitute
 from graphopt.tracing.outside.moving import is_object
 from graphopt.tracing.outside.observe import Observer, observed
 from graphopt.tracing.outside.places import OutsidePlace, Read
-from graphopt.tracing.outside.reads import advances
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.running_trace import BEGIN
 
@@ -89,12 +88,6 @@ def observed_step(call: Call, record: Record, substitute: Substitute) -> Iterato
         refuse_unrepeated(record)
     if record.counted is not None:
         _refuse(record.counted, record.counted.place.now())
-    if record.asked_type is not None:
-        raise CaptureError(
-            "it asks for the type() of a number that may be another one in each call",
-            location=str(record.asked_type),
-            hint="ask isinstance(number, float), or decide outside the step",
-        )
     if record.compared is not None:
         raise CaptureError(
             "it asks whether a tensor of the model is one that it holds elsewhere (by `is`, or as a"
@@ -102,8 +95,7 @@ def observed_step(call: Call, record: Record, substitute: Substitute) -> Iterato
             location=str(record.compared),
             hint="compare names (model.named_parameters()) or id()",
         )
-    if record.advanced is not None:
-        raise advances(*record.advanced)
+    record.refuse_advanced()
 
 
 def gives(record: Record, returned: Iterable[Any]) -> None:
