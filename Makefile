@@ -30,8 +30,8 @@ unexport PYTHONDONTWRITEBYTECODE
 	lint clean
 
 help:
-	@echo 'make demo    train a small GPT on two local ranks, eager DDP and graphopt side by side'
-	@echo '             (options: make demo ARGS="--ranks 2 --steps 60")'
+	@echo 'make demo    a captured step, a refused pass, and what the graph gains over DDP'
+	@echo '             (options: make demo ARGS="--links 0,1 --rounds 3")'
 	@echo 'make test    lint and the tests, side by side'
 	@echo 'make test-all SEED=7    lint and the tests with their large matrices, cases by SEED'
 	@echo 'make check   lint and the quick tests, side by side'

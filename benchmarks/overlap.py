@@ -26,6 +26,7 @@ from typing import Any, Protocol, cast
 import ranks
 import torch
 import torch.distributed as dist
+from emulated_link import set_rate
 from overlap_bound import calibrated, preemptive_bound
 from overlap_models import FORMS, OVERLAP_MODELS, average_of, overlap_batch
 from overlap_show import COMMUNICATION, COMPUTE, UNRELATED, plot, table
@@ -40,7 +41,6 @@ from usage import Usage, summed_up
 
 import graphopt
 from graphopt.demo.launch import Event, Reporter
-from graphopt.demo.link import set_rate
 from graphopt.demo.replica import RandomState
 from graphopt.stages.pipelines import HELD_BACK, default_pipeline, pipeline_with
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from emulated_link import SlowLink, parse_rate
 from spread import Figures
 
 from graphopt.demo import DemoError
 from graphopt.demo.launch import Event, Reporter, run_ranks
-from graphopt.demo.link import SlowLink, parse_rate
 
 WARM_UP_STEPS = 3
 ROUND = 6

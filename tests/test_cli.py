@@ -85,11 +85,11 @@ def test_demo_defaults(requests: list[dict[str, Any]]) -> None:
     assert requests == [
         {
             "ranks": 2,
-            "steps": 60,
+            "rounds": 5,
+            "links": "0,0.5,1,2",
             "device": "cpu",
             "backend": "gloo",
             "pipeline": "default",
-            "link": None,
             "seed": 0,
         }
     ]
@@ -116,8 +116,8 @@ def test_exit_status_is_the_demos(requests: list[dict[str, Any]]) -> None:
     ("words", "message"),
     [
         ("--ranks 0", "--ranks"),
-        ("--steps -1", "--steps"),
-        ("--steps many", "--steps"),
+        ("--rounds -1", "--rounds"),
+        ("--rounds many", "--rounds"),
         ("--device tpu", "--device"),
         ("--backend mpi", "--backend"),
         ("--backend nccl", "add --device cuda"),

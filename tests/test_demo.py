@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,10 +21,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphopt.demo import DemoError
 from graphopt.demo.launch import Event, RankFailedError, run_ranks
-from graphopt.demo.link import SlowLink, parse_rate, set_rate
 from graphopt.demo.main import run_demo
+from graphopt.demo.pacing import pace_connections
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SECONDS_TO_END = 30  # a bound on hanging, far above what ending takes on a busy machine
@@ -37,11 +37,11 @@ def run_here(**changed: Any) -> int:
     """The exit code of a demo whose launcher is this process."""
     request = {
         "ranks": 2,
-        "steps": 2,
+        "rounds": 1,
+        "links": "0",
         "device": "cpu",
         "backend": "gloo",
         "pipeline": "none",
-        "link": None,
         "seed": 0,
     }
     return run_demo(**(request | changed))
@@ -85,7 +85,7 @@ def wait_until_gone(launcher: int) -> None:
 def training_demo(*options: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """A demo that has begun to train and would go on for long."""
     process = subprocess.Popen(
-        demo_command("--ranks", "2", "--steps", "100000", *options),
+        demo_command("--ranks", "2", "--rounds", "100000", *options),
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -107,18 +107,37 @@ def training_demo(*options: str, **environment: str) -> Iterator[subprocess.Pope
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.usefixtures("unclosed_logs")
-def test_both_variants_end_with_the_same_bits(capsys: pytest.CaptureFixture[str]) -> None:
-    link = (link_if_possible() or [None])[-1]
-    assert run_here(steps=4, pipeline="default", link=link) == 0
+def test_it_shows_a_graph_a_refusal_and_what_the_graph_gains(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_here(pipeline="default", links="0,0.5") == 0
     said = capsys.readouterr().out
+    assert "optimizer.step()" in said  # the user's source line beside a node
+    assert "pass 'wait_at_the_end' was refused" in said
+    assert re.search(r"^wait_before_first_reader: \d changes", said, re.MULTILINE)
+    rows = [line for line in said.splitlines() if re.search(r"loopback +│|x compute +│", line)]
+    assert len(rows) == 2
     assert re.search(r"largest difference\W+0\W*\n", said)
     assert "Bit for bit the same" in said
-    sent = re.search(r"bytes reduced\D+([\d,]+)\D+([\d,]+)", said)
-    assert sent is not None
-    parameters = re.search(r"([\d,]+) parameters", said)
-    assert parameters is not None
-    expected = 4 * int(parameters[1].replace(",", ""))
-    assert [int(size.replace(",", "")) for size in sent.groups()] == [expected, expected]
+
+
+def test_a_paced_connection_takes_as_long_as_its_rate_says() -> None:
+    size, rate = 2_000_000, 4_000_000
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
+        with sender, receiver:
+            assert pace_connections(rate) >= 2
+            start = time.monotonic()
+            thread = threading.Thread(target=sender.sendall, args=(bytes(size),))
+            thread.start()
+            left = size
+            while left:
+                left -= len(receiver.recv(1 << 16))
+            seconds = time.monotonic() - start
+            thread.join()
+            assert pace_connections(None) >= 2
+    assert seconds > 0.8 * size / rate  # the kernel lets a first burst go at once
 
 
 @pytest.mark.full
@@ -133,10 +152,9 @@ def test_a_killed_rank_is_named_and_takes_the_others_with_it() -> None:
 
 
 def test_termination_is_passed_on() -> None:
-    link = link_if_possible()
-    with training_demo(*link) as process:
+    with training_demo() as process:
         children = children_of(process.pid)
-        assert len(children) == (2 + 3 if link else 2)  # ranks, and who holds a namespace
+        assert len(children) == 2
         process.terminate()
         _, errors = process.communicate(timeout=SECONDS_TO_END)
         assert process.returncode == 128 + signal.SIGTERM
@@ -159,7 +177,7 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
 def test_control_c_at_a_terminal() -> None:
     terminal, side = pty.openpty()
     process = subprocess.Popen(
-        ["setsid", "--ctty", *demo_command("--ranks", "2", "--steps", "100000")],
+        ["setsid", "--ctty", *demo_command("--ranks", "2", "--rounds", "100000")],
         stdin=side,
         stdout=side,
         stderr=side,
@@ -208,10 +226,11 @@ def test_a_busy_port_is_one_message(
     ("options", "message"),
     [
         ({"backend": "nccl"}, "--backend nccl needs --device cuda"),
-        ({"link": "fast"}, "--link 'fast' is not a rate"),
-        ({"link": "200mbit", "ranks": 1}, "--link needs at least two ranks"),
+        ({"links": "fast"}, "--links 'fast'"),
+        ({"links": "1,-1"}, "numbers from 0 to 100"),
+        ({"links": "1,1"}, "different numbers"),
         ({"pipeline": "no_such_pass"}, "no_such_pass"),
-        ({"steps": 0}, "--steps must be at least 1"),
+        ({"rounds": 0}, "--rounds must be at least 1"),
         ({"device": "tpu"}, "--device is cpu or cuda"),
         pytest.param(
             {"device": "cuda"},
@@ -283,124 +302,3 @@ def test_an_exit_code_shows_what_was_printed_last(tmp_path: Path) -> None:
     script.write_text("import sys\nsys.exit('cannot go on')\n")
     with pytest.raises(RankFailedError, match="exit code 1\n  cannot go on"):
         run_ranks([str(script)], 1, tmp_path, lambda rank, event: None)
-
-
-# --------------------------------------------------------------------------- the emulated link
-
-
-def reason_without_link() -> str:
-    """Why there can be no slow link on this machine; empty where there can."""
-    try:
-        with SlowLink(parse_rate("200mbit"), 2):
-            return ""
-    except DemoError as error:
-        return str(error)
-
-
-def link_if_possible() -> list[str]:
-    return [] if reason_without_link() else ["--link", "200mbit"]
-
-
-def skip_without_link() -> None:
-    if reason := reason_without_link():
-        pytest.skip(reason)
-
-
-def test_link_connects_ranks_at_its_rate_and_leaves_nothing() -> None:
-    skip_without_link()
-    before = {name for _, name in socket.if_nameindex()}
-    with SlowLink(parse_rate("200mbit"), 3) as link:
-        assert len(link.prefixes) == 3
-        for prefix in link.prefixes:
-            inside = subprocess.check_output([*prefix, "tc", "qdisc", "show"], text=True)
-            assert re.search(r"tbf .*dev link0 .*rate 200Mbit", inside)
-        answer = subprocess.check_output(
-            [*link.prefixes[0], sys.executable, "-c", TALK, *link.prefixes[2]], text=True
-        )
-        assert answer == "hello from 10.0.0.3"
-        holders = [int(prefix[1].removeprefix("--target=")) for prefix in link.prefixes]
-    assert not [pid for pid in holders if Path(f"/proc/{pid}").exists()]
-    assert {name for _, name in socket.if_nameindex()} == before
-
-
-def test_link_changes_its_rate_from_inside_and_no_other() -> None:
-    skip_without_link()
-    with SlowLink(parse_rate("200mbit"), 2) as link:
-        subprocess.check_call([*link.prefixes[0], sys.executable, "-c", CHANGE])
-        show = ["tc", "qdisc", "show"]
-        shown = [subprocess.check_output([*p, *show], text=True) for p in link.prefixes]
-    assert "rate 50Mbit" in shown[0]
-    assert "rate 200Mbit" in shown[1]
-
-
-CHANGE = "from graphopt.demo.link import set_rate; set_rate(50e6)"
-
-
-def test_no_rate_to_change_where_there_is_no_link() -> None:
-    if shutil.which("tc") is None:
-        pytest.skip("needs tc")
-    with pytest.raises(DemoError, match="link0"):
-        set_rate(50e6)
-
-
-TALK = """
-import socket, subprocess, sys
-with socket.create_server(("10.0.0.1", 0)) as server:
-    client = (
-        "import socket, sys\\n"
-        "with socket.create_connection(('10.0.0.1', int(sys.argv[1]))) as connection:\\n"
-        "    connection.sendall(b'hello from ' + connection.getsockname()[0].encode())\\n"
-    )
-    port = str(server.getsockname()[1])
-    subprocess.Popen([*sys.argv[1:], sys.executable, "-c", client, port])
-    connection, _ = server.accept()
-    with connection:
-        print(connection.makefile().read(), end="")
-"""
-
-
-def test_link_without_its_tools_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert run_here(link="200mbit") == 2
-    said = capsys.readouterr().err
-    assert "ip, tc, unshare, nsenter" in said
-    assert "apt-get install iproute2 util-linux" in " ".join(said.split())
-
-
-def test_link_without_permission_says_so() -> None:
-    forbid = "echo 0 > /proc/sys/user/max_net_namespaces"
-    wrapper = ["unshare", "--user", "--map-root-user", "sh", "-c"]
-    tools = all(map(shutil.which, ("ip", "tc", "unshare", "nsenter")))
-    if not tools or subprocess.run([*wrapper, forbid], capture_output=True, check=False).returncode:
-        pytest.skip("cannot make a user namespace in which network namespaces are forbidden")
-    code = (
-        "from graphopt.demo import DemoError\n"
-        "from graphopt.demo.link import SlowLink\n"
-        "try:\n"
-        "    with SlowLink(10**6, 2): pass\n"
-        "except DemoError as error:\n"
-        "    print(error.exit_code, error)\n"
-    )
-    command = [*wrapper, f'{forbid}; exec "$@"', "sh", sys.executable, "-c", code]
-    said = subprocess.check_output(command, text=True)
-    assert said.startswith("2 --link")
-    assert "does not allow" in said
-    assert "as root" in said
-
-
-def test_link_needs_no_administrator_where_user_namespaces_are_allowed() -> None:
-    forbid = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"]
-    allowed = ["unshare", "--user", "--map-root-user", "--net", "true"]
-    if not shutil.which("setpriv") or subprocess.run([*forbid, *allowed], check=False).returncode:
-        pytest.skip("cannot give up the administrator's right, or make a user namespace without it")
-    skip_without_link()
-    code = (
-        "import subprocess, sys\n"
-        "from graphopt.demo.link import SlowLink\n"
-        "with SlowLink(10**6, 2) as link:\n"
-        "    assert '--user' in link.prefixes[0], link.prefixes\n"
-        f"    subprocess.check_call([*link.prefixes[0], sys.executable, '-c', {CHANGE!r}])\n"
-    )
-    subprocess.run([*forbid, sys.executable, "-c", code], check=True)

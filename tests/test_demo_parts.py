@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from graphopt.demo import DemoError
 from graphopt.demo.compare import compare
-from graphopt.demo.link import parse_rate
-from graphopt.demo.model import CharGPT, GPTSize, write
-from graphopt.demo.replica import RandomState
+from graphopt.demo.model import CharGPT, GPTSize
+from graphopt.demo.replica import ALPHABET, BATCH, DEFAULT_DDP, VARIANTS, Batches, RandomState
 from graphopt.demo.report import Results, difference_text
-from graphopt.demo.text import Text
-
-
-@pytest.mark.parametrize(
-    ("text", "rate"), [("200mbit", 200e6), ("1.5gbit", 1.5e9), ("64KBIT", 64e3)]
-)
-def test_rates(text: str, rate: float) -> None:
-    assert parse_rate(text) == rate
-
-
-@pytest.mark.parametrize("text", ["", "200", "mbit", "-1mbit", "0mbit", "200mbit 5ms"])
-def test_refused_rates(text: str) -> None:
-    with pytest.raises(DemoError, match="200mbit"):
-        parse_rate(text)
 
 
 def trained(value: float = 1.0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -75,23 +61,40 @@ def test_replicas_with_one_seed_draw_the_same_numbers() -> None:
     assert drawn[one][0] != drawn[one][1]
 
 
-def test_targets_are_the_next_characters() -> None:
-    text = Text()
-    inputs, targets = text.batch(3, 10, torch.Generator().manual_seed(0))
-    assert inputs.shape == targets.shape == (3, 10)
+def test_targets_are_the_next_tokens() -> None:
+    inputs, targets = Batches(0, 0, torch.device("cpu")).next()
+    assert inputs.shape == targets.shape == (BATCH, GPTSize.length)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert "The " in text.decode(text.numbers)
+    strides = (targets - inputs) % ALPHABET
+    assert torch.equal(strides, strides[:, :1].expand_as(strides))
+    assert len(strides[:, 0].unique()) > 3
 
 
 def test_model_has_millions_of_parameters_and_ties_its_embeddings() -> None:
-    text = Text()
-    model = CharGPT(GPTSize(len(text.alphabet)))
+    model = CharGPT(GPTSize(ALPHABET))
     assert 3e6 < sum(parameter.numel() for parameter in model.parameters()) < 6e6
     assert model.head.weight is model.tokens.weight
-    written = write(model, text.numbers[:4], 70, torch.Generator().manual_seed(0))
-    assert torch.equal(written[:4], text.numbers[:4])
-    assert len(written) == 74
-    assert model.training
+
+
+def turn(link: float, seconds: list[float]) -> dict[str, Any]:
+    return {
+        "kind": "turn",
+        "link": link,
+        "seconds": dict(zip(VARIANTS, seconds, strict=True)),
+        "losses": dict.fromkeys(VARIANTS, 1.0),
+    }
+
+
+def test_the_slowest_rank_counts_and_the_best_ddp_is_of_each_link() -> None:
+    results = Results()
+    for rank, slower in ((0, 0.0), (1, 1.0)):
+        results.record(rank, turn(0, [1, 4 + slower, 5, 6, 7, 3]))
+        results.record(rank, turn(1, [1, 9, 8, 4 + slower, 7, 4]))
+    assert results.links == [0, 1]
+    assert results.seconds(DEFAULT_DDP, 0) == [5.0]
+    assert [results.best_ddp(link) for link in (0, 1)] == [DEFAULT_DDP, "DDP, 1 MB"]
+    assert results.ratios(DEFAULT_DDP, 0) == [3 / 5]
+    assert results.ratios(results.best_ddp(1), 1) == [4 / 5]
 
 
 def test_a_difference_is_said() -> None:

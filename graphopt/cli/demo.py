@@ -13,9 +13,9 @@ Examples:
 
     graphopt demo
 
-    graphopt demo --ranks 1 --steps 20
+    graphopt demo --ranks 1 --rounds 3
 
-    graphopt demo --link 200mbit
+    graphopt demo --links 0,1 --pipeline auto
 
     graphopt demo --device cuda --ranks 2
 """
@@ -23,7 +23,14 @@ Examples:
 
 def demo(
     ranks: Annotated[int, typer.Option(min=1, help="Processes to train with.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 60,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of six steps on each link.")] = 5,
+    links: Annotated[
+        str,
+        typer.Option(
+            help="Emulated links: the time that all gradients take, in multiples of the compute of"
+            " a step; 0 is the loopback. Linux, gloo, several ranks."
+        ),
+    ] = "0,0.5,1,2",
     device: Annotated[DeviceOption, typer.Option(help="Where to train.")] = DeviceOption.cpu,
     backend: Annotated[
         Backend | None,
@@ -32,19 +39,13 @@ def demo(
     pipeline: Annotated[
         str, typer.Option(help="Passes that graphopt applies.", callback=not_empty)
     ] = "default",
-    link: Annotated[
-        str | None,
-        typer.Option(
-            help="Emulate a slow link between ranks, for example 200mbit. Linux, needs iproute2."
-        ),
-    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, data order and dropout.")] = 0,
 ) -> None:
-    """Train a small GPT twice on local ranks, with eager DDP and with graphopt, and compare.
+    """Show a captured step, a pass that is refused, and what graphopt gains over DDP.
 
-    Both train the same model on the same text with the same step function, in turns, so that
-    their timings can be compared and, on one or two ranks, their parameters must agree bit for
-    bit: otherwise the exit status is 1.
+    A small GPT is trained on local ranks with one step function: by DistributedDataParallel with
+    several bucket sizes and by graphopt, in turns, over loopback and over emulated slow links. On
+    one or two ranks all parameters must agree bit for bit: otherwise the exit status is 1.
     """
     chosen = backend or (Backend.nccl if device is DeviceOption.cuda else Backend.gloo)
     if chosen is Backend.nccl and device is DeviceOption.cpu:
@@ -55,11 +56,11 @@ def demo(
 
     status = run_demo(
         ranks=ranks,
-        steps=steps,
+        rounds=rounds,
+        links=links,
         device=device.value,
         backend=chosen.value,
         pipeline=pipeline,
-        link=link,
         seed=seed,
     )
     raise typer.Exit(status)

@@ -1,4 +1,4 @@
-"""`graphopt demo`: train a small GPT with eager DDP and with graphopt, and show both."""
+"""`graphopt demo`: a captured step to read, a pass that is refused, and what the graph gains."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import os
 import signal
 import socket
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,25 +20,29 @@ from torch.distributed.elastic.multiprocessing import SignalException
 import graphopt
 from graphopt.demo import DemoError
 from graphopt.demo.launch import Event, loopback, run_ranks, threads_per_rank
-from graphopt.demo.link import SlowLink, parse_rate
-from graphopt.demo.replica import VARIANTS, Variant, train_step
-from graphopt.demo.report import ProgressView, Results, comparison_table, difference_text
+from graphopt.demo.replica import DEFAULT_DDP, GRAPHOPT, train_step
+from graphopt.demo.report import ProgressView, Results, cost_table, difference_text, step_table
+from graphopt.demo.showcase import show_graph_and_passes
 from graphopt.demo.worker import DemoTask
 
+TURN = 6
+"""Steps of one variant before the next one's turn."""
 _WORKER = ("-m", "graphopt.demo.worker")
 
 
 def run_demo(
-    ranks: int, steps: int, device: str, backend: str, pipeline: str, link: str | None, seed: int
+    ranks: int, rounds: int, links: str, device: str, backend: str, pipeline: str, seed: int
 ) -> int:
-    """Train both variants on local ranks and print a table.
+    """Show a graph and a refused pass, then train in turns with DDP and graphopt and print tables.
 
     Args:
         ranks: processes, each a data-parallel rank on this machine.
+        rounds: turns of each variant on each link.
+        links: numbers separated by commas: the time that all gradients take on a link, as multiples
+            of the compute of a step; 0 is the machine's own loopback.
         device: "cpu" or "cuda".
         backend: "gloo" or "nccl".
         pipeline: what `graphopt.compile` is given.
-        link: rate of an emulated slow link between the ranks, such as "200mbit".
         seed: of the weights, the data and the dropout.
 
     Returns:
@@ -46,10 +51,11 @@ def run_demo(
     """
     console, errors = Console(), Console(stderr=True)
     try:
-        rate = parse_rate(link) if link is not None else None
-        task = DemoTask(steps, device, backend, pipeline, seed, port=_chosen_port(rate))
-        _check(task, ranks, rate)
-        return _run(task, ranks, rate, console)
+        chosen = _links(links) if ranks > 1 and backend == "gloo" else (0.0,)
+        task = DemoTask(TURN, rounds, chosen, device, backend, pipeline, seed, _chosen_port())
+        _check(task, ranks)
+        show_graph_and_passes(console)
+        return _measure(task, ranks, console)
     except DemoError as error:
         errors.print(f"[bold red]graphopt demo:[/bold red] {escape(str(error))}", soft_wrap=True)
         return error.exit_code
@@ -59,43 +65,30 @@ def run_demo(
         return _interrupted(stop.sigval, errors)
 
 
-def _run(task: DemoTask, ranks: int, rate: int | None, console: Console) -> int:
-    console.print(_setting(task, ranks, rate))
+def _measure(task: DemoTask, ranks: int, console: Console) -> int:
     results = Results()
-    _train(task, ranks, rate, results, console)
-    with console.status("each variant alone, to measure its memory and its communication"):
-        for variant in VARIANTS:
-            _measure_alone(task, variant, ranks, results)
-    console.print(comparison_table(results, ranks))
-    console.print(f"The trained model writes: {escape(' '.join(results.sample.split()))}")
-    return _verdict(results, ranks, console)
-
-
-def _train(
-    task: DemoTask, ranks: int, rate: int | None, results: Results, console: Console
-) -> None:
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="graphopt-")))
-        link = stack.enter_context(SlowLink(rate, ranks)) if rate is not None else None
-        view = stack.enter_context(ProgressView(console, task.steps))
+    console.print(f"\n[bold]What it gains.[/bold] {escape(_setting(task, ranks))}\n")
+    with ProgressView(console, task.rounds * len(task.links)) as view:
 
         def on_event(rank: int, event: Event) -> None:
             results.record(rank, event)
             if rank == 0:
                 view.show(event)
 
-        task.save(folder)
-        prefixes = link.prefixes if link is not None else None
-        environment = link.environment if link is not None else loopback()
-        run_ranks(_WORKER, ranks, folder, on_event, prefixes=prefixes, environment=environment)
+        _run(task, ranks, on_event)
+    with console.status("DDP and graphopt alone, to measure first call and memory"):
+        for variant in (DEFAULT_DDP, GRAPHOPT):
+            alone = replace(task, alone=variant, port=None)
+            _run(alone, ranks, partial(results.alone[variant].__setitem__))
+    console.print()
+    console.print(step_table(results, ranks))
+    console.print(cost_table(results))
+    return _verdict(results, ranks, console)
 
 
-def _measure_alone(task: DemoTask, variant: Variant, ranks: int, results: Results) -> None:
-    def on_event(rank: int, event: Event) -> None:
-        results.alone[variant][rank] = event
-
+def _run(task: DemoTask, ranks: int, on_event: Callable[[int, Event], None]) -> None:
     with tempfile.TemporaryDirectory(prefix="graphopt-") as name:
-        replace(task, alone=variant, port=None).save(Path(name))
+        task.save(Path(name))
         run_ranks(_WORKER, ranks, Path(name), on_event, environment=loopback())
 
 
@@ -110,37 +103,50 @@ def _verdict(results: Results, ranks: int, console: Console) -> int:
     return int(colour == "red")
 
 
-def _setting(task: DemoTask, ranks: int, rate: int | None) -> str:
+def _setting(task: DemoTask, ranks: int) -> str:
     threads = threads_per_rank(ranks)
-    lines = [
-        f"A character GPT on {ranks} local rank{'s' * (ranks > 1)} ({task.device}, {task.backend},"
-        f" {threads} thread{'s' * (threads > 1)} each), {task.steps} steps",
-        "of one step function: eager DistributedDataParallel and"
-        f" graphopt.compile(pipeline={task.pipeline!r}).",
-    ]
-    if rate is not None:
-        lines.append(f"Emulated link: each rank sends at most {rate / 1e6:g} Mbit/s.")
-    return escape("\n".join(lines))
+    text = (
+        f"A GPT of 3.2 million parameters, dropout and AdamW, on {ranks} local"
+        f" rank{'s' * (ranks > 1)} ({task.device}, {task.backend}, {threads}"
+        f" thread{'s' * (threads > 1)} each; {os.cpu_count()} cores, torch {torch.__version__});"
+        f" turns of {task.turn} steps of one step function."
+    )
+    if any(task.links):
+        text += (
+            " Links are emulated: sockets are paced so that all gradients take so many times the"
+            " compute of a step."
+        )
+    return text
 
 
-def _check(task: DemoTask, ranks: int, rate: int | None) -> None:
-    if ranks < 1 or task.steps < 1:
-        raise DemoError("--ranks and --steps must be at least 1", exit_code=2)
+def _links(text: str) -> tuple[float, ...]:
+    try:
+        links = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        links = (-1.0,)
+    if min(links) < 0 or max(links) > 100 or len(set(links)) < len(links):
+        raise DemoError(
+            f"--links {text!r}: write different numbers from 0 to 100, as in 0,0.5,1", exit_code=2
+        )
+    return links
+
+
+def _check(task: DemoTask, ranks: int) -> None:
+    if ranks < 1 or task.rounds < 1:
+        raise DemoError("--ranks and --rounds must be at least 1", exit_code=2)
     if task.device not in ("cpu", "cuda") or task.backend not in ("gloo", "nccl"):
         raise DemoError("--device is cpu or cuda, --backend is gloo or nccl", exit_code=2)
     if task.device == "cuda" and not torch.cuda.is_available():
         raise DemoError("--device cuda: torch sees no CUDA device; use --device cpu", exit_code=2)
     if task.backend == "nccl":
-        _check_nccl(ranks, task.device, rate)
-    if rate is not None and ranks < 2:
-        raise DemoError("--link needs at least two ranks: use --ranks 2", exit_code=2)
+        _check_nccl(ranks, task.device)
     try:
         graphopt.compile(train_step, pipeline=task.pipeline)
     except graphopt.GraphOptError as error:
         raise DemoError(f"--pipeline: {error}", exit_code=2) from error
 
 
-def _check_nccl(ranks: int, device: str, rate: int | None) -> None:
+def _check_nccl(ranks: int, device: str) -> None:
     if device != "cuda" or not dist.is_nccl_available():
         raise DemoError("--backend nccl needs --device cuda; on CPU use gloo", exit_code=2)
     if ranks > torch.cuda.device_count():
@@ -149,17 +155,12 @@ def _check_nccl(ranks: int, device: str, rate: int | None) -> None:
             f" {torch.cuda.device_count()}: use --backend gloo, or fewer --ranks",
             exit_code=2,
         )
-    if rate is not None:
-        raise DemoError(
-            "--link slows down sockets, which nccl does not use on one machine: use gloo",
-            exit_code=2,
-        )
 
 
-def _chosen_port(rate: int | None) -> int | None:
-    """MASTER_PORT, if it is set. Without it ranks meet through a file, as on the emulated link."""
+def _chosen_port() -> int | None:
+    """MASTER_PORT, if it is set. Without it ranks meet through a file."""
     text = os.environ.get("MASTER_PORT")
-    if not text or rate is not None:
+    if not text:
         return None
     if not text.isdigit() or not 0 < int(text) < 2**16:
         raise DemoError(

@@ -1,17 +1,16 @@
-"""A GPT over characters: tied embeddings, dropout, no buffers."""
+"""A small GPT: tied embeddings, dropout, no buffers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
 class GPTSize:
-    """3.2 million parameters by default, over an alphabet of about a hundred characters."""
+    """3.2 million parameters by default, over an alphabet of a hundred tokens."""
 
     alphabet: int
     length: int = 32
@@ -75,25 +74,10 @@ class CharGPT(nn.Module):
         return logits
 
     def _initialise(self) -> None:
-        # Characters that stand out of the residual stream let the first hundred steps learn.
+        # Tokens that stand out of the residual stream let the first hundred steps learn.
         for block in self.blocks.modules():
             if isinstance(block, nn.Linear):
                 nn.init.normal_(block.weight, std=0.04)
                 nn.init.zeros_(block.bias)
         nn.init.normal_(self.tokens.weight, std=0.1)
         nn.init.normal_(self.positions.weight, std=0.02)
-
-
-@torch.no_grad()
-def write(model: CharGPT, start: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """`start` (one-dimensional) continued by `count` sampled characters, on the CPU."""
-    numbers = start
-    device = model.head.weight.device
-    was_training = model.training
-    model.eval()
-    for _ in range(count):
-        logits = model(numbers[-model.size.length :].unsqueeze(0).to(device))[0, -1]
-        chances = (logits.float() / 0.8).softmax(-1).cpu()
-        numbers = torch.cat([numbers, torch.multinomial(chances, 1, generator=generator)])
-    model.train(was_training)
-    return numbers

@@ -1,12 +1,10 @@
-"""The training that the demo compares: one model, its optimizer, and who runs the step."""
+"""The trainings that the demo compares: one model and one step function, run in several ways."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +16,15 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 import graphopt
 from graphopt.demo.model import CharGPT, GPTSize
 
-Variant = Literal["eager", "graphopt"]
-VARIANTS: tuple[Variant, Variant] = ("eager", "graphopt")
+ALPHABET, BATCH = 97, 16
+COMPUTE, DEFAULT_DDP, GRAPHOPT = "compute alone", "DDP, 25 MB", "graphopt"
+BUCKETS_MB: dict[str, float] = {DEFAULT_DDP: 25, "DDP, 4 MB": 4, "DDP, 1 MB": 1, "DDP, ½ MB": 0.5}
+"""DistributedDataParallel with its default bucket size, and with smaller ones."""
+VARIANTS = (COMPUTE, *BUCKETS_MB, GRAPHOPT)
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Plain PyTorch, the same function for both variants."""
+    """Plain PyTorch, the same function for all variants."""
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     loss.backward()
     optimizer.step()
@@ -56,8 +57,8 @@ class RandomState:
 
 
 @dataclass
-class TrainedModel:
-    """A model in training.
+class Training:
+    """One model in training.
 
     Attributes:
         step: the step function as it is run: plain, or captured.
@@ -85,48 +86,47 @@ class TrainedModel:
         for inputs, targets in batches:
             losses.append(self.step(self.trained, self.optimizer, inputs, targets))
             self.scheduler.step()
-        self.flush()
+        if isinstance(self.step, graphopt.TrainStep):
+            self.step.flush()
         _synchronize(self.device)
         seconds = perf_counter() - start
         self.random.save()
         return [loss.item() for loss in losses], seconds / len(batches)
 
-    def flush(self) -> None:
-        """Finish what a captured step still has in flight."""
-        if isinstance(self.step, graphopt.TrainStep):
-            self.step.flush()
 
-
-def make_replica(
-    variant: Variant, alphabet: int, steps: int, pipeline: str, seed: int, device: torch.device
-) -> TrainedModel:
-    """The same bits on every rank and for both variants; `seed` gives the weights."""
+def make_training(variant: str, pipeline: str, seed: int, device: torch.device) -> Training:
+    """The training of a variant: the same bits on every rank and for all variants, by `seed`."""
     torch.manual_seed(seed)
-    model = CharGPT(GPTSize(alphabet)).to(device)
+    model = CharGPT(GPTSize(ALPHABET)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), fused=True)
-    schedule = LambdaLR(optimizer, lambda step: _part_of_rate(step, steps))
+    scheduler = LambdaLR(optimizer, lambda step: 20 / (20 + step))
     trained: nn.Module = model
     step: Callable[..., Tensor] = train_step
-    if variant == "eager":
-        trained = _distributed(model)
-    else:
+    if variant in BUCKETS_MB:
+        # Gradients that are views of the buckets spare DDP a copy and the memory of one.
+        trained = DistributedDataParallel(
+            model, bucket_cap_mb=BUCKETS_MB[variant], gradient_as_bucket_view=True
+        )
+    elif variant == GRAPHOPT:
         step = graphopt.compile(train_step, pipeline=pipeline)
     rank_seed = 1 + seed * 1000 + torch.distributed.get_rank()
     random = RandomState(rank_seed, device)
-    return TrainedModel(step, model, trained, optimizer, schedule, random, device)
+    return Training(step, model, trained, optimizer, scheduler, random, device)
 
 
-def _part_of_rate(step: int, steps: int) -> float:
-    """Up linearly for a fifth of the steps, then down a cosine: another rate in every step."""
-    rise = max(1, steps // 5)
-    if step < rise:
-        return (step + 1) / (rise + 1)
-    return 0.5 + 0.5 * math.cos(math.pi * (step - rise) / max(1, steps - rise))
+class Batches:
+    """This rank's share of the data, without end: each sequence counts up by its own stride."""
 
+    def __init__(self, seed: int, rank: int, device: torch.device) -> None:
+        self._device = device
+        self._generator = torch.Generator().manual_seed(seed * 1000 + rank)
 
-def _distributed(model: CharGPT) -> DistributedDataParallel:
-    # Gradients that are views of the buckets spare DDP a copy and the memory of one.
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    def next(self) -> tuple[Tensor, Tensor]:
+        """Inputs and next-token targets on the device, both int64 of shape (batch, length)."""
+        start, stride = torch.randint(ALPHABET, (2, BATCH, 1), generator=self._generator)
+        sequence = (start + stride * torch.arange(GPTSize.length + 1)) % ALPHABET
+        sequence = sequence.to(self._device)
+        return sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()
 
 
 def _synchronize(device: torch.device) -> None:

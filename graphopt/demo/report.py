@@ -1,23 +1,18 @@
-"""What the demo shows: progress while it trains, and the table afterwards."""
+"""What the demo shows of its measurement: progress while it trains, and the tables afterwards."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median, quantiles
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from graphopt.demo.launch import Event
-from graphopt.demo.model import GPTSize
-from graphopt.demo.replica import VARIANTS, Variant
-from graphopt.demo.worker import BATCH
-
-WARM_UP_STEPS = 6  # the first round
-_NAMES: dict[Variant, str] = {"eager": "eager DDP", "graphopt": "graphopt"}
+from graphopt.demo.replica import BUCKETS_MB, COMPUTE, DEFAULT_DDP, GRAPHOPT
 
 
 @dataclass
@@ -25,37 +20,51 @@ class Results:
     """Everything the ranks reported, by rank.
 
     Attributes:
-        steps: per rank, one event for each step.
-        compared: per rank, the comparison of the two replicas at the end.
-        alone: per variant and rank, memory and traffic of the variant by itself.
+        turns: per rank, one event for each turn of all variants.
+        compared: per rank, the comparison of DDP's model with graphopt's at the end.
+        alone: per variant and rank, first call and memory of the variant by itself.
     """
 
-    steps: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    turns: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
     compared: dict[int, Event] = field(default_factory=dict)
-    alone: dict[Variant, dict[int, Event]] = field(default_factory=lambda: defaultdict(dict))
+    alone: dict[str, dict[int, Event]] = field(default_factory=lambda: defaultdict(dict))
     parameters: int = 0
-    sample: str = ""
 
     def record(self, rank: int, event: Event) -> None:
-        """Keep one event of the side-by-side run."""
+        """Keep one event of the run in turns."""
         kind = event["kind"]
-        if kind == "step":
-            self.steps[rank].append(event)
+        if kind == "turn":
+            self.turns[rank].append(event)
         elif kind == "compared":
             self.compared[rank] = event
         elif kind == "start":
             self.parameters = event["parameters"]
-        elif kind == "sample":
-            self.sample = event["text"]
 
-    def seconds(self, variant: Variant) -> list[float]:
-        """Per step, the slowest rank's time."""
-        per_rank = [[step["seconds"][variant] for step in steps] for steps in self.steps.values()]
-        return [max(step) for step in zip(*per_rank, strict=True)]
+    @property
+    def links(self) -> list[float]:
+        """The links in the order in which they were measured."""
+        return list(dict.fromkeys(turn["link"] for turn in self.turns[0]))
 
-    def loss(self, variant: Variant, step: int = -1) -> float:
-        """The mean over the ranks."""
-        losses = [steps[step]["loss"][variant] for steps in self.steps.values()]
+    def seconds(self, variant: str, link: float) -> list[float]:
+        """Seconds of a step, one for each turn: the slowest rank's."""
+        per_rank = [
+            [turn["seconds"][variant] for turn in turns if turn["link"] == link]
+            for turns in self.turns.values()
+        ]
+        return [max(turn) for turn in zip(*per_rank, strict=True)]
+
+    def best_ddp(self, link: float) -> str:
+        """The bucket size with which DDP was fastest on a link."""
+        return min(BUCKETS_MB, key=lambda name: median(self.seconds(name, link)))
+
+    def ratios(self, other: str, link: float) -> list[float]:
+        """graphopt's step over another variant's, one for each turn."""
+        pairs = zip(self.seconds(GRAPHOPT, link), self.seconds(other, link), strict=True)
+        return [mine / its for mine, its in pairs]
+
+    def loss(self, variant: str) -> float:
+        """The last loss, averaged over ranks."""
+        losses = [turns[-1]["losses"][variant] for turns in self.turns.values()]
         return float(sum(losses) / len(losses))
 
     @property
@@ -74,22 +83,20 @@ class Results:
 
 
 class ProgressView:
-    """A progress bar with both losses; a line now and then where the output is not a terminal."""
+    """A progress bar over all turns; a few lines where the output is not a terminal."""
 
-    def __init__(self, console: Console, steps: int) -> None:
+    def __init__(self, console: Console, turns: int) -> None:
         self._console = console
-        self._steps = steps
-        self._done = 0
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[loss]}"),
             console=console,
             disable=not console.is_terminal,
         )
-        self._bar = self._progress.add_task("starting the ranks", total=steps, loss="")
+        self._bar = self._progress.add_task("starting the ranks", total=turns)
+        self._link: float | None = None
 
     def __enter__(self) -> ProgressView:
         self._progress.start()
@@ -102,39 +109,60 @@ class ProgressView:
         """Show one event of rank 0."""
         if event["kind"] == "start":
             self._say("first steps: capturing the training step as a graph")
-        elif event["kind"] == "step":
-            self._show_step(event["loss"])
-
-    def _show_step(self, losses: dict[Variant, float]) -> None:
-        self._done += 1
-        loss = "   ".join(f"{_NAMES[variant]} {losses[variant]:.4f}" for variant in VARIANTS)
-        self._progress.update(self._bar, advance=1, loss=f"loss: {loss}")
-        if self._done == 1:
-            self._progress.update(self._bar, description="training both")
-        if not self._console.is_terminal and self._is_milestone():
-            self._console.print(f"step {self._done}/{self._steps}  loss: {loss}")
+        elif event["kind"] == "turn":
+            if event["link"] != self._link:
+                self._link = event["link"]
+                self._say(f"training in turns: {link_text(event['link'])}")
+            self._progress.advance(self._bar)
 
     def _say(self, text: str) -> None:
         self._progress.update(self._bar, description=text)
         if not self._console.is_terminal:
             self._console.print(text)
 
-    def _is_milestone(self) -> bool:
-        return self._done in (1, self._steps) or self._done % max(1, self._steps // 6) == 0
+
+def link_text(link: float) -> str:
+    """A link in words."""
+    return "loopback" if not link else f"link {link:g} x compute"
 
 
-def comparison_table(results: Results, ranks: int) -> Table:
-    """The figures of both variants side by side."""
-    table = Table(title=f"{results.parameters:,} parameters", title_style="bold")
-    table.add_column("")
-    for variant in VARIANTS:
-        table.add_column(_NAMES[variant], justify="right")
-    rows = _time_rows(results, ranks) + _alone_rows(results) + _loss_rows(results)
-    for name, *values in rows:
-        table.add_row(name, *values)
-    table.add_section()
-    table.add_row("largest difference", "", f"{results.largest_difference:.3g}")
+def step_table(results: Results, ranks: int) -> Table:
+    """Milliseconds of a step on each link, and graphopt's ratios, rows without gain included."""
+    title = f"One step, median of {len(results.seconds(GRAPHOPT, results.links[0]))} turns"
+    table = Table(title=title, title_style="bold")
+    headings = ("", "compute", "DDP", "best DDP", "graphopt", "/ best DDP", "/ DDP")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    for link in results.links:
+        best = results.best_ddp(link)
+        shown = (COMPUTE, DEFAULT_DDP, best, GRAPHOPT)
+        times = [f"{1e3 * median(results.seconds(name, link)):.0f} ms" for name in shown]
+        times[2] += f" ({best.removeprefix('DDP, ')})"
+        ratios = [_spread(results.ratios(name, link)) for name in (best, DEFAULT_DDP)]
+        table.add_row(link_text(link) if ranks > 1 else "one rank", *times, *ratios)
     return table
+
+
+def cost_table(results: Results) -> Table:
+    """What a variant costs by itself: first call and memory; and the loss that was compared."""
+    table = Table(title="By itself", title_style="bold")
+    table.add_column("")
+    for name in results.alone:
+        table.add_column(name, justify="right")
+    for row in _cost_rows(results):
+        table.add_row(*row)
+    return table
+
+
+def _cost_rows(results: Results) -> Iterator[list[str]]:
+    def column(field: str, unit: float, form: str) -> list[str]:
+        events = [list(by_rank.values()) for by_rank in results.alone.values()]
+        return [form.format(max(event[field] for event in found) / unit) for found in events]
+
+    yield ["first step, with capture", *column("first_call", 1, "{:.2f} s")]
+    yield ["peak memory of the training", *column("peak", 2**20, "{:,.0f} MiB")]
+    yield ["loss after the last step", *(f"{results.loss(v):.6f}" for v in results.alone)]
+    yield ["largest difference", "", f"{results.largest_difference:.3g}"]
 
 
 def difference_text(results: Results) -> str:
@@ -149,53 +177,10 @@ def difference_text(results: Results) -> str:
     )
 
 
-def _time_rows(results: Results, ranks: int) -> list[list[str]]:
-    seconds = {variant: results.seconds(variant) for variant in VARIANTS}
-    warm_up = min(WARM_UP_STEPS, len(seconds["eager"]))
-    first = [f"{sum(seconds[variant][:warm_up]):.2f} s" for variant in VARIANTS]
-    steps = f"first {warm_up} steps" if warm_up > 1 else "first step"
-    rows = [[f"{steps}, with capture", *first]]
-    measured = {variant: seconds[variant][warm_up:] for variant in VARIANTS}
-    if not measured["eager"]:
-        return rows
-    middles = {variant: median(measured[variant]) for variant in VARIANTS}
-    tokens = ranks * BATCH * GPTSize.length
-    ratios = [
-        captured / eager
-        for eager, captured in zip(measured["eager"], measured["graphopt"], strict=True)
-    ]
-    rows.append(["step time, median", *(f"{1e3 * middles[v]:.1f} ms" for v in VARIANTS)])
-    rows.append(["  middle half", *(f"{_range(measured[v], 1e3, '.1f')} ms" for v in VARIANTS)])
-    rows.append([f"  ratio, median of {len(ratios)}", "1", f"{median(ratios):.3f}"])
-    rows.append(["  middle half", "", _range(ratios, 1, ".3f")])
-    rows.append(["tokens/s", *(f"{tokens / middles[v]:,.0f}" for v in VARIANTS)])
-    return rows
-
-
-def _alone_rows(results: Results) -> list[list[str]]:
-    def column(name: str) -> list[Any]:
-        return [max(event[name] for event in results.alone[v].values()) for v in VARIANTS]
-
-    return [
-        ["collectives per step", *map(str, column("collectives"))],
-        ["bytes reduced per step and rank", *(f"{size:,}" for size in column("payload_bytes"))],
-        ["peak memory, without imports", *map(_megabytes, column("peak"))],
-    ]
-
-
-def _loss_rows(results: Results) -> list[list[str]]:
-    return [
-        ["loss, first step", *(f"{results.loss(variant, 0):.6f}" for variant in VARIANTS)],
-        ["loss, last step", *(f"{results.loss(variant):.6f}" for variant in VARIANTS)],
-    ]
-
-
-def _range(values: list[float], unit: float, form: str) -> str:
-    """From the first to the third quartile."""
-    several = len(values) > 1
-    low, _, high = quantiles(values, n=4, method="inclusive") if several else values * 3
-    return f"{low * unit:{form}} to {high * unit:{form}}"
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"
+def _spread(values: list[float]) -> str:
+    """The median, and from the first to the third quartile."""
+    middle = f"{median(values):.2f}"
+    if len(values) < 4:
+        return middle
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return f"{middle} ({low:.2f}-{high:.2f})"

@@ -9,25 +9,28 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-import graphopt
 from graphopt.demo.compare import compare
 from graphopt.demo.launch import RankTask, Reporter
 from graphopt.demo.memory import peak_memory
-from graphopt.demo.model import CharGPT, GPTSize, write
-from graphopt.demo.replica import VARIANTS, TrainedModel, Variant, make_replica, train_step
-from graphopt.demo.text import Text
+from graphopt.demo.pacing import pace_connections
+from graphopt.demo.replica import (
+    COMPUTE,
+    DEFAULT_DDP,
+    GRAPHOPT,
+    VARIANTS,
+    Batches,
+    Training,
+    make_training,
+)
 
-BATCH = 16
-ROUND = 6
-"""Steps of one variant before the other's turn: steps overlap, and must not with the other's."""
-ALONE_STEPS = 5
+WARM_UP_STEPS = 2
+ALONE_STEPS = 3
 _TIMEOUT = timedelta(minutes=5)
 
 
@@ -36,32 +39,24 @@ class DemoTask(RankTask):
     """What every rank of one start is to do.
 
     Attributes:
-        alone: train this variant by itself and report its memory and its traffic;
-            None trains both side by side.
+        turn: steps of one variant before the next one's turn: steps of graphopt overlap.
+        rounds: turns of each variant on each link.
+        links: the time that all gradients take on a link, as a multiple of the compute of a step;
+            0 is the machine's own loopback.
         port: of a TCP rendezvous on this machine; None meets through a file.
+        alone: train this variant by itself and report its first call and its memory;
+            None trains all variants in turns.
     """
 
-    steps: int
+    turn: int
+    rounds: int
+    links: tuple[float, ...]
     device: str
     backend: str
     pipeline: str
     seed: int
     port: int | None = None
-    alone: Variant | None = None
-
-
-class Batches:
-    """This rank's share of the data, without end."""
-
-    def __init__(self, text: Text, seed: int, rank: int, device: torch.device) -> None:
-        self.text = text
-        self._device = device
-        self._generator = torch.Generator().manual_seed(seed * 1000 + rank)
-
-    def next(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets on the device."""
-        inputs, targets = self.text.batch(BATCH, GPTSize.length, self._generator)
-        return inputs.to(self._device), targets.to(self._device)
+    alone: str | None = None
 
 
 @record
@@ -71,9 +66,9 @@ def main() -> None:
     reporter = Reporter(folder)
     task = DemoTask.load(folder)
     with _process_group(task, folder) as device:
-        batches = Batches(Text(), task.seed, dist.get_rank(), device)
+        batches = Batches(task.seed, dist.get_rank(), device)
         if task.alone is None:
-            _side_by_side(task, batches, device, reporter)
+            _in_turns(task, batches, device, reporter)
         else:
             _alone(task, task.alone, batches, device, reporter)
 
@@ -97,75 +92,57 @@ def _process_group(task: DemoTask, folder: Path) -> Iterator[torch.device]:
     dist.destroy_process_group()
 
 
-def _side_by_side(
-    task: DemoTask, batches: Batches, device: torch.device, reporter: Reporter
-) -> None:
-    alphabet = len(batches.text.alphabet)
-    replicas = {
-        variant: make_replica(variant, alphabet, task.steps, task.pipeline, task.seed, device)
-        for variant in VARIANTS
-    }
-    reporter.send("start", parameters=sum(p.numel() for p in replicas["eager"].model.parameters()))
-    for number, start in enumerate(range(0, task.steps, ROUND)):
-        # Who goes first alternates, so that neither always finds the warmer cache.
-        order = VARIANTS if number % 2 == 0 else VARIANTS[::-1]
-        data = [batches.next() for _ in range(min(ROUND, task.steps - start))]
-        losses: dict[Variant, list[float]] = {}
-        seconds: dict[Variant, float] = {}
-        for variant in order:
-            dist.barrier()
-            losses[variant], seconds[variant] = replicas[variant].train(data)
-        for index in range(len(data)):
-            loss = {variant: losses[variant][index] for variant in VARIANTS}
-            reporter.send("step", loss=loss, seconds=seconds)
-    reporter.send("compared", **_comparison(replicas))
-    if dist.get_rank() == 0:
-        reporter.send("sample", text=_sample(replicas["graphopt"], batches.text, task.seed))
+def _in_turns(task: DemoTask, batches: Batches, device: torch.device, reporter: Reporter) -> None:
+    trainings = {name: make_training(name, task.pipeline, task.seed, device) for name in VARIANTS}
+    parameters = list(trainings[COMPUTE].model.parameters())
+    reporter.send("start", parameters=sum(p.numel() for p in parameters))
+    data = [batches.next() for _ in range(WARM_UP_STEPS)]
+    for training in trainings.values():
+        training.train(data)
+    compute: list[float] = []
+    sent_bytes = sum(p.nbytes for p in parameters) * 2 * (reporter.ranks - 1) / reporter.ranks
+    for link in task.links:
+        for number in range(task.rounds):
+            # Who goes first changes, so that nobody always finds the warmer cache.
+            order = VARIANTS[number % len(VARIANTS) :] + VARIANTS[: number % len(VARIANTS)]
+            if link and compute:
+                pace_connections(sent_bytes / (link * _slowest(median(compute[-3:]))))
+            data = [batches.next() for _ in range(task.turn)]
+            seconds, losses = {}, {}
+            for name in order:
+                dist.barrier()
+                found, seconds[name] = trainings[name].train(data)
+                losses[name] = found[-1]
+            compute.append(seconds[COMPUTE])
+            reporter.send("turn", link=link, seconds=seconds, losses=losses)
+        pace_connections(None)
+    reporter.send("compared", **_comparison(trainings))
 
 
-def _comparison(replicas: dict[Variant, TrainedModel]) -> dict[str, Any]:
-    eager, captured = (replicas[variant] for variant in VARIANTS)
-    return asdict(compare((eager.model, eager.optimizer), (captured.model, captured.optimizer)))
+def _slowest(seconds: float) -> float:
+    value = torch.tensor(seconds)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
 
 
-def _sample(replica: TrainedModel, text: Text, seed: int) -> str:
-    start = torch.tensor([text.alphabet.index(character) for character in "The "])
-    return text.decode(write(replica.model, start, 120, torch.Generator().manual_seed(seed)))
+def _comparison(trainings: dict[str, Training]) -> dict[str, object]:
+    one, other = trainings[DEFAULT_DDP], trainings[GRAPHOPT]
+    return asdict(compare((one.model, one.optimizer), (other.model, other.optimizer)))
 
 
 def _alone(
-    task: DemoTask, variant: Variant, batches: Batches, device: torch.device, reporter: Reporter
+    task: DemoTask, variant: str, batches: Batches, device: torch.device, reporter: Reporter
 ) -> None:
-    # Everything is imported before the measurement, in both variants alike: code is not what the
-    # training needs more or less memory for.
-    from graphopt.demo.traffic import traffic_of_call, traffic_of_graph
-
-    alphabet = len(batches.text.alphabet)
-    _capture_something_small(batches, device)
-    replicas: list[TrainedModel] = []
+    first: list[float] = []
 
     def train() -> None:
-        steps = ALONE_STEPS + 1
-        replica = make_replica(variant, alphabet, steps, task.pipeline, task.seed, device)
+        training = make_training(variant, task.pipeline, task.seed, device)
+        first.append(training.train([batches.next()])[1])
         for _ in range(ALONE_STEPS):
-            replica.train([batches.next()])
-        replicas.append(replica)
+            training.train([batches.next()])
 
     peak = peak_memory(train, device)
-    (replica,) = replicas
-    if isinstance(replica.step, graphopt.TrainStep):
-        traffic = traffic_of_graph(replica.step.graph_module)
-    else:
-        traffic = traffic_of_call(lambda: replica.train([batches.next()]))
-    reporter.send("alone", peak=peak, **asdict(traffic))
-
-
-def _capture_something_small(batches: Batches, device: torch.device) -> None:
-    size = GPTSize(len(batches.text.alphabet), width=8, heads=1, layers=1)
-    model = CharGPT(size).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    step = graphopt.compile(train_step, pipeline="none", parallel=graphopt.Manual())
-    step(model, optimizer, *batches.next())
+    reporter.send("alone", peak=peak, first_call=first[0])
 
 
 if __name__ == "__main__":
