@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 import graphopt
 from graphopt.demo.compare import compare
 from graphopt.demo.launch import Event, Reporter
-from graphopt.demo.memory import peak_memory
+from graphopt.estimate.memory import peak_memory
 from graphopt.demo.replica import RandomState
 
 CPU = torch.device("cpu")

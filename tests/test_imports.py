@@ -30,6 +30,7 @@ TOP = (
     "graphopt.cli",
     "graphopt.commands",
     "graphopt.demo",
+    "graphopt.estimate",
     "graphopt.manager.discovery",
     "graphopt.stages",
     "graphopt.hooks",

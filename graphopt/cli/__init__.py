@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from graphopt.cli import bisect, demo, lower, optimize, passes, show, trace, view
+from graphopt.cli import bisect, demo, estimate, lower, optimize, passes, show, trace, view
 
 app = typer.Typer(
     help="Captures a whole PyTorch training step as one graph and runs it bit for bit like eager.",
@@ -40,6 +40,7 @@ def main(
 
 
 app.command(epilog=demo.EXAMPLES)(demo.demo)
+app.command(epilog=estimate.EXAMPLES)(estimate.estimate)
 app.command(epilog=passes.EXAMPLES)(passes.passes)
 app.command(epilog=optimize.EXAMPLES)(optimize.optimize)
 app.command(epilog=bisect.EXAMPLES, context_settings={"allow_interspersed_args": True})(

@@ -17,7 +17,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from graphopt.demo.compare import compare
 from graphopt.demo.launch import RankTask, Reporter
-from graphopt.demo.memory import peak_memory
 from graphopt.demo.pacing import pace_connections
 from graphopt.demo.replica import (
     COMPUTE,
@@ -28,6 +27,7 @@ from graphopt.demo.replica import (
     Training,
     make_training,
 )
+from graphopt.estimate.memory import peak_memory
 
 WARM_UP_STEPS = 2
 ALONE_STEPS = 3

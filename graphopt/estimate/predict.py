@@ -1,0 +1,177 @@
+"""Predicts a step on numbers of ranks and a network, from its captured graph."""
+
+from __future__ import annotations
+
+import copy
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+import graphopt
+from graphopt import _compat, passes
+from graphopt.comm import get_all_comm_blocks
+from graphopt.cost import NETWORKS, CostModel, Network, calibrate, default_cost_model
+from graphopt.errors import GraphOptError
+from graphopt.estimate.target import StepCalls
+from graphopt.graph_utils import tensors_in
+from graphopt.ir.metadata import known_value
+from graphopt.iter_graph import IterGraphModule
+from graphopt.manager.discovery import PassManager
+from graphopt.schedule import Timeline, collectives_by_cost, program_of, simulate
+from graphopt.schedule.program import peak_bytes
+from graphopt.stages.pipelines import HELD_BACK, pipeline_with
+from graphopt.testing import fake_ranks
+
+DDP_BUCKETS_MB = (25.0, 4.0, 1.0)
+_UNITS = {"": 1e6, "mbit": 1e6, "gbit": 1e9}
+_PAYLOAD = 0.95
+"""The share of a link's bits that are not headers."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step on so many ranks: seconds, and bytes.
+
+    Attributes:
+        ddp: the step of DistributedDataParallel, by bucket size in MB.
+        ours: the step of the default passes.
+        peak_bytes: of the values that the step makes, held at once: DDP's and ours.
+    """
+
+    ranks: int
+    compute: float
+    communication: float
+    ddp: dict[float, float]
+    ours: float
+    peak_bytes: tuple[int, int]
+
+    @property
+    def bound(self) -> float:
+        """No step is shorter: compute or communication alone."""
+        return max(self.compute, self.communication)
+
+    @property
+    def best_bucket(self) -> float:
+        """The bucket size with which DistributedDataParallel is fastest, in MB."""
+        return min(self.ddp, key=self.ddp.__getitem__)
+
+
+def network_named(text: str) -> Network:
+    """A network of `graphopt.cost.NETWORKS`, or an Ethernet of so many Mbit/s.
+
+    Raises:
+        GraphOptError: `text` is neither a name nor a rate such as ``600``, ``600mbit``, ``25gbit``.
+    """
+    if text in NETWORKS:
+        return NETWORKS[text]
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit|)", text.strip().lower())
+    bits = float(found[1]) * _UNITS[found[2]] if found else 0
+    if not bits:
+        raise GraphOptError(
+            f"--network {text!r}: write {', '.join(NETWORKS)}, or a rate such as 600mbit or 25gbit"
+        )
+    return replace(NETWORKS["ethernet"], name=text, bytes_per_second=_PAYLOAD * bits / 8)
+
+
+def captured_for_ranks(calls: StepCalls) -> fx.GraphModule:
+    """The step as a graph that averages its gradients; nothing runs, and no other rank is needed.
+
+    Raises:
+        CaptureError: graphopt cannot capture the step.
+    """
+    (batch,) = calls.next_batches(1)
+    with nullcontext() if dist.is_initialized() else fake_ranks(2):
+        return graphopt.capture(
+            calls.function,
+            *calls.arguments,
+            *batch,
+            parallel=graphopt.DataParallel(),
+            **calls.keywords,
+        ).graph_module
+
+
+def compute_costs(gm: fx.GraphModule) -> CostModel:
+    """Costs of its operators: measured on this machine; by data sheet where values are fake."""
+    tensors = [
+        tensor
+        for node in gm.graph.find_nodes(op="placeholder")
+        for tensor in tensors_in(known_value(node))
+    ]
+    here = all(t.device.type == "cpu" or torch.cuda.is_available() for t in tensors)
+    if not here or _compat.is_fake(torch.empty(0)) or dist.is_initialized():
+        return default_cost_model(gm.graph)
+    with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
+        return calibrate(_of_one_rank(gm), table=Path(folder) / "costs.json")
+
+
+def _of_one_rank(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy without collectives, for ranks that are not there: what is sent is what arrives."""
+    alone = copy.deepcopy(gm)
+    for block in get_all_comm_blocks(alone):
+        for wait, sent in zip(block.wait_nodes, block.comm_node.all_input_nodes, strict=True):
+            wait.replace_all_uses_with(sent)
+            alone.graph.erase_node(wait)
+        alone.graph.erase_node(block.comm_node)
+    alone.recompile()
+    return alone
+
+
+def predict(
+    gm: fx.GraphModule, costs: CostModel, network: Network, ranks: Sequence[int]
+) -> Iterator[Prediction]:
+    """One prediction for each number of ranks.
+
+    Args:
+        gm: of a step that averages its gradients (`captured_for_ranks`); left as it is.
+        costs: whose compute counts.
+    """
+    for count in ranks:
+        here = CostModel(costs.compute, network, costs.slowdown, costs.burst)
+        yield _prediction(gm, here, count)
+
+
+def _prediction(gm: fx.GraphModule, costs: CostModel, ranks: int) -> Prediction:
+    ddp: dict[float, float] = {}
+    peaks: dict[float, int] = {}
+    plain = _simulated(gm, [], costs, ranks)
+    for size in DDP_BUCKETS_MB:
+        timeline, peaks[size] = _simulated(gm, _as_ddp(size), costs, ranks)
+        ddp[size] = timeline.step_seconds
+    launches = [block.comm_node for block in get_all_comm_blocks(gm, "all_reduce")]
+    buckets = collectives_by_cost(gm.graph, launches, costs, ranks)
+    ours, peak = _simulated(gm, pipeline_with(buckets, HELD_BACK), costs, ranks)
+    best = min(ddp, key=ddp.__getitem__)
+    return Prediction(
+        ranks,
+        plain[0].compute_seconds,
+        ours.comm_seconds,
+        ddp,
+        ours.step_seconds,
+        (peaks[best], peak),
+    )
+
+
+def _as_ddp(bucket_size_mb: float) -> list[Any]:
+    """Passes that send gradients as DistributedDataParallel does: nothing runs late."""
+    return [
+        passes.remove_copy_from_optimizer,
+        (passes.comm_fusion_with_concat, {"bucket_size_mb": bucket_size_mb}),
+        passes.schedule_comm_wait,
+    ]
+
+
+def _simulated(
+    gm: fx.GraphModule, pipeline: list[Any], costs: CostModel, ranks: int
+) -> tuple[Timeline, int]:
+    module = IterGraphModule(copy.deepcopy(gm))
+    PassManager(pipeline, verify="off").run(module)
+    timeline = simulate(module, costs, world_size=ranks)
+    return timeline, peak_bytes(program_of(module.graph, costs, ranks))

@@ -1,0 +1,110 @@
+"""Finds the training step that a command names, with the arguments of a call."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from graphopt.commands.imports import imported
+from graphopt.errors import GraphOptError
+from graphopt.step import TrainStep
+
+_KEPT_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class StepCalls:
+    """A step function, and the arguments of as many calls as are asked for.
+
+    Attributes:
+        function: as the user wrote it, without `graphopt.compile`.
+        arguments: of every call: models, optimizers and the like.
+        batches: what follows them, another one in each call.
+        keywords: of every call.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    batches: tuple[tuple[Any, ...], ...]
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+    def next_batches(self, count: int, start: int = 0) -> list[tuple[Any, ...]]:
+        """The batches of `count` calls; they begin anew when they are used up."""
+        return list(islice(cycle(self.batches), start, start + count))
+
+
+def find_step(target: str) -> StepCalls:
+    """The step of ``train.py``, or of ``train.py:train_step``.
+
+    A file alone is run as a script until it first calls a step that `graphopt.compile` made. With a
+    name, the file is imported, and its function ``make()`` returns ``(arguments, batches)``: what
+    every call is given first, and an iterable of what each call is given on top.
+
+    Raises:
+        GraphOptError: there is no such file or step, or `make` returns something else.
+    """
+    path, _, name = target.partition(":")
+    if not Path(path).is_file():
+        raise GraphOptError(f"{path}: no such file; write train.py or train.py:train_step")
+    return _made(path, name) if name else _called_by_script(path)
+
+
+class _StepCalled(BaseException):
+    """Ends a script at its first call of a compiled step; no `except Exception` stops it."""
+
+    def __init__(self, step: TrainStep, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        super().__init__()
+        self.calls = StepCalls(step.__wrapped__, args, ((),), keywords)  # type: ignore[attr-defined]
+
+
+def _called_by_script(path: str) -> StepCalls:
+    def stop(step: TrainStep, *args: Any, **keywords: Any) -> None:
+        raise _StepCalled(step, args, keywords)
+
+    folder = str(Path(path).resolve().parent)
+    with patch.object(TrainStep, "__call__", stop), patch.object(sys, "argv", [path]):
+        sys.path.insert(0, folder)
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except _StepCalled as found:
+            return found.calls
+        finally:
+            sys.path.remove(folder)
+    raise GraphOptError(
+        f"{path} called no step that graphopt.compile made: decorate its step, or name it as"
+        f" {path}:train_step and give the file a function make() -> (arguments, batches)"
+    )
+
+
+def _made(path: str, name: str) -> StepCalls:
+    module = imported(path)
+    step, make = (getattr(module, attribute, None) for attribute in (name, "make"))
+    if not callable(step) or not callable(make):
+        missing = name if not callable(step) else "make"
+        raise GraphOptError(
+            f"{path} has no function {missing!r}: it needs {name}(*arguments, *batch), and"
+            " make() -> (arguments, batches)"
+        )
+    function = step.__wrapped__ if isinstance(step, TrainStep) else step  # type: ignore[attr-defined]
+    made = make()
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], (tuple, list)):
+        raise GraphOptError(
+            f"{path}:make() returned {type(made).__name__}: it returns (arguments, batches), such"
+            " as ((model, optimizer), loader)"
+        )
+    arguments, batches = made
+    kept = tuple(_as_tuples(islice(iter(batches), _KEPT_BATCHES)))
+    if not kept:
+        raise GraphOptError(f"{path}:make() returned no batches: at least one is needed")
+    return StepCalls(function, tuple(arguments), kept)
+
+
+def _as_tuples(batches: Iterator[Any]) -> Iterator[tuple[Any, ...]]:
+    for batch in batches:
+        yield tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)

@@ -1,0 +1,156 @@
+"""`graphopt estimate`: finds a user's step, predicts it for numbers of ranks, and measures it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from graphopt import cli
+from graphopt.errors import GraphOptError
+from graphopt.estimate.predict import Prediction, network_named
+from graphopt.estimate.tables import prediction_advice
+from graphopt.estimate.target import find_step
+
+SCRIPT = """
+import graphopt, torch
+from torch import nn
+from torch.nn import functional as F
+
+model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+
+@graphopt.compile
+def train_step(model, optimizer, x, y):
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def make():
+    return (model, optimizer), ((torch.randn(4, 8), torch.randn(4, 8)) for _ in range(3))
+
+
+if __name__ == "__main__":
+    for x, y in make()[1]:
+        train_step(model, optimizer, x, y)
+    print("the script went on")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train_here.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(cli.app, ["estimate", *words], env={"COLUMNS": "80", "NO_COLOR": "1"})
+
+
+def test_a_script_is_run_until_it_calls_its_step(script: Path) -> None:
+    calls = find_step(str(script))
+    assert calls.function.__name__ == "train_step"
+    assert len(calls.arguments) == 4
+    assert calls.next_batches(2) == [(), ()]
+
+
+def test_a_named_step_is_called_with_what_make_returns(script: Path) -> None:
+    calls = find_step(f"{script}:train_step")
+    assert [type(argument).__name__ for argument in calls.arguments] == ["Sequential", "AdamW"]
+    batches = calls.next_batches(4)
+    assert [x.shape for x, _ in batches] == [(4, 8)] * 4
+    assert batches[3] is calls.batches[0]  # they begin anew
+
+
+@pytest.mark.parametrize(
+    ("change", "target", "message"),
+    [
+        (("", ""), "absent.py", "no such file"),
+        (("@graphopt.compile\n", ""), "{}", "called no step that graphopt.compile made"),
+        (("", ""), "{}:train", "has no function 'train'"),
+        (("def make(", "def made("), "{}:train_step", "has no function 'make'"),
+        (("return (model, optimizer), (", "return ("), "{}:train_step", "returned generator"),
+        (("range(3)", "range(0)"), "{}:train_step", "returned no batches"),
+    ],
+)
+def test_what_is_missing_is_said(
+    script: Path, change: tuple[str, str], target: str, message: str
+) -> None:
+    script.write_text(SCRIPT.replace(*change).replace("made()[1]", "[]"))
+    with pytest.raises(GraphOptError, match=re.escape(message)):
+        find_step(target.format(script))
+
+
+def test_networks_by_name_and_by_rate() -> None:
+    assert network_named("nvlink").name == "nvlink"
+    slow, fast = network_named("600"), network_named("25gbit")
+    assert fast.bytes_per_second == pytest.approx(25_000 / 600 * slow.bytes_per_second)
+    for text in ("", "fast", "0", "-3mbit", "600 mb"):
+        with pytest.raises(GraphOptError, match="600mbit"):
+            network_named(text)
+
+
+def test_a_prediction_has_a_row_for_each_number_of_ranks(script: Path) -> None:
+    result = invoke(str(script), "--network", "600mbit", "--ranks", "2,16")
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.output.splitlines() if re.match(r" *\d", line)]
+    assert [int(row[0]) for row in rows] == [2, 16]
+    for row in rows:
+        compute, communication, bound = map(float, row[1:4])
+        assert bound == max(compute, communication)
+        assert min(map(float, row[4:8])) >= 0.99 * bound
+
+
+@pytest.mark.parametrize("ranks", ["1", "two", "", "2,,8"])
+def test_bad_numbers_of_ranks(script: Path, ranks: str) -> None:
+    result = invoke(str(script), "--ranks", ranks)
+    assert result.exit_code == 2
+    assert "--ranks" in result.output
+
+
+@pytest.mark.parametrize(
+    ("compute", "communication", "ours", "said"),
+    [(1.0, 0.01, 1.0, "Not worth it"), (1.0, 1.0, 1.19, "Little to gain"), (1.0, 1.0, 1.0, "0.83")],
+)
+def test_where_it_is_not_worth_it_the_advice_says_so(
+    compute: float, communication: float, ours: float, said: str
+) -> None:
+    found = Prediction(8, compute, communication, {25.0: 1.5, 1.0: 1.2}, ours, (1, 1))
+    assert said in prediction_advice([found])
+
+
+def test_one_process_is_measured_against_eager(script: Path) -> None:
+    result = invoke(f"{script}:train_step", "--measure", "--no-inductor", "--rounds", "2")
+    assert result.exit_code == 0, result.output
+    row = next(line for line in result.output.splitlines() if "graphopt, default" in line)
+    assert row.split()[-1] == "0"  # no difference to eager
+
+
+def test_ranks_are_measured_against_ddp(script: Path) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = ["-m", "graphopt", "estimate", f"{script}:train_step", "--measure", "--no-inductor"]
+    root = str(Path(__file__).resolve().parent.parent)
+    done = subprocess.run(
+        [sys.executable, *launch, *words, "--rounds", "2", "--turn", "1"],
+        env={**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    names = ("compute alone", "DDP, 25 MB", "DDP, 1 MB", "graphopt, default", "graphopt, auto")
+    rows = {name: row for row in done.stdout.splitlines() for name in names if f"{name} " in row}
+    assert set(rows) == set(names)
+    for name in names[2:]:
+        assert rows[name].split()[-1] == "0", rows[name]
