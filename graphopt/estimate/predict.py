@@ -141,7 +141,6 @@ def predict(
 def _prediction(gm: fx.GraphModule, costs: CostModel, ranks: int) -> Prediction:
     ddp: dict[float, float] = {}
     peaks: dict[float, int] = {}
-    plain = _simulated(gm, [], costs, ranks)
     for size in DDP_BUCKETS_MB:
         timeline, peaks[size] = _simulated(gm, _as_ddp(size), costs, ranks)
         ddp[size] = timeline.step_seconds
@@ -151,7 +150,7 @@ def _prediction(gm: fx.GraphModule, costs: CostModel, ranks: int) -> Prediction:
     best = min(ddp, key=ddp.__getitem__)
     return Prediction(
         ranks,
-        plain[0].compute_seconds,
+        ours.compute_seconds,
         ours.comm_seconds,
         ddp,
         ours.step_seconds,
