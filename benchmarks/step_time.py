@@ -33,8 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 import graphopt
 from graphopt.demo.compare import compare
 from graphopt.demo.launch import Event, Reporter
-from graphopt.estimate.memory import peak_memory
 from graphopt.demo.replica import RandomState
+from graphopt.estimate.memory import peak_memory
 
 CPU = torch.device("cpu")
 MEMORY_STEPS = 5

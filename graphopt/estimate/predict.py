@@ -149,12 +149,7 @@ def _prediction(gm: fx.GraphModule, costs: CostModel, ranks: int) -> Prediction:
     ours, peak = _simulated(gm, pipeline_with(buckets, HELD_BACK), costs, ranks)
     best = min(ddp, key=ddp.__getitem__)
     return Prediction(
-        ranks,
-        ours.compute_seconds,
-        ours.comm_seconds,
-        ddp,
-        ours.step_seconds,
-        (peaks[best], peak),
+        ranks, ours.compute_seconds, ours.comm_seconds, ddp, ours.step_seconds, (peaks[best], peak)
     )
 
 
