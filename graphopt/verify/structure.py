@@ -39,8 +39,8 @@ def topology(graph: fx.Graph) -> Iterator[Problem]:
 def _other_placements(old: Sequence[fx.Node], new: Sequence[fx.Node]) -> Iterator[Problem]:
     """The ranks hold each input as before."""
     for node, was in zip(new, old, strict=True):
-        if placement_of(node) is not placement_of(was):
-            kinds = f"{placement_of(node).value}, before it was {placement_of(was).value}"
+        if placement_of(node) != placement_of(was):
+            kinds = f"{placement_of(node)}, before it was {placement_of(was)}"
             yield Problem(f"the placement of %{node.name} is {kinds}", (node,))
 
 
