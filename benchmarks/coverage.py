@@ -11,7 +11,8 @@
 Every case is a loop as people publish it, in a small size (`benchmarks/cases`). It is run eagerly
 and through `graphopt.compile`, from the same seed, and everything that it leaves is compared bit
 for bit: results, parameters, buffers, optimizer state, random numbers. A refusal is shown with its
-reason and line.
+reason and line; behind it stands the cured form of the loop, in which the lines that the message
+names are where it says.
 """
 
 from __future__ import annotations
@@ -36,8 +37,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy
 import torch
-from cases import Build, Case, cases, tensors_of
-from coverage_outcomes import Outcome, compared, show, steps_compared, summary, table, taken_whole
+from cases import Build, Case, cases, cured_cases, tensors_of
+from coverage_outcomes import (
+    CURED,
+    Outcome,
+    compared,
+    show,
+    steps_compared,
+    summary,
+    table,
+    taken_whole,
+)
 from coverage_steps import step_times
 from coverage_torch import first_of_torch, whole_by_torch
 
@@ -186,11 +196,17 @@ def found(name: str, build: Build, options: argparse.Namespace) -> Outcome:
 
 
 def chosen(names: Sequence[str]) -> dict[str, Build]:
-    """The cases of these families, or with these names; all where there are none."""
-    found = cases()
+    """The cases of these families, or with these names; all where there are none. Each cured form
+    stands behind the case that is refused."""
+    found: dict[str, Build] = {}
+    for name, build in cases().items():
+        found[name] = build
+        if name in cured_cases():
+            found[f"{name} {CURED}"] = cured_cases()[name]
     if not names:
         return found
-    return {n: b for n, b in found.items() if n in names or n.partition(".")[0] in names}
+    wanted = set(names)
+    return {n: b for n, b in found.items() if {n.split()[0], n.partition(".")[0]} & wanted}
 
 
 def main() -> None:

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import linear_regression, median
 
+CURED = "(cured)"
+"""Stands behind the name of a case of which this is the cured form."""
+
 
 @dataclass
 class Outcome:
@@ -78,10 +81,15 @@ def _short(reason: str) -> str:
 
 def summary(outcomes: Sequence[Outcome]) -> str:
     """The figures of all cases in one sentence."""
+    cured = [each for each in outcomes if each.name.endswith(CURED)]
+    outcomes = [each for each in outcomes if each not in cured]
     bitwise = [each for each in outcomes if each.verdict == "bitwise"]
     wrong = sum(each.verdict == "differs" for each in outcomes)
     per_node = [1000 * each.seconds / each.nodes for each in bitwise if each.nodes]
     text = f"{len(bitwise)} of {len(outcomes)} captured and bitwise, {wrong} captured and not"
+    if cured:
+        right = sum(each.verdict == "bitwise" for each in cured)
+        text += f"; {right} of {len(cured)} cured forms captured and bitwise"
     if not per_node:
         return text
     text += (

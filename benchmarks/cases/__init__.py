@@ -14,11 +14,11 @@ from . import (
     trainers,
     vision,
 )
-from .case import STEPS, Build, Case, cases, tensors_of
+from .case import STEPS, Build, Case, cases, cured_cases, refusals, tensors_of
 
 FAMILIES = (
     language, vision, adversarial, reinforcement, representation, sequences, optimizers, styles,
     trainers, counting, randomness, reporting,
 )  # fmt: skip
 
-__all__ = ["FAMILIES", "STEPS", "Build", "Case", "cases", "tensors_of"]
+__all__ = ["FAMILIES", "STEPS", "Build", "Case", "cases", "cured_cases", "refusals", "tensors_of"]

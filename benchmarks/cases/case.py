@@ -31,17 +31,50 @@ class Case:
 
 Build = Callable[[], Case]
 _CASES: dict[str, Build] = {}
+_REFUSED: dict[str, str] = {}
+_CURED: dict[str, Build] = {}
 
 
 def case(build: Build) -> Build:
     """Enter a case into the set, under the name of the function that builds it."""
-    _CASES[f"{build.__module__.rpartition('.')[2]}.{build.__name__}"] = build
+    _CASES[_name(build)] = build
     return build
 
 
+def refused(reason: str) -> Callable[[Build], Build]:
+    """Enter a case that graphopt refuses for a reason; beside it stands its cured form."""
+
+    def enter(build: Build) -> Build:
+        _REFUSED[_name(build)] = reason
+        return case(build)
+
+    return enter
+
+
+def cured(build: Build) -> Build:
+    """Enter the cured form of a case, whose name it has, with `_cured` behind: the lines that the
+    message names are where the message says."""
+    _CURED[_name(build).removesuffix("_cured")] = build
+    return build
+
+
+def _name(build: Build) -> str:
+    return f"{build.__module__.rpartition('.')[2]}.{build.__name__}"
+
+
 def cases() -> dict[str, Build]:
-    """All cases of the families that have been imported, by name."""
+    """All cases of the families that have been imported, by name, as people publish them."""
     return dict(_CASES)
+
+
+def refusals() -> dict[str, str]:
+    """The cases that are refused, by name, each with a part of the reason."""
+    return dict(_REFUSED)
+
+
+def cured_cases() -> dict[str, Build]:
+    """Cured forms of cases that are refused, by the names of these."""
+    return dict(_CURED)
 
 
 def repeated(*fixed: Any, draw: Callable[[], tuple[Any, ...]]) -> list[tuple[Any, ...]]:

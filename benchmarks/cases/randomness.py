@@ -10,15 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .case import STEPS, Case, case, repeated
+from .case import STEPS, Case, case, cured, refused, repeated
 
 
-@case
-def mixup_inside() -> Case:
-    """Mixup as its authors wrote it: the coefficient and the order are drawn in the step."""
+def convolutions() -> tuple[nn.Module, torch.optim.Optimizer]:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
                         nn.Linear(288, 4))  # fmt: skip
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+
+
+@refused("draws from a generator of Python or numpy")
+def mixup_inside() -> Case:
+    """Mixup as its authors wrote it: the coefficient and the order are drawn in the step."""
+    net, optimizer = convolutions()
 
     def mixup_data(x: Tensor, y: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor, float]:
         lam = numpy.random.beta(alpha, alpha) if alpha > 0 else 1
@@ -41,6 +45,28 @@ def mixup_inside() -> Case:
     return Case(step, repeated(net, optimizer, draw=draw), [net, optimizer])
 
 
+@cured
+def mixup_inside_cured() -> Case:
+    """The coefficient is an argument; the order is drawn with torch as before."""
+    net, optimizer = convolutions()
+
+    def step(net: Any, optimizer: Any, inputs: Tensor, targets: Tensor, lam: float) -> float:
+        index = torch.randperm(inputs.size()[0])
+        outputs = net(lam * inputs + (1 - lam) * inputs[index, :])
+        loss = lam * F.cross_entropy(outputs, targets)
+        loss = loss + (1 - lam) * F.cross_entropy(outputs, targets[index])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    def draw() -> tuple[Tensor, Tensor, float]:
+        x, y = torch.randn(5, 3, 8, 8), torch.randint(0, 4, (5,))
+        return x, y, float(numpy.random.beta(1.0, 1.0))
+
+    return Case(step, repeated(net, optimizer, draw=draw), [net, optimizer])
+
+
 class Decoder(nn.Module):
     """Decodes word by word, from a given one or its own last one."""
 
@@ -56,15 +82,34 @@ class Decoder(nn.Module):
             output, hidden = self.rnn(self.embedding(word)[None], hidden)
             logits = self.out(output[0])
             outputs.append(logits)
-            teacher_force = random.random() < teacher_forcing_ratio
-            word = target[t] if teacher_force else logits.argmax(1)
+            word = self.next_word(target[t], logits, teacher_forcing_ratio)
         return torch.stack(outputs)
 
+    def next_word(self, target: Tensor, logits: Tensor, ratio: float) -> Tensor:
+        teacher_force = random.random() < ratio
+        return target if teacher_force else logits.argmax(1)
 
-@case
+
+class DecoderByTensors(Decoder):
+    """Draws with torch, and chooses among tensors."""
+
+    def next_word(self, target: Tensor, logits: Tensor, ratio: float) -> Tensor:
+        return torch.where(torch.rand(()) < ratio, target, logits.argmax(1))
+
+
+@refused("draws from a generator of Python or numpy")
 def teacher_forcing() -> Case:
     """Each word of the target is given, or not, by a draw of its own."""
-    model = Decoder()
+    return translating(Decoder())
+
+
+@cured
+def teacher_forcing_cured() -> Case:
+    """The same by a draw of torch's."""
+    return translating(DecoderByTensors())
+
+
+def translating(model: Decoder) -> Case:
     optimizer = torch.optim.Adam(model.parameters())
 
     def step(model: Any, optimizer: Any, source: Tensor, target: Tensor) -> float:
@@ -82,12 +127,17 @@ def teacher_forcing() -> Case:
     return Case(step, repeated(model, optimizer, draw=draw), [model, optimizer])
 
 
-@case
-def gan_with_noise_of_numpy() -> Case:
-    """A generator fed by `Tensor(np.random.normal(…))`, with labels that are flipped at times."""
+def adversaries() -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
     generator = nn.Sequential(nn.Linear(4, 16), nn.LeakyReLU(0.2), nn.Linear(16, 6), nn.Tanh())
     critic = nn.Sequential(nn.Linear(6, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1), nn.Sigmoid())
-    optimizers = [torch.optim.Adam(n.parameters(), lr=2e-4) for n in (generator, critic)]
+    nets: list[nn.Module] = [generator, critic]
+    return nets, [torch.optim.Adam(net.parameters(), lr=2e-4) for net in nets]
+
+
+@refused("draws from a generator of Python or numpy")
+def gan_with_noise_of_numpy() -> Case:
+    """A generator fed by `Tensor(np.random.normal(…))`, with labels that are flipped at times."""
+    nets, optimizers = adversaries()
     tensor = torch.FloatTensor
 
     def step(nets: Any, optimizers: Any, real: Tensor) -> tuple[float, float]:
@@ -107,8 +157,39 @@ def gan_with_noise_of_numpy() -> Case:
         of_critic.step()
         return float(g_loss.detach()), float(d_loss.detach())
 
-    nets = [generator, critic]
     calls = [(nets, optimizers, torch.rand(5, 6)) for _ in range(STEPS)]
+    return Case(step, calls, [*nets, *optimizers])
+
+
+@cured
+def gan_with_noise_of_numpy_cured() -> Case:
+    """The noise is a tensor among the arguments, and whether labels are flipped is one as well."""
+    nets, optimizers = adversaries()
+
+    def step(
+        nets: Any, optimizers: Any, real: Tensor, noise: Tensor, flip: bool
+    ) -> tuple[float, float]:
+        (generator, critic), (of_generator, of_critic) = nets, optimizers
+        valid, fake = torch.full((real.size(0), 1), 0.9), torch.zeros(real.size(0), 1)
+        if flip:
+            valid, fake = fake, valid
+        of_generator.zero_grad()
+        made = generator(noise)
+        g_loss = F.binary_cross_entropy(critic(made), valid)
+        g_loss.backward()
+        of_generator.step()
+        of_critic.zero_grad()
+        d_loss = F.binary_cross_entropy(critic(real), valid)
+        d_loss = (d_loss + F.binary_cross_entropy(critic(made.detach()), fake)) / 2
+        d_loss.backward()
+        of_critic.step()
+        return float(g_loss.detach()), float(d_loss.detach())
+
+    def drawn() -> tuple[Tensor, bool]:
+        noise = torch.from_numpy(numpy.random.normal(0, 1, (5, 4))).float()
+        return noise, random.random() < 0.05
+
+    calls = [(nets, optimizers, torch.rand(5, 6), *drawn()) for _ in range(STEPS)]
     return Case(step, calls, [*nets, *optimizers])
 
 
