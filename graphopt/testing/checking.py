@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphopt import _compat
@@ -25,8 +26,11 @@ from graphopt.manager import (
 from graphopt.parallel import resolve
 from graphopt.parallel.parallelize import parallelize
 from graphopt.readable import compact_text, text_diff
-from graphopt.testing.comparing import TOLERANCE as TOLERANCE
-from graphopt.testing.comparing import Values, constant_factor, difference, rough_difference
+from graphopt.testing.comparing import Values, difference, wide
+from graphopt.testing.experiments import Experiment, Experiments, as_given
+from graphopt.testing.factors import typical
+from graphopt.testing.numerics import TOLERANCE as TOLERANCE
+from graphopt.testing.numerics import numeric_problems
 from graphopt.testing.runs import run
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import capture_call, communication_for
@@ -56,8 +60,9 @@ def check_pass(
 
     - its number of changes is compared with `changes`, and the graph with `expect`;
     - both graphs, untouched and rewritten, run on copies of the same inputs. What they return and
-      what they leave in the inputs must be the same bit for bit (for a pass that is declared to
-      change numerics: but for `TOLERANCE`, state by how far it went). If nodes run one iteration
+      what they leave in the inputs must be the same bit for bit. Of a pass that is declared to
+      change numerics, rounding is told from mistakes, in many runs with other data and other
+      hyperparameters: see `graphopt.testing.numerics`. If nodes run one iteration
       late, three iterations and a flush are compared, each with smaller hyperparameters and a batch
       rolled by one;
     - in `fake_ranks`, both run for all ranks, each with a batch of its own, and what was the same
@@ -172,39 +177,54 @@ class StepUnderTest:
     ) -> None:
         late = isinstance(rewritten, IterGraphModule) and bool(rewritten.graph.late)
         iterations = _ITERATIONS if late else 1
-        expected = self._run(untouched, iterations, prepared_by)
-        actual = _run_rewritten(rewritten, self._inputs, iterations, pass_)
+
+        def run_untouched(experiment: Experiment) -> Values:
+            return self._run(untouched, iterations, prepared_by, experiment)
+
+        def run_rewritten(experiment: Experiment) -> Values:
+            return _run_rewritten(rewritten, experiment.make(), iterations, pass_)
+
+        first = as_given(self._inputs)
+        expected, actual = run_untouched(first), run_rewritten(first)
         if expected.keys() != actual.keys():
             raise AssertionError(
                 f"{pass_.name} changes what the graph returns: {list(actual)} instead of"
                 f" {list(expected)}"
             )
-        disturbed: Values = {}
-        if pass_.changes_numerics:
-            disturbed = self._run(untouched, iterations, prepared_by, disturbed=True)
         _compare_ranks(expected, actual, pass_.name)
-        for where, value in expected.items():
-            if disturbed:
-                problem = rough_difference(actual[where], value, disturbed[where])
-            else:
-                problem = difference(actual[where], value)
-            if problem is not None:
-                hint = _factor_hint(expected, actual)
-                raise AssertionError(f"{pass_.name} changes {where}: {problem}{hint}")
+        if pass_.changes_numerics:
+            nodes = untouched.graph.find_nodes(op="placeholder")
+            problems = numeric_problems(
+                Experiments(nodes, self._inputs), run_untouched, run_rewritten, (expected, actual)
+            )
+        else:
+            problems = _differences(expected, actual)
+        for where, problem in problems:
+            hint = _factor_hint(expected, actual)
+            raise AssertionError(f"{pass_.name} changes {where}: {problem}{hint}")
 
     def _run(
         self,
         untouched: fx.GraphModule,
         iterations: int,
         prepared_by: tuple[Pass, ...],
-        *,
-        disturbed: bool = False,
+        experiment: Experiment,
     ) -> Values:
         """What the untouched graph does; kept for the next check."""
-        key = iterations, prepared_by, disturbed, _compat.fake_world_size()
-        if key not in self._runs:
-            self._runs[key] = run(untouched, self._inputs, iterations, disturbed=disturbed)
-        return self._runs[key]
+        key = iterations, prepared_by, experiment.name, _compat.fake_world_size()
+        if key in self._runs:
+            return self._runs[key]
+        found = run(untouched, experiment.make(), iterations)
+        if experiment.is_kept:
+            self._runs[key] = found
+        return found
+
+
+def _differences(expected: Values, actual: Values) -> Iterator[tuple[str, str]]:
+    for where, value in expected.items():
+        problem = difference(actual[where], value)
+        if problem is not None:
+            yield where, problem
 
 
 def _run_rewritten(
@@ -223,7 +243,9 @@ def _factor_hint(expected: Values, actual: Values) -> str:
     """What it may mean that something is a multiple of what it was."""
     ranks = _compat.fake_world_size() or 1
     for where, value in expected.items():
-        factor = constant_factor(actual[where], value, roughly=True)
+        if not isinstance(value.value, torch.Tensor) or not value.value.is_floating_point():
+            continue
+        factor = typical(wide(value.change), wide(actual[where].change))
         if factor is None:
             continue
         what = f"\n  {where} changes by {factor:.3g} times as much as it did"

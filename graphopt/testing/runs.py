@@ -20,26 +20,18 @@ from graphopt.testing.ranks import inputs_of_rank
 
 _SEED = 0
 
-_DISTURBANCE = 2.0**-9
-"""Half of the last bit of a bfloat16, relative."""
 
-
-def run(
-    graph_module: fx.GraphModule, inputs: Sequence[Any], iterations: int, *, disturbed: bool = False
-) -> dict[str, Value]:
+def run(graph_module: fx.GraphModule, inputs: Sequence[Any], iterations: int) -> dict[str, Value]:
     """Everything that `iterations` calls return and leave behind, by description.
 
     In `fake_ranks` the graph runs for all ranks.
 
     Args:
         inputs: one value per placeholder, which stays as it is.
-        disturbed: change each float among the inputs a little.
     """
     size = _compat.fake_world_size() or 1
     module = _own(graph_module)
     placeholders = module.graph.find_nodes(op="placeholder")
-    if disturbed:
-        inputs = [_disturbed(value, node) for node, value in zip(placeholders, inputs, strict=True)]
     values = [inputs_of_rank(placeholders, inputs, rank) for rank in range(size)]
     gpus = {v.device for v in values[0] if isinstance(v, torch.Tensor) and v.is_cuda}
     with torch.random.fork_rng(list(gpus)), torch.no_grad(), without_autocast():
@@ -77,7 +69,9 @@ def _run(
     for rank, (own, start) in enumerate(zip(values, starts, strict=True)):
         where = f" on rank {rank}" if step else ""
         for node, value, was in zip(placeholders, own, start, strict=True):
-            yield f"the final value of {node.name}{where}", Value(value, _state(was, node))
+            state = _state(was, node)
+            kind = None if state is None else input_kind(node)
+            yield f"the final value of {node.name}{where}", Value(value, state, kind)
 
 
 def _call(module: fx.GraphModule, values: Sequence[Any], last: bool) -> Any:
@@ -104,12 +98,3 @@ def _next(value: Any, node: fx.Node) -> Any:
     if kind == "user_input" and isinstance(value, torch.Tensor) and value.dim():
         return value.roll(1, 0)
     return value
-
-
-def _disturbed(value: Any, node: fx.Node) -> Any:
-    floats = isinstance(value, torch.Tensor) and value.is_floating_point()
-    if not floats or input_kind(node) in ("hyperparameter", "optimizer_state"):
-        return value
-    signs = torch.ones(value.numel(), dtype=value.dtype, device=value.device)
-    signs[::2] = -1
-    return value.detach() * (1 + _DISTURBANCE * signs.view(value.shape))

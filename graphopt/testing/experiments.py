@@ -1,0 +1,219 @@
+"""Other inputs for a step, in which each of its terms shows by itself.
+
+One run says little of a pass that changes numerics: a decay that is wrong by 0.2 % moves a weight
+by less than rounding does. So both graphs also run with other data, with each hyperparameter much
+larger, with a tiny learning rate, with optimizer state so large that gradients hardly matter, and
+with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from graphopt.ir.metadata import input_kind
+
+Purpose = Literal["base", "disturbed", "trial", "response", "fresh", "state", "elements", "finite"]
+
+TRIALS = 4
+"""Runs with other data, if the inputs are not large."""
+
+_LARGE_BYTES = 1 << 28
+LEVELS = (2.0**-9, 2.0**-7, 2.0**-5, 2.0**-3)
+"""How much inputs are disturbed, relative: as a bfloat16 is rounded, …, as two bits are."""
+
+_STATE_FACTOR = 2.0**20
+_TINY = 2.0**-10
+_FACTORS = (4096.0, 16.0)
+"""How many times as large a hyperparameter is: the first with which the step stays finite."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One set of inputs.
+
+    Attributes:
+        name: in words, after "with".
+        purpose: how the results are compared: "base" and "trial" for the size of each change,
+            "response" for the difference from the base, "fresh" for what becomes of state that was
+            zero, "state" for changes that gradients hardly matter for, "elements" for single
+            elements alone, "finite" for whether they are numbers. "disturbed" is for the untouched
+            graph, to see what rounding makes of it.
+        make: gives the inputs.
+        instead: what to try where the untouched graph gives numbers that are not finite.
+        is_kept: whether results are small enough to be kept for the next check.
+    """
+
+    name: str
+    purpose: Purpose
+    make: Callable[[], list[Any]]
+    instead: Experiment | None = None
+    is_kept: bool = True
+
+
+def as_given(inputs: Sequence[Any]) -> Experiment:
+    """The inputs as they are."""
+    return Experiment("the inputs as given", "base", lambda: list(inputs))
+
+
+class Experiments:
+    """Experiments with one step.
+
+    Args:
+        placeholders: of its graph.
+        inputs: one value for each; they stay as they are.
+    """
+
+    def __init__(self, placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> None:
+        self._kinds = [input_kind(node) for node in placeholders]
+        self._names = [node.name for node in placeholders]
+        self._inputs = list(inputs)
+
+    def __iter__(self) -> Iterator[Experiment]:
+        """All but the base, what rounding does first."""
+        for level in LEVELS:
+            disturbed = partial(self._disturbed, level)
+            yield self._new(f"inputs disturbed by {level:g}", "disturbed", disturbed)
+        for number in range(1, 1 + (1 if self._are_large else TRIALS)):
+            yield self._new(f"other data ({number})", "trial", partial(self._trial, number))
+        for role, indices in self._hyperparameters().items():
+            yield self._response(role, indices)
+            if role == "lr":
+                yield self._new("a tiny lr", "elements", partial(self._scaled, indices, _TINY))
+        state = [i for i in self._of_kind("optimizer_state") if _has_size(self._inputs[i])]
+        if state:
+            for number in range(1, 1 + (1 if self._are_large else TRIALS)):
+                fresh = partial(self._fresh, state, number)
+                yield self._new(f"other data ({number}) and no state", "fresh", fresh)
+            large = partial(self._large, state)
+            yield self._new("large optimizer state", "state", large)
+            zeros = partial(self._with_zeros, state)
+            yield self._new("zeros among inputs and state", "finite", zeros)
+
+    def _response(self, role: str, indices: Sequence[int]) -> Experiment:
+        values = [abs(float(self._inputs[index])) for index in indices]
+        factors = (0.75,) if all(0.5 <= value < 1 for value in values) else _FACTORS
+        made: Experiment | None = None
+        for factor in reversed(factors):
+            name = f"{role} {factor:g} times as large"
+            make = partial(self._scaled, indices, factor)
+            made = self._new(name, "response", make, made)
+        assert made is not None
+        return made
+
+    def _new(
+        self,
+        name: str,
+        purpose: Purpose,
+        make: Callable[[], list[Any]],
+        instead: Experiment | None = None,
+    ) -> Experiment:
+        return Experiment(name, purpose, make, instead, not self._are_large)
+
+    @property
+    def _are_large(self) -> bool:
+        """Whether a run takes long enough to have few of them, and samples enough to do so."""
+        tensors = (v for v in self._inputs if isinstance(v, torch.Tensor))
+        return sum(tensor.nbytes for tensor in tensors) > _LARGE_BYTES
+
+    def _of_kind(self, kind: str) -> list[int]:
+        """The positions of inputs of one kind."""
+        return [index for index, other in enumerate(self._kinds) if other == kind]
+
+    def _hyperparameters(self) -> dict[str, list[int]]:
+        """The positions of hyperparameters that are not zero, by what they are."""
+        found: dict[str, list[int]] = {}
+        for index in self._of_kind("hyperparameter"):
+            if isinstance(self._inputs[index], torch.Tensor) and float(self._inputs[index]) == 0:
+                continue
+            found.setdefault(_role(self._names[index]), []).append(index)
+        return found
+
+    def _scaled(self, indices: Sequence[int], factor: float) -> list[Any]:
+        """The inputs, some of them multiplied."""
+        chosen = set(indices)
+        return [v * factor if i in chosen else v for i, v in enumerate(self._inputs)]
+
+    def _disturbed(self, level: float) -> list[Any]:
+        """The inputs, each float but optimizer state and hyperparameters changed a little."""
+        kept = ("hyperparameter", "optimizer_state")
+        generator = torch.Generator().manual_seed(0)
+        return [
+            v if kind in kept or not _is_float(v) else _disturbed(v, level, generator)
+            for v, kind in zip(self._inputs, self._kinds, strict=True)
+        ]
+
+    def _trial(self, number: int) -> list[Any]:
+        """Other data: floats multiplied by numbers around one, integers of the batch rolled."""
+        generator = torch.Generator().manual_seed(number)
+        return [
+            _other(v, kind, number, generator)
+            for v, kind in zip(self._inputs, self._kinds, strict=True)
+        ]
+
+    def _fresh(self, state: Sequence[int], number: int) -> list[Any]:
+        """Other data, state and decay zero: state becomes what gradients make of it."""
+        made = self._trial(number)
+        for index in (*state, *self._hyperparameters().get("weight_decay", ())):
+            made[index] = made[index] * 0
+        return made
+
+    def _large(self, state: Sequence[int]) -> list[Any]:
+        """Large state, of which no two elements are alike."""
+        made, generator = list(self._inputs), torch.Generator().manual_seed(0)
+        for index in state:
+            value = made[index]
+            factor = _STATE_FACTOR * (0.5 + torch.rand(value.shape, generator=generator))
+            made[index] = value * factor.to(value.device, value.dtype)
+        return made
+
+    def _with_zeros(self, state: Sequence[int]) -> list[Any]:
+        """The state zero, and half of each parameter and example: 0 / 0 shows here."""
+        made = self._scaled(state, 0.0)
+        for index in (*self._of_kind("user_input"), *self._of_kind("parameter")):
+            value = made[index]
+            if _has_size(value) and value.shape[-1] > 1:
+                made[index] = value.clone()
+                made[index][..., : value.shape[-1] // 2] = 0
+        return made
+
+
+_SPREADS = {"parameter": 0.1, "gradient": 0.3, "user_input": 0.3, None: 0.3}
+"""How far from one the numbers are with which inputs are multiplied in a trial."""
+
+
+def _other(value: Any, kind: str | None, number: int, generator: torch.Generator) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dtype == torch.bool:
+        return value
+    if not value.is_floating_point():
+        batch = kind in ("user_input", None) and value.dim()
+        moved = number * (1 + value.numel() // 7)
+        return value.flatten().roll(moved).view(value.shape) if batch else value
+    if kind not in _SPREADS:
+        return value
+    noise = torch.randn(value.shape, generator=generator).to(value.device, value.dtype)
+    return value * (1 + _SPREADS[kind] * noise)
+
+
+def _disturbed(value: torch.Tensor, level: float, generator: torch.Generator) -> torch.Tensor:
+    signs = torch.randint(2, value.shape, generator=generator).to(value.device, value.dtype)
+    return value.detach() * (1 + level * (2 * signs - 1))
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _role(name: str) -> str:
+    """`weight_decay` of `optimizer_param_groups_0_weight_decay`."""
+    _, groups, rest = name.partition("param_groups_")
+    return rest.partition("_")[2] if groups else name
+
+
+def _has_size(value: Any) -> bool:
+    return _is_float(value) and value.dim() > 0

@@ -1,0 +1,332 @@
+"""Are the values that a rewritten graph leaves those of the untouched graph, but for rounding?
+
+Rounding is what a pass may add that declares `changes_numerics`: it sends bfloat16, or adds up in
+another order. It may not change by which factor anything goes into a result or a piece of state:
+
+- elements are near what they were, state by how far the step moved it;
+- each change has a factor of one (`graphopt.testing.factors`), over runs with several batches;
+- so has each response to a hyperparameter: what differs if that is much larger;
+- with large optimizer state, where gradients hardly matter, changes scatter hardly at all;
+- state that was kept in float32 still is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from graphopt.testing.comparing import Value, Values, extent, other_kind, same_elements, wide
+from graphopt.testing.experiments import Experiment, as_given
+from graphopt.testing.factors import Factor, measured
+
+TOLERANCE = 1e-2
+"""Of passes that change numerics: what each element may differ by, in proportion to the largest in
+its tensor (of state: to the largest change). As much is allowed besides as noise makes, of a level
+at which half of the tensors scatter as much as with the pass."""
+
+_NOISE, _OTHER_DATA = 5, 3
+"""How often more than by noise a tensor may change; and how often more with data that noise was not
+measured with."""
+
+_ALIKE = 0.5
+"""How much a tensor may scatter in proportion to noise of the same level."""
+
+_ROUNDING_ALONE = 0.1
+"""A tensor that a small disturbance changes by this much, in proportion, is rounding errors."""
+
+_GREW, _SCATTER = 100.0, 5e-3
+"""How much more than usual a change has to be for gradients to be nothing beside it; and how much
+it may scatter then."""
+
+_NOTHING = 1e-3
+"""State that becomes so much smaller than it usually changes by is what rounding makes of zeros."""
+
+_SEEN = 32
+"""How many last bits an element has to change by for the change to be measured."""
+
+_SAMPLE = 4096
+
+
+class _Sampled(NamedTuple):
+    """Some elements of a value, wide."""
+
+    end: torch.Tensor
+    change: torch.Tensor
+    last_bits: float
+
+    @property
+    def seen(self) -> torch.Tensor:
+        """Changes that are more than rounding; the rest is zero."""
+        large = self.change.abs() > _SEEN * self.last_bits * self.end.abs()
+        return self.change.where(large, 0.0)
+
+
+def numeric_problems(
+    experiments: Iterable[Experiment],
+    run_untouched: Callable[[Experiment], Values],
+    run_rewritten: Callable[[Experiment], Values],
+    base: tuple[Values, Values],
+) -> Iterator[tuple[str, str]]:
+    """The values that are not what they were but for rounding, each with how they differ.
+
+    Args:
+        base: what both graphs give for the inputs as they are.
+    """
+    comparison, measured_noise = _Comparison(), False
+    for experiment in experiments:
+        chosen, expected = _finite(experiment, run_untouched, base[0])
+        if chosen.purpose == "disturbed":
+            comparison.noise.add(base[0], expected or base[0])
+            continue
+        if not measured_noise:
+            comparison.noise.choose(*base)
+            yield from comparison.compare(as_given(()), *base)
+            measured_noise = True
+        if expected:
+            yield from comparison.compare(chosen, expected, run_rewritten(chosen))
+    yield from comparison.conclusions()
+
+
+class _Noise:
+    """How much disturbed inputs change what the untouched graph gives.
+
+    Attributes:
+        of: by tensor, the largest change in proportion to the largest element, at the chosen level.
+        smallest: the same at the smallest level.
+    """
+
+    def __init__(self) -> None:
+        self._levels: list[dict[str, tuple[float, float]]] = []
+        self.of: dict[str, float] = {}
+        self.smallest: dict[str, float] = {}
+
+    def add(self, expected: Values, disturbed: Values) -> None:
+        """Take in a run with inputs that are disturbed more than the last."""
+        found = {}
+        for where, value in expected.items():
+            if isinstance(value.value, torch.Tensor) and value.value.numel():
+                gap = (wide(disturbed[where].change) - wide(value.change)).abs().nan_to_num(0.0)
+                size = _largest(value.change)
+                found[where] = (_largest(gap) / size if size else 0.0), float(gap.median())
+        self._levels.append(found)
+
+    def choose(self, expected: Values, actual: Values) -> None:
+        """Choose the smallest level that half of the tensors scatter by, or the largest."""
+        gaps = {
+            where: float((wide(actual[where].change) - wide(value.change)).abs().median())
+            for where, value in expected.items()
+            if where in self._levels[0] and other_kind(actual[where].value, value.value) is None
+        }
+        for level in self._levels:
+            ratios = sorted(gap / level[where][1] for where, gap in gaps.items() if level[where][1])
+            self.of = {where: largest for where, (largest, _) in level.items()}
+            if not ratios or ratios[len(ratios) // 2] <= _ALIKE:
+                break
+        self.smallest = {where: largest for where, (largest, _) in self._levels[0].items()}
+
+
+def _finite(
+    experiment: Experiment, run: Callable[[Experiment], Values], base: Values
+) -> tuple[Experiment, Values | None]:
+    """The experiment, or the next best, with what the untouched graph makes of its inputs; nothing
+    where that fails, or is not finite though it was."""
+    chosen: Experiment | None = experiment
+    while chosen is not None:
+        try:
+            found = run(chosen)
+        except Exception:  # not every step takes all data
+            found = {}
+        if found and all(_is_finite(v) or not _is_finite(base[k]) for k, v in found.items()):
+            return chosen, found
+        chosen = chosen.instead
+    return experiment, None
+
+
+class _Comparison:
+    """Compares two graphs, experiment by experiment.
+
+    Args:
+        tolerance: of each element, in proportion to the largest, and of factors.
+    """
+
+    def __init__(self, tolerance: float | None = None) -> None:
+        self._tolerance = TOLERANCE if tolerance is None else tolerance
+        self._slack = 0.0 if tolerance is None else tolerance
+        self.noise = _Noise()
+        self._base: dict[str, tuple[_Sampled, _Sampled]] = {}
+        self._pairs: dict[tuple[str, bool], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def compare(
+        self, experiment: Experiment, expected: Values, actual: Values
+    ) -> Iterator[tuple[str, str]]:
+        """The values that are not what they were, each with how they differ."""
+        for where, value in expected.items():
+            problem = self._compare(where, experiment, value, actual[where])
+            if problem is not None:
+                yield where, problem
+
+    def conclusions(self) -> Iterator[tuple[str, str]]:
+        """As `compare`, of all runs with several batches together."""
+        for (where, fresh), pairs in self._pairs.items():
+            factor = measured(pairs)
+            if self._is_wrong(factor):
+                yield where, f"it changes {factor}" + " with no state" * fresh
+
+    def _is_wrong(self, factor: Factor | None) -> bool:
+        return factor is not None and not (
+            factor.is_one or abs(factor.value - 1) <= factor.allowed + self._slack
+        )
+
+    def _compare(self, where: str, experiment: Experiment, was: Value, now: Value) -> str | None:
+        if not isinstance(was.value, torch.Tensor):
+            return None if now.value == was.value else f"{now.value!r} instead of {was.value!r}"
+        other = other_kind(now.value, was.value)
+        if other is not None:
+            return other
+        if was.value.is_complex():
+            was, now = _real(was), _real(now)
+        if not was.value.is_floating_point():
+            return self._elements(where, experiment, was, now)
+        if experiment.purpose == "finite":
+            lost = _is_finite(was) and not _is_finite(now)
+            return f"it is not finite with {experiment.name}" if lost else None
+        if experiment.purpose in ("base", "trial", "elements"):
+            found = self._elements(where, experiment, was, now) or self._kept(was, now)
+            if found is not None:
+                return found
+        return self._factors(where, experiment, _sampled(was), _sampled(now), was.kind)
+
+    def _factors(
+        self, where: str, experiment: Experiment, was: _Sampled, now: _Sampled, kind: str | None
+    ) -> str | None:
+        if experiment.purpose == "base":
+            self._base[where] = was, now
+        if experiment.purpose == "state":
+            known = kind in ("parameter", "optimizer_state")
+            return self._scatter(where, was, now) if known else None
+        if experiment.purpose == "fresh" and kind != "optimizer_state":
+            return None
+        if self.noise.smallest.get(where, 0.0) > _ROUNDING_ALONE:
+            return _multiplied(was, now) if experiment.purpose == "base" else None
+        if experiment.purpose in ("base", "trial"):
+            self._pairs.setdefault((where, False), []).append((was.seen, now.change))
+        elif experiment.purpose == "fresh":
+            if _largest(was.change) > _NOTHING * _largest(self._base[where][0].change):
+                self._pairs.setdefault((where, True), []).append((was.seen, now.change))
+        elif experiment.purpose == "response":
+            return self._response(where, experiment, was, now)
+        return None
+
+    def _response(
+        self, where: str, experiment: Experiment, was: _Sampled, now: _Sampled
+    ) -> str | None:
+        base = self._base[where]
+        old, new = was.end - base[0].end, now.end - base[1].end
+        seen = old.abs() > _SEEN * torch.finfo(torch.float32).eps * was.end.abs()
+        factor = measured([(old[seen], new[seen])])
+        if not self._is_wrong(factor):
+            return None
+        return f"what it changes by with {experiment.name} is {factor}"
+
+    def _scatter(self, where: str, was: _Sampled, now: _Sampled) -> str | None:
+        if not _largest(was.change) > _GREW * _largest(self._base[where][0].change):
+            return None
+        factor = measured([(was.seen, now.change)])
+        if factor is None:
+            return None
+        if self._is_wrong(factor):
+            return f"it changes {factor}"
+        if factor.spread > _SCATTER + self._slack:
+            return (
+                f"its elements scatter by {factor.spread:.1e} where gradients hardly matter;"
+                f" allowed is {_SCATTER:g}. Is state that was kept in float32 read in fewer bits?"
+            )
+        return None
+
+    def _elements(self, where: str, experiment: Experiment, was: Value, now: Value) -> str | None:
+        same = same_elements(now.value, was.value)
+        if bool(same.all()):
+            return None
+        gap = (wide(now.change) - wide(was.change)).abs()
+        is_base = experiment.purpose == "base"
+        allowed = self._allowed(where, was, 1 if is_base else _OTHER_DATA)
+        wrong = ~(same | (gap <= allowed))
+        if not bool(wrong.any()):
+            return None
+        worst = int((gap - allowed).nan_to_num(torch.inf).flatten().argmax())
+        limit = float(allowed.flatten()[worst])
+        by = "" if is_base else f", with {experiment.name}"
+        return f"{extent(~same, gap)}; at element {worst} {limit:.3g} is allowed{by}"
+
+    def _allowed(self, where: str, was: Value, often: float) -> torch.Tensor:
+        rounding = wide(was.value).abs() * _last_bits(was.value)
+        noise = self.noise.of.get(where)
+        if not noise:  # such as a count of steps
+            return rounding
+        return often * (self._tolerance + _NOISE * noise) * _largest(was.change) + rounding
+
+    def _kept(self, was: Value, now: Value) -> str | None:
+        """Whether state that needs all bits of a float32 has but those of a smaller type now."""
+        if was.start is None or was.kind not in ("parameter", "optimizer_state"):
+            return None
+        if was.value.dtype != torch.float32 or not bool(was.start.any()):
+            return None
+        for dtype in (torch.bfloat16, torch.float16):
+            if _fits(now.value, dtype) and not _fits(was.value, dtype):
+                return f"all of it is representable in {dtype} now, and was not: it has lost bits"
+        return None
+
+
+def _fits(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
+
+
+def _multiplied(was: _Sampled, now: _Sampled) -> str | None:
+    """Whether all elements of rounding errors are multiplied by the same: rounding does not do so.
+    Those that are lost, as small numbers are in few bits, are nothing."""
+    if was.change.numel() < _ENOUGH:
+        return None
+    large = was.change.abs() > 0.01 * was.change.abs().max()
+    if not bool(large.any()):
+        return None
+    ratios = (now.change / was.change)[large]
+    middle = float(ratios.median())
+    near = (ratios - middle).abs() <= 0.01 * abs(middle)
+    if abs(middle) > 0.01 and abs(middle - 1) > 0.02 and bool(near.all()):
+        return f"it changes {middle:.6g} times as much as it did, in all elements"
+    return None
+
+
+_ENOUGH = 8
+"""Elements that hardly have one factor in common by chance."""
+
+
+def _sampled(value: Value) -> _Sampled:
+    """Some elements, the same of each tensor of that size."""
+    change, end = wide(value.change).flatten(), wide(value.value).flatten()
+    last_bits = 0.0 if value.start is None else torch.finfo(value.value.dtype).eps
+    if end.numel() <= _SAMPLE:
+        return _Sampled(end, change, last_bits)
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(end.numel(), (_SAMPLE,), generator=generator).to(end.device)
+    return _Sampled(end[chosen], change[chosen], last_bits)
+
+
+def _largest(tensor: Any) -> float:
+    return float(wide(tensor).abs().nan_to_num(0.0).max()) if tensor.numel() else 0.0
+
+
+def _last_bits(tensor: torch.Tensor) -> float:
+    return 4 * torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
+
+
+def _real(value: Value) -> Value:
+    """Complex numbers as pairs of real ones."""
+    start = None if value.start is None else torch.view_as_real(value.start)
+    return Value(torch.view_as_real(value.value.resolve_conj()), start, value.kind)
+
+
+def _is_finite(value: Value) -> bool:
+    return not isinstance(value.value, torch.Tensor) or bool(value.value.isfinite().all())
