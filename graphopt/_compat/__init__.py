@@ -86,6 +86,7 @@ from graphopt._compat.operators import (
     HigherOrderOperator,
     OpOverload,
     flop_formula,
+    has_functionalization,
     operator_name,
     overload_name,
     schema_of,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 
@@ -26,3 +27,11 @@ def flop_formula(target: Any) -> Callable[..., int] | None:
 
     packet = target.overloadpacket if isinstance(target, OpOverload) else None
     return None if packet is None else flop_registry.get(packet)
+
+
+def has_functionalization(target: Any) -> bool:
+    """Whether an operator says itself how it is written without changing its arguments."""
+    key: Any = getattr(torch._C.DispatchKey, "Functionalize")  # noqa: B009 - not in the stubs
+    return key in target.py_kernels or bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key)
+    )

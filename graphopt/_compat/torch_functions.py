@@ -89,8 +89,8 @@ def runs_mode(frame: FrameType) -> bool:
 
 
 def _is_of_program(mode: Any) -> bool:
-    if type(mode).__module__.startswith("graphopt."):
-        return False
+    if type(mode).__module__.startswith(("graphopt.", "torch.utils.checkpoint")):
+        return False  # what a selective checkpoint sees while it is traced is what eager code shows
     if isinstance(mode, TorchFunctionMode):
         return type(mode) is not DeviceContext
     return isinstance(mode, TorchDispatchMode) and getattr(mode, "_mode_key", None) is None

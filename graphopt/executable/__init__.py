@@ -22,6 +22,7 @@ from graphopt.graph_utils import (
     call_function_with_meta,
     get_outputs,
     is_collective,
+    is_dense,
     is_operator,
     is_pointwise,
     lies_apart,
@@ -34,6 +35,7 @@ from graphopt.ir.inplace import inplace_form
 from graphopt.ir.metadata import carried_index, fake_value, known_value
 from graphopt.ir.operators import argument, fused_in_place, fused_optimizer, updated_lists
 from graphopt.ir.parts import PUT_TOGETHER, TAKE_APART, can_be_put_together, can_be_taken_apart
+from graphopt.ir.writing_operators import FunctionalForm, call_original, form_behind
 
 aten = torch.ops.aten
 
@@ -80,6 +82,8 @@ class _Reuse:
         for node in list(self._graph.nodes):
             if fused_optimizer(node.target) is not None:
                 self._reuse_in_fused(node)
+            elif (form := form_behind(node.target)) is not None:
+                self._call_again(node, form)
             elif is_operator(node.target, "aten::clone"):
                 self._drop_clone(node)
             elif can_be_taken_apart(node):
@@ -104,13 +108,17 @@ class _Reuse:
     def _take_over(self, node: fx.Node, source: fx.Node, results: Sequence[fx.Node]) -> None:
         """`source` now holds what `results` held."""
         for result in results:
-            self._effects.join(source, result)
             if result is node:
-                continue
-            if result in self._finals:
-                self._finals.setdefault(source, self._finals[result])
-            result.replace_all_uses_with(source)
-            self._graph.erase_node(result)
+                self._effects.join(source, result)
+            else:
+                self._replace(result, source)
+                self._graph.erase_node(result)
+
+    def _replace(self, result: fx.Node, source: fx.Node) -> None:
+        self._effects.join(source, result)
+        if result in self._finals:
+            self._finals.setdefault(source, self._finals[result])
+        result.replace_all_uses_with(source)
 
     def _may_overwrite(self, node: fx.Node, source: fx.Node, results: Sequence[fx.Node]) -> bool:
         effects = self._effects
@@ -153,7 +161,8 @@ class _Reuse:
             if not users:
                 return False
             last = max(users)
-            if inplace_form(last.target, known_value(last)) is None:
+            again = form_behind(last.target) is not None
+            if not again and inplace_form(last.target, known_value(last)) is None:
                 return False
             following = [results for source, results in _overwritten(last) if source is value]
             if not following or not following[0]:
@@ -179,11 +188,33 @@ class _Reuse:
             self._graph.erase_node(getitem)
 
     def _own(self, node: fx.Node, source: fx.Node, results: Sequence[fx.Node]) -> fx.Node:
-        if self._may_overwrite(node, source, results):
-            return source
-        with self._graph.inserting_before(node):
-            clone = call_function_with_meta(self._graph, aten.clone.default, (source,), like=node)
-        self._effects.insert(clone, before=node)
+        return source if self._may_overwrite(node, source, results) else self._cloned(source, node)
+
+    def _call_again(self, node: fx.Node, form: FunctionalForm) -> None:
+        """An operator of the program's works in place again; what must not be overwritten is cloned
+        first."""
+        if not form.is_callable_again or not form.is_read_by_entry(node):
+            return
+        pairs = list(_overwritten(node))
+        may = {source: self._may_overwrite(node, source, results) for source, results in pairs}
+        if not all(free or is_dense(fake_value(source)) for source, free in may.items()):
+            return  # a clone would have other strides
+        own = {s: s if free else self._cloned(s, node) for s, free in may.items()}
+        for item in form.holders(node, (0,)) if form.gives_one else ():
+            self._effects.join(node, item)  # which the node is from now on
+        call_original(node, form, own)
+        for source, results in pairs:
+            if results == [node]:  # what it gives itself is another thing, or nothing
+                self._replace(node, own[source])
+            else:
+                self._take_over(node, own[source], results)
+        for item in [item for item in node.users if not item.users]:
+            self._graph.erase_node(item)
+
+    def _cloned(self, source: fx.Node, reader: fx.Node) -> fx.Node:
+        with self._graph.inserting_before(reader):
+            clone = call_function_with_meta(self._graph, aten.clone.default, (source,), like=reader)
+        self._effects.insert(clone, before=reader)
         return clone
 
     def _drop_clone(self, node: fx.Node) -> None:
@@ -257,8 +288,10 @@ def _is_whole(value: torch.Tensor) -> bool:
 
 def _overwritten(node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
     """Each tensor that the in-place form of `node` writes, with the nodes that hold the result."""
-    first = node.args[0] if node.args else None
-    if isinstance(first, fx.Node):
+    first, form = node.args[0] if node.args else None, form_behind(node.target)
+    if form is not None:
+        yield from ((source, form.holders(node, path)) for path, source in form.entries(node))
+    elif isinstance(first, fx.Node):
         yield first, [node]
     elif (call := list_call(node)) and call.read_by_entry:
         yield from _entries(call, 0)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt.ir.writing_operators import form_behind, form_of
 from graphopt.saved.errors import SavedGraphError
 
 # fmt: off
@@ -34,6 +35,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 _FUNCTION_NAMES = {function: name for name, function in _FUNCTIONS.items()}
 
+_FORM_OF = "functional form of "
+
 _TORCH_TYPES: dict[str, Any] = {
     "dtype": torch.dtype,
     "layout": torch.layout,
@@ -47,6 +50,9 @@ def encode_target(target: object) -> str:
     Raises:
         SavedGraphError: it is neither an operator nor a Python operator on numbers.
     """
+    form = form_behind(target)
+    if form is not None:  # which is defined when it is asked for
+        return _FORM_OF + encode_target(form.original)
     if isinstance(target, _compat.OpOverload):
         return f"{_compat.operator_name(target)}.{_compat.overload_name(target)}"
     name = _FUNCTION_NAMES.get(target) if callable(target) else None
@@ -63,6 +69,11 @@ def decode_target(name: str) -> Callable[..., Any]:
     """
     if name in _FUNCTIONS:
         return _FUNCTIONS[name]
+    if name.startswith(_FORM_OF):
+        form = form_of(decode_target(name.removeprefix(_FORM_OF)))
+        if form is None:
+            raise SavedGraphError(f"it calls the {name}, which writes to no argument here")
+        return form.functional
     namespace, _, rest = name.partition("::")
     operator_name, _, overload = rest.rpartition(".")
     try:

@@ -20,6 +20,7 @@ from graphopt.host.computed import ComputedTensor
 from graphopt.ir import inplace
 from graphopt.ir.metadata import OF_TRACE, fake_value, known_value, some_of
 from graphopt.ir.operators import fused_optimizer, rounds_a_list_in_place, updated_lists
+from graphopt.ir.writing_operators import FunctionalForm, form_of
 from graphopt.tracing import averages, fused, numbers, statistics
 from graphopt.tracing.decisions import SIZED
 from graphopt.tracing.number_functions import GIVING_INTEGERS, PYTHON_FUNCTIONS
@@ -127,6 +128,9 @@ class RawGraphRunner(fx.Interpreter):
         functional = inplace.functional_form(target, args) if args else None
         if functional is not None:
             return args[0].copy_(functional(*args, **kwargs))
+        form = form_of(target)
+        if form is not None:
+            return _written_functionally(form, args, kwargs)
         results = statistics.written_functionally(target, args, kwargs)
         if results is not None:
             return results
@@ -156,6 +160,22 @@ class RawGraphRunner(fx.Interpreter):
                 continue
             for old, new in zip(args[position], results[position], strict=True):
                 old.copy_(new)
+
+
+def _written_functionally(form: FunctionalForm, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operator of the program's by its functional form, and what it writes copied to where it
+    writes that."""
+    fresh, contents = form.split(form.functional(*args, **kwargs))
+    for position, content in zip(form.written, contents, strict=True):
+        old = form.given(args, kwargs, position)
+        if isinstance(content, torch.Tensor):
+            old.copy_(content)
+            continue
+        entries = old if isinstance(old, (list, tuple)) else [old]
+        present = (entry for entry in entries if entry is not None)
+        for entry, new in zip(present, content, strict=True):
+            entry.copy_(new)
+    return form.results(fresh, args, kwargs)
 
 
 def _each_entry(target: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, list[Any]]]:

@@ -18,6 +18,7 @@ from graphopt.ir.entries import list_call
 from graphopt.ir.metadata import known_value, source_line
 from graphopt.ir.operators import operator_of
 from graphopt.ir.views import viewed
+from graphopt.ir.writing_operators import form_of
 from graphopt.tracing.overlapping import refuse_overlapping
 from graphopt.tracing.parts import overlap
 
@@ -54,6 +55,8 @@ def refuse_unusual_writes(node: fx.Node) -> None:
         _refuse_reshaped_input(node)
         return
     _refuse_entries_in_order(node)
+    if form_of(node.target) is not None:
+        _refuse_given_twice(node)
     for target in written(node):
         if any(is_expanded(known_value(each)) for each in viewed(target)):
             raise expanded_write(node)
@@ -91,6 +94,27 @@ def _refuse_entries_in_order(node: fx.Node) -> None:
                     hint="let it stand there once: give an optimizer each parameter once, or let"
                     " it go from parameter to parameter (foreach=False, fused=False)",
                 )
+
+
+def _refuse_given_twice(node: fx.Node) -> None:
+    """Refuse an operator of the program's that writes to memory which another argument shows as
+    well: nothing says in which order its kernel reads and writes."""
+    given = [each for each in _compat.tree_leaves((node.args, node.kwargs)) if _is_strided(each)]
+    for target in filter(_is_strided, written(node)):
+        changed = known_value(target)
+        others = [known_value(each) for each in given if each is not target]
+        shown = (o for o in others if _compat.storage_key(o) == _compat.storage_key(changed))
+        if given.count(target) > 1 or any(overlap(changed, other) for other in shown):
+            raise CaptureError(
+                f"{node.target} writes to a tensor that it is given a second time",
+                location=str(source_line(node)),
+                hint="give it a copy in the other place: tensor.clone()",
+            )
+
+
+def _is_strided(node: Any) -> bool:
+    value = known_value(node) if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 _RESHAPING = ("aten::resize_", "aten::resize_as_", "aten::set_")

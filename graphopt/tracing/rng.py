@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch.fx.node import has_side_effect
 
+from graphopt._compat.checkpoints import selecting_as_in_eager
 from graphopt.errors import CaptureError
 from graphopt.ir.generators import generator_of
 from graphopt.tracing.replace import replaced
@@ -47,6 +48,8 @@ def _set_fake(state: torch.Tensor, device: torch.device) -> None:
 
 torch.library.register_fake("graphopt::get_rng_state", _get_fake, lib=_library)
 torch.library.register_fake("graphopt::set_rng_state", _set_fake, lib=_library)
+
+_OPERATORS = (torch.ops.graphopt.get_rng_state.default, torch.ops.graphopt.set_rng_state.default)
 
 has_side_effect(torch.ops.graphopt.set_rng_state.default)
 
@@ -93,5 +96,5 @@ def traced_generators() -> Iterator[None]:
     if torch.cuda.is_available():
         changes.append((torch.cuda, "get_rng_state", get_cuda))
         changes.append((torch.cuda, "set_rng_state", set_cuda))
-    with replaced(*changes):
+    with replaced(*changes, *selecting_as_in_eager(_OPERATORS)):
         yield

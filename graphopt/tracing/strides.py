@@ -16,6 +16,7 @@ import torch
 from graphopt import _compat
 from graphopt.graph_utils import is_pointwise, tensors_in
 from graphopt.ir.operators import row
+from graphopt.ir.writing_operators import NAMESPACE
 from graphopt.tracing import fast_path, recurrent, scratch, small
 from graphopt.tracing.layouts import Items, Layout, described, layouts, leaves
 from graphopt.tracing.scratch import Call
@@ -45,6 +46,7 @@ _JOIN = torch.ops.aten.cat.default
 
 _NOT_CHECKED = frozenset(
     {"_c10d_functional", "c10d", "c10d_functional", "graphopt", "graphopt_inplace", "prims"}
+    | {NAMESPACE}
 )
 """Namespaces of operators that communicate, act on the process, or are right by construction."""
 

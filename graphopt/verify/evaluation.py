@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import reduce
 from operator import attrgetter
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from graphopt.ir.operators import (
     operator_of,
     overwritten,
 )
+from graphopt.ir.writing_operators import FunctionalForm, form_of
 from graphopt.verify.callees import Callees
 from graphopt.verify.calls import entries, fresh, has_empty, named
 from graphopt.verify.communicating import CollectiveTerms
@@ -231,6 +233,8 @@ class _Evaluator:
         if node.target is operator.getitem:
             return self._base_of_item(node)
         traits = operator_of(node)
+        if traits.writes and form_of(node.target) is not None:
+            return None
         if traits.workspaces or not (traits.wait or traits.may_alias or traits.writes):
             return None
         source = first_argument(node)
@@ -279,6 +283,9 @@ class _Evaluator:
             return self._communication.waited(node)
         if traits.copies:
             return self._updates.copied(node)
+        form = form_of(node.target) if traits.writes else None
+        if form is not None:
+            return self._of_program(node, form)
         if traits.writes and written(node):
             return self._updates.in_place(node)
         if traits.collective:
@@ -286,6 +293,19 @@ class _Evaluator:
         if self._callees.of(node, node.target).writes_unseen:
             raise NotDecidedError("it updates arguments of which its schema does not speak", node)
         return self._in_workspaces(node) if traits.workspaces else self._call(node)
+
+    def _of_program(self, node: fx.Node, form: FunctionalForm) -> Any:
+        """What an operator of the program's gives that writes to its arguments: its functional form
+        says what it gives and writes."""
+        self._reading.refuse_pending(node)
+        arguments = named(form.functional, self._read(node.args), self._read(node.kwargs))
+        found = self._applied(node, form.functional, arguments, form.value_for(node))
+        name = self._callees.of(node, form.functional).name
+        self._found.may_raise.setdefault((name, canonical(arguments)), node)
+        for path, destination in form.entries(node):
+            self._updates.written(node, destination, reduce(operator.getitem, path, found))
+        own, _ = form.split(found)
+        return own[0] if form.gives_one else tuple(own)
 
     def _in_workspaces(self, node: fx.Node) -> Any:
         """As `_call`; nobody may read or write afterwards what it computes in."""
@@ -340,9 +360,16 @@ class _Evaluator:
             self._terms.recall.note(node, args, kwargs, found, based=based, raises=raises)
         return found
 
-    def _applied(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> Any:
-        """What a call gives: by its rule, or an unknown function of all arguments."""
-        fake, callee = known_value(node), self._callees.of(node, target)
+    def _applied(
+        self, node: fx.Node, target: Any, arguments: dict[str, Any], like: Any = None
+    ) -> Any:
+        """What a call gives: by its rule, or an unknown function of all arguments.
+
+        Args:
+            like: what it is like, where it is not what the node gives.
+        """
+        fake = known_value(node) if like is None else like
+        callee = self._callees.of(node, target)
         drawn = draws(node)
         if callee.rule is not None and not drawn and isinstance(fake, (torch.Tensor, list, tuple)):
             value = callee.rule.value(self._terms, callee.standard, arguments, fake)
@@ -360,7 +387,8 @@ class _Evaluator:
         key = ("call", callee.name, *place, given)
         if callee.reads_storage:
             key = (*key, *self._storage(cast(fx.Node, first_argument(node))))
-        if callee.does_more(node) and not is_random(node) and not written(node):
+        more = like is None and callee.does_more(node)
+        if more and not is_random(node) and not written(node):
             self._found.effects.append(key)
             self._found.calls_of_host += is_host_call(node)
         found = fresh(self._terms, key, fake)

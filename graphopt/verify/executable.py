@@ -40,6 +40,7 @@ from graphopt.ir.operators import (
 from graphopt.ir.outputs import follows_output_convention, get_outputs
 from graphopt.ir.parts import CAPTURED, PUT_TOGETHER
 from graphopt.ir.views import holds_several, is_pure_view, launch_of
+from graphopt.ir.writing_operators import FunctionalForm, form_of
 from graphopt.verify.functional import functional_form, functional_form_for
 from graphopt.verify.problems import Problem
 
@@ -212,6 +213,10 @@ class _Reading:
     def _write(self, node: fx.Node) -> None:
         was = self._was.get(node)
         target = node.target
+        form = form_of(target)
+        if form is not None:
+            self._called_again(node, form)
+            return
         if was is None or was.target != target:
             target = self._twin(node, was)
             self._writes_what_it_may(node)
@@ -234,6 +239,17 @@ class _Reading:
         else:
             self._wrong(f"%{node.name} updates several tensors", (node,))
             self._storages.add(node)
+
+    def _called_again(self, node: fx.Node, form: FunctionalForm) -> None:
+        """An operator of the program's stands for its functional form."""
+        self._writes_what_it_may(node)
+        copy = self._copy(node, form.functional)
+        set_value(copy, form.value_for(node))
+        for path, source in form.entries(node):
+            self._storages.write(node, source, self._item(copy, path, source))
+        self._storages.add(node)
+        if form.gives_one:
+            self.copies[node] = self._item(copy, (0,), node)
 
     def _parts(self, node: fx.Node) -> None:
         """What is taken apart is not there any more, nor are parts that are put together."""
@@ -301,10 +317,16 @@ class _Reading:
                 why = "the memory of which another argument has"
             elif given[source] > 1 and not operator_of(node).pointwise:
                 why = "which it is given twice"
-            elif isinstance(known_value(node), torch.Tensor) and not same_kind(node, source):
+            elif self._gives_other_than(node, source):
                 why = "which is of another kind than its result"
             if why is not None:
                 self._wrong(f"%{node.name} overwrites %{source.name}, {why}", (node, source))
+
+    @staticmethod
+    def _gives_other_than(node: fx.Node, source: fx.Node) -> bool:
+        """Whether the result of a node, which is what it writes, is of another kind than that."""
+        one = isinstance(known_value(node), torch.Tensor) and form_of(node.target) is None
+        return one and not same_kind(node, source)
 
     # -------------------------------------------------------------------------------------- end
 

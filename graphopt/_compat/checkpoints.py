@@ -1,0 +1,31 @@
+"""Private torch APIs of activation checkpointing.
+
+Written for torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.utils.checkpoint as checkpointing
+
+
+def _is_not_compiling(func: Any, args: Any, kwargs: Any) -> bool:
+    """A checkpoint that believes that it is being compiled keeps everything, and leaves it to the
+    compiler what is computed again."""
+    return False
+
+
+def selecting_as_in_eager(unseen: Iterable[Any]) -> list[tuple[Any, str, Any]]:
+    """What is replaced in torch, so that a selective checkpoint keeps while a step is traced what
+    it keeps in eager code.
+
+    Args:
+        unseen: operators that eager code does not call, which no policy is to be asked about.
+    """
+    ignored = checkpointing.SAC_IGNORED_OPS
+    return [
+        (checkpointing, "_is_compiling", _is_not_compiling),
+        (checkpointing, "SAC_IGNORED_OPS", ignored | set(unseen)),
+    ]
