@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 
@@ -22,8 +21,6 @@ class CaptureError(GraphOptError, RuntimeError):
         reason: what was found, without location or advice.
         location: ``file:line  code`` of the user's line, or None when no line is involved.
         hint: what to write instead, or None.
-        calls: which of the step may be made as a whole instead; empty where the step is refused
-            for good.
         final: the step cannot be captured in any other way either.
 
     >>> import graphopt, torch
@@ -41,7 +38,6 @@ class CaptureError(GraphOptError, RuntimeError):
         self.reason = reason
         self.location = location
         self.hint = hint
-        self.calls: frozenset[Hashable] = frozenset()
         self.final = False
         super().__init__(reason)
 

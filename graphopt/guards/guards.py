@@ -238,8 +238,6 @@ def _assigned(signature: Signature) -> dict[int, set[str]]:
         assigned.setdefault(id(result.attributes), set()).add(result.name)
     for left in signature.placed:
         assigned.setdefault(id(left.place.holder), set()).add(left.place.key)
-    for changed in signature.changed:
-        assigned.setdefault(id(changed.container), set())
     return assigned
 
 

@@ -21,7 +21,6 @@ from torch.fx.node import has_side_effect
 
 from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta
-from graphopt.host.computed import NUMBERS
 from graphopt.host.counts import Place, TimesReached
 from graphopt.host.functions import is_same, name_of
 from graphopt.host.held import HeldByFunction
@@ -31,6 +30,10 @@ from graphopt.host.seen import Outside
 from graphopt.ir.metadata import phase_of, set_phase
 
 __all__ = ["HostCall", "host_call_of", "host_calls", "insert_callback", "is_host_call"]
+
+
+_NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
+"""Numbers that a graph computes, while it is traced."""
 
 
 class _ValueOfGraph:
@@ -89,7 +92,7 @@ class HostCall:
     def _taken_apart(self, argument: Any) -> tuple[Any, list[Any]]:
         """A pytree in which values are marked; what holds no value stays whole, without a spec."""
         leaves, spec = _compat.tree_flatten(argument)
-        found = [leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, fx.Node, *NUMBERS))]
+        found = [leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, fx.Node, *_NUMBERS))]
         if not found and not _compat.is_applied(spec):
             return None, [argument]
         self.values += found

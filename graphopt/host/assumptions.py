@@ -20,11 +20,10 @@ from graphopt import _compat
 from graphopt.errors import AssumptionFailedError, CaptureError
 from graphopt.graph_utils import is_random
 from graphopt.host import HostCall, is_host_call
-from graphopt.host.computed import Form, OpenNest, form_of
 from graphopt.ir.metadata import source_line
 from graphopt.ir.source import SourceLine
 
-Answer = bool | int | tuple[int, ...] | Form
+Answer = bool | int | tuple[int, ...]
 
 _HANDED_OUT = "handed_out"
 """Metadata of an assumption: how many of its last arguments are values for another branch."""
@@ -87,49 +86,6 @@ class ValuesAssumption(Assumption):
 
     def repeats(self, other: HostCall) -> bool:
         return isinstance(other, ValuesAssumption) and super().repeats(other)
-
-
-class ComputedAssumption(Assumption):
-    """Compares what Python computes of values with what it was when the step was captured.
-
-    Args:
-        nest: of values of the graph and functions of them (`_compat.Applied`).
-    """
-
-    def __init__(self, index: int, place: str, nest: Any) -> None:
-        super().__init__(index, place)
-        self._nest = OpenNest(nest)
-        self.count = self._nest.count
-
-    __call__ = HostCall.__call__
-
-    def take_values(self) -> list[Any]:
-        return self._nest.take_values()
-
-    def run(self, values: Sequence[Any]) -> None:
-        found = cast(Any, type(self.answer))(self._nest.made_of(values))
-        if found != self.answer:
-            raise self.failed(found, values)
-
-    def repeats(self, other: HostCall) -> bool:
-        if not isinstance(other, ComputedAssumption):
-            return False
-        return super().repeats(other) and self._nest.repeats(other._nest)
-
-
-class FormAssumption(Assumption):
-    """Compares what is known of a tensor that Python computes with what it was at capture."""
-
-    def run(self, values: Sequence[Any]) -> None:
-        assert isinstance(self.answer, Form)
-        found = form_of(values[0])
-        assert found is not None
-        found = found._replace(kind=self.answer.kind)
-        if found != self.answer:
-            raise self.failed(found, values)
-
-    def repeats(self, other: HostCall) -> bool:
-        return isinstance(other, FormAssumption) and super().repeats(other)
 
 
 def _nothing() -> None:

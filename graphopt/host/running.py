@@ -11,7 +11,7 @@ memory does), nor communicate. What one of them raises ends the step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -72,12 +72,6 @@ class Called(Protocol):
     def made_anew(self, arguments: Sequence[Any]) -> list[Any]: ...
 
 
-class FoundEarlier(Protocol):
-    """What an object outside held when the program called a function, of what has changed since."""
-
-    def present(self) -> AbstractContextManager[None]: ...
-
-
 class _NoState(TorchFunctionMode):
     """Refuses to compute with tensors over certain storages."""
 
@@ -134,7 +128,6 @@ class HostRun:
 
     Attributes:
         put: what has been put outside the step for functions that were called.
-        earlier: what functions find that has changed behind them; by the number of the call.
     """
 
     def __init__(
@@ -157,7 +150,6 @@ class HostRun:
         self._last = False
         self._agreed = False
         self.put = PutOutside()
-        self.earlier: Mapping[int, Sequence[FoundEarlier]] = {}
 
     def call(self, host_call: Called, arguments: Sequence[Any], values: Sequence[Any]) -> None:
         """Call a function.
@@ -176,13 +168,6 @@ class HostRun:
             self._failure, self._last = error, host_call.last
 
     def _call(self, host_call: Called, arguments: Sequence[Any], values: Sequence[Any]) -> None:
-        with ExitStack() as stack:
-            if host_call.number is not None:
-                for each in self.earlier.get(host_call.number, ()):
-                    stack.enter_context(each.present())
-            self._call_now(host_call, arguments, values)
-
-    def _call_now(self, host_call: Called, arguments: Sequence[Any], values: Sequence[Any]) -> None:
         outside, held = host_call.outside, host_call.held
         self.put.show(outside, values)
         before = [each.place.now() for each in outside.read]

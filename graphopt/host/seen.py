@@ -21,7 +21,6 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import GraphOptError
-from graphopt.host.changes import ChangeByMethod, is_changed_to, put_back
 from graphopt.host.context import while_set
 from graphopt.ir.same_values import same_value
 
@@ -132,18 +131,6 @@ class LeftThere:
 
 
 @dataclass(frozen=True)
-class ChangedBefore:
-    """How the program has changed a list, queue or set, in all, before it calls a function.
-
-    Attributes:
-        changes: in order, each with its value.
-    """
-
-    container: Any
-    changes: tuple[tuple[ChangeByMethod, LeftValue], ...]
-
-
-@dataclass(frozen=True)
 class ReadBehind:
     """A place that the step reads behind the call of a function: which, and where."""
 
@@ -158,12 +145,10 @@ class Outside:
 
     Attributes:
         left: what the function finds there.
-        changed: what it finds in lists, queues and sets.
         read: what the step reads there behind it.
     """
 
     left: list[LeftThere] = field(default_factory=list)
-    changed: list[ChangedBefore] = field(default_factory=list)
     read: list[ReadBehind] = field(default_factory=list)
 
     def repeats(self, other: Outside) -> bool:
@@ -173,19 +158,9 @@ class Outside:
         theirs = {each.place.identity: each.value for each in other.left}
         both = ours.keys() & theirs.keys()
         alone = [v for k, v in [*ours.items(), *theirs.items()] if k not in both]
-        return (
-            all(value.is_constant for value in alone)
-            and all(ours[key].repeats(theirs[key]) for key in both)
-            and len(self.changed) == len(other.changed)
-            and all(map(_changes_alike, self.changed, other.changed))
+        return all(value.is_constant for value in alone) and all(
+            ours[key].repeats(theirs[key]) for key in both
         )
-
-
-def _changes_alike(one: ChangedBefore, other: ChangedBefore) -> bool:
-    if one.container is not other.container or len(one.changes) != len(other.changes):
-        return False
-    pairs = zip(one.changes, other.changes, strict=True)
-    return all(a == b and value.repeats(its) for (a, value), (b, its) in pairs)
 
 
 @dataclass
@@ -200,22 +175,11 @@ class _Put:
     first: Any
 
 
-@dataclass
-class _Container:
-    """A container that has been changed for functions: a copy of it as it was, and how it has been
-    changed."""
-
-    container: Any
-    before: Any
-    changes: list[tuple[ChangeByMethod, Any]] = field(default_factory=list)
-
-
 class PutOutside:
     """What one call of a step has put outside for the functions that it has called."""
 
     def __init__(self) -> None:
         self._put: dict[Hashable, _Put] = {}
-        self._changed: dict[int, _Container] = {}
 
     def show(self, outside: Outside, values: Sequence[Any]) -> None:
         """Put there what a function is to find.
@@ -225,8 +189,6 @@ class PutOutside:
         """
         for each in outside.left:
             self._leave(each, values)
-        for changed in outside.changed:
-            self._change(changed, values)
 
     def _leave(self, left: LeftThere, values: Sequence[Any]) -> None:
         place, known = left.place, self._put.get(left.place.identity)
@@ -241,26 +203,11 @@ class PutOutside:
         place.write(value)
         self._put[place.identity] = _Put(place, left.stamp, value, before, first)
 
-    def _change(self, changed: ChangedBefore, values: Sequence[Any]) -> None:
-        container = changed.container
-        if id(container) not in self._changed:
-            self._changed[id(container)] = _Container(container, container.copy())
-        done = self._changed[id(container)].changes
-        for change, item in changed.changes[len(done) :]:
-            value = item.made(values)
-            change.make(container, value)
-            done.append((change, value))
-
     def has_changed(self, identity: Hashable, stamp: int | None) -> bool:
         """Whether a function has put something else where the program left something last, that
         with this stamp."""
         known = self._put.get(identity)
         return known is not None and known.stamp == stamp and known.place.now() is not known.value
-
-    def changed(self, container: Any) -> int:
-        """How many of the changes that the program makes have been made."""
-        known = self._changed.get(id(container))
-        return 0 if known is None else len(known.changes)
 
     def restore(self, stamps: Mapping[Hashable, int]) -> None:
         """Leave places as the call has found them, in which the program does so itself.
@@ -277,28 +224,7 @@ class PutOutside:
         for put in reversed(self._put.values()):
             if put.place.now() is put.value:
                 put.place.write(put.before)
-        for each in self._changed.values():
-            _take_back(each)
-        self._put, self._changed = {}, {}
-
-
-def _take_back(changed: _Container) -> None:
-    container = changed.container
-    if is_changed_to(container, changed.before, changed.changes):
-        put_back(container, changed.before)
-        return
-    for item in reversed([value for change, value in changed.changes if change.is_addition]):
-        _take_out(container, item)
-
-
-def _take_out(container: Any, item: Any) -> None:
-    """Take out the last of the items that are this object."""
-    if isinstance(container, set):
-        container.discard(item)
-        return
-    place = next((i for i in range(len(container) - 1, -1, -1) if container[i] is item), None)
-    if place is not None:
-        del container[place]
+        self._put = {}
 
 
 def refuse_changed(read: Sequence[ReadBehind], before: Sequence[Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -36,7 +36,6 @@ from graphopt.runtime.results import StepResults
 from graphopt.runtime.sent_before import CollectiveResults, SentBefore
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
-from graphopt.tracing.found_earlier import EarlierContent
 
 logger = logging.getLogger("graphopt")
 
@@ -95,7 +94,6 @@ class BoundStep:
         self.apart = captured.apart
         self._notes_apart = launched_apart(module.graph, self.apart)
         self._step = 0
-        self._earlier: Mapping[int, Sequence[EarlierContent]] = captured.effects.earlier
         self._unused = unused(module.graph)
         self._left: Left | None = None
         self._moved = MovedApart(captured)
@@ -137,8 +135,6 @@ class BoundStep:
                 flat = self.values(call)
             self._late.settle_others(flat)
             state, self.captured.state = self.captured.state, None
-            for text in self.captured.signature.texts:
-                text.take()
             host = self._host_run(flat, step, call)
             self._running = True
             generators, drawn = self._before_drawing(begun)
@@ -238,9 +234,7 @@ class BoundStep:
         )
         storages = partial(self._inputs.updated_storages, flat)
         asked = (self.agreed.unused, self.agreed.questions) if self.agreed else ()
-        run = HostRun(storages, rank, step, votes, agreement, call.given, *asked)
-        run.earlier, self._earlier = self._earlier, {}
-        return run
+        return HostRun(storages, rank, step, votes, agreement, call.given, *asked)
 
     def _raise_explained(
         self,

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphopt.errors import CaptureError
-from graphopt.host.computed import Form
 
 MODE = "mode"
 SHAPE = "shape"
@@ -62,8 +61,6 @@ class Cause:
 
     @classmethod
     def of_branch(cls, place: str, found: object) -> Cause:
-        if isinstance(found, Form):
-            return cls(COUNT, f"what Python computes at {place}", f"it is {found} now")
         if isinstance(found, tuple):
             return cls(COUNT, f"what is chosen by value at {place}", f"it is {list(found)} now")
         return cls(BRANCH, f"the decision at {place}", f"it is {found!r} now")

@@ -117,8 +117,8 @@ class CapturedGraphs(Sequence["BoundStep"]):
             self._entries.pop(position).close()
 
     def with_counted(self, call: Call, cause: Cause | None) -> Call:
-        """A call with the places as inputs whose numbers the step is known to change, with those of
-        texts that the program changes, and with what the step is known to use.
+        """A call with the places as inputs whose numbers the step is known to change, and with what
+        the step is known to use.
 
         Args:
             cause: why another graph is needed for it.
@@ -131,8 +131,6 @@ class CapturedGraphs(Sequence["BoundStep"]):
             entry.guards.look(call)
         found = changing(entry.captured.found for entry in self._entries)
         known = [entry.captured.besides for entry in self._entries]
-        found.whole = found.whole.union(*(besides.whole for besides in known))
-        found.whole_lists = found.whole_lists.union(*(besides.whole_lists for besides in known))
         listed = {(each.place.identity, each.counted) for each in found.carried}
         for each in chain.from_iterable(besides.carried for besides in known):
             if (each.place.identity, each.counted) not in listed:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from graphopt import _compat
 from graphopt._compat.late import put_gradient
-from graphopt.host.changes import ChangeByMethod
 from graphopt.host.seen import PutOutside
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
@@ -37,13 +36,11 @@ class _LeftOutside(NamedTuple):
         attributes: values of attributes.
         containers: those among the arguments, each with the items of its change.
         placed: places with their values.
-        changed: containers with how they are changed, each with a value.
     """
 
     attributes: list[Any]
     containers: list[tuple[Any, list[Any]]]
     placed: list[tuple[OutsidePlace, Any]]
-    changed: list[tuple[Any, list[tuple[ChangeByMethod, Any]]]]
 
 
 class StepResults:
@@ -94,10 +91,6 @@ class StepResults:
                 for each in signature.containers
             ],
             placed=[(each.now(), value(each.recipe)) for each in signature.placed],
-            changed=[
-                (each.now(), [(how, value(item)) for how, item in each.changes])
-                for each in signature.changed
-            ],
         )
 
     def _put_into_tensors(self, call: Call, ran: _Ran) -> None:
@@ -136,9 +129,6 @@ class StepResults:
                 place.write(value)
                 if is_new:
                     _move_behind(place.holder, placed.behind)
-        for container, made in left.changed:
-            for how, value in made[there.changed(container) :]:
-                how.make(container, value)
         for given, (container, items) in zip(signature.containers, left.containers, strict=True):
             make_change(container, given.change, items)
 

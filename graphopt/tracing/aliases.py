@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from graphopt import _compat
-from graphopt.tracing.arrays import meets
+from graphopt._compat.late import alias_of
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.shared_memory import SharedMemory
-from graphopt.tracing.substitute import Traced
+from graphopt.tracing.refusals import HostWork
 
 
 class Aliases:
@@ -33,36 +32,40 @@ class Aliases:
         self._tensors = [entry.tensor for entry in inputs.module_tensors]
         self._groups = _groups(call)
 
-    def watch(
-        self, record: Record, call: Call, traced: Traced, memories: list[SharedMemory]
-    ) -> None:
-        """Let the step find the stand-ins of groups, and let arrays that it reads be refused where
-        they lie in the memory of a tensor which it has updated by then.
+    def watch(self, record: Record, call: Call) -> None:
+        """Let the step find the stand-ins of groups, and refuse that it reads an array in the
+        memory of a tensor that it works on.
 
         Args:
             call: with stand-ins in its optimizers.
-            memories: those that are looked at when the step is over.
         """
-        graph = _compat.current_tracer().graph
-
-        def reads(array: Any) -> None:
-            for tensor in self.under(array):
-                memories.append(SharedMemory(traced.by_id[id(tensor)], graph, begun=False))
-
-        record.reads_array = reads
+        record.reads_array = self._refuse_array
         pairs = list(zip(self._groups, _groups(call), strict=True))
         record.groups = {id(group): stand_in for group, stand_in in pairs}
         record.real_groups = {id(stand_in): group for group, stand_in in pairs}
 
-    def under(self, value: Any) -> list[torch.Tensor]:
-        """The tensors of the step in whose memory an array, or another tensor, lies."""
-        if not (isinstance(value, torch.Tensor) or hasattr(value, "__array_interface__")):
-            return []
-        if not isinstance(value, torch.Tensor):
-            with _compat.without_modes():
-                return [tensor for tensor in self._tensors if meets(value, tensor)]
-        key = _compat.storage_key(value)
-        return [tensor for tensor in self._tensors if _compat.storage_key(tensor) == key]
+    def _refuse_array(self, array: Any) -> None:
+        with _compat.without_modes():
+            if any(meets(array, tensor) for tensor in self._tensors):
+                raise HostWork.ARRAY.refused("one in the memory of a tensor of the model")
+
+
+def meets(array: Any, tensor: torch.Tensor) -> bool:
+    """Whether an array and the storage of a tensor have memory in common."""
+    if tensor.device.type != "cpu" or _compat.is_fake(tensor):
+        return False
+    if not hasattr(array, "__array_interface__") or not array.size:
+        return False
+    return any(_meets(array, part) for part in _compat.strided_parts(alias_of(tensor)))
+
+
+def _meets(array: Any, tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    begin = storage.data_ptr()
+    low = high = array.__array_interface__["data"][0]
+    for size, stride in zip(array.shape, array.strides, strict=True):
+        low, high = low + min(0, stride * (size - 1)), high + max(0, stride * (size - 1))
+    return bool(low < begin + storage.nbytes() and begin < high + array.itemsize)
 
 
 def _groups(call: Call) -> list[dict[str, Any]]:

@@ -23,7 +23,6 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import get_outputs, is_collective, is_copy, is_operator
 from graphopt.host.assumptions import Assumption
-from graphopt.host.clock import reads_clock
 from graphopt.host.voted import VotedAssumption
 from graphopt.ir.metadata import known_value, storages_of
 from graphopt.ir.operators import draws, is_marker, operator_of
@@ -163,7 +162,7 @@ def _note(node: fx.Node, own: set[Any], ranks: Set[int]) -> None:
         if node is not check:  # one of its two results: scaled gradients, or what is noted
             _note_check(check, [] if node.args[1] == 1 else [node], node, own)
         return
-    if draws(node) or reads_clock(node) or depends_on(node, own):
+    if draws(node) or depends_on(node, own):
         own |= reached_by(node)
 
 

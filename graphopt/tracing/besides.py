@@ -65,15 +65,9 @@ class Besides:
             is refused otherwise, for this reason.
         exchanged: dictionaries and sets, by id, in which stand-ins take the place of keys.
         carried: places in which the step finds a tensor or a number, and leaves another one.
-        texts: places of texts that the program changes between calls; see
-            `outside.changing_texts`.
         made: attributes that the first call gives tensors, which are among `tensors`: of which
             object, name, tensor.
-        whole_lists: places, by their identities, in which it needs the list itself that is there,
-            or its very length.
         rounds: how many traces have found some of all that.
-        whole: where calls stand that are made as a whole; see `whole_calls`.
-        followed: those among them that cannot be.
         resized: tensors among `tensors` that the step resizes before it does anything else with
             them, to which sizes.
         found_twice: places, by their identities, whose tensor it finds elsewhere as well.
@@ -90,13 +84,9 @@ class Besides:
     as_traced: str = ""
     exchanged: frozenset[int] = frozenset()
     carried: list[CarriedPlace] = field(default_factory=list)
-    texts: list[OutsidePlace] = field(default_factory=list)
     made: list[tuple[dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
-    whole_lists: frozenset[Hashable] = frozenset()
     rounds: int = 0
     resized: list[tuple[torch.Tensor, torch.Size]] = field(default_factory=list)
-    whole: frozenset[Hashable] = frozenset()
-    followed: frozenset[Hashable] = frozenset()
     found_twice: frozenset[Hashable] = frozenset()
     replaced: frozenset[Hashable] = frozenset()
     cached: list[Any] = field(default_factory=list)
@@ -104,9 +94,7 @@ class Besides:
     def __bool__(self) -> bool:
         found = self.objects or self.tensors or self.counts or self.carried or self.exchanged
         otherwise = self.plain or self.as_traced
-        held = self.texts or self.whole_lists or self.resized
-        held = held or self.whole or self.followed or self.cached
-        held = held or self.found_twice or self.replaced
+        held = self.resized or self.cached or self.found_twice or self.replaced
         return bool(found or otherwise or self.whole_objects or held)
 
     def live(self) -> list[tuple[str, Any]] | None:
@@ -126,13 +114,9 @@ class Besides:
             self.as_traced or other.as_traced,
             self.exchanged | other.exchanged,
             [*self.carried, *other.carried],
-            [*self.texts, *other.texts],
             [*self.made, *other.made],
-            self.whole_lists | other.whole_lists,
             self.rounds + other.rounds,
             [*self.resized, *other.resized],
-            self.whole | other.whole,
-            self.followed | other.followed,
             self.found_twice | other.found_twice,
             self.replaced | other.replaced,
             [*self.cached, *other.cached],

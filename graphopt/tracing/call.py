@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Collection, Iterator
 from enum import Enum
 from itertools import count
@@ -151,7 +152,7 @@ class Call:
     def deciding(self, answers: tuple[Answer, ...]) -> Call:
         """The same call, with answers to its first decisions, and without what it uses besides."""
         known = self.besides
-        kept = Besides(as_traced=known.as_traced, whole=known.whole, followed=known.followed)
+        kept = Besides(as_traced=known.as_traced)
         new = copy.copy(self.using(kept) or self)
         new._using, new.decided = None, answers
         if any(isinstance(answer, Sizes) for answer in answers):
@@ -251,6 +252,13 @@ def check_supported(call: Call) -> None:
         for value in _compat.tree_leaves(place.now()):
             if isinstance(value, torch.Tensor):
                 check_class(name, value)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether an argument is an array of numpy's, in memory or in a file."""
+    numpy = sys.modules.get("numpy")
+    kinds = () if numpy is None else (numpy.ndarray, numpy.memmap)
+    return type(value) in kinds and not value.dtype.hasobject
 
 
 def _check_modes() -> None:

@@ -15,7 +15,6 @@ from graphopt.host import HostCall, insert_call
 from graphopt.host.counts import EagerCounts, place_of
 from graphopt.host.functions import traced_in
 from graphopt.host.seen import current_view
-from graphopt.tracing.computations import nest_of
 from graphopt.tracing.host_numbers import scalar_of_numpy
 from graphopt.tracing.replace import original
 from graphopt.tracing.source import current_location, is_around_step
@@ -66,7 +65,7 @@ def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
     if _compat.is_recording():
         _refuse_traced(fn)
         place = place_of(sys._getframe(1), is_around_step)
-        record(HostCall(original(fn), nest_of(tensors), every, place))
+        record(HostCall(original(fn), tensors, every, place))
         return
     call = HostCall(fn, tensors, every)
     graphs = {value.graph for value in call.values if isinstance(value, fx.Node)}

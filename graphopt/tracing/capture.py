@@ -216,8 +216,6 @@ def _rewritten(
     note_held(functional.graph_module, inputs, held_names(inputs, raw), held)
     if not found.lasting:  # what the step leaves may be there before the graph runs
         raw.signature.stay()
-        for items in raw.outside.kept_items:
-            items.within = None
     with found.effects.applied(), call.besides.present():
         guard = following(found.outside, raw.signature, inputs, call.besides)
     made = _made_beforehand(call, found.state)
@@ -232,7 +230,7 @@ def _rewritten(
         found.lasting,
         guard,
         _casts(functional.graph_module.graph),
-        replace(call.besides, texts=[], rounds=0),  # texts would keep alive what they are in
+        replace(call.besides, rounds=0),
         made,
         parallel,
         tuple(found_places(found.outside, call, guard)),
@@ -349,8 +347,8 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     """The call as it may be traced with success where it has been refused with `inputs`: with what
     it works on besides; with the other answer where a guessed one led to an exception; with more
     known of sizes that depend on values, where something asked about them; with libraries that find
-    out that they are traced, where their decisions by value cannot be followed; with its numbers as
-    constants, since some code takes nothing else; or with functions that are called as a whole.
+    out that they are traced, where their decisions by value cannot be followed; or with its numbers
+    as constants, since some code takes nothing else.
 
     Raises:
         CaptureError: `error`, where that has been tried.
@@ -372,10 +370,6 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
             with explained(call):
                 cached.make()
         more = _once_more(call, replace(error.besides, cached=[]))
-    elif call.besides.texts:
-        extended = call.using(replace(call.besides, texts=[]))
-        assert extended is not None, "what a trace has just used is alive"
-        return extended
     elif _may_be_told(call, inputs):
         more = Besides(as_traced=error.reason)
     elif call.objects:
@@ -383,26 +377,9 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     elif not call.besides.plain and any(map(_may_be_plain, inputs.hyperparameters)):
         more = Besides(plain=True)
     else:
-        return _with_whole_calls(call, call.besides.unfollowed or error)
+        raise call.besides.unfollowed or error
     extended = call.using(call.besides.joined(more))
     assert extended is not None, "what a trace has just used is alive"
-    return extended
-
-
-def _with_whole_calls(call: Call, refusal: CaptureError) -> Call:
-    """The call with functions that are called as a whole where that may be, and with nothing else
-    of what has been tried.
-
-    Raises:
-        CaptureError: `refusal`, where there are none.
-    """
-    known = call.besides
-    if refusal.calls <= known.whole:
-        raise refusal
-    whole = known.whole | refusal.calls
-    other = Besides(unfollowed=_alone(refusal), rounds=known.rounds)
-    extended = call.using(replace(other, whole=whole, followed=known.followed))
-    assert extended is not None, "nothing has been found by then that may be gone"
     return extended
 
 

@@ -9,7 +9,6 @@ What stands for a tensor or a number in a trace is of another class.
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,11 +16,17 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt.errors import CaptureError
 from graphopt.tracing.host_numbers import is_host_number
-from graphopt.tracing.later import Later
-from graphopt.tracing.later_values import is_later_text
-from graphopt.tracing.numbers import ReadBool, ReadFloat, ReadInt, TakenInt, may_be_of_numpy
-from graphopt.tracing.running_trace import current_trace
+from graphopt.tracing.number_functions import numpy_float64
+from graphopt.tracing.numbers import (
+    ReadBool,
+    ReadFloat,
+    ReadInt,
+    TakenInt,
+    may_be_of_numpy,
+    refusal,
+)
 
 STANDING_FOR: dict[type, Any] = {ReadFloat: 0.0, ReadInt: 0, TakenInt: 0, ReadBool: False}
 """Classes of numbers that were read, each with a number of the class that it stands for."""
@@ -40,22 +45,36 @@ def class_of(tensor: torch.Tensor, stands_for: Mapping[int, torch.Tensor]) -> ty
 
 
 def class_of_number(value: Any) -> type:
-    """The class that eager code finds for a number or a text of the trace. Where that may be
-    another one in each call, the graph holds for this one."""
-    if is_later_text(value):
-        return str
+    """The class that eager code finds for a number of the trace.
+
+    Raises:
+        CaptureError: it may be another one in each call.
+    """
     if is_host_number(value):
         return type(value.value)
-    if type(value) in STANDING_FOR and not may_be_of_numpy(value):
-        return type(STANDING_FOR[type(value)])
-    later = value if type(value) is Later else Later(operator.pos, (value,))
-    found: type = current_trace().decide(later, type)
-    return found
+    if may_be_of_numpy(value):
+        raise _of_numpy()
+    return type(STANDING_FOR[type(value)])
+
+
+def is_instance_of_numpy(number: Any, kinds: Any) -> bool:
+    """`isinstance` of a number that may be one of numpy's."""
+    answers = [isinstance(each, kinds) for each in (numpy_float64(0.0), 0.0)]
+    if answers[0] != answers[1]:
+        raise _of_numpy()
+    return answers[0]
+
+
+def _of_numpy() -> CaptureError:
+    return refusal(
+        "it asks whether a number that it computes from one of numpy's is one itself",
+        "ask isinstance(number, float), or take float(number) first",
+    )
 
 
 def has_attribute(value: Any, name: str) -> bool:
-    """What `hasattr` says in eager code of a number, an array or a text of the trace."""
-    if type(value) in STANDING_FOR or (type(value) is Later and value.is_number):
+    """What `hasattr` says in eager code of a number of the trace."""
+    if type(value) in STANDING_FOR:
         answers = {hasattr(kind, name) for kind in _kinds_of_numbers()}
         if len(answers) == 1:
             return answers.pop()
@@ -69,13 +88,12 @@ def _kinds_of_numbers() -> list[type]:
 
 
 def is_of_trace(value: Any) -> bool:
-    """Whether a value stands for a number or a text of which `class_of_number` knows the class."""
-    kind = type(value)
-    return kind in STANDING_FOR or kind is Later or is_host_number(value) or is_later_text(value)
+    """Whether a value stands for a number."""
+    return type(value) in STANDING_FOR or is_host_number(value)
 
 
 def class_in_trace(value: Any, stands_for: Mapping[int, torch.Tensor]) -> type:
-    """The class that eager code finds for a tensor, a number or a text of the trace."""
+    """The class that eager code finds for a tensor or a number of the trace."""
     is_tensor = isinstance(value, torch.Tensor)
     return class_of(value, stands_for) if is_tensor else class_of_number(value)
 

@@ -143,7 +143,6 @@ def _alone(besides: Besides, found: Collection[int]) -> Iterator[_Slot]:
     places = {
         each.place.identity: each
         for each in besides.carried
-        if each.place.identity not in besides.whole_lists or type(each.place.now()) is not list
         if each.place.identity not in besides.found_twice
     }
     slots = list(chain.from_iterable(map(_tensors_at, places.values())))
@@ -316,9 +315,7 @@ def _placed_numbers(call: Call) -> Iterator[PlacedNumber]:
             continue
         before = numbers.get(place.identity, [])
         counted = counted or any(each.counted for each in before)
-        whole = place.kind == "size" or type(place.now()) is list
-        if place.identity not in call.besides.whole_lists or not whole:
-            numbers[place.identity] = list(_numbers_at(place, path, counted)) or before
+        numbers[place.identity] = list(_numbers_at(place, path, counted)) or before
     yield from chain.from_iterable(numbers.values())
 
 

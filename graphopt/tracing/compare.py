@@ -13,8 +13,6 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import is_operator
 from graphopt.host import HostCall
-from graphopt.host.clock import ClockReading
-from graphopt.host.computed import ComputedTensor
 from graphopt.ir.bits import same_bits
 from graphopt.ir.metadata import phase_of, source_line
 from graphopt.ir.source import SourceLine
@@ -65,13 +63,9 @@ def difference_of(
 
 
 def _same_target(x: Any, y: Any) -> bool:
-    for kind in _REPEATING:
-        if isinstance(x, kind) and isinstance(y, kind):
-            return bool(x.repeats(y))
+    if isinstance(x, HostCall) and isinstance(y, HostCall):
+        return x.repeats(y)
     return bool(x == y)
-
-
-_REPEATING: tuple[type[Any], ...] = (HostCall, ClockReading, ComputedTensor)
 
 
 def fingerprint(graph_module: fx.GraphModule, labels: Sequence[tuple[str, str]]) -> str:

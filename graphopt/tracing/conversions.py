@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from graphopt.tracing.classes_asked import STANDING_FOR
+from graphopt.tracing.classes_asked import STANDING_FOR, is_instance_of_numpy
 from graphopt.tracing.host_math import is_choice, traced_form
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.number_of import float_of_number, float_of_tensor, integers_of, is_number
@@ -26,7 +26,6 @@ from graphopt.tracing.numbers import (
     record,
     taken,
 )
-from graphopt.tracing.numpy_lists import is_instance_of_numpy
 
 
 def converting(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:

@@ -10,7 +10,7 @@ behind an assumption (`graphopt.host.assumptions`). Traces of the same call get 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import getitem
 from typing import Any, cast
 
@@ -27,14 +27,7 @@ from graphopt._compat.sizes import (
     with_sizes,
 )
 from graphopt.errors import CaptureError
-from graphopt.host.assumptions import (
-    Answer,
-    Assumption,
-    ComputedAssumption,
-    FormAssumption,
-    ValuesAssumption,
-)
-from graphopt.host.computed import ComputedTensor, Form, form_of
+from graphopt.host.assumptions import Answer, Assumption, ValuesAssumption
 from graphopt.host.sizes import Relations, SizeAssumption, Sizes
 from graphopt.host.used import Used, UsedAnywhere
 from graphopt.host.voted import VotedAssumption
@@ -43,11 +36,9 @@ from graphopt.parallel.markers import Group
 from graphopt.runtime.budget import WITHOUT_BRANCHES
 from graphopt.tracing.alike import is_alike
 from graphopt.tracing.call import SizesKept
-from graphopt.tracing.computations import evaluated, nest_of
 from graphopt.tracing.constant_values import ConstantValues
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.known import KnownValues
-from graphopt.tracing.later import Later
 from graphopt.tracing.source import current_user_line
 from graphopt.tracing.values import Values, ValuesBeforeCollectives
 
@@ -118,6 +109,16 @@ class Decider:
         assert self._group is not None
         return node is None or is_alike(self._tracer.graph, node, self._own, self._group)
 
+    @property
+    def may_know(self) -> bool:
+        """Whether the values of this call are known, whatever they are computed by."""
+        return type(self._values) is Values
+
+    def value(self, traced: Any) -> Any:
+        """What a traced number or tensor is in this call."""
+        with _compat.without_modes():
+            return self._values.of(_compat.node_of(self._tracer, _compat.from_functional(traced)))
+
     def _knows(self, number: Any) -> bool:
         """Whether the value of a number is known when the step is captured."""
         values, node = self._values, _compat.node_of(self._tracer, number)
@@ -134,68 +135,6 @@ class Decider:
         holds = vote_of(number, known[self._count], group)
         _compat.record_call(assumption, [number, holds])
         return self._assumed(assumption)
-
-    def computed(
-        self, value: Later, kind: type, replaced: Callable[[Any], Callable[..., Any]]
-    ) -> Answer:
-        """What Python computes in this call, which the graph assumes from now on.
-
-        Args:
-            replaced: see `later.evaluated`.
-        """
-        line = current_user_line()
-        known, values = self._inputs.answers, self._values
-        self._refuse(line)
-        if type(values) is not Values:
-            raise another_on_each_rank(line)
-        assumption = ComputedAssumption(self._count, str(line), nest_of(value))
-        if self._count == len(known):
-            known.append(self.evaluated(value, replaced, kind))
-        _compat.record_call(assumption, assumption.take_values())
-        return self._assumed(assumption)
-
-    def evaluated(
-        self,
-        value: Later,
-        replaced: Callable[[Any], Callable[..., Any]],
-        told: Callable[[Any], Any],
-    ) -> Any:
-        """What is told of what Python computes of the values of this call."""
-        values = self._values
-
-        def known_value(of: Any) -> Any:
-            return values.of(_compat.node_of(self._tracer, _compat.from_functional(of)))
-
-        with _compat.without_modes():
-            return told(evaluated(value, known_value, replaced))
-
-    def in_graph(
-        self, value: Later, replaced: Callable[[Any], Callable[..., Any]]
-    ) -> tuple[torch.Tensor, str] | None:
-        """A tensor of the graph that Python computes, with the form that it has in this call, which
-        the graph assumes from now on; and what Python has there: a tensor, array or number. None
-        where it has something else.
-
-        Args:
-            replaced: see `computations.evaluated`.
-        """
-        line = current_user_line()
-        self._refuse_many(line)
-        if type(self._values) is not Values:
-            raise _computed_on_each_rank(line)
-        known = self._inputs.answers
-        if self._count == len(known):
-            form = self.evaluated(value, replaced, form_of)
-            if form is None:
-                return None
-            known.append(form)
-        form = cast(Form, known[self._count])
-        target = ComputedTensor(nest_of(value), form)
-        tensor = target(*target.take_values())
-        assumption = FormAssumption(self._count, str(line))
-        _compat.record_call(assumption, [tensor])
-        self._assumed(assumption)
-        return tensor, form.kind
 
     def values(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """The integers that a traced tensor holds in this call, which the graph assumes.
@@ -365,15 +304,6 @@ def vote_of(number: Any, answer: Answer, group: Group) -> torch.Tensor:
         mine = torch.full((1,), integer, dtype=torch.int64, device=device)
         held: torch.Tensor = functional.wait_tensor(functional.all_reduce(mine, "min", group.name))
     return held
-
-
-def _computed_on_each_rank(line: Any) -> CaptureError:
-    return CaptureError(
-        "it makes a tensor of what Python computes of values of the graph, whose shape may be"
-        " another one on each rank",
-        location=str(line),
-        hint="compute it with tensors; or outside the step, and pass the result",
-    )
 
 
 class OwnDecisionError(CaptureError):

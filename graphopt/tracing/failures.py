@@ -12,23 +12,19 @@ from graphopt import _compat
 from graphopt.errors import CaptureError, GraphOptError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.call import Call
+from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.source import in_step, is_library_file, is_tracing_file, user_line_of
 
-_LOG = (
+_VALUE = (
     "do it in a function that every step calls: graphopt.callback(function, loss.item()), or return"
     " the value from the step"
 )
-
-_PICKLED = (
-    "it saves or pickles tensors or numbers (torch.save, pickle)",
-    "let a function do it that is called in every step: graphopt.callback(torch.save,"
-    " model.state_dict(), path), or do it outside the step",
-)
+_PICKLED = HostWork.WRITE.said("torch.save, pickle, of tensors or numbers")
 
 _ADVICE: tuple[tuple[str, str, str | None], ...] = (
-    ("ReadFloat", "it takes the value of a tensor for a plain number", _LOG),
-    ("ReadInt", "it takes the value of a tensor for a plain number", _LOG),
-    ("ReadBool", "it takes the value of a tensor for a plain number", _LOG),
+    ("ReadFloat", "it takes the value of a tensor for a plain number", _VALUE),
+    ("ReadInt", "it takes the value of a tensor for a plain number", _VALUE),
+    ("ReadBool", "it takes the value of a tensor for a plain number", _VALUE),
     (
         "does not require grad and does not have a grad_fn",
         "backward was called on a value that needs no gradient",
@@ -78,13 +74,8 @@ _ADVICE: tuple[tuple[str, str, str | None], ...] = (
     ),
     ("<locals>.CorrectedMode", *_PICKLED),
     ("<locals>.QuickShapeEnv", *_PICKLED),
-    ("is not JSON serializable", "it turns into text what is known only when a step runs", _LOG),
-    (
-        ".numpy() is not supported",
-        "it converts a tensor to numpy",
-        "convert it in a function that every step calls: graphopt.callback(function, tensor), or"
-        " return the tensor from the step",
-    ),
+    ("is not JSON serializable", *HostWork.TEXT.said("a value of the graph")),
+    (".numpy() is not supported", *HostWork.ARRAY.said("one of a tensor")),
     (
         ".tolist() is not supported",
         "it converts a tensor to a list",

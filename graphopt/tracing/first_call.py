@@ -149,21 +149,10 @@ def _constants_returned(raw: RawTrace) -> list[Any]:
 
 def _left_alike(first: RawTrace, following: RawTrace) -> bool:
     """Whether both calls leave the same in the same places outside their arguments."""
-    placed = [
-        [each.place.identity for each in raw.signature.placed]
-        + [(id(each.container), [how for how, _ in each.changes]) for each in raw.signature.changed]
-        for raw in (first, following)
-    ]
-    recipes = [
-        [each.recipe for each in raw.signature.placed]
-        + [value for each in raw.signature.changed for _, value in each.changes]
-        for raw in (first, following)
-    ]
-    return (
-        placed[0] == placed[1]
-        and len(recipes[0]) == len(recipes[1])
-        and all(map(_same_recipe, *recipes))
-    )
+    ours, theirs = first.signature.placed, following.signature.placed
+    places = [[each.place.identity for each in placed] for placed in (ours, theirs)]
+    recipes = ([each.recipe for each in placed] for placed in (ours, theirs))
+    return places[0] == places[1] and all(map(_same_recipe, *recipes))
 
 
 def _same_containers(first: RawTrace, following: RawTrace) -> bool:

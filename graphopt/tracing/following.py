@@ -15,7 +15,6 @@ from typing import Any
 
 from graphopt.guards.outside import OutsideGuard
 from graphopt.tracing.besides import Besides
-from graphopt.tracing.found_places import texts_read
 from graphopt.tracing.inputs import Inputs, PlacedNumber
 from graphopt.tracing.number_tuples import TupleTable
 from graphopt.tracing.outside.moving import MovingTable, pin_others
@@ -31,7 +30,7 @@ def following(
     leaves there, is found from now on."""
     places = list(_places(signature, inputs, besides))
     pin_others(record, places)
-    guard = OutsideGuard(record, places, texts_read(record))
+    guard = OutsideGuard(record, places)
     for found in signature.found_by_functions:
         found.find = guard.holder_of(found.value)
     signature.placed = [replace(each, place=guard.moved(each.place)) for each in signature.placed]
@@ -61,7 +60,6 @@ def _places(signature: Signature, inputs: Inputs, besides: Besides) -> Iterator[
 
 def _lists_changed(signature: Signature) -> Iterator[Callable[[], Any]]:
     """What gives the lists that the step changes in place."""
-    yield from (each.now for each in signature.changed)
     placed = (each for each in signature.placed if type(each.place.holder) is list)
     yield from (partial(_holder, each) for each in placed)
 
@@ -73,8 +71,7 @@ def _holder(placed: PlacedResult) -> Any:
 def _followed(signature: Signature) -> Iterator[FollowedPlace]:
     """The places of containers in which, or in what is in them, the step changes anything."""
     found = [each.within for each in signature.placed]
-    yield from (each.followed for each in signature.texts)
-    for within in (*found, *(each.within for each in signature.changed)):
+    for within in found:
         while within is not None:
             yield within
             within = within.within

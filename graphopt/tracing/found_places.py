@@ -1,4 +1,4 @@
-"""Where steps find tensors, numbers and texts; what is another one later becomes an input."""
+"""Where steps find tensors and numbers; what is another one later becomes an input."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from graphopt.tracing.besides import Besides, CarriedPlace
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs import is_exact
 from graphopt.tracing.lost_history import accumulates
-from graphopt.tracing.outside.places import LISTS, OutsidePlace, attributes_of, is_plain_text
+from graphopt.tracing.outside.places import LISTS, OutsidePlace, attributes_of
 from graphopt.tracing.outside.record import Record
 
 
 class FoundPlace(NamedTuple):
     """An item of a dictionary, or a variable of a closure, in which a step has found a tensor, a
-    number, a text or, of the former, an array; or an item of a list with a tensor; or the length of
-    a list. Neither the object whose
-    attribute it is nor the tensor is kept alive.
+    number or an array; or an item of a list with a tensor. Neither the object whose attribute it is
+    nor the tensor is kept alive.
 
     Attributes:
         holder: gives that object, or the dictionary, the list or the variable.
-        value: the number or the text, or a weak reference to the tensor; True: any text.
+        value: the number, or a weak reference to the tensor.
     """
 
     path: str
@@ -40,15 +39,11 @@ class FoundPlace(NamedTuple):
         """Where the value is."""
         holder = self.holder()
         if isinstance(holder, LISTS):
-            return OutsidePlace("size" if self._is_length else "item", holder, self.key)
+            return OutsidePlace("item", holder, self.key)
         if isinstance(holder, CellType):
             return OutsidePlace("cell", holder)
         table = holder if isinstance(holder, dict) else attributes_of(holder)
         return OutsidePlace("item", table or {}, self.key)  # an empty one where it is gone
-
-    @property
-    def _is_length(self) -> bool:
-        return self.key is None and isinstance(self.holder(), LISTS)
 
     @property
     def times(self) -> int:
@@ -57,53 +52,31 @@ class FoundPlace(NamedTuple):
         now = self.place.now()
         if not self._is_changed(now):
             return 0
-        return 1 if is_exact(now) and not self._is_length else 2
-
-    @property
-    def is_text(self) -> bool:
-        """Whether it holds a text."""
-        return type(self.value) is str or self.value is True
+        return 1 if is_exact(now) else 2
 
     def _is_changed(self, now: Any) -> bool:
-        if self._is_length:
-            return bool(now != self.value)
         if is_exact(self.value) and isinstance(now, torch.Tensor):
             return not now.requires_grad
         if isinstance(self.value, weakref.ref):
             return isinstance(now, torch.Tensor) and now is not self.value()
-        if self.is_text:
-            return is_plain_text(now) and now != self.value
         return type(now) is type(self.value) and is_exact(now) and now != self.value
-
-
-def texts_read(record: Record) -> Iterator[OutsidePlace]:
-    """Where a step has found texts for which its graph holds."""
-    for read in record.reads.values():
-        if is_plain_text(read.value) and read.place.may_carry:
-            yield read.place
 
 
 def found_places(record: Record, call: Call, guard: OutsideGuard) -> Iterator[FoundPlace]:
     """Where a step has found tensors, each in one place, and numbers."""
     for read in record.reads.values():
         value, holder = read.value, read.place.holder
-        if read.place.kind == "size" and type(holder) in LISTS:
-            yield FoundPlace(read.path, _itself(holder), None, value)
         if not read.place.may_carry:
             if read.place.may_carry_tensor and _is_in_one_place(record, value):
                 in_list = guard.holder_of(holder) or _itself(holder)
                 yield FoundPlace(read.path, in_list, read.place.key, weakref.ref(value))
             continue
-        if is_exact(value) or is_plain_text(value) or _is_in_one_place(record, value):
+        if is_exact(value) or _is_in_one_place(record, value):
             kept: Any = weakref.ref(value) if isinstance(value, torch.Tensor) else value
         else:
             continue
         found = guard.holder_of(holder) or _holder(record, holder)
         yield FoundPlace(read.path, found, read.place.key, kept)
-    for read, given in record.texts.any():
-        place = given.followed.place
-        found = guard.holder_of(read.place.holder) or _holder(record, place.holder)
-        yield FoundPlace(read.path, found, place.key, True)
     for name, module in call.named_submodules():
         for key, value in vars(module).items():
             if is_exact(value):
@@ -130,19 +103,15 @@ def _holder(record: Record, holder: Any) -> Callable[[], Any]:
 
 
 def changing(captured: Iterable[Sequence[FoundPlace]]) -> Besides:
-    """Places to be inputs from now on: those of tensors and arrays, and lengths of lists, that are
-    others than in an earlier graph, and those of numbers that are others than in two. And those of
-    texts that are others than in one."""
+    """Places to be inputs from now on: those of tensors and arrays that are others than in an
+    earlier graph, and those of numbers that are others than in two."""
     times: Counter[tuple[Any, ...]] = Counter()
     found: dict[tuple[Any, ...], CarriedPlace] = {}
-    texts: dict[tuple[Any, ...], OutsidePlace] = {}
     for places in captured:
         for each in places:
             place, more = each.place, each.times
-            if more and each.is_text:
-                texts[place.identity] = place
-            elif more:
+            if more:
                 times[place.identity] += more
                 found[place.identity] = CarriedPlace(each.path, place)
     carried = [place for known, place in found.items() if times[known] > 1]
-    return Besides(carried=carried, texts=list(texts.values()))
+    return Besides(carried=carried)

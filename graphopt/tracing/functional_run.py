@@ -15,8 +15,6 @@ from graphopt import _compat
 from graphopt._compat.sizes import laid_out_like
 from graphopt.graph_utils import is_operator
 from graphopt.host import HostCall
-from graphopt.host.clock import ClockReading
-from graphopt.host.computed import ComputedTensor
 from graphopt.ir import inplace
 from graphopt.ir.metadata import OF_TRACE, fake_value, known_value, some_of
 from graphopt.ir.operators import fused_optimizer, rounds_a_list_in_place, updated_lists
@@ -53,7 +51,7 @@ class RawGraphRunner(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self._running = n
-        as_it_is = self._untouched.stays(n) or isinstance(n.target, ComputedTensor)
+        as_it_is = self._untouched.stays(n)
         refuse_unusual_writes(n)
         for source in n.all_input_nodes:
             self._prepare(source, as_it_is or n.op == "output" or n.target is operator.getitem)
@@ -99,9 +97,6 @@ class RawGraphRunner(fx.Interpreter):
         node.meta.update(some_of(source, *OF_TRACE))
 
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if isinstance(target, ClockReading):
-            assert self._running is not None
-            return _compat.record_known(target, (), fake_value(self._running))
         if isinstance(target, HostCall):
             return target(*args)
         if target is int and isinstance(args[0], torch.SymBool):  # torch would ask which it is

@@ -47,7 +47,7 @@ from graphopt.tracing.numbers import (
     record,
     reflected,
 )
-from graphopt.tracing.source import asking_frame, is_installed, is_library_file, is_torch_file
+from graphopt.tracing.source import is_torch_file
 
 EXACT = 2**53
 """Integers below are numbers in float64 themselves."""
@@ -341,10 +341,6 @@ def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
             return self.rounded()
         if of_torch:
             return function(self.exactly(), *args)
-        if function in _TEXTS and self.notes is current_notes():
-            file = asking_frame(sys._getframe(1)).f_code.co_filename
-            if not (is_library_file(file) or is_installed(file)):
-                return self.notes.text(function, (self, *args))
         return function(self.handed_out(text=function in _TEXTS), *args)
 
     return method

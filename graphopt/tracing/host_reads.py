@@ -93,7 +93,7 @@ def no_reading() -> Iterator[None]:
             return None
         looking = True  # at paths, which asks the system as well
         try:
-            return _asking(frame)
+            return asking_line(frame)
         finally:
             looking = False
 
@@ -126,7 +126,7 @@ def no_reading() -> Iterator[None]:
         yield
 
 
-def _asking(frame: FrameType) -> SourceLine | None:
+def asking_line(frame: FrameType) -> SourceLine | None:
     """The line of the step's own code for which something is read; None where Python, torch or
     graphopt read for themselves."""
     for each in frames(frame):

@@ -10,7 +10,7 @@ there for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,20 +20,11 @@ from graphopt._compat.untraced import without_overrides
 from graphopt.errors import CaptureError
 from graphopt.host import HostCall
 from graphopt.host.held import FoundObject, Given, HeldByFunction
-from graphopt.host.seen import (
-    ChangedBefore,
-    GivenValue,
-    LeftThere,
-    LeftValue,
-    LiveValue,
-    ReadBehind,
-)
+from graphopt.host.seen import GivenValue, LeftThere, LeftValue, LiveValue, ReadBehind
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.call import Call
-from graphopt.tracing.computations import nest_of
 from graphopt.tracing.given import GivenContainers
 from graphopt.tracing.inputs import Inputs
-from graphopt.tracing.later_values import is_later
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.behind import Behind
 from graphopt.tracing.outside.moving import is_object
@@ -44,7 +35,7 @@ from graphopt.tracing.setting_place import SettingPlace
 from graphopt.tracing.signature import Constant, Signature
 from graphopt.tracing.source import current_user_line
 from graphopt.tracing.substitute import Traced
-from graphopt.tracing.told import holds_text, told
+from graphopt.tracing.told import told
 
 Tables = Sequence[tuple[dict[str, Any], dict[str, Any]]]
 """Attributes of objects, with what they were when the step began."""
@@ -54,7 +45,6 @@ class HostView:
     """Follows what one trace leaves outside, for the functions that it calls on the host.
 
     Args:
-        calls: is told of each call of a function what it can reach.
         tables: attributes of modules, optimizers and other objects among the arguments.
         settings: parameter groups as the step found them, each with its place.
     """
@@ -65,11 +55,10 @@ class HostView:
         inputs: Inputs,
         traced: Traced,
         record: Record,
-        calls: Callable[[Reach], None],
         tables: Tables,
         settings: Sequence[tuple[int, int, dict[str, Any]]],
     ) -> None:
-        self._record, self._tell, self._tables = record, calls, tables
+        self._record, self._tables = record, tables
         self._optimizers = call.optimizer_objects()
         self._settings = settings
         self._live = {id(traced.by_id[id(entry.tensor)]): entry for entry in inputs.module_tensors}
@@ -93,10 +82,8 @@ class HostView:
         self._record.behind.calls()
         with without_overrides():
             reach = reached_from(call.fn, call.constants)
-        self._record.needed_lists |= reach.among(self._record.number_lists)
         call.number = len(self._calls)
         self._calls.append((call, reach))
-        self._tell(reach)
         self._lines.append(current_user_line())
         call.held = self._held(call)
         given: list[Any] = []
@@ -111,13 +98,6 @@ class HostView:
                     self._record.pin(holder)
                     self._record.pin(self._record.owner(holder))
                     call.outside.left.append(LeftThere(place, left, stamp))
-        for changed in self._record.changed_containers():
-            if reach.has(changed.container):
-                items = [(change, self._left(value, given)) for change, value in changed.changes]
-                known = tuple((change, item) for change, item in items if item is not None)
-                if len(known) == len(items):
-                    self._record.pin(changed.container)
-                    call.outside.changed.append(ChangedBefore(changed.container, known))
         return given
 
     def _held(self, call: HostCall) -> HeldByFunction | None:
@@ -130,9 +110,6 @@ class HostView:
         for part in call.parts_of_nests:
             self._record.pin(part)
         held.finish()
-        kept = [*held.contents(), call.fn, *call.constants]
-        if self._record.texts and any(holds_text(self._record, each) for each in kept):
-            self._record.texts.note_taken_apart()
         return held or None
 
     def _is_used(self, value: Any) -> bool:
@@ -195,9 +172,6 @@ class HostView:
     def _leaf(self, leaf: Any, given: list[Any]) -> Any:
         if isinstance(leaf, Constant):
             return leaf.value
-        if is_later(leaf):
-            inner, spec = _compat.tree_flatten(nest_of(leaf))
-            return LeftValue(spec, tuple(self._leaf(each, given) for each in inner))
         if not isinstance(leaf, (torch.Tensor, *SYMBOLIC)):
             return leaf
         entry = self._live.get(id(leaf))
@@ -216,20 +190,8 @@ class HostView:
 
     # ------------------------------------------------------------------ the end
 
-    def finish(self, lists: Mapping[int, Any]) -> None:
-        """The step is over, and all that it leaves is still there.
-
-        Args:
-            lists: those of which something is computed later, as each call finds them.
-        """
-        for number, (call, _) in enumerate(self._calls):
-            if any(id(each.container) in lists for each in call.outside.changed):
-                raise CaptureError(
-                    "a function that it calls on the host may read a list to which it appends, and"
-                    " of which it computes something besides",
-                    location=None if self._lines[number] is None else str(self._lines[number]),
-                    hint="give the function what it needs of the list",
-                )
+    def finish(self) -> None:
+        """The step is over, and all that it leaves is still there."""
         for identity, (place, before) in self._before.items():
             value = place.now()
             self._last[identity] = self._stamp(place, value)
@@ -251,13 +213,11 @@ class HostView:
             taken.add(SettingPlace.of(optimizer, setting.group, setting.key).identity)
         signature.restored = {k: v for k, v in self._last.items() if k in self._transient - taken}
         taken |= self._transient
-        repeated = {id(each.container) for each in signature.changed}
         changed = [container.change.path for container in signature.containers]
         for number, (call, reach) in enumerate(self._calls):
             self._refuse_changed(call, self._lines[number], changed)
             outside = call.outside
             outside.left = [each for each in outside.left if each.place.identity in taken]
-            outside.changed = [each for each in outside.changed if id(each.container) in repeated]
             outside.read = list(self._read_behind(number, reach))
         self._calls.clear()
         self._groups.clear()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
-import io
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,51 +17,12 @@ from torch.optim.optimizer import (
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.contents import TABLE
-from graphopt.tracing.replace import replaced
 from graphopt.tracing.source import (
     current_location,
     current_user_line,
     inside_step,
     is_library_file,
 )
-
-_WRITING = frozenset("wax+")
-
-
-@contextmanager
-def no_output() -> Iterator[None]:
-    """While active, `print` and files opened for writing by this thread are refused.
-
-    A captured step would print once, at capture, and never again.
-    """
-    thread = threading.get_ident()
-    real_print, real_open = builtins.print, builtins.open
-
-    def refuse(what: str) -> None:
-        raise CaptureError(
-            f"the step {what}, which would happen at capture only",
-            location=current_location(),
-            hint="let a function do it that is called in every step, and opens the file itself:"
-            " graphopt.callback(write_row, loss); or return what is to be written from the step",
-        )
-
-    def checked_print(*args: Any, **kwargs: Any) -> None:
-        caller = sys._getframe(1).f_code.co_filename
-        if threading.get_ident() == thread and not is_library_file(caller):
-            refuse("prints")
-        real_print(*args, **kwargs)
-
-    def checked_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread and _WRITING & set(mode):
-            refuse("writes to a file")
-        return real_open(file, mode, *args, **kwargs)
-
-    with replaced(
-        (builtins, "print", checked_print),
-        (builtins, "open", checked_open),
-        (io, "open", checked_open),
-    ):
-        yield
 
 
 @contextmanager

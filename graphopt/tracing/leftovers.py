@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 from graphopt.errors import CaptureError
@@ -21,7 +20,6 @@ from graphopt.tracing.besides import Besides, CarriedPlace, MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.contents import Names, ObjectKind
 from graphopt.tracing.failures import definition_of
-from graphopt.tracing.found_earlier import EarlierContent, differing, known_content, only
 from graphopt.tracing.keyed import Keyed, keyed_by_tensors
 from graphopt.tracing.nests import parts
 from graphopt.tracing.numbers import SYMBOLIC
@@ -29,8 +27,7 @@ from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import not_repeated
 from graphopt.tracing.outside.unrepeated import LeftPlace
-from graphopt.tracing.reachable import Reach, reachable
-from graphopt.tracing.running_trace import has_piece
+from graphopt.tracing.reachable import reachable
 
 
 @dataclass(frozen=True)
@@ -51,13 +48,10 @@ class OutsideChanges:
         changes: of objects that the step can reach.
         constants: `(attributes, name, value)` of objects among the arguments, which every call of
             the captured step sets.
-        earlier: what functions that the trace has called on the host have found of that, where it
-            has changed behind; by the number of the call.
     """
 
     changes: list[ObjectChange] = field(default_factory=list)
     constants: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
-    earlier: dict[int, list[EarlierContent]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.changes)
@@ -67,11 +61,7 @@ class OutsideChanges:
         changes = [
             replace(change, after=_original(change.after, stands_for)) for change in self.changes
         ]
-        earlier = {
-            number: [replace(each, content=_original(each.content, stands_for)) for each in found]
-            for number, found in self.earlier.items()
-        }
-        return OutsideChanges(changes, self.constants, earlier)
+        return OutsideChanges(changes, self.constants)
 
     def first_change(self, record: Record) -> tuple[str, SourceLine | None]:
         """What is changed first, and by which line, as far as that was seen."""
@@ -113,7 +103,6 @@ class HostState:
     def __init__(self, call: Call) -> None:
         found = reachable(call.fn, call.leaves)
         self._held = [(kind, holder, kind.read(holder)) for kind, holder in found]
-        self._calls: list[dict[int, Any]] = []
         self._generators = [held for held in self._held if held[0] is contents.GENERATOR]
 
     def keyed_by_tensors(self) -> list[Keyed]:
@@ -124,27 +113,6 @@ class HostState:
         """Whether `restore` puts an object back."""
         return any(holder is value for _, holder, _ in self._held)
 
-    def calls(self, reach: Reach) -> None:
-        """The step calls a function on the host, which finds what it can reach."""
-        self._calls.append(
-            {
-                index: before if kind.same(holder, before) else known_content(kind, holder)
-                for index, (kind, holder, before) in enumerate(self._held)
-                if reach.finds(holder)
-            }
-        )
-
-    def forget_unchanged(self) -> None:
-        """The step is over: of what functions have found, what is as it was again is not held."""
-        for found in self._calls:
-            for index, content in [*found.items()]:
-                kind, holder, before = self._held[index]
-                parts = differing(kind, before, kind.read(holder))
-                if kind.same(holder, before) or not parts:
-                    del found[index]
-                else:
-                    found[index] = only(kind, content, parts)
-
     def restore(self) -> OutsideChanges:
         """Put everything back, and say what had changed."""
         changes = {
@@ -152,33 +120,13 @@ class HostState:
             for index, (kind, holder, before) in enumerate(self._held)
             if not kind.same(holder, before)
         }
-        earlier = {
-            number: list(_found_earlier(found, changes)) for number, found in enumerate(self._calls)
-        }
         for change in changes.values():
             change.kind.write(change.changed, change.before)
-        return OutsideChanges([*changes.values()], earlier=earlier)
+        return OutsideChanges([*changes.values()])
 
     def generator_advanced(self) -> bool:
         """Whether a random number generator is no longer as it was."""
         return any(not kind.same(holder, before) for kind, holder, before in self._generators)
-
-
-def _found_earlier(
-    found: Mapping[int, Any], changes: Mapping[int, ObjectChange]
-) -> Iterator[EarlierContent]:
-    """What a function has found, where it has changed behind.
-
-    Args:
-        changes: in all, by the same numbers.
-    """
-    for index in found.keys() & changes.keys():
-        change, then = changes[index], found[index]
-        if not change.kind.same(change.changed, then):
-            parts = differing(change.kind, then, change.after)
-            parts &= differing(change.kind, change.before, change.after)
-            if parts:
-                yield EarlierContent(change.kind, change.changed, then, parts)
 
 
 def _original(
@@ -207,27 +155,11 @@ def check_effects(effects: OutsideChanges) -> None:
                 " deterministic algorithms)",
                 hint="set it outside the step, or for a part of the step by a context manager",
             )
-        if any(isinstance(value, SYMBOLIC) or has_piece(value) for value in _flat(change.after)):
+        if any(isinstance(value, SYMBOLIC) for value in _flat(change.after)):
             raise CaptureError(
                 "it keeps the value of a tensor outside its return value, which would happen at"
                 " capture only",
                 hint="return the value from the step and keep it outside",
-            )
-
-
-def check_found_earlier(effects: OutsideChanges) -> None:
-    """Refuse functions on the host that find what only the graph knows, where that has changed
-    behind them in this call alone.
-
-    Raises:
-        CaptureError: there is one.
-    """
-    for each in chain.from_iterable(effects.earlier.values()):
-        if each.is_unknown:
-            raise CaptureError(
-                f"a function that it calls on the host may look at {each.name} with a value that"
-                " the graph gives, which its first call changes behind it otherwise than the next",
-                hint="give the function what it needs: graphopt.callback(print, loss)",
             )
 
 

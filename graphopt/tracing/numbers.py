@@ -170,7 +170,10 @@ class Notes(Protocol):
         """What a number is in this call; the graph holds where it is that again."""
 
     def text(self, function: Callable[..., str], args: tuple[Any, ...]) -> str:
-        """The text that a function gives, which is made in each call."""
+        """The text that a function gives of a value of the graph, for which the step is refused."""
+
+    def array(self, what: str) -> CaptureError:
+        """The refusal of a step that makes an array of numpy's of values of the graph."""
 
     def refuse(self, error: CaptureError) -> CaptureError:
         """The step is refused, even if it goes on: some code swallows errors, as `logging` does."""
@@ -210,11 +213,8 @@ _FLOATS = (torch.SymFloat, float)
 
 
 def _refuse_array(self: Any, *args: Any, **options: Any) -> Any:
-    raise refusal(
-        "numpy is given the value of a tensor",
-        "compute with tensors, or with functions of math; numpy's mean, sum, std, var, median, max"
-        " and min of a list of floats may be asked for",
-    )
+    made = _made.get()
+    raise TypeError("a number of a graph is no array") if made is None else made.array("of numbers")
 
 
 class ReadFloat(TracedFloat):

@@ -17,9 +17,8 @@ from graphopt.ir.source import SourceLine
 from graphopt.runtime.collector import frozen_objects_seen
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.impurity import taken_for_a_number
-from graphopt.tracing.later import Later
 from graphopt.tracing.positions import Positions
-from graphopt.tracing.running_trace import current_trace
+from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.source import current_user_line
 from graphopt.tracing.tagging import Tagger
 
@@ -36,7 +35,6 @@ class ObtainedValues:
         decider: answers decisions by values; not there before the step runs.
         positions: known numbers as positions; not there before the step runs.
         refused: an error that the step may have swallowed.
-        asking: told that the step asks for a value; not there before the step runs.
         handed_out: where the step took a setting or count of an optimizer as the number that it is.
     """
 
@@ -44,7 +42,6 @@ class ObtainedValues:
         self._tagger, self._arguments = tagger, set(arguments)
         self.decider: Decider
         self.positions: Positions
-        self.asking: Callable[[], None]
         self.handed_out: list[SourceLine | None] = []
         self._references: list[tuple[weakref.ref[torch.Tensor], SourceLine | None]] = []
         self._numbers: list[tuple[weakref.ref[Any], SourceLine | None]] = []
@@ -67,7 +64,6 @@ class ObtainedValues:
             numbers: the inputs of the graph that it was computed from.
             text: it becomes text.
         """
-        self.asking()
         if all(number in self._arguments for number in numbers):
             return
         self.handed_out.append(current_user_line())
@@ -76,23 +72,21 @@ class ObtainedValues:
 
     def decide(self, number: Any, kind: type) -> Any:
         """What a number is in this call."""
-        self.asking()
         return untraced(self.decider.decide, number, kind)
 
     def text(self, function: Callable[..., str], args: tuple[Any, ...]) -> str:
-        """The text that a function gives, which is made in each call."""
-        return current_trace().text(Later(function, args))
+        """The text that a function gives of a value of the graph, as it is in this call: the step
+        may be about to raise an error with it. If it does not, it is refused."""
+        what = "a tensor" if isinstance(args[0], torch.Tensor) else "a number of a tensor's"
+        error = HostWork.TEXT.refused(what)
+        if not self.decider.may_know:
+            raise error
+        known = untraced(self.decider.value, args[0])
+        return function(known, *args[1:])
 
-    def decide_computed(
-        self, value: Later, kind: type, replaced: Callable[[Any], Callable[..., Any]]
-    ) -> Any:
-        """What a value is in this call that Python computes of what the graph gives."""
-        self.asking()
-        return untraced(self.decider.computed, value, kind, replaced)
-
-    def in_graph(self, value: Later, replaced: Callable[[Any], Callable[..., Any]]) -> Any:
-        """A tensor of the graph that Python computes; see `Decider.in_graph`."""
-        return untraced(self.decider.in_graph, value, replaced)
+    def array(self, what: str) -> CaptureError:
+        """The refusal of a step that makes an array of numpy's of values of the graph."""
+        return HostWork.ARRAY.refused(what)
 
     def kept_number(self, known: set[int]) -> tuple[SourceLine | None] | None:
         """The line of the first such number that something still holds, other than `known` (by id);

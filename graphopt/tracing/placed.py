@@ -8,7 +8,7 @@ dictionaries, in variables of closures and modules.
                                      one there
 
 Told from what is written there by the step's instructions (`outside`). What is put there by code
-that is not followed is found later, and refused. What is put into lists: `changed`.
+that is not followed is found later and refused, and so is a list that it changes (`changed`).
 """
 
 from __future__ import annotations
@@ -26,21 +26,12 @@ from typing import Any
 import torch
 
 from graphopt import _compat
-from graphopt.errors import CaptureError
 from graphopt.guards.values import is_plain
-from graphopt.host.changes import MUTABLE
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.inputs import is_exact, may_be_input
-from graphopt.tracing.later import Later
-from graphopt.tracing.later_values import (
-    holds_later,
-    is_later,
-    is_later_text,
-    is_number_later,
-    refuse_keys,
-)
 from graphopt.tracing.number_tuples import is_tensor, leaves_of
 from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.outside.changed_containers import MUTABLE
 from graphopt.tracing.outside.held import is_plain_class
 from graphopt.tracing.outside.places import (
     MISSING,
@@ -127,12 +118,10 @@ class _Places:
         """What each call leaves in a place; None where it leaves nothing there by itself."""
         record, place, before = self.record, written.place, written.before
         value = place.now()
-        refuse_keys({place.key: None} if isinstance(place.key, str) else {})
         alone = _is_left_alone(written)
         if record.depends_on(place) and not alone:
-            changed = type(before) is list and record.is_changed(before)
             used = place.identity in record.used_counts  # and set to what it was, perhaps
-            if not changed and note_counted(self.finder, written.path, place, before, value, used):
+            if note_counted(self.finder, written.path, place, before, value, used):
                 place.write(before)  # the step is traced anew, and not everything is put back
                 return None
             if is_exact(before) and isinstance(value, torch.Tensor) and record.counts_in(place):
@@ -153,11 +142,11 @@ class _Places:
         found = isinstance(before, torch.Tensor) and value is self._stand_in(before)
         in_place = found and id(value) not in self.gradients and record.depends_on(place)
         left = value if in_place else _left_by_each_call(record, written, value, self.made)
-        if left is None and not holds_later(value):
+        if left is None:
             _leave(record, written, value)
             return None
         place.write(before)
-        return None if left is None or in_place else self._placed(written, left)
+        return None if in_place else self._placed(written, left)
 
     def _refuse(self, written: WrittenPlace, value: Any, weak: bool) -> None:
         """A value in a place that is not put back: of a weak dictionary (`functools.singledispatch`
@@ -318,7 +307,7 @@ def _are_counts(before: Any, value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     if type(value) in (int, float) or may_be_input(value):
         return True
-    return isinstance(value, SYMBOLIC) or is_number_later(value)
+    return isinstance(value, SYMBOLIC)
 
 
 def _left_by_each_call(record: Record, written: WrittenPlace, value: Any, made: MadeAnew) -> Any:
@@ -330,19 +319,6 @@ def _left_by_each_call(record: Record, written: WrittenPlace, value: Any, made: 
         alone = not isinstance(written.before, torch.Tensor)
         follows = (place.is_written if alone else place.may_carry_tensor) or not reads
         follows = follows or _is_traced(value, tensors=False)
-        empty = written.before is None or written.before is MISSING
-        begins = empty and not is_later_text(value)  # which may go on from what is there then
-        known = record.is_input(place) or begins or _is_part(record, written, value)
-        if reads and holds_later(value) and not known:
-            record.refused = record.refused or CaptureError(
-                f"it reads {written.path} outside its arguments, and then puts a text or another"
-                " value there that only Python computes, of what the graph gives",
-                location=written.location,
-                hint="keep it in another place than the one that is read; or let it be a number of"
-                " Python's, float(value); or let a function do it that is called in every step:"
-                " graphopt.callback(function, value)",
-            )
-            return None
     elif is_plain(value):
         told_of = record.is_told(place) and type(written.before) not in (int, float)
         begins = written.before is MISSING and record.counts_in(place)
@@ -359,13 +335,6 @@ def _left_by_each_call(record: Record, written: WrittenPlace, value: Any, made: 
         refused = refused_object(value, written.path, written.location)
         record.refused = record.refused or refused
     return left
-
-
-def _is_part(record: Record, written: WrittenPlace, value: Any) -> bool:
-    """Whether a value that only Python computes takes the place of the list of which it is computed
-    (`self.losses = self.losses[-100:]`): each call computes it of the list that it finds."""
-    before = written.before
-    return type(before) is list and type(value) is Later and is_at(record, before, written.place)
 
 
 def _is_held(record: Record, value: Any, made: MadeAnew) -> bool:
@@ -390,7 +359,7 @@ def _is_traced(value: Any, tensors: bool = True) -> bool:
         else:
             inner = each.values() if isinstance(each, dict) else each
             pending.extend((item, within | {id(each)}) for item in inner)
-    of_numbers = any(isinstance(leaf, SYMBOLIC) or is_later(leaf) for leaf in leaves)
+    of_numbers = any(isinstance(leaf, SYMBOLIC) for leaf in leaves)
     if not tensors and any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return False
     return of_numbers or any(map(_compat.is_fake, leaves))

@@ -17,9 +17,9 @@ from graphopt import _compat
 from graphopt._compat.sizes import AnsweredQuestions, backed
 from graphopt.tracing.decisions import SIZED
 from graphopt.tracing.host_numbers import HostNumber, is_host_number
-from graphopt.tracing.known_functions import is_in
 from graphopt.tracing.number_expressions import Condition, Conditions
 from graphopt.tracing.numbers import TakenInt
+from graphopt.tracing.replace import is_in
 
 _KEYED = ("__getitem__", "__setitem__")
 _ARGUMENTS: dict[str, tuple[int, str]] = {

@@ -29,9 +29,7 @@ from graphopt.errors import CaptureError
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs import Inputs, Storage
-from graphopt.tracing.later import Later
 from graphopt.tracing.reshaping import Reshaping
-from graphopt.tracing.running_trace import current_trace
 from graphopt.tracing.source import current_location
 from graphopt.tracing.substitute import Traced
 
@@ -72,8 +70,6 @@ class Rebinding:
         Raises:
             CaptureError: that is no update of a tensor.
         """
-        if type(new) is Later and current_trace().takes(new):  # `torch.tensor(np.mean(losses))`
-            new = current_trace().of_graph(new)
         if isinstance(new, torch.Tensor) and _same_memory(target, new):
             return  # `p.data -= x` ends with this
         if not isinstance(new, torch.Tensor) or _compat.node_of(self._tracer, new) is None:

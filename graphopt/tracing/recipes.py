@@ -10,19 +10,14 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing.arrays import Method
 from graphopt.tracing.call import Call
-from graphopt.tracing.computations import nest_of
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.host_numbers import is_host_number, scalar_of_numpy
 from graphopt.tracing.inputs import Inputs, is_exact, is_number
-from graphopt.tracing.later import Later, as_later
-from graphopt.tracing.later_values import holds_later, is_later
 from graphopt.tracing.lost_history import has_history
 from graphopt.tracing.made_containers import constant_with
 from graphopt.tracing.marks import AttributeChange
-from graphopt.tracing.named_calls import is_numpy_of_tensor
-from graphopt.tracing.numbers import SYMBOLIC, refusal
+from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.places import is_container, is_value
 from graphopt.tracing.outside.record import Record
@@ -72,7 +67,6 @@ class Recipes:
         self._call, self._inputs, self._traced, self._made = call, inputs, traced, made
         self._left_storages = left_storages
         self.results: list[Any] = []
-        self._laters: dict[int, tuple[Later, Recipe]] = {}
         self._nests: dict[int, tuple[Any, Recipe]] = {}
         self.numbers: set[int] = set()
         self._live: dict[int, Live] = {id(tensor): Live(None, i) for i, tensor in enumerate(flat)}
@@ -95,8 +89,6 @@ class Recipes:
         Args:
             what: it is, in a message.
         """
-        if is_later(value):
-            return self._of_later(as_later(value))
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value)
         if isinstance(value, SYMBOLIC):
@@ -179,7 +171,7 @@ class Recipes:
             return self._of_tensor(after)
         leaves, spec = _compat.tree_flatten(after, is_leaf=self._is_known)
         known = any(map(self._is_known, leaves))
-        if known or any(isinstance(leaf, SYMBOLIC) or is_later(leaf) for leaf in leaves):
+        if known or any(isinstance(leaf, SYMBOLIC) for leaf in leaves):
             return self.of_nest(after)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return constant_with(after, self._is_outside)
@@ -197,7 +189,7 @@ class Recipes:
             return FromCall(self._of_call[id(value)][1])
         if id(value) in self._left:
             value = self._left[id(value)].nest
-        if self._is_there(value) or (is_value(value) and not holds_later(value)):
+        if self._is_there(value) or is_value(value):
             return Constant(value)
         if id(value) not in self._nests:
             inner, spec = _compat.tree_flatten(value, is_leaf=lambda each: each is not value)
@@ -208,7 +200,7 @@ class Recipes:
 
     def _of_leaf(self, leaf: Any) -> Recipe:
         """How every call makes what is in a nest."""
-        if isinstance(leaf, (torch.Tensor, *SYMBOLIC)) or is_later(leaf):
+        if isinstance(leaf, (torch.Tensor, *SYMBOLIC)):
             return self.of(leaf, "what it leaves outside its arguments")
         return leaf if isinstance(leaf, Constant) else Constant(leaf)
 
@@ -220,36 +212,6 @@ class Recipes:
     def _is_there(self, value: Any) -> bool:
         return isinstance(value, (list, dict, deque)) and self._is_outside(value)
 
-    def _of_later(self, value: Later) -> Recipe:
-        """How every call makes a value that only Python computes: once, however often it leaves
-        it."""
-        if id(value) not in self._laters:
-            left = self._over_argument(value) if value.shares else as_left(value)
-            leaves, spec = _compat.tree_flatten(nest_of(left))
-            self._laters[id(value)] = value, Nested(spec, tuple(map(self._of_leaf, leaves)))
-        return self._laters[id(value)][1]
-
-    def _over_argument(self, value: Any) -> Any:
-        """An array in the memory of an argument, or a part of one, as one over that of each call.
-
-        Raises:
-            CaptureError: it lies in the memory of another tensor.
-        """
-        if type(value) is not Later or not value.shares:
-            return value
-        function, args = value.made_by
-        if not is_numpy_of_tensor(function) or type(args[0]) is Later:
-            return value.remade(map(self._over_argument, args))
-        tensor = None if value.shared is None else value.shared.as_tensor()
-        memory = None if tensor is None else _compat.storage_key(tensor)
-        if memory not in self._storages or memory in self._of_model:
-            raise refusal(
-                "it keeps or returns an array in the memory of a tensor that is none of its"
-                " arguments, such as one of the model",
-                "keep a copy: tensor.numpy().copy()",
-            )
-        return value.remade([tensor])
-
     def _real(self, leaf: Any) -> Any:
         """What stands in a container for a leaf: the model's own tensor for its stand-in; None for
         a tensor that the step has computed."""
@@ -259,22 +221,6 @@ class Recipes:
         if live is None or live.module_tensor is None:
             return None
         return self._inputs.module_tensors[live.module_tensor].tensor
-
-
-def as_left(value: Later) -> Later:
-    """A value that the step keeps or returns, as it is at its end.
-
-    Raises:
-        CaptureError: it is a part of an array in the memory of a tensor that the step has updated
-            since.
-    """
-    written = [memory for memory in value.memories if memory.is_written]
-    if not written:
-        return value
-    tensor = None if value.shared is None else value.shared.as_tensor()
-    if tensor is None or written != [value.shared]:
-        written[0].refuse()
-    return Later(Method("numpy"), (tensor,))
 
 
 def _refuse_counter(change: AttributeChange) -> None:

@@ -32,36 +32,33 @@ from graphopt.tracing import (
     ctc,
     fast_path,
     fused,
-    later,
     numbers,
     recurrent,
-    selecting,
-    shown_tensors,
     smoothing,
     sparse,
     spectra,
     stale_constants,
 )
-from graphopt.tracing.arrays import Method
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import check_anomalies
 from graphopt.tracing.concrete import concrete
 from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.packed import Packing
 from graphopt.tracing.rebinding import Rebinding
+from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.replace import replaced
-from graphopt.tracing.running_trace import current_trace
 from graphopt.tracing.source import current_user_line, is_installed
 from graphopt.tracing.substitute import Traced
 from graphopt.tracing.tagging import Tagger
 
 _GRADIENT = getattr(torch.Tensor, "grad").__get__  # noqa: B009 - typed as the value it gives
 _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-_TEXT: dict[Any, Callable[..., str]] = {
+_TEXTS: dict[Any, Callable[..., str]] = {
     torch.Tensor.__repr__: repr,
     torch.Tensor.__format__: format,
     torch.Tensor.__str__: str,
 }
+_ARRAYS: tuple[Any, ...] = (torch.Tensor.numpy, torch.Tensor.__array__)
 _TRUTHS = frozenset({torch.Tensor.__bool__, torch.is_nonzero, torch.Tensor.is_nonzero})
 _INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 _INTEGERS = frozenset({torch.Tensor.__index__, torch.Tensor.__int__})
@@ -192,8 +189,6 @@ class Redirect(TorchFunctionMode):
             return operator.index(numbers.as_read(args[0].item()))
         elif (grown := self._rebinding.grown(func, args, kwargs)) is not None:
             return grown
-        elif selecting.selects(func, args):
-            return selecting.selected(func, args, torch.Tensor.item)
         elif func is torch.Tensor.detach_ and self._is_input(args[0]):
             return args[0]  # it has no history, and may be a view where the real one is none
         elif func in _DRAWING_WITHIN and any(map(numbers.is_float_read, (*args, *kwargs.values()))):
@@ -220,9 +215,8 @@ class Redirect(TorchFunctionMode):
             raise recurrent.refused(func)
         elif self._packing.takes(func, args):
             return self._packing.call(func, args, kwargs)
-        elif func is torch.Tensor.numpy and _has_array(args[0]):
-            apart, memory = self._is_apart(args[0]), current_trace().memory_of(args[0])
-            return later.Later(Method("numpy"), args, shares=not apart, memory=memory)
+        elif func in _ARRAYS:
+            raise HostWork.ARRAY.refused(f"{func.__name__} of a tensor")
         elif func is torch.Tensor.__deepcopy__:
             return copies.deepcopied(*args)
         elif func == _SET_DATA:
@@ -230,10 +224,8 @@ class Redirect(TorchFunctionMode):
             return None
         elif _names_something(func, args):
             return format(operator.index(numbers.as_read(args[0].item())), args[1])
-        elif func is torch.Tensor.__format__ and not args[0].ndim:
-            return self._made.text(format, (args[0].item(), *args[1:]))
-        elif func in _TEXT:
-            return self._made.text(_TEXT[func], (shown_tensors.shown(args[0]), *args[1:]))
+        elif func in _TEXTS:
+            return self._made.text(_TEXTS[func], args)
         return func(*args, **kwargs)
 
     def _rewritten(
@@ -258,11 +250,6 @@ class Redirect(TorchFunctionMode):
         if type(value) is dict:
             return {key: self._with_plain(each) for key, each in value.items()}
         return self._made.decide(value, float) if numbers.is_float_read(value) else value
-
-    def _is_apart(self, tensor: torch.Tensor) -> bool:
-        """Whether an array of a tensor's memory is nobody else's."""
-        memory = _compat.storage_key(tensor)
-        return all(_compat.storage_key(t) != memory for t in self._traced.by_id.values())
 
     def _stand_ins(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -293,11 +280,6 @@ _DRAWING_WITHIN = frozenset(
      torch.Tensor.log_normal_, torch.Tensor.bernoulli_, torch.Tensor.geometric_}
 )  # fmt: skip
 """Draws whose bounds are plain numbers, which torch looks at."""
-
-
-def _has_array(tensor: torch.Tensor) -> bool:
-    """Whether an array may lie in the memory of a tensor."""
-    return not tensor.requires_grad and not tensor.is_sparse and tensor.device.type == "cpu"
 
 
 def _is_number(tensor: torch.Tensor) -> bool:

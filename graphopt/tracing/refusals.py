@@ -13,8 +13,8 @@ from __future__ import annotations
 from enum import Enum
 
 from graphopt.errors import CaptureError
-from graphopt.tracing.numbers import refusal
-from graphopt.tracing.source import current_location
+from graphopt.tracing.numbers import current_notes
+from graphopt.tracing.source import own_location
 
 _RETURN = "return the value, and do this behind the call"
 _BEFORE = "do this before the call, and pass the result as an argument"
@@ -23,8 +23,9 @@ _BEFORE = "do this before the call, and pass the result as an argument"
 class HostWork(Enum):
     """Work on the host that no graph does: what the step does, and the cure."""
 
-    CONTAINER = (
-        "changes {}, a list, queue, set or other container outside its arguments",
+    CHANGE = (
+        "changes {} outside its arguments, and not by a tensor or a number that it puts into an"
+        " attribute or an item of a dictionary",
         "return the value and add it behind the call, history.append(step(…)); or let a function"
         " do it that is called in every step: graphopt.callback(history.append, loss)",
     )
@@ -78,16 +79,26 @@ class HostWork(Enum):
         "step it behind the call: loss = step(…); scheduler.step()",
     )
 
-    def refused(self, what: str = "", location: str | None = None) -> CaptureError:
-        """The refusal of a step that does this, even where the step swallows the error.
+    def said(self, what: str) -> tuple[str, str]:
+        """The reason and the cure.
 
         Args:
-            what: it does this to, or by; a part of the reason.
-            location: the line; by default the one that runs.
+            what: the step does this to, or by; a part of the reason.
         """
         reason, cure = self.value
-        error = refusal(
-            f"it {reason.format(what)}, which would happen at capture only", cure.format()
-        )
-        error.location, error.final = location or error.location or current_location(), True
-        return error
+        return f"it {reason.format(what)}, which would happen at capture only", cure.format()
+
+    def error(self, what: str, location: str | None) -> CaptureError:
+        """The same as an error, with the line."""
+        reason, cure = self.said(what)
+        return CaptureError(reason, location=location, hint=cure)
+
+    def refused(self, what: str = "", location: str | None = None) -> CaptureError:
+        """The same of a step that does this now, which is refused even where it swallows the error.
+
+        Args:
+            location: by default the line that runs.
+        """
+        error = self.error(what, location or own_location())
+        notes = current_notes()
+        return error if notes is None else notes.refuse(error)

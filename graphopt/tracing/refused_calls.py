@@ -11,7 +11,9 @@ from torch.utils.data import DataLoader
 
 from graphopt.tracing.generators import draw_of
 from graphopt.tracing.host_reads import read_by
+from graphopt.tracing.host_writes import written_by
 from graphopt.tracing.refusals import HostWork
+from graphopt.tracing.replace import original
 from graphopt.tracing.source import is_library_file
 
 
@@ -34,6 +36,11 @@ class RefusedCalls:
         drawn = draw_of(callee, args, self._is_outside)
         if drawn is not None:
             raise HostWork.DRAW.refused(drawn)
+        callee = original(callee)
+        written = written_by(callee, args)
+        if written is not None:
+            kind, what = written
+            raise kind.refused(what)
         read = read_by(callee, args)
         if read is not None:
             raise HostWork.READ.refused(read)
@@ -50,3 +57,16 @@ def refuse_begun(frame: FrameType, is_outside: Callable[[Any], bool]) -> None:
         if is_outside(owner):
             work = HostWork.SCHEDULER if steps else HostWork.ITERATOR
             raise work.refused(f"{type(owner).__name__}.{code.co_name}()")
+
+
+def refusing(
+    refuse: RefusedCalls, kinds: Sequence[Callable[[Any, Sequence[Any]], Any]]
+) -> Callable[[Any, Sequence[Any]], Any]:
+    """Says what is called in place of a function, as the first of several says it; None: itself.
+    Calls that are work on the host are refused before."""
+
+    def called(callee: Any, args: Sequence[Any]) -> Any:
+        refuse(callee, args)
+        return next(filter(None, (kind(callee, args) for kind in kinds)), None)
+
+    return called

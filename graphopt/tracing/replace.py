@@ -30,3 +30,11 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     finally:
         for owner, name, value in reversed(before):
             setattr(owner, name, value)
+
+
+def is_in(callee: Any, functions: frozenset[Any]) -> bool:
+    """Whether a callee, which may have no hash, is among functions."""
+    try:
+        return callee in functions
+    except TypeError:
+        return False

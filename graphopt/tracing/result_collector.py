@@ -30,7 +30,6 @@ from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.recipes import Recipes
 from graphopt.tracing.signature import (
     AttributeResult,
-    ChangedResult,
     Constant,
     ContainerResult,
     GradientResult,
@@ -49,12 +48,10 @@ class LeftOutside(NamedTuple):
 
     Attributes:
         placed: in attributes, dictionaries and variables.
-        changed: how it has changed lists, queues and sets.
         made: what the step has made of all of that.
     """
 
     placed: list[PlacedResult]
-    changed: list[ChangedResult]
     made: MadeAnew
 
 
@@ -112,7 +109,6 @@ class ResultCollector:
             states=list(self._states()),
             attributes=self.attributes(attributes),
             placed=[self._placed(each) for each in outside.placed],
-            changed=[self._changed(each) for each in outside.changed],
             settings=[
                 SettingResult(
                     index,
@@ -139,11 +135,6 @@ class ResultCollector:
     def _placed(self, placed: PlacedResult) -> PlacedResult:
         with located(placed.line):
             return replace(placed, recipe=self.recipes.of_nest(placed.recipe))
-
-    def _changed(self, changed: ChangedResult) -> ChangedResult:
-        with located(changed.line):
-            changes = ((change, self.recipes.of_nest(value)) for change, value in changed.changes)
-            return replace(changed, changes=tuple(changes))
 
     def _given(self, change: ContainerChange) -> ContainerChange:
         """A change with recipes for what it puts into the container."""

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 from graphopt import _compat
-from graphopt.host.changes import ChangeByMethod
 from graphopt.host.held import FoundObject
 from graphopt.tracing.given import ContainerChange
 from graphopt.tracing.inputs import ModuleTensor
 from graphopt.tracing.nests import Path
 from graphopt.tracing.optimizer_state import OfNone
-from graphopt.tracing.outside.changing_texts import TextOutside
 from graphopt.tracing.outside.places import MISSING, FollowedPlace, OutsidePlace
 
 
@@ -190,25 +188,6 @@ class PlacedResult:
         return OutsidePlace(self.place.kind, self.within.now(), self.place.key)
 
 
-@dataclass(frozen=True)
-class ChangedResult:
-    """How the step has changed a list, queue or set outside its arguments.
-
-    Attributes:
-        changes: in order, each with its value.
-        within, line: as of `PlacedResult`.
-    """
-
-    container: Any
-    changes: tuple[tuple[ChangeByMethod, Recipe], ...]
-    within: FollowedPlace | None = None
-    line: str | None = field(default=None, compare=False)
-
-    def now(self) -> Any:
-        """The container in this call, before it puts anything anywhere."""
-        return self.container if self.within is None else self.within.now()
-
-
 @dataclass
 class Signature:
     """How the results of one graph become the effects of one step.
@@ -221,8 +200,7 @@ class Signature:
         stepped: optimizers whose `step` ran.
         settings: those of parameter groups that the step changes.
         containers: lists and dictionaries among the arguments that it changes.
-        placed, changed: what it leaves outside its arguments.
-        texts: those outside that the step shows, found anew in each call.
+        placed: what it leaves outside its arguments.
         rebound: module tensors that get other storage in each call, with what the step has written
             to the storage that they had, None where it has not; see `rebinding`.
         data: gradients and arguments that get other storage (`.data = …`), by their placeholder.
@@ -248,8 +226,6 @@ class Signature:
     settings: list[SettingResult] = field(default_factory=list)
     containers: list[ContainerResult] = field(default_factory=list)
     placed: list[PlacedResult] = field(default_factory=list)
-    changed: list[ChangedResult] = field(default_factory=list)
-    texts: list[TextOutside] = field(default_factory=list)
     rebound: dict[int, Computed | None] = field(default_factory=dict)
     data: dict[int, Computed] = field(default_factory=dict)
     reshaped: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
@@ -264,7 +240,6 @@ class Signature:
         """The graph is for one call, which leaves what it does in the very containers in which the
         trace has left it."""
         self.placed = [replace(each, within=None) for each in self.placed]
-        self.changed = [replace(each, within=None) for each in self.changed]
 
     def recipes(self) -> Iterator[Recipe]:
         """How each thing that the step returns or leaves behind is found."""
@@ -274,8 +249,6 @@ class Signature:
         yield from (leaf for attribute in self.attributes for leaf in leaves_of(attribute.recipe))
         yield from (setting.recipe for setting in self.settings)
         yield from (leaf for each in self.placed for leaf in leaves_of(each.recipe))
-        for changed in self.changed:
-            yield from (leaf for _, value in changed.changes for leaf in leaves_of(value))
         for container in self.containers:
             yield from (leaf for _, item in container.change.items for leaf in leaves_of(item))
 

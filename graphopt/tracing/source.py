@@ -19,7 +19,6 @@ from graphopt.ir.source import SourceLine
 _TORCH = str(Path(torch.__file__).resolve().parent) + "/"
 _GRAPHOPT = str(Path(__file__).resolve().parent.parent) + "/"
 _STEP_RUN = _GRAPHOPT + "tracing/step_run.py"
-_FORMATS = _GRAPHOPT + "tracing/outside/formats.py"
 _FORWARD_CODE = _compat.module_call_code()
 
 
@@ -95,6 +94,18 @@ def current_location() -> str | None:
     return None if line is None else str(line)
 
 
+def own_location() -> str | None:
+    """The innermost line of the running step that is of no library and no installed package, as a
+    message says it; where there is none, that of a package."""
+    for frame in frames(sys._getframe(1)):
+        file = frame.f_code.co_filename
+        if is_around_step(frame):
+            break
+        if not (is_library_file(file) or is_installed(file)):
+            return str(SourceLine(file, frame.f_lineno, frame.f_code.co_name))
+    return current_location()
+
+
 def current_modules() -> list[torch.nn.Module]:
     """Modules whose forward is running, outermost first."""
     found = [
@@ -113,13 +124,6 @@ def inside_step(frame: types.FrameType | None) -> SourceLine | None:
         if not is_library_file(current.f_code.co_filename):
             return SourceLine(current.f_code.co_filename, current.f_lineno, current.f_code.co_name)
     return None
-
-
-def asking_frame(frame: types.FrameType) -> types.FrameType:
-    """The frame that asks an object for its text, where `outside.formats` does so for one."""
-    while frame.f_code.co_filename == _FORMATS and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
 
 
 def is_around_step(frame: types.FrameType) -> bool:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,9 +22,8 @@ from graphopt.tracing.besides import Finder
 from graphopt.tracing.caches import CachedFunctions
 from graphopt.tracing.call import Call
 from graphopt.tracing.casts import cached_casts
-from graphopt.tracing.changed import take_changed
+from graphopt.tracing.changed import refuse_changed_containers
 from graphopt.tracing.classes_asked import asking
-from graphopt.tracing.clocks import Clocks
 from graphopt.tracing.collecting import found_twice
 from graphopt.tracing.collectives import functional_collectives, stand_in_of_collective
 from graphopt.tracing.conversions import converted, converting
@@ -35,21 +33,14 @@ from graphopt.tracing.held_before import HeldBefore
 from graphopt.tracing.host_math import traced_math
 from graphopt.tracing.host_reads import no_reading
 from graphopt.tracing.host_view import HostView
+from graphopt.tracing.host_writes import no_writing
 from graphopt.tracing.inference import inference_as_no_grad
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber
 from graphopt.tracing.keyed import identified, keyed_by_stand_ins
-from graphopt.tracing.later_values import refuse_keys
-from graphopt.tracing.laters import Laters
 from graphopt.tracing.leftovers import HostState
-from graphopt.tracing.lengths import Lengths
-from graphopt.tracing.made_arrays import MadeArrays, filled
 from graphopt.tracing.marks import AttributeChange, Marks, marks_kept
 from graphopt.tracing.noticed_steps import notice_steps
-from graphopt.tracing.number_lists import NumberLists, places_of_lists
-from graphopt.tracing.numpy_lists import of_list, of_sequence
 from graphopt.tracing.obtained import ObtainedValues
-from graphopt.tracing.outside.changing_texts import ChangingTexts
-from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.pinned import pin_left, refuse_found_twice
 from graphopt.tracing.placed import exchanged_containers, take_placed
@@ -57,20 +48,16 @@ from graphopt.tracing.positions import Positions
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.recipes import Recipes
 from graphopt.tracing.redirect import Redirect
-from graphopt.tracing.refused_calls import RefusedCalls
+from graphopt.tracing.refused_calls import RefusedCalls, refusing
 from graphopt.tracing.replacing import Replacing
 from graphopt.tracing.result_collector import LeftOutside, Ran, ResultCollector
-from graphopt.tracing.running_trace import values_of
-from graphopt.tracing.saved_files import SavedFiles
 from graphopt.tracing.scaling import TracedScaling
 from graphopt.tracing.shared_by_ranks import SharedByRanks
-from graphopt.tracing.shared_memory import refuse_written
 from graphopt.tracing.signature import Signature, leaves_of
 from graphopt.tracing.stand_ins import arguments_of, stand_ins_of
 from graphopt.tracing.substitute import Traced, has_left_over, insert
 from graphopt.tracing.tagging import Tagger, tagged
 from graphopt.tracing.told import MadeAnew, attribute_told, change_told, tell_shared
-from graphopt.tracing.whole_calls import WholeCalls
 
 Scene = Iterator[AbstractContextManager[Any]]
 """Contexts, each of which is entered before the next one is made."""
@@ -118,16 +105,10 @@ class StepRun:
         self.finder = Finder(self.outside, known, mode, call.besides)
         self.caches = CachedFunctions(self.outside, self.finder)
         self._aliases = Aliases(call, inputs)
-        self.whole_calls = self.outside.whole_calls = WholeCalls(
-            self.outside, call.besides, self._is_worked_on
-        )
-        self.outside.files = SavedFiles(self.outside, self._is_worked_on)
-        self.made.asking = partial(self.whole_calls.asked, self.finder.found)
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
         self.kept_numbers: set[int] = set()
         self.gradients_first = False
-        self._lists = NumberLists(())
         self._left: MadeAnew = {}
         self._view: HostView
 
@@ -141,19 +122,15 @@ class StepRun:
             _compat.copy_hooks(
                 (entry.tensor, traced.by_id[id(entry.tensor)]) for entry in self._inputs.parameters
             )
-            self._lists = NumberLists(places_of_lists(self._inputs))
             optimizers = self._call.optimizer_objects()
             self.outside.left_over = frozenset(map(id, filter(has_left_over, optimizers)))
             insert(self._call, self._inputs, traced)
-            self._lists.begin()
-            self.outside.number_lists = self._lists.known
             marks = Marks(self._call, self._inputs, traced)
             held = HeldBefore(self._call, self.outside, traced.by_id, self._alone)
             if self._shared is not None:
                 self._shared.begin(traced)
             self._view = HostView(
-                *(self._call, self._inputs, traced, self.outside, self.state.calls),
-                *(held.tables, held.groups),
+                *(self._call, self._inputs, traced, self.outside), *(held.tables, held.groups)
             )
             ran = self._run(traced, held)
             return self._collect(flat, traced, marks, held, ran)
@@ -182,19 +159,6 @@ class StepRun:
             yield answered_as_in_eager(self._notice_question)
         yield _compat.sizes_given(self.mode, self.made.decider.sized)
         yield marks_kept(self._inputs)
-        self.outside.laters = Laters(self.outside, self.made, self._alone, self._carried)
-        piece = self.outside.laters.piece_of
-        self.outside.texts = ChangingTexts(self.outside, self._call.besides.texts, piece)
-        yield values_of(self.outside.laters)
-
-    def _is_worked_on(self, value: Any) -> bool:
-        """Whether no function may use a tensor or an array that is called later."""
-        given = (self._call.leaves[position] for position in self._call.tensors)
-        return bool(self._aliases.under(value)) or any(value is each for each in given)
-
-    def _carried(self, path: str, place: OutsidePlace) -> bool:
-        """Note a place in which each call finds an array; whether this is new."""
-        return self.finder.carries(path, place, counted=True)
 
     def _is_told(self) -> bool:
         """Whether libraries find out that the step is traced."""
@@ -219,13 +183,12 @@ class StepRun:
 
     def _running(self) -> Scene:
         """What is so while the step runs."""
-        yield impurity.no_output()
-        yield self.outside.files.noticed()
         optimizers, own = self._call.optimizer_objects(), self._is_made_here
         yield inference_as_no_grad()
         yield fast_path.as_in_eager()
         yield formulas.as_in_eager()
         yield no_reading()
+        yield no_writing()
         yield impurity.no_other_optimizers(optimizers, self.finder.optimizer, own)
         yield rng.traced_generators()
         yield numbers.noting(self.made)
@@ -271,23 +234,16 @@ class StepRun:
                 viewed_by(self._view),
             ):
                 stack.enter_context(context)
-            arrays = MadeArrays(self.outside)
-            instead = self._instead(traced, arrays)
-            self._aliases.watch(self.outside, self._call, traced, self.outside.laters.memories)
+            instead = self._instead()
+            self._aliases.watch(self.outside, self._call)
             with observed_step(self._call, self.outside, instead):
                 exchanged = self._call.besides.exchanged
                 with keyed_by_stand_ins(self._keyed, self.outside, traced.by_id, exchanged):
                     returned = self._call.fn(*args, **kwargs)
-                self._needs_lists(self._lists.needed(self.outside))
                 scalers.finish()
                 call = self._call
                 refuse_found_twice(self.outside, call.given, call.whole, given.changes())
-                arrays.finish()
-                self.outside.laters.finish()
-                self.outside.files.finish()
-                refuse_written(self.outside.laters.memories, _compat.current_tracer().graph)
                 self._give(returned)
-                self.outside.laters.arrays.finish()
                 outside = self._left_outside(traced, held)
                 told, changes = self._tell(held, given, returned)
             self.gradients_first = redirect.gradients_first
@@ -310,54 +266,25 @@ class StepRun:
         tell_shared(record, [returned, *(each.after for each in held_now)], self._stays, made)
         return attributes, changes
 
-    def _needs_lists(self, places: frozenset[Hashable]) -> None:
-        self.finder.found.whole_lists |= places
-
-    def needs_all_lists(self) -> None:
-        """Let the step have the lists themselves, whose numbers would be inputs."""
-        self._needs_lists(self._lists.places)
-
     def _originals(self, traced: Traced) -> dict[int, torch.Tensor]:
         """Tensors that the step may hold elsewhere, by the ids of what stands for them."""
         tensors = [entry.tensor for entry in self._inputs.module_tensors]
         tensors += [self._call.leaves[position] for position in self._inputs.user]
         return {id(traced.by_id[id(tensor)]): tensor for tensor in tensors}
 
-    def _instead(self, traced: Traced, arrays: MadeArrays) -> Callable[[Any, Sequence[Any]], Any]:
+    def _instead(self) -> Callable[[Any, Sequence[Any]], Any]:
         """Says what is called in place of a function that the step calls; None: itself.
 
         Raises:
             CaptureError: it is work on the host.
         """
-        given = zip(self._inputs.hyperparameters, traced.numbers, strict=True)
-        lengths = Lengths(given, self.outside)
-        self.outside.length_of = lengths.of
         kinds: tuple[Callable[[Any, Sequence[Any]], Any], ...] = (
             asking(lambda: self.outside.stands_for),
-            *(
-                converting,
-                of_list,
-                of_sequence,
-                lengths.asked,
-                filled,
-                self.caches,
-                arrays.maker,
-                Clocks(self.mode).asked,
-            ),
+            *(converting, self.caches),
             stand_in_of_collective,
         )
 
-        refuse = RefusedCalls(self.outside.is_outside)
-
-        def called(callee: Any, args: Sequence[Any]) -> Any:
-            refuse(callee, args)
-            for kind in kinds:
-                other = kind(callee, args)
-                if other:
-                    return other
-            return None
-
-        return called
+        return refusing(RefusedCalls(self.outside.is_outside), kinds)
 
     def _mark(self) -> None:
         """Mark the gradients that are there."""
@@ -368,26 +295,19 @@ class StepRun:
 
     def _give(self, returned: Any) -> None:
         """The step has returned a value, and all that it leaves is still there."""
-        parts = list(_compat.result_parts(returned, self._stays))
-        for each in parts:
-            refuse_keys(each)
         self.outside.read_left()
         self.outside.note_left_in()
-        gives(self.outside, parts)
-        self._view.finish(self.outside.laters.lists)
+        gives(self.outside, _compat.result_parts(returned, self._stays))
+        self._view.finish()
 
     def _left_outside(self, traced: Traced, held: HeldBefore) -> LeftOutside:
         """Take out what the step has left outside its arguments."""
-        self.outside.note_rearranged()
-        self._needs_lists(frozenset(self.outside.exact_lengths))
         exchanged = exchanged_containers(self.outside)
-        for path, place in self.outside.changed_lengths():
-            self.finder.carries(path, place, counted=True)
         made = self._left
         tables = [*held.objects, *(each.table for each in self._call.objects.tables)]
         placed = take_placed(self.outside, self.finder, traced, tables, made, exchanged)
-        changed = take_changed(self.outside, placed, exchanged, self.state.puts_back, made)
-        return LeftOutside(placed, changed, made)
+        refuse_changed_containers(self.outside, self.state.puts_back)
+        return LeftOutside(placed, made)
 
     def _find_owners(self) -> None:
         """Look for what is to be an input besides: modules of tensors that have none, and
@@ -433,9 +353,7 @@ class StepRun:
         left_in = (leaf for each in signature.attributes for leaf in leaves_of(each.recipe))
         pin_left(self.outside, left_in)
         signature.attributes += collector.attributes(marked)
-        signature.texts = [given for _, given in self.outside.texts.any()]
         self._view.settle(signature)
-        self.whole_calls.settle(self.finder.found, _compat.current_tracer().graph)
         signature.data.update(recipes.computed(rebinding.given))
         signature.reshaped = rebinding.reshaping.reshaped
         signature.shrunk = rebinding.reshaping.shrunk

@@ -15,8 +15,6 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.given import ContainerChange
-from graphopt.tracing.later import Later, as_later
-from graphopt.tracing.later_values import holds_later, is_later, is_later_text, refuse_keys
 from graphopt.tracing.marks import AttributeChange
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.places import is_value
@@ -44,10 +42,9 @@ def told(
         of_call: lists, dictionaries and objects among the arguments are those of each call, and not
             made anew.
     """
-    value = as_later(value)
-    if isinstance(value, (*SYMBOLIC, Later)) or _compat.is_fake(value):
+    if isinstance(value, SYMBOLIC) or _compat.is_fake(value):
         return value
-    if (is_value(value) and not holds_later(value)) or isinstance(value, weakref.ref):
+    if is_value(value) or isinstance(value, weakref.ref):
         return Constant(value)
     if of_call and id(value) in record.of_call:
         return FromCall(record.of_call[id(value)][1])
@@ -56,8 +53,6 @@ def told(
         return Constant(value)
     if made is not None and id(value) in made:
         return made[id(value)].nest
-    if isinstance(value, dict):
-        refuse_keys(value)
     nest = None if id(value) in within else _compat.open_nest(value)
     if nest is None:
         return None
@@ -166,25 +161,10 @@ def read_and_replaced(record: Record) -> CaptureError | None:
 def holds_traced(record: Record, value: Any) -> bool:
     """Whether an object that the step has made holds what is traced, itself or in its own."""
     others = (type, ModuleType) if type(value) is FunctionType else (type, ModuleType, FunctionType)
-    return _holds(record, value, _is_traced, others)
-
-
-def _is_traced(value: Any) -> bool:
-    return _compat.is_fake(value) or isinstance(value, SYMBOLIC) or is_later(value)
-
-
-def holds_text(record: Record, value: Any) -> bool:
-    """Whether such an object, or a function, holds a text that stands for another one."""
-    return _holds(record, value, is_later_text, (type, ModuleType))
-
-
-def _holds(
-    record: Record, value: Any, is_wanted: Callable[[Any], bool], others: tuple[type, ...]
-) -> bool:
     seen, pending = {id(value)}, [value]
     while pending and len(seen) < _NEAR:
         each = pending.pop()
-        if is_wanted(each):
+        if _is_traced(each):
             return True
         if isinstance(each, others) or record.is_outside(each):
             continue
@@ -192,3 +172,7 @@ def _holds(
         seen.update(map(id, inner))
         pending.extend(inner)
     return False
+
+
+def _is_traced(value: Any) -> bool:
+    return _compat.is_fake(value) or isinstance(value, SYMBOLIC)

@@ -21,22 +21,21 @@ from graphopt.ir.families import FUSED_OPTIMIZERS
 from graphopt.ir.source import SourceLine
 from graphopt.parallel.sharding import is_dtensor
 from graphopt.tracing import impurity, strides, trusted
-from graphopt.tracing.besides import Besides, MoreInputs
+from graphopt.tracing.besides import MoreInputs
 from graphopt.tracing.call import Call
-from graphopt.tracing.failures import definition_of, explained, is_raised, raised_by_step
+from graphopt.tracing.failures import definition_of, explained, raised_by_step
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.leftovers import (
     HostState,
     OutsideChanges,
     check_effects,
-    check_found_earlier,
     drawn_from,
     keeps_plain_values,
 )
 from graphopt.tracing.lost_history import without_history
 from graphopt.tracing.optimizer_state import entries_at
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.outside.steps import refuse_unrepeated
+from graphopt.tracing.outside.steps import not_repeated, refuse_unrepeated
 from graphopt.tracing.parts import of_their_own
 from graphopt.tracing.reduction import MarkedCommunication
 from graphopt.tracing.refusals import HostWork
@@ -122,8 +121,6 @@ def _attempt(
         raw.outside.unrepeated.add(what, line or definition_of(call))
     raw.effects = effects.with_originals(raw.outside.stands_for)
     raw.effects.constants.extend(raw.signature.constant_attributes())
-    with explained(call):
-        check_found_earlier(raw.effects)
     return raw, drawn
 
 
@@ -150,18 +147,10 @@ def _traced(
         if run.outside.unrepeated.once:
             with explained(call):
                 refuse_unrepeated(run.outside)
-        if not run.finder.found:
-            run.needs_all_lists()
         if run.finder.found:
             raise MoreInputs(run.finder.found) from error
-        if not is_raised(error):
-            within = run.whole_calls.around(error)
-            if within:
-                raise MoreInputs(Besides(whole=within)) from error
-            error.calls = run.whole_calls.others()
         own = raised_by_step(error)
-        texts = call.besides.texts  # something may take what stands for one for another text
-        if own is not None and inputs.answers and inputs.guessed is None and not texts:
+        if own is not None and inputs.answers and inputs.guessed is None:
             raise own from None  # as eager code raises it for these values
         raise
     finally:
@@ -183,7 +172,6 @@ def _run_once(
             graph_module = _compat.make_fx(run)(*fakes)
         _inputs_first(graph_module)
         refuse_counts(graph_module.graph)
-        run.outside.texts.refuse_taken_apart()
         drawn = generators.advanced()
         _refuse_kept_numbers(run, call, _numbers_of(call) | run.kept_numbers)
     if run.finder.found:
@@ -236,7 +224,6 @@ def _numbers_of(call: Call) -> set[int]:
 
 def _refuse_kept_numbers(run: StepRun, call: Call, known: set[int]) -> None:
     """Refuse a step that keeps a number it read from a tensor, anywhere but in `known`."""
-    run.state.forget_unchanged()
     kept = run.made.kept_number(known)
     if kept is not None:
         what = (
@@ -249,9 +236,11 @@ def _refuse_kept_numbers(run: StepRun, call: Call, known: set[int]) -> None:
 def _keeps(run: StepRun, what: str, line: SourceLine | None) -> CaptureError:
     """Why a step that keeps what is traced is refused: what is known to be left where, if anything
     is, says more."""
+    first = run.outside.unrepeated.first
     return (
         run.outside.refused
         or read_and_replaced(run.outside)
+        or (None if first is None else not_repeated(*first))
         or CaptureError(
             f"it keeps {what}, which would happen at capture only",
             location=str(line),

@@ -19,10 +19,8 @@ class OutsideAccess(NamedTuple):
     Attributes:
         feeding: where the store is if it loads a value that only goes into one to the same place.
         counting: it is such a store.
-        fed: it takes an item that an operator changes in place, and that goes back.
         discarded: it is a call whose result nothing uses.
         looped: it is a call whose result the function goes through.
-        consumed: there begins a generator that is the one argument of a call.
     """
 
     handler: str
@@ -32,10 +30,8 @@ class OutsideAccess(NamedTuple):
     offset: int
     feeding: int | None
     counting: bool
-    fed: bool
     discarded: bool
     looped: bool
-    consumed: bool
 
 
 @lru_cache(maxsize=4096)
@@ -47,9 +43,6 @@ def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
     visible = [i for i in instructions if i.opname != "CACHE"]
     discarded = {a.offset for a, b in pairwise(visible) if b.opname == "POP_TOP"}
     looped = {a.offset for a, b in pairwise(visible) if b.opname == "GET_ITER"}
-    fed = {b.offset for a, b in pairwise(visible) if _is_fed(a, b)}
-    calls = [i for i in visible if i.opname != "PRECALL"]
-    consumed = {a.offset for (a, b), (_, c) in pairwise(pairwise(calls)) if _is_consumed(a, b, c)}
     return {
         i.offset: OutsideAccess(
             "_in_place" if _is_in_place(i) else _HANDLERS[i.opname],
@@ -59,33 +52,12 @@ def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
             i.offset,
             feeding.get(i.offset),
             i.offset in counting,
-            i.offset in fed,
             i.offset in discarded,
             i.offset in looped,
-            i.offset in consumed,
         )
         for i in instructions
         if i.opname in _HANDLERS
     }
-
-
-def _is_consumed(*instructions: dis.Instruction) -> bool:
-    """Whether a generator begins that is the one argument of a call which follows at once."""
-    begins, makes, calls = instructions
-    if begins.opname != "GET_ITER" or not makes.opname.startswith("CALL"):
-        return False
-    return calls.opname in ("CALL", "CALL_FUNCTION", "CALL_METHOD") and calls.arg == 1
-
-
-def _is_fed(before: dis.Instruction, taking: dis.Instruction) -> bool:
-    """Whether an item is taken of a container and a key that stay on the stack."""
-    if taking.opname not in _OPERANDS:
-        return False
-    copies = ("COPY", _OPERANDS[taking.opname])
-    return before.opname == "DUP_TOP_TWO" or (before.opname, before.arg) == copies
-
-
-_OPERANDS = {"BINARY_SUBSCR": 2, "BINARY_SLICE": 3}
 
 
 def _name(instruction: dis.Instruction) -> Any:
@@ -141,10 +113,6 @@ _HANDLERS = {
     "SET_UPDATE": "_items",
     "DICT_UPDATE": "_items",
     "DICT_MERGE": "_items",
-    "BUILD_MAP": "_keys",
-    "BUILD_SET": "_keys",
-    "MAP_ADD": "_keys",
-    "SET_ADD": "_keys",
     "FORMAT_VALUE": "_formatted",
     "FORMAT_SIMPLE": "_formatted",
     "FORMAT_WITH_SPEC": "_formatted",

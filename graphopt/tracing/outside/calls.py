@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from graphopt.host.changes import changes_of
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.callback import callback
 from graphopt.tracing.host_numbers import plain
-from graphopt.tracing.outside import kept_lists, native
+from graphopt.tracing.outside import native
 from graphopt.tracing.outside.attributes import (
     attribute_place,
     read_attribute,
@@ -40,7 +39,6 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.unrepeated import users
 from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.replace import original
-from graphopt.tracing.source import is_library_file
 
 _ADDING = frozenset({"append", "extend", "insert", "add", "update", "appendleft", "extendleft"})
 _CHANGING = frozenset(
@@ -128,8 +126,6 @@ class NativeCalls:
             self._give(args, line)
         if native.is_changing_call(function, args) and record.is_outside(args[0]):
             record.unrepeated.add(record.path(args[0], type(args[0]).__name__), line)
-        if native.logs(function, args) and not is_library_file(line.file):
-            record.unrepeated.add(f"the log ({function.__name__})", line)
 
     def _builtin(
         self, callee: Any, args: Sequence[Any], line: SourceLine, looped: bool = False
@@ -153,9 +149,7 @@ class NativeCalls:
             self.store(attribute_place(args[0], args[1]), args[0], line)
         elif callee is len or (callee is bool and is_container(args[0])):
             if record.is_outside(args[0]):
-                record.asks_length(args[0], record.path(args[0], type(args[0]).__name__), line)
-        elif self._folds(callee, args, line):
-            pass
+                record.size(args[0], record.path(args[0], type(args[0]).__name__), line)
         elif callee is next:
             self._advance(args[0], line)
         elif callee in _READING_OBJECTS:
@@ -166,12 +160,6 @@ class NativeCalls:
             self.contains(args[0], args[1], line)
         else:
             self._all(args, line, nested=not (looped and callee in _GIVING_EACH))
-
-    def _folds(self, callee: Any, args: Sequence[Any], line: SourceLine) -> bool:
-        kept = kept_lists.folded(self._record, callee, args)
-        if kept is not None:
-            kept_lists.reads(self._record, kept, args[0], f"{callee.__name__}({{}})", line)
-        return kept is not None
 
     def store(
         self,
@@ -222,7 +210,7 @@ class NativeCalls:
         elif name == "clear" and isinstance(bound, dict) and record.goes_by_keys(bound):
             self._take_out_all(bound, path, line)
         elif name in _ADDING or (discarded and name in _CHANGING - _BY_CONTENTS):
-            record.mutated(bound, line, changes_of(name, args))
+            record.mutated(bound, line)
             if name == "clear":
                 record.emptied(bound)
             if isinstance(bound, dict) and name not in _ADDING:
@@ -272,6 +260,8 @@ class NativeCalls:
                 bound, changes = value, native.is_file(value)
             if native.is_read_only(bound) and record.is_outside(bound):
                 raise HostWork.READ.refused(record.path(bound, "a file"), str(users(line)))
+            if changes and record.is_outside(bound) and native.is_file(bound):
+                raise HostWork.WRITE.refused(record.path(bound, type(bound).__name__))
             if changes and record.is_outside(bound):
                 record.unrepeated.add(record.path(bound, type(bound).__name__), line)
             elif native.is_iterator(value) and record.is_outside(value):

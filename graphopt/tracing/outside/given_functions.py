@@ -13,22 +13,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.known_functions import is_followed, is_in
+from graphopt.tracing.numbers import current_notes
 from graphopt.tracing.outside.callees import Substitute
 from graphopt.tracing.outside.calls import NativeCalls
+from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.running_trace import is_running
+from graphopt.tracing.replace import is_in
 
 CALLING = frozenset({map, filter, itertools.starmap, functools.reduce})
 """Functions that call their first argument with what they go through."""
-_WITHOUT_CODE = (functools.partial, types.BuiltinMethodType, types.MethodDescriptorType)
 
 
 def is_called_by(callee: Any, args: Sequence[Any]) -> bool:
     """Whether a function calls its first argument, whose own instructions are not observed."""
     if not (is_in(callee, CALLING) and args and callable(args[0])):
         return False
-    return isinstance(args[0], _WITHOUT_CODE) or not is_followed(args[0])
+    function = getattr(args[0], "__func__", args[0])
+    if isinstance(function, types.FunctionType):
+        return not is_observed(function.__code__.co_filename)
+    return True
 
 
 class GivenFunction:
@@ -53,12 +56,8 @@ class GivenFunction:
 
     def __call__(self, *args: Any) -> Any:
         """What a call instruction with these operands gives."""
-        function, laters = self._function, self._record.laters
-        if laters is None or not is_running():  # the trace is over
+        function = self._function
+        if current_notes() is None:  # the trace is over
             return function(*args)
-        other = laters.called(function, args, self._line)
-        if other is not None:
-            return other(*args)
-        given = laters.taken(function, args)
-        self._calls.call(function, given, self._line)
-        return (self._substitute(function, given) or function)(*given)
+        self._calls.call(function, args, self._line)
+        return (self._substitute(function, args) or function)(*args)

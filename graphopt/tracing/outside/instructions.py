@@ -10,22 +10,17 @@ import builtins
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from functools import partial
-from types import CellType, FrameType, ModuleType
+from types import CellType, FrameType
 from typing import Any
 
 from graphopt import _compat
 from graphopt._compat.frames import NULL
-from graphopt.host.changes import changes_of
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.arrays import is_array
-from graphopt.tracing.arrays_beside import beside
 from graphopt.tracing.classes_asked import Classed, class_in_trace, is_of_trace
-from graphopt.tracing.host_numbers import plain
+from graphopt.tracing.host_numbers import is_host_number, plain
 from graphopt.tracing.inputs import may_be_input
-from graphopt.tracing.later_values import is_later
+from graphopt.tracing.nests import leaves_in
 from graphopt.tracing.numbers import SYMBOLIC
-from graphopt.tracing.outside import kept_lists
 from graphopt.tracing.outside.accesses import OutsideAccess
 from graphopt.tracing.outside.attributes import (
     attribute_place,
@@ -36,10 +31,7 @@ from graphopt.tracing.outside.attributes import (
 from graphopt.tracing.outside.callees import NAMED_CALLS, Instruction, Substitute, instruction_of
 from graphopt.tracing.outside.calls import NativeCalls
 from graphopt.tracing.outside.given_functions import GivenFunction, is_called_by
-from graphopt.tracing.outside.held import is_plain_class
-from graphopt.tracing.outside.later_operands import Gives, LaterOperands
 from graphopt.tracing.outside.native import is_large_array, set_by_c
-from graphopt.tracing.outside.one_by_one import OneByOne, adding_one_by_one, is_gone_through
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_container, is_read
 from graphopt.tracing.outside.record import Record
 
@@ -47,11 +39,9 @@ _UNLIKE_NONE = frozenset({list, tuple, dict, set, deque, OrderedDict, defaultdic
 """Containers that equal no None, whatever is in them."""
 _BEGINNING = frozenset({defaultdict, Counter})
 """Dictionaries in which a step may begin to count."""
-_METHODS = {"+=": "__iadd__", "|=": "__ior__", "-=": "difference_update"}
-"""What operators do with lists, queues and sets."""
 
 
-class Instructions(LaterOperands):
+class Instructions:
     """Follows the instructions of observed functions into a record."""
 
     def __init__(self, record: Record, substitute: Substitute) -> None:
@@ -65,10 +55,7 @@ class Instructions(LaterOperands):
         at = instruction_of(frame, step)
         record = self._record
         if step.feeding is None:
-            loaded = record.texts.looked_for(at)
             handler(at)
-            if loaded is not None:
-                record.texts.show(loaded, frame)
             if step.counting:
                 record.read_loaded((id(frame), step.offset))
             return
@@ -169,8 +156,6 @@ class Instructions(LaterOperands):
         owner = self._record.marking(at.top(1), at.step.name)
         if owner is not at.top(1):
             at.put(1, owner)
-        if not (isinstance(owner, ModuleType) or is_plain_class(type(owner))):
-            self._known(at, 2)  # torch's own code may read it
         read_setting(self._record, owner, at.step.name, at.line)
         self._stored(at, attribute_place(owner, at.step.name), owner)
 
@@ -182,39 +167,8 @@ class Instructions(LaterOperands):
     def _item(self, at: Instruction) -> None:
         record, key = self._record, at.top(1)
         self._real_group(at, 2)
-        if at.step.fed:
-            self._fed(at)
-        if at.takes(2, record.laters.taking_items(at.top(2), key, at.step.fed)):
-            return
-        if type(key) is not slice:
-            self._known(at, 2)
         container = record.viewed(at.top(2))
-        if record.laters.arrays.is_table(container, key):
-            at.put(2, Gives(record.laters.arrays.item_of_table(container, key, at.step.fed)))
-            at.put(1, 0)
-            return
-        changed = record.laters.arrays.row_item(container, key) if at.step.fed else None
-        if changed is not None:
-            at.put(2, Gives(changed))
-            at.put(1, 0)
-            return
-        laters = record.laters
-        key = self._exact(at, 1, plain(key))
-        kept = kept_lists.item(record, container, key)
-        if kept is not None:
-            kept_lists.reads(record, kept, container, f"{{}}[{key}]", at.line)
-            return
-        if type(key) is slice and self._goes_back(at.frame, container):
-            record.read_container(id(at.frame), container)
-            item = laters.items(container, at.line, key)
-        else:
-            item = laters.item(container, at.top(1), at.line, at.step.fed)
-        if item is not None:
-            if is_array(container) and not (at.step.fed or laters.is_kept(container)):
-                self._read_contents(at.frame, container, at.line)
-            at.put(2, Gives(item))
-            at.put(1, 0)
-            return
+        key = plain(key)
         if not record.is_outside(container):
             return
         path = self._path(at.frame, container)
@@ -226,33 +180,6 @@ class Instructions(LaterOperands):
             self._read_contents(at.frame, container, at.line)
         else:
             read_method(record, type(container), "__getitem__", at.line)
-
-    def _fed(self, at: Instruction) -> None:
-        """An item is taken that goes back to where it comes from: the container is there twice."""
-        key, container, like = at.top(1), at.top(2), object()
-        made = self._record.laters.arrays.made(container, like, (key,), at.frame, stacked=2)
-        if at.takes(2, made):
-            at.put(4 + int(at.step.instruction == "BINARY_SLICE"), made)
-
-    def _goes_back(self, frame: FrameType, value: Any) -> bool:
-        """Whether what is made of a list outside takes its place, and goes nowhere else."""
-        if type(value) is not list or not self._record.is_outside(value):
-            return False
-        if self._record.has_set_item(value):
-            return False
-        loaded = self._record.loads.places(id(frame))
-        taken = (place for place in loaded if not self._record.is_own(place.holder))
-        found = any(place.now() is value for place in taken)
-        return found and all(map(self._may_be_copied, value))
-
-    def _may_be_copied(self, item: Any) -> bool:
-        """Whether an item of the former list may be another one in the new list: no container or
-        object that the step has made, and no tensor in the memory of one that it is given."""
-        if type(item) is tuple:
-            return all(map(self._may_be_copied, item))
-        if _compat.is_fake(item):
-            return _compat.storage_key(item) not in self._record.storages
-        return not self._record.is_made_here(item) or isinstance(item, SYMBOLIC) or is_later(item)
 
     def _existing_item(self, container: Any, key: Any, path: str, line: SourceLine) -> None:
         try:
@@ -266,28 +193,16 @@ class Instructions(LaterOperands):
 
     def _set_item(self, at: Instruction) -> None:
         self._real_group(at, 2)
-        container, arrays, like = at.top(2), self._record.laters.arrays, object()
-        if arrays.is_table(container, at.top(1)):
-            at.takes(2, arrays.setter(container, at.top(1), at.top(3), at.line))
-            return
-        if at.takes(2, arrays.row_setter(container, at.line)):
-            return
-        key = self._exact(at, 1, plain(at.top(1)))
-        if at.takes(2, self._record.laters.setting_items(container, at.top(1), at.top(3))):
-            return
-        if not isinstance(container, (list, dict)) and not is_plain_class(type(container)):
-            self._known(at, 3)
-        if at.takes(2, arrays.made(container, like, (at.top(1), at.top(3)), at.frame)):
-            return
+        container = at.top(2)
+        key = plain(at.top(1))
+        if type(container).__module__ == "numpy" and holds_traced((at.top(1), at.top(3))):
+            raise HostWork.ARRAY.refused("an item that it sets", str(at.line))
         if not self._record.is_outside(container):
             return
-        if at.takes(2, arrays.setter(container, at.top(1), at.top(3), at.line)):
             return
         if not is_container(container):
             if set_by_c(container):
                 self._record.unrepeated.add(self._path(at.frame, container), at.line)
-            return
-        if self._record.replaces(container, key, at.top(3)):
             return
         self._watch(at, container)
         place = OutsidePlace("item", container, key)
@@ -298,23 +213,25 @@ class Instructions(LaterOperands):
         container, key = at.top(2), plain(at.top(1))
         if is_container(container):
             self._record.pin(key)
-            self._record.mutated(container, at.line, changes_of("__delitem__", [key]))
+            self._record.mutated(container, at.line)
 
     def _contents(self, at: Instruction) -> None:
         self._read_contents(at.frame, at.top(1), at.line)
 
     def _goes_over(self, at: Instruction) -> None:
         """A loop over the items of an object begins."""
-        if self._computes_of_all(at):
-            return
         self._real_group(at, 1)
         self._items(at)
 
     def _items(self, at: Instruction) -> None:
         """The step gets the items, and what it reads in them is seen."""
-        texts = isinstance(at.top(1), str)  # of other values it gets each one as it is
-        if not self._stands_later(at, 1, texts):
-            self._read_contents(at.frame, at.top(1), at.line, nested=False)
+        self._read_contents(at.frame, at.top(1), at.line, nested=False)
+
+    def _formatted(self, at: Instruction) -> None:
+        """A value becomes a part of a text."""
+        both = at.step.instruction == "FORMAT_VALUE" and at.step.argument & 4
+        place = 2 if both or at.step.instruction == "FORMAT_WITH_SPEC" else 1
+        self._read_contents(at.frame, at.top(place), at.line)
 
     def _yielded(self, at: Instruction) -> None:
         """Functions such as `max` go through a generator expression, and compare what it gives."""
@@ -326,40 +243,17 @@ class Instructions(LaterOperands):
 
     def _two(self, at: Instruction) -> None:
         is_percent = at.step.name == "%" or at.step.instruction == "BINARY_MODULO"
-        laters = self._record.laters
-        if is_percent and at.takes(2, laters.percent(at.top(2), at.top(1), at.line)):
-            return
-        if at.step.name == "*":
-            at.takes(2, laters.repeated(at.top(2), at.top(1)))
-            at.takes(1, laters.repeated(at.top(1), at.top(2)))
-        self._known_beside(at, 1, 2)
-        self._known_beside(at, 2, 1)
+        if is_percent and isinstance(at.top(2), str) and holds_traced(at.top(1)):
+            raise HostWork.TEXT.refused("a value of the graph", str(at.line))
         for place in (1, 2):
-            if not self._stands_later(at, place, at.step.handler == "_compared"):
-                self._read_contents(at.frame, at.top(place), at.line)
-        if at.step.handler == "_two":
-            at.takes(1, beside(at.top(2), at.top(1)))
+            self._read_contents(at.frame, at.top(place), at.line)
 
     def _in_place(self, at: Instruction) -> None:
-        if at.step.name == "*=" and at.takes(2, self._record.laters.repeated(at.top(2), at.top(1))):
-            return
-        self._known_beside(at, 1, 2)
-        self._known_beside(at, 2, 1)
         changed, value = at.top(2), at.top(1)
-        arrays, like = self._record.laters.arrays, object()
-        if at.takes(2, arrays.made(changed, like, (value,), at.frame)):
-            return
-        if at.takes(2, arrays.changer(changed, at.step.name, value, at.line)):
-            return
-        if at.step.name == "+=" and is_gone_through(self._record, changed, "__iadd__", value):
-            at.takes(2, OneByOne(changed, partial(self._followed, at.line)))
-            return
         self._read_contents(at.frame, value, at.line)
         if isinstance(changed, (list, dict, set, deque)):
             self._record.read_container(id(at.frame), changed)
-            self._record.mutated(
-                changed, at.line, changes_of(_METHODS.get(at.step.name, ""), [value])
-            )
+            self._record.mutated(changed, at.line)
         else:
             self._watch(at, changed)
             self._read_contents(at.frame, changed, at.line)
@@ -371,8 +265,6 @@ class Instructions(LaterOperands):
     def _same_object(self, at: Instruction) -> None:
         self._real_group(at, 1)
         self._real_group(at, 2)
-        self._known(at, 1)
-        self._known(at, 2)
         self._pin_both(at)
         if at.top(1) is not at.top(2):
             self._record.compares(at.top(1), at.top(2), at.line)
@@ -391,24 +283,14 @@ class Instructions(LaterOperands):
 
     def _contains(self, at: Instruction) -> None:
         self._real_group(at, 1)
-        container = at.top(1)
-        if isinstance(container, str) and self._stands_later(at, 1, texts=True):
-            return
-        if self._record.laters.is_kept(container):
-            self._stands_later(at, 1)
-            return
-        if isinstance(container, (list, tuple)) and self._stands_later(at, 2, texts=True):
-            return
-        key = self._exact(at, 2, plain(at.top(2)))
+        key = plain(at.top(2))
         self._record.pin(at.top(2))
         self._calls.contains(at.top(1), key, at.line)
 
     def _truth(self, at: Instruction) -> None:
-        self._known(at, 1)
         value = at.top(1)
         if is_container(value) and self._record.is_outside(value):
-            path = self._path(at.frame, value)
-            bool(self._record.asks_length(value, path, at.line))
+            self._record.size(value, self._path(at.frame, value), at.line)
 
     def _next(self, at: Instruction) -> None:
         value = at.top(1)
@@ -447,18 +329,10 @@ class Instructions(LaterOperands):
         top = int(at.step.instruction in NAMED_CALLS)
         for place in range(top + 1, top + 1 + at.step.argument):
             self._real_group(at, place)
-        self._record.texts.calls(at, callee)
         for each in args:
             if is_container(each):
                 self._record.read_container(id(at.frame), each)
         self._gives_function(callee, args, at)
-        if at.takes(at.place_of_callee(), self._instead(callee, args, at)):
-            return
-        follow = partial(self._followed, at.line)
-        one_by_one = adding_one_by_one(self._record, callee, args, follow)
-        if at.takes(at.place_of_callee(), one_by_one):
-            return
-        args = self._taken(callee, args, at)
         self._calls.call(callee, args, at.line, at.step.discarded, at.step.looped)
         at.takes(at.place_of_callee(), self._substitute(callee, args))
 
@@ -478,22 +352,24 @@ class Instructions(LaterOperands):
             self._calls.method(at.top(at.step.argument + 1), at.line)
 
     def _call_expanded(self, at: Instruction) -> None:
-        self._spread(at)
         place, args, given = at.expanded_call()
         callee = at.top(place)
-        self._record.texts.calls(at, callee)
         self._read_contents(at.frame, args, at.line)
         given = [*(args if isinstance(args, (tuple, list)) else ()), *given]
-        if at.takes(place, self._instead(callee, given, at)):
-            return
-        self._record.laters.not_taken(callee, given)
         self._calls.call(callee, given, at.line)
         at.takes(place, self._substitute(callee, given))
 
 
+def holds_traced(value: Any) -> bool:
+    """Whether a value, or one in lists, tuples and dictionaries, is a number or a tensor of the
+    trace that is not known before the call."""
+    return any(
+        _compat.is_fake(each) or (isinstance(each, SYMBOLIC) and not is_host_number(each))
+        for each in leaves_in(value)
+    )
+
+
 def _may_count(value: Any) -> bool:
-    """Whether an input of a graph may be what a place holds in which a step counts; or a list whose
-    end takes its place. Others are read: operators take tensors, and a text that grows is another
-    one in each call."""
-    kinds = (list, deque, *SYMBOLIC)
-    return value is MISSING or may_be_input(value) or isinstance(value, kinds)
+    """Whether an input of a graph may be what a place holds in which a step counts. Others are
+    read: operators take tensors, and a text that grows is another one in each call."""
+    return value is MISSING or may_be_input(value) or isinstance(value, SYMBOLIC)

@@ -14,7 +14,6 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.later import Later
 from graphopt.tracing.nests import Path
 from graphopt.tracing.outside.existing import existing_now
 from graphopt.tracing.outside.places import OutsidePlace, is_container, is_value, viewed
@@ -39,12 +38,9 @@ class KnownObjects:
         stand_ins: of tensors of modules, by the ids of these.
         storages: of the stand-ins.
         doubled: containers, by id, that have both for keys.
-        gone_into: containers, by id, of whose contents values are computed when the graph has run.
         exchanged: those that have stand-ins for keys.
         gone_through: of the former, those of which the step asks for more than one item.
         compared: where it asks whether a tensor is one that has a stand-in.
-        number_lists: what stands for lists of numbers, by id; see `tracing.number_lists`.
-        needed_lists: those of them that the step uses as such.
         resized: tensors, by id, that have the sizes which the step gives them before it does
             anything else with them.
     """
@@ -58,7 +54,6 @@ class KnownObjects:
         self._pinned: dict[int, Any] = {}
         self.given = GivenObjects()
         self.of_call: Mapping[int, tuple[Any, Path]] = {}
-        self.gone_into: set[int] = set()
         self.stands_for: Mapping[int, torch.Tensor] = {}
         self.stand_ins: Mapping[int, torch.Tensor] = WeakValueDictionary()
         self._marked: set[tuple[int, str]] = set()
@@ -67,8 +62,6 @@ class KnownObjects:
         self.exchanged: set[int] = set()
         self.gone_through: set[int] = set()
         self.compared: SourceLine | None = None
-        self.number_lists: Set[int] = frozenset()
-        self.needed_lists: set[int] = set()
         self.resized: Set[int] = frozenset()
 
     def marking(self, value: Any, name: Any) -> Any:
@@ -153,10 +146,8 @@ class KnownObjects:
 
     def pin(self, value: Any) -> None:
         """The step uses an object as such, by code that is not observed, or by its identity."""
-        if is_value(value) or _compat.is_fake(value) or type(value) is Later:
+        if is_value(value) or _compat.is_fake(value):
             return  # what stands for a value is not outside
-        if id(value) in self.number_lists:
-            self.needed_lists.add(id(value))
         if self.is_outside(value):
             self._pinned[id(value)] = value
 
@@ -174,10 +165,6 @@ class KnownObjects:
     def is_pinned(self, value: Any) -> bool:
         """Whether each call needs this very object."""
         return id(value) in self._pinned
-
-    def is_gone_into(self, value: Any) -> bool:
-        """Whether it does, or computes in Python of what is in the object that it finds."""
-        return self.is_pinned(value) or id(value) in self.gone_into
 
     def _goes_through(self, container: Any) -> None:
         if id(container) in self.doubled:

@@ -7,7 +7,6 @@ changes, as is giving a file or an iterator to code that is not observed.
 from __future__ import annotations
 
 import io
-import logging
 import sys
 import threading
 import types
@@ -40,8 +39,6 @@ _OF_PROCESS = frozenset(
     {"write", "putenv", "unsetenv", "chdir", "mkdir", "rmdir", "unlink", "remove", "rename",
      "replace", "setrecursionlimit", "truncate", "ftruncate", "enable", "disable", "freeze"}
 )  # fmt: skip
-_LOGGING = {"debug": 10, "info": 20, "warning": 30, "warn": 30, "error": 40, "exception": 40,
-            "critical": 50, "fatal": 50}  # fmt: skip
 
 
 def is_changing_arrays(name: str) -> bool:
@@ -99,15 +96,6 @@ def is_changing_call(function: types.FunctionType, args: Any) -> bool:
 _SETTINGS_OF_LOGS = frozenset(
     {"addHandler", "removeHandler", "setLevel", "addFilter", "removeFilter", "setFormatter"}
 )
-
-
-def logs(function: types.FunctionType, args: Any) -> bool:
-    """Whether the call of a function writes a message to a log that somebody reads."""
-    level = _LOGGING.get(function.__name__)
-    if function.__module__ != "logging" or level is None:
-        return False
-    logger = args[0] if args and isinstance(args[0], logging.Logger) else logging.getLogger()
-    return logger.isEnabledFor(level) and (logger.hasHandlers() or level >= logging.WARNING)
 
 
 def is_large_array(value: Any) -> bool:

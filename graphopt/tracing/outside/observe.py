@@ -32,7 +32,7 @@ from graphopt.tracing.outside.functions import called_by_torch
 from graphopt.tracing.outside.instructions import Instructions
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.refused_calls import refuse_begun
-from graphopt.tracing.source import asking_frame, is_library_file
+from graphopt.tracing.source import is_library_file
 
 _MODULE_CALL = _compat.module_call_code()
 _COUNTING = frozenset({Counter.update.__code__, Counter.subtract.__code__})
@@ -66,7 +66,6 @@ class Observer:
     def entered(self, frame: FrameType) -> dict[int, OutsideAccess] | None:
         """A function begins. Returns which of its instructions to look at; None for none."""
         code = frame.f_code
-        self.record.texts.put_back()
         if id(code) in self.ignored or code in _FORGETTING:
             return None
         refuse_begun(frame, self.record.is_outside)
@@ -143,11 +142,11 @@ class Observer:
 
 def _called_by_user(frame: FrameType) -> bool:
     """Whether a library's function reads for the user, rather than for torch."""
-    caller = frame.f_back and asking_frame(frame.f_back)
+    caller = frame.f_back
     while caller is not None and _is_generic(caller.f_code.co_filename):
         if not is_observed(caller.f_code.co_filename):
             return False
-        caller = caller.f_back and asking_frame(caller.f_back)
+        caller = caller.f_back
     return caller is not None
 
 
@@ -190,7 +189,6 @@ class _FrameTracer:
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "opcode":
-            self._observer.record.texts.put_back()
             step = self._steps.get(frame.f_lasti)
             if step is not None:
                 self._observer.before(frame, step)
@@ -264,7 +262,6 @@ def _monitored(observer: Observer) -> Iterator[None]:
     def executed(code: CodeType, offset: int) -> None:
         if threading.get_ident() in others:
             return
-        observer.record.texts.put_back()
         step = looked_at[code].get(offset)
         if step is not None:
             observer.before(sys._getframe(1), step)

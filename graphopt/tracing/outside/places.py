@@ -19,7 +19,6 @@ from graphopt._compat.untraced import without_overrides
 from graphopt.guards.values import is_plain, tensor_kind
 from graphopt.ir.same_values import same_value
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.running_trace import BEGIN
 
 MISSING = object()
 """Stands for what is not there."""
@@ -274,7 +273,7 @@ def _form(holder: torch.Tensor, key: Any) -> Any:
 
 def is_plain_text(value: Any) -> bool:
     """Whether a value is a text, and no part of it stands for another one."""
-    return type(value) is str and BEGIN not in value
+    return type(value) is str
 
 
 def _is_text(holder: Any, key: Any) -> bool:

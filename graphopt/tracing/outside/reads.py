@@ -13,13 +13,10 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.arrays import FoundByGraph
 from graphopt.tracing.host_numbers import is_host_number
-from graphopt.tracing.later import Later
 from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.behind import Behind
 from graphopt.tracing.outside.changed_containers import ContainerChanges
-from graphopt.tracing.outside.changing_texts import ChangingTexts
 from graphopt.tracing.outside.loads import Load, Loads, Store
 from graphopt.tracing.outside.places import (
     LISTS,
@@ -55,20 +52,15 @@ class OutsideReads(ContainerChanges):
         refused: why no later call could do what it does to a container.
         used_counts: places, by their identities, whose next value it has read as well.
         loads: what it has loaded to count with; read unless it is stored where it comes from.
-        length_of: the length of a list, where that is an input of the graph; else None.
+        reads_array: told of each array that it reads.
         behind: what it reads behind calls of functions on the host; None before the first.
-        texts: those that the program changes between calls.
     """
 
     def __init__(self, own: Iterable[dict[str, Any]], inputs: Set[Any]) -> None:
         super().__init__(own)
-        self.laters: Any = None
-        self.whole_calls: Any = None
-        self.files: Any = None
         self.reads_array: Callable[[Any], object] = of_none
         self.groups: dict[int, Any] = {}
         self.real_groups: dict[int, Any] = {}
-        self.texts = ChangingTexts(self)
         self._inputs = inputs
         self.refused: CaptureError | None = None
         self._written: set[tuple[Any, ...]] = set()
@@ -83,9 +75,6 @@ class OutsideReads(ContainerChanges):
         self.pending: list[Load] | None = None
         self.loads = Loads()
         self.behind: Behind | None = None
-        self.length_of: Callable[[Any], Any] = of_none
-        self._gone_over: set[int] = set()
-        self.contents_read: set[int] = set()
 
     def read(self, place: OutsidePlace, path: str, line: SourceLine) -> Any:
         """The step reads a place. Returns what is there."""
@@ -107,12 +96,11 @@ class OutsideReads(ContainerChanges):
                 self._own_reads.setdefault(identity, self._made(place, value, path, line))
             return value
         if identity in self._derived and not self._begins_in(identity):
-            if type(value) is not Later:  # which is made of what each call finds
-                self.counted = self.counted or self._made(place, value, path, line)
+            self.counted = self.counted or self._made(place, value, path, line)
             self.used_counts.add(identity)
         if identity in self._written or id(place.holder) in self._emptied:
             return value
-        if is_stand_in(value) or id(value) in self.number_lists:
+        if is_stand_in(value):
             return value
         changed = id(place.holder) in self._mutated and place.kind != "type"
         if changed and identity not in self.reads:
@@ -132,11 +120,10 @@ class OutsideReads(ContainerChanges):
         return value
 
     def _is_symbolic(self, value: Any) -> bool:
-        """Whether a value is a number of the trace, or a tuple or a list of such."""
+        """Whether a value is a number of the trace, or a tuple of such."""
         if isinstance(value, tuple):
             return bool(value) and all(map(self._is_symbolic, value))
-        of_trace = isinstance(value, (*SYMBOLIC, FoundByGraph))
-        return of_trace or id(value) in self.number_lists
+        return isinstance(value, SYMBOLIC)
 
     def _begins_in(self, identity: tuple[Any, ...]) -> bool:
         """Whether the graph holds where nothing is in a place."""
@@ -182,8 +169,6 @@ class OutsideReads(ContainerChanges):
         seen.add(id(container))
         self._goes_through(container)
         if is_bytes(container):
-            self.contents_read.add(id(container))
-            self.reads_array(container)
             self._reads_bytes(container, path, line)
             return
         items = self._items_of(container, path, line)
@@ -201,7 +186,6 @@ class OutsideReads(ContainerChanges):
             self.read(OutsidePlace("keys", container), f"the keys of {path}", line)
             keys: Iterable[Any] | None = list(container)
         elif isinstance(container, (list, tuple, deque)):
-            self._gone_over.add(id(container))
             self.size(container, path, line)
             keys = range(len(container))
         else:
@@ -220,6 +204,7 @@ class OutsideReads(ContainerChanges):
             self.read(OutsidePlace("whole", container), path, line)
 
     def _reads_bytes(self, container: Any, path: str, line: SourceLine) -> None:
+        self.reads_array(container)
         flags = getattr(container, "flags", None)
         if flags is not None and not flags.writeable:
             return
@@ -242,36 +227,14 @@ class OutsideReads(ContainerChanges):
         if isinstance(container, list) and isinstance(key, int) and key < 0:
             self.size(container, path, line)
             key += len(container)
-        elif self.is_counted_past(container, key) and is_stand_in(container[key]):
-            self.size(container, path, line)
         self.looks_up(container, key, line)
         self.pin(key)
         return self.read(OutsidePlace("item", container, key), f"{path}[{key_text(key)}]", line)
 
     def size(self, container: Any, path: str, line: SourceLine) -> None:
         self._goes_through(container)
-        length = self.length_of(container)
-        if length is not None:
-            self.reads_behind(container, path, line)
-            if is_host_number(length):
-                length.exactly()
-        elif not isinstance(container, (tuple, str, bytes)):
+        if not isinstance(container, (tuple, str, bytes)):
             self.read(OutsidePlace("size", container), f"len({path})", line)
-
-    def asks_length(self, container: Any, path: str, line: SourceLine) -> Any:
-        """The step asks how long a container is. Returns the length, where the graph takes it."""
-        length = self.length_of(container)
-        if length is None:
-            self.size(container, path, line)
-        else:
-            self.reads_behind(container, path, line)
-        return length
-
-    def reads_behind(self, container: Any, path: str, line: SourceLine) -> None:
-        """The step reads what the graph takes of a container: where a function on the host has been
-        called, it is not to change it."""
-        if self.behind is not None:
-            self.behind.reads(OutsidePlace("whole", container), None, path, line)
 
     def read_loaded(self, store: Store, place: OutsidePlace | None = None) -> bool:
         """A value is stored: read what it was made of, other than what was in `place` itself.
@@ -279,24 +242,13 @@ class OutsideReads(ContainerChanges):
         Returns:
             Whether it was made of that.
         """
-        loads = [self._of_item(each, place) for each in self.loads.take(store)]
+        loads = self.loads.take(store)
         others = [each for each in loads if place is None or each[0].identity != place.identity]
         self._read_each(others)
         own = [each for each in loads if each not in others]
         if own:
             self._begun.setdefault(own[0][0].identity, own[0])
         return bool(own)
-
-    def _of_item(self, load: Load, place: OutsidePlace | None) -> Load:
-        """A load of an item counted from the end, where the step stores into that very item."""
-        found, path, line = load
-        if place is None or found.kind != "last" or found.holder is not place.holder:
-            return load
-        index = len(found.holder) - found.key[0]
-        if place.key not in (index, -found.key[0]):
-            return load
-        self.size(found.holder, path, line)
-        return OutsidePlace("item", found.holder, index), path, line
 
     def read_container(self, frame: int, container: Any) -> None:
         """The step changes a container in place, which it has loaded and puts back: each call has
@@ -348,7 +300,7 @@ class OutsideReads(ContainerChanges):
 
 
 def of_none(container: Any) -> None:
-    """The lengths that a graph takes which takes none."""
+    """A loop goes over the object itself."""
 
 
 def is_stand_in(value: Any) -> bool:

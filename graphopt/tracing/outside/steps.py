@@ -15,11 +15,12 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.outside.attributes import read_method
 from graphopt.tracing.outside.callees import Substitute
+from graphopt.tracing.outside.changed_containers import MUTABLE
 from graphopt.tracing.outside.moving import is_object
 from graphopt.tracing.outside.observe import Observer, observed
 from graphopt.tracing.outside.places import OutsidePlace, Read
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.running_trace import BEGIN
+from graphopt.tracing.refusals import HostWork
 
 _HINT = (
     "keep what changes from step to step in a buffer of the model (register_buffer), or pass it as"
@@ -135,20 +136,16 @@ def refuse_unrepeated(record: Record) -> None:
 
 def not_repeated(what: str, line: SourceLine | None) -> CaptureError:
     """The refusal of a step that changes something as no later call would."""
-    return CaptureError(
-        f"it changes {what} outside its arguments in a way that is not followed, which would"
-        " happen at capture only",
-        location=None if line is None else str(line),
-        hint="let a function do it that is called in every step: graphopt.callback(function),"
-        " or do it outside the step",
-    )
+    return HostWork.CHANGE.error(what, None if line is None else str(line))
 
 
 def _is_flag(value: Any) -> bool:
-    return value is None or type(value) is bool or (type(value) is str and BEGIN not in value)
+    return value is None or type(value) in (bool, str)
 
 
 def _refuse(read: Read, now: Any) -> None:
+    if type(read.place.holder) in MUTABLE:
+        raise not_repeated(read.path, read.line)
     before = shown(read.value)  # what it is now already, where it is changed before it is read
     became = "" if before == shown(now) else f" ({before} became {shown(now)})"
     raise CaptureError(
