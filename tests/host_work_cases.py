@@ -178,7 +178,6 @@ SHOWN: tuple[Work, ...] = (
     lambda p, loss: json.dump([1], p.file),
     lambda p, loss: pickle.dump([1], p.path.open("wb")),
     lambda p, loss: torch.save(loss, io.BytesIO()),
-    lambda p, loss: torch.save(p.model.state_dict(), p.path.with_suffix(".pt")),
     *(write_row, open_and_write, redirected),
 )
 """What is printed, logged, warned of and written."""
@@ -208,7 +207,6 @@ ARRAYS: tuple[Work, ...] = (
     lambda p, loss: loss.cpu().numpy(),
     lambda p, loss: numpy.asarray(loss),
     lambda p, loss: numpy.mean([loss.item(), 1.0]),
-    lambda p, loss: p.array.fill(3.0),
     lambda p, loss: numpy.add(p.array, 1, out=p.array),
     lambda p, loss: p.array.__iadd__(1),
 )

@@ -254,7 +254,7 @@ def check_supported(call: Call) -> None:
                 check_class(name, value)
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
     """Whether an argument is an array of numpy's, in memory or in a file."""
     numpy = sys.modules.get("numpy")
     kinds = () if numpy is None else (numpy.ndarray, numpy.memmap)

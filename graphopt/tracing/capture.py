@@ -25,9 +25,8 @@ from graphopt.ranks.apart import groups_apart
 from graphopt.ranks.buffer_groups import group_of_buffers
 from graphopt.runtime.collector import collector_paused
 from graphopt.tracing.alike import first_own, own_inputs
-from graphopt.tracing.arrays import is_array
 from graphopt.tracing.besides import Besides, MoreInputs
-from graphopt.tracing.call import Call, check_supported
+from graphopt.tracing.call import Call, check_supported, is_array
 from graphopt.tracing.collecting import collect
 from graphopt.tracing.compare import fingerprint
 from graphopt.tracing.decisions import another_on_each_rank

@@ -10,7 +10,7 @@ behind an assumption (`graphopt.host.assumptions`). Traces of the same call get 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import getitem
 from typing import Any, cast
 
@@ -114,10 +114,11 @@ class Decider:
         """Whether the values of this call are known, whatever they are computed by."""
         return type(self._values) is Values
 
-    def value(self, traced: Any) -> Any:
-        """What a traced number or tensor is in this call."""
+    def text(self, function: Callable[..., str], args: Sequence[Any]) -> str:
+        """The text that a function gives of a traced number or tensor, as it is in this call."""
         with _compat.without_modes():
-            return self._values.of(_compat.node_of(self._tracer, _compat.from_functional(traced)))
+            node = _compat.node_of(self._tracer, _compat.from_functional(args[0]))
+            return function(self._values.of(node), *args[1:])
 
     def _knows(self, number: Any) -> bool:
         """Whether the value of a number is known when the step is captured."""

@@ -22,6 +22,7 @@ _VALUE = (
 _PICKLED = HostWork.WRITE.said("torch.save, pickle, of tensors or numbers")
 
 _ADVICE: tuple[tuple[str, str, str | None], ...] = (
+    ("is not JSON serializable", *HostWork.TEXT.said("a value of the graph")),
     ("ReadFloat", "it takes the value of a tensor for a plain number", _VALUE),
     ("ReadInt", "it takes the value of a tensor for a plain number", _VALUE),
     ("ReadBool", "it takes the value of a tensor for a plain number", _VALUE),
@@ -74,7 +75,6 @@ _ADVICE: tuple[tuple[str, str, str | None], ...] = (
     ),
     ("<locals>.CorrectedMode", *_PICKLED),
     ("<locals>.QuickShapeEnv", *_PICKLED),
-    ("is not JSON serializable", *HostWork.TEXT.said("a value of the graph")),
     (".numpy() is not supported", *HostWork.ARRAY.said("one of a tensor")),
     (
         ".tolist() is not supported",

@@ -81,8 +81,7 @@ class ObtainedValues:
         error = HostWork.TEXT.refused(what)
         if not self.decider.may_know:
             raise error
-        known = untraced(self.decider.value, args[0])
-        return function(known, *args[1:])
+        return untraced(self.decider.text, function, args)
 
     def array(self, what: str) -> CaptureError:
         """The refusal of a step that makes an array of numpy's of values of the graph."""

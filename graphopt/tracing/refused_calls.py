@@ -33,10 +33,10 @@ class RefusedCalls:
         Args:
             args: positional values, the object of a method first, and those of keywords.
         """
+        callee = original(callee)
         drawn = draw_of(callee, args, self._is_outside)
         if drawn is not None:
             raise HostWork.DRAW.refused(drawn)
-        callee = original(callee)
         written = written_by(callee, args)
         if written is not None:
             kind, what = written

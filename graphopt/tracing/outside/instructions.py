@@ -34,6 +34,7 @@ from graphopt.tracing.outside.given_functions import GivenFunction, is_called_by
 from graphopt.tracing.outside.native import is_large_array, set_by_c
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_container, is_read
 from graphopt.tracing.outside.record import Record
+from graphopt.tracing.refusals import HostWork
 
 _UNLIKE_NONE = frozenset({list, tuple, dict, set, deque, OrderedDict, defaultdict, Counter})
 """Containers that equal no None, whatever is in them."""

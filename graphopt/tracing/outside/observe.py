@@ -7,8 +7,11 @@ on `sys.monitoring` serves several tools; before, the tracing function found is 
 
 from __future__ import annotations
 
+import importlib
+import logging
 import sys
 import threading
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -32,6 +35,7 @@ from graphopt.tracing.outside.functions import called_by_torch
 from graphopt.tracing.outside.instructions import Instructions
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.refused_calls import refuse_begun
+from graphopt.tracing.source import frames as frames_around
 from graphopt.tracing.source import is_library_file
 
 _MODULE_CALL = _compat.module_call_code()
@@ -44,6 +48,14 @@ _FORGETTING = frozenset(
     if isinstance(constant, CodeType)
 )
 """What weak containers run when an object ends, wherever the program is then."""
+
+
+_APART = frozenset(
+    {logging.Logger.handle.__code__, getattr(importlib, "_bootstrap")._find_and_load.__code__,  # noqa: B009
+     getattr(warnings, "_showwarnmsg").__code__}  # noqa: B009
+)  # fmt: skip
+"""Functions of the standard library within which handlers and import hooks run, as the trace runs:
+what these do is not the step's."""
 
 
 class Observer:
@@ -59,6 +71,7 @@ class Observer:
             *_compat.unsupported_operator_errors(),
         )
         self._met: Exception | None = None
+        self._apart: FrameType | None = None
         self.ignored: dict[int, CodeType] = {}
         """Functions of which the observer wants to know nothing more, by their identity: a hash of
         code goes through all of it."""
@@ -66,7 +79,10 @@ class Observer:
     def entered(self, frame: FrameType) -> dict[int, OutsideAccess] | None:
         """A function begins. Returns which of its instructions to look at; None for none."""
         code = frame.f_code
-        if id(code) in self.ignored or code in _FORGETTING:
+        if id(code) in self.ignored or code in _FORGETTING or self._is_apart(frame):
+            return None
+        if code in _APART:
+            self._apart = frame
             return None
         refuse_begun(frame, self.record.is_outside)
         if not is_observed(code.co_filename):
@@ -82,8 +98,19 @@ class Observer:
 
     def before(self, frame: FrameType, step: OutsideAccess) -> None:
         """An instruction is about to run."""
+        if self._is_apart(frame):
+            return
         self.record.executed[id(step)] = step
         self._instructions.before(frame, step)
+
+    def _is_apart(self, frame: FrameType) -> bool:
+        """Whether a function runs within one of those in which nothing is the step's."""
+        if self._apart is None:
+            return False
+        if any(each is self._apart for each in frames_around(frame)):
+            return True
+        self._apart = None
+        return False
 
     def raised(self, error: object) -> None:
         """An exception has come to a function, which may catch it."""

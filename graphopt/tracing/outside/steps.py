@@ -144,7 +144,7 @@ def _is_flag(value: Any) -> bool:
 
 
 def _refuse(read: Read, now: Any) -> None:
-    if type(read.place.holder) in MUTABLE:
+    if type(read.place.holder) in MUTABLE or read.place.kind == "whole":
         raise not_repeated(read.path, read.line)
     before = shown(read.value)  # what it is now already, where it is changed before it is read
     became = "" if before == shown(now) else f" ({before} became {shown(now)})"
