@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .case import STEPS, Case, case
+import graphopt
+
+from .case import STEPS, Case, cured, refused
 
 
 def network(inputs: int, outputs: int) -> nn.Sequential:
@@ -63,7 +65,7 @@ def texts_as_numbers(said: io.StringIO) -> Tensor:
     return torch.tensor(list(said.getvalue().encode()))
 
 
-@case
+@refused("makes a text of")
 def detection_with_metric_logger() -> Case:
     """torchvision's references: smoothed losses, printed with their medians."""
     model, logger, said = network(6, 4), MetricLogger(), io.StringIO()
@@ -89,7 +91,34 @@ def detection_with_metric_logger() -> Case:
     return Case(step, calls, [model, optimizer, left], after)
 
 
-@case
+@cured
+def detection_with_metric_logger_cured() -> Case:
+    """The losses are results; what the logger does with them, it does behind the call."""
+    model, logger, said = network(6, 4), MetricLogger(), io.StringIO()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    left: list[Tensor] = []
+
+    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        out = model(x)
+        loss_dict = {"loss_classifier": F.cross_entropy(out[:, :3], y),
+                     "loss_box_reg": F.smooth_l1_loss(out[:, 3], x[:, 0])}  # fmt: skip
+        losses = sum(loss for loss in loss_dict.values())
+        optimizer.zero_grad()
+        losses.backward()  # type: ignore[union-attr]
+        optimizer.step()
+        return {"loss": losses, **loss_dict}  # type: ignore[dict-item]
+
+    def after(index: int, result: Any) -> None:
+        logger.update(**result)
+        logger.update(lr=optimizer.param_groups[0]["lr"])
+        print(f"Epoch: [0] {logger}", file=said)
+        left[:] = [texts_as_numbers(said)]
+
+    calls = [(model, optimizer, torch.randn(5, 6), torch.randint(3, (5,))) for _ in range(STEPS)]
+    return Case(step, calls, [model, optimizer, left], after)
+
+
+@refused("computes with an array of numpy's")
 def segmentation_with_confusion_matrix() -> Case:
     """An evaluator in numpy, as in published DeepLab, that is updated while training goes on."""
     model = nn.Conv2d(1, 3, 3, padding=1)
@@ -121,7 +150,42 @@ def segmentation_with_confusion_matrix() -> Case:
     return Case(step, calls, [model, optimizer, left], after)
 
 
-@case
+@cured
+def segmentation_with_confusion_matrix_cured() -> Case:
+    """The evaluator is a function that is called in every step, with the prediction."""
+    model = nn.Conv2d(1, 3, 3, padding=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    confusion, said, left = np.zeros((3, 3)), io.StringIO(), list[Tensor]()
+
+    def evaluate(output: Tensor, target: Tensor, loss: float) -> None:
+        nonlocal confusion
+        pred, truth = np.argmax(output.cpu().numpy(), axis=1), target.cpu().numpy()
+        label = 3 * truth[truth < 3].astype("int") + pred[truth < 3]
+        confusion += np.bincount(label, minlength=9).reshape(3, 3)
+        right = np.diag(confusion)
+        iou = np.nanmean(right / (confusion.sum(axis=1) + confusion.sum(axis=0) - right))
+        print("Acc:{}, mIoU:{}, loss: {:.3f}".format(right.sum(), iou, loss), file=said)  # noqa: UP032
+
+    def step(model: Any, optimizer: Any, image: Tensor, target: Tensor) -> Any:
+        output = model(image)
+        loss = F.cross_entropy(output, target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        graphopt.callback(evaluate, output, target, loss.item())
+        return loss.item()
+
+    def after(index: int, result: Any) -> None:
+        left[:] = [texts_as_numbers(said), torch.from_numpy(confusion.copy())]
+
+    calls = [
+        (model, optimizer, torch.randn(2, 1, 4, 4), torch.randint(3, (2, 4, 4)))
+        for _ in range(STEPS)
+    ]
+    return Case(step, calls, [model, optimizer, left], after)
+
+
+@refused("computes with an array of numpy's")
 def rate_by_windows_of_losses() -> Case:
     """A plateau by hand: the rate goes by means of what was kept, which the progress says."""
     model, said = network(4, 1), io.StringIO()
@@ -143,6 +207,34 @@ def rate_by_windows_of_losses() -> Case:
         return np.mean(losses[-3:])
 
     def after(index: int, result: Any) -> None:
+        left[:] = [texts_as_numbers(said), torch.tensor([*losses, *rates])]
+
+    calls = [(model, optimizer, torch.randn(6, 4), torch.randn(6, 1)) for _ in range(STEPS)]
+    return Case(step, calls, [model, optimizer, left], after)
+
+
+@cured
+def rate_by_windows_of_losses_cured() -> Case:
+    """The step returns its loss; the plateau is looked for between two calls."""
+    model, said = network(4, 1), io.StringIO()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, rates, left = list[float](), list[float](), list[Tensor]()
+
+    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> float:
+        loss = F.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    def after(index: int, loss: Any) -> None:
+        losses.append(loss)
+        if len(losses) >= 2 and losses[-1] > np.mean(losses[-2:]) * 0.99:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+            print("reducing lr to", optimizer.param_groups[0]["lr"], file=said)
+        rates.append(optimizer.param_groups[0]["lr"])
+        print(f"{len(losses)}: {loss:.4f} of {np.mean(losses[-3:]):.4f}", file=said)
         left[:] = [texts_as_numbers(said), torch.tensor([*losses, *rates])]
 
     calls = [(model, optimizer, torch.randn(6, 4), torch.randn(6, 1)) for _ in range(STEPS)]

@@ -67,8 +67,10 @@ class ObtainedValues:
         if all(number in self._arguments for number in numbers):
             return
         self.handed_out.append(current_user_line())
-        if text or self._tagger.phase != "optimizer":
-            raise self.refuse(taken_for_a_number("turned into text" if text else None))
+        if text:
+            raise HostWork.TEXT.refused("a setting or a count of an optimizer")
+        if self._tagger.phase != "optimizer":
+            raise self.refuse(taken_for_a_number(None))
 
     def decide(self, number: Any, kind: type) -> Any:
         """What a number is in this call."""
