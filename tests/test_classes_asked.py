@@ -53,59 +53,35 @@ def test_a_meter_that_asks_for_the_class_keeps_numbers(log: Log) -> None:
 
 
 def test_each_tensor_is_of_the_class_that_it_has_in_eager_code() -> None:
-    model, found = nn.Linear(2, 1), []
+    model = nn.Linear(2, 1)
 
     def step(x: Tensor) -> Any:
         loss = model(x).sum()
         names = [type(each).__name__ for each in (x, loss, model.weight, model.weight * 2)]
         names += [model.weight.__class__.__name__, type(nn.Parameter(torch.ones(2))).__name__]
-        found.append(" ".join(names))
-        return loss * 2 if type(loss) is Tensor else loss
+        return " ".join(names), loss * 2 if type(loss) is Tensor else loss
 
     x, compiled = torch.ones(2), graphopt.compile(step)
-    expected = step(x)
+    names, expected = step(x)
     for _ in range(2):
-        assert torch.equal(compiled(x), expected)
-    assert found == [found[0]] * 3
-
-
-def formatted(loss: Tensor, count: int, kept: list[Any], rate: float) -> Any:
-    """A logger of metrics, whose floats alone are rounded."""
-    rewards = loss.detach().reshape(1).numpy().tolist()
-    metrics = {"loss": loss.item(), "mean": sum(rewards) / len(rewards), "count": count, "n": "x"}
-    print({k: (f"{v:.5g}" if type(v) == float else v) for k, v in metrics.items()})  # noqa: E721
+        found = compiled(x)
+        assert found[0] == names and torch.equal(found[1], expected)
 
 
 def of_numbers(loss: Tensor, count: int, kept: list[Any], rate: float) -> Any:
     numbers = loss.item(), count, count / 2, (loss > 0).item(), (loss > 0).sum().item(), rate * 2
     names = [type(each).__name__ for each in numbers]
-    names += [each.__class__.__name__ for each in (*numbers, f"{numbers[0]:.2f}")]
+    names += [each.__class__.__name__ for each in numbers]
     return names, type(numbers[0])(3), type(numbers[0]) is type(numbers[2]), numbers[0] % 1
 
 
-def of_python(loss: Tensor, count: int, kept: list[Any], rate: float) -> Any:
-    kept.append(loss.item())
-    array = loss.detach().reshape(1).numpy()
-    values = sum(kept) / len(kept), array.mean(), array[0], array, array.tolist(), np.mean(kept)
-    return [type(each).__name__ for each in values], type(f"{kept[-1]}") is str
-
-
 def has_attributes(loss: Tensor, count: int, kept: list[Any], rate: float) -> Any:
-    kept.append(loss.item())
-    array = loss.detach().numpy()
-    values = kept[-1], array, np.sqrt(kept[-1]), np.mean(kept), array.reshape(1), sum(kept)
+    values = loss.item(), count, loss
     names = "__iter__", "__len__", "item", "shape", "real", "nothing"
     return [[hasattr(each, name) for name in names] for each in values], list(map(callable, values))
 
 
-def that_may_be_either(loss: Tensor, count: int, kept: list[Any], rate: float) -> Any:
-    """The graph holds for the class that a number has in a call."""
-    return type(max(loss.item(), 1)).__name__, isinstance(max(loss.item(), 1) * 2, int)
-
-
-@pytest.mark.parametrize(
-    "use", [formatted, of_numbers, of_python, has_attributes, that_may_be_either]
-)
+@pytest.mark.parametrize("use", [of_numbers, has_attributes])
 def test_each_number_is_of_the_class_that_it_has_in_eager_code(use: Callable[..., Any]) -> None:
     def make() -> Loop:
         model, kept = nn.Linear(4, 2), list[Any]()

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR
 
 import graphopt
 from gloo import Pool
@@ -36,7 +35,6 @@ class World:
         self.recent: deque[Any] = deque(maxlen=2)
         self.last: Any = None
         self.space = SimpleNamespace(count=0)
-        self.scheduler: Any = None
         self.seen: list[Any] = []
 
     def train(self, x: Tensor) -> Tensor:
@@ -60,7 +58,7 @@ class World:
         call(lambda: self.seen.append(plain(look(self))), **options)
 
     def left(self) -> Any:
-        kept = {k: plain(v) for k, v in vars(self).items() if k not in ("model", "scheduler")}
+        kept = {k: plain(v) for k, v in vars(self).items() if k not in ("model",)}
         kept["optimizer"] = plain(self.rate)
         kept["space"] = plain(vars(self.space))
         others = {k: v for k, v in vars(self.model).items() if not k.startswith("_")}
@@ -131,18 +129,6 @@ def items(w: World, x: Tensor) -> Any:
 
 
 @seen
-def lists_and_queues(w: World, x: Tensor) -> Any:
-    loss = w.train(x)
-    w.history.append(float(loss))
-    w.recent.append(float(loss))
-    w.sees(lambda w: (len(w.history), w.history[-1], list(w.recent)))
-    w.history.extend([1, "text"])
-    w.recent.append(2)
-    w.sees(lambda w: (list(w.history), list(w.recent)))
-    return loss
-
-
-@seen
 def tensors(w: World, x: Tensor) -> Any:
     hidden = w.model(x).detach()
     w.last = hidden
@@ -193,10 +179,8 @@ def modes(w: World, x: Tensor) -> Any:
 def now_and_then(w: World, x: Tensor) -> Any:
     loss = w.train(x)
     w.count += 1
-    w.history.append(w.count)
-    w.sees(lambda w: (w.count, list(w.history)), every=2)
+    w.sees(lambda w: w.count, every=2)
     w.count += 1
-    w.history.append(w.count)
     return loss
 
 
@@ -204,9 +188,9 @@ def now_and_then(w: World, x: Tensor) -> Any:
 def what_a_function_changes_stays(w: World, x: Tensor) -> Any:
     w.count += 1
     loss = w.train(x)
-    w.history.append(float(loss))
 
     def restart() -> None:
+        w.history.append(w.count)
         w.seen.append((w.count, list(w.history)))
         if w.count == 2:
             w.count = 0
@@ -215,32 +199,6 @@ def what_a_function_changes_stays(w: World, x: Tensor) -> Any:
 
     call(restart)
     return loss
-
-
-@seen
-def a_schedule_by_a_count(w: World, x: Tensor) -> Any:
-    if w.scheduler is None:
-        raise AssertionError
-    loss = w.train(x)
-    w.count += 1
-    w.scheduler.step()
-    return loss
-
-
-@seen
-def a_schedule_by_a_list(w: World, x: Tensor) -> Any:
-    loss = w.train(x)
-    w.history.append(loss.item())
-    w.scheduler.step()
-    return loss
-
-
-SCHEDULES: dict[str, Callable[[World], Any]] = {
-    "a_schedule_by_a_count": lambda w: LambdaLR(w.optimizer, lambda k: 1 / (1 + w.count)),
-    "a_schedule_by_a_list": lambda w: MultiplicativeLR(
-        w.optimizer, lambda k: 1 / (1 + len(w.history))
-    ),
-}
 
 
 @seen
@@ -317,8 +275,6 @@ def reads_a_global_variable_behind(world: World, x: Tensor) -> Any:
 
 def trained(body: Body, compiled: bool) -> list[Any]:
     world = World()
-    if body.__name__ in SCHEDULES:
-        world.scheduler = SCHEDULES[body.__name__](world)
 
     def step(x: Tensor) -> Any:
         return body(world, x)
@@ -356,10 +312,9 @@ def test_after_an_error_everything_is_as_before(fails: int) -> None:
 
     def step(x: Tensor) -> Tensor:
         world.count += 1
-        world.history.append(world.count)
         world.rate = 0.1 / world.count
         call(check)
-        call(lambda: world.seen.append((world.count, list(world.history), world.rate)))
+        call(lambda: world.seen.append((world.count, world.rate)))
         return world.train(x)
 
     run = graphopt.compile(step)
@@ -367,7 +322,7 @@ def test_after_an_error_everything_is_as_before(fails: int) -> None:
         before = world.left()
         if number != fails:
             run(torch.ones(4, 3))
-            assert world.seen[-1] == (world.count, list(world.history), world.rate)
+            assert world.seen[-1] == (world.count, world.rate)
             continue
         with pytest.raises(ValueError, match="stop"):
             run(torch.ones(4, 3))
@@ -401,15 +356,13 @@ def counted_on(rank: int, compiled: bool) -> tuple[Any, ...]:
     world.count = 10 * rank
     if not compiled:
         world.model = nn.parallel.DistributedDataParallel(world.model)
-    world.scheduler = LambdaLR(world.optimizer, lambda k: 1 / (1 + world.space.count))
 
     def step(x: Tensor) -> Tensor:
         loss = world.train(x)
         world.count += 1
         world.space.count += 1
-        world.history.append(loss.item())
-        world.scheduler.step()
-        world.sees(lambda w: (w.count, w.history[-1], len(w.history), w.rate))
+        world.last = loss.item()
+        world.sees(lambda w: (w.count, w.last, w.space.count, w.rate))
         return loss
 
     run = graphopt.compile(step) if compiled else step
