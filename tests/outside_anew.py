@@ -6,7 +6,6 @@ reads the factor from it, but not the number.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import types
@@ -18,7 +17,6 @@ import torch
 
 Make = Callable[[float, int], Any]
 ANEW: dict[str, tuple[Make, Callable[[Any], Any]]] = {}
-TRIMMED: dict[str, Callable[[], Callable[[], float]]] = {}
 
 
 @dataclasses.dataclass
@@ -100,129 +98,3 @@ ANEW["function of a loss"] = lambda b, n: Scaled(abs, b), lambda given: given(to
 ANEW["subclass"] = SubConfig, lambda given: given.beta
 ANEW["list for torch"] = lambda b, n: [b, 1.0], lambda given: torch.tensor(given).sum()
 ANEW["keywords"] = lambda b, n: {"beta": b}, lambda given: Config(**given).get()
-
-
-def trimmed(function: Callable[[], Callable[[], float]]) -> None:
-    TRIMMED[function.__name__] = function
-
-
-@trimmed
-def appended_and_popped() -> Callable[[], float]:
-    values = [1, 2, 3]
-
-    def use() -> float:
-        values.append(1)
-        values.pop(0)
-        return 1.0
-
-    return use
-
-
-@trimmed
-def popped_where_too_long() -> Callable[[], float]:
-    values = list(range(10))
-
-    def use() -> float:
-        values.append(1)
-        if len(values) > 5:
-            values.pop(0)
-        return 1.0
-
-    return use
-
-
-@trimmed
-def deleted_slice() -> Callable[[], float]:
-    values = [1, 2, 3]
-
-    def use() -> float:
-        values.append(1)
-        del values[:1]
-        return 1.0
-
-    return use
-
-
-@trimmed
-def stack_with_its_depth() -> Callable[[], float]:
-    stack: list[float] = []
-
-    def use() -> float:
-        stack.append(0.5)
-        factor = stack[-1] * len(stack)
-        stack.pop()
-        return factor
-
-    return use
-
-
-@trimmed
-def emptied_and_filled() -> Callable[[], float]:
-    values: dict[str, float] = {}
-
-    def use() -> float:
-        values.clear()
-        values["a"] = 0.5
-        return values["a"] * len(values)
-
-    return use
-
-
-@trimmed
-def ring() -> Callable[[], float]:
-    values = collections.deque([1, 2], maxlen=2)
-
-    def use() -> float:
-        values.append(1)
-        return 1.0
-
-    return use
-
-
-@trimmed
-def counted_with_a_call() -> Callable[[], float]:
-    seen = {"n": 0}
-
-    def use() -> float:
-        seen["n"] += len([1, 2, 3])
-        return 1.0
-
-    return use
-
-
-@trimmed
-def counted_in_a_counter() -> Callable[[], float]:
-    seen: collections.Counter[str] = collections.Counter(a=1, b=2, c=3)
-
-    def use() -> float:
-        seen.update(["a", "b"])
-        seen.update(a=1)
-        seen["c"] += 1
-        seen.subtract({"b": 1})
-        return 1.0
-
-    return use
-
-
-@trimmed
-def end_of_a_list() -> Callable[[], float]:
-    keeps = types.SimpleNamespace(values=[1, 2, 3], most=2)
-
-    def use() -> float:
-        keeps.values.append(1)
-        keeps.values = keeps.values[-keeps.most :]
-        return 1.0
-
-    return use
-
-
-@trimmed
-def end_of_a_list_in_a_dictionary() -> Callable[[], float]:
-    keeps = {"values": [1, 2, 3]}
-
-    def use() -> float:
-        keeps["values"].append(1)
-        keeps["values"] = keeps["values"][-3:]
-        return 1.0
-
-    return use

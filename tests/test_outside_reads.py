@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import graphopt
 from graphopt._compat import frames
-from outside_anew import ANEW, TRIMMED
+from outside_anew import ANEW
 from outside_cases import CASES
 from refusal import marked_lines
 
@@ -607,19 +607,6 @@ def test_a_change_in_a_loss_function_made_anew_is_followed(
     change(held.loss)
     trained.check()
     assert trained.captures == 2
-
-
-@pytest.mark.parametrize("name", TRIMMED)
-def test_container_that_the_step_adds_to_and_trims(name: str) -> None:
-    eager, captured = TRIMMED[name](), TRIMMED[name]()
-    compiled = graphopt.compile(lambda m, o, x, y: train(m, o, x, y, captured()), pipeline="none")
-    one, two = Trainer(), Trainer()
-    for _ in range(4):
-        expected = train(one.model, one.optimizer, X, Y, eager())
-        assert torch.equal(compiled(two.model, two.optimizer, X, Y), expected)
-        left = [[cell.cell_contents for cell in each.__closure__] for each in (eager, captured)]
-        assert left[0] == left[1]
-    assert len(compiled.captures) == 1
 
 
 def test_object_whose_identity_matters_is_not_exchanged() -> None:

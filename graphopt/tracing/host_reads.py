@@ -83,8 +83,8 @@ def read_by(callee: Any, args: Sequence[Any]) -> str | None:
 
 @contextmanager
 def no_reading() -> Iterator[None]:
-    """While active, what this thread's own code reads from files, folders and processes is
-    refused, also where the standard library or a package reads for it."""
+    """While active, what this thread's own code reads from files, folders and processes is refused,
+    and files that it opens to write; also where the standard library or a package does it."""
     thread, looking = threading.get_ident(), False
 
     def line_of(frame: FrameType) -> SourceLine | None:
@@ -97,11 +97,13 @@ def no_reading() -> Iterator[None]:
         finally:
             looking = False
 
-    def checked(function: Callable[..., Any], said: str) -> Callable[..., Any]:
+    def checked(
+        function: Callable[..., Any], said: str, work: HostWork = HostWork.READ
+    ) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             line = line_of(sys._getframe(1))
             if line is not None:
-                raise HostWork.READ.refused(said, str(line))
+                raise work.refused(said, str(line))
             return function(*args, **options)
 
         return call
@@ -110,11 +112,11 @@ def no_reading() -> Iterator[None]:
         raise HostWork.READ.refused("torch.load()")
 
     real = builtins.open
-    reads = checked(real, "open()")
+    reads, writes = checked(real, "open()"), checked(real, "open()", HostWork.WRITE)
 
     def opened(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-        writes = not _WRITING.isdisjoint(mode)
-        return (real if writes else reads)(file, mode, *args, **options)
+        reading = _WRITING.isdisjoint(mode)
+        return (reads if reading else writes)(file, mode, *args, **options)
 
     with replaced(
         (builtins, "open", opened),

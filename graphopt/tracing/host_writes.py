@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from graphopt.tracing.host_reads import asking_line
 from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.replace import replaced
 from graphopt.tracing.source import current_user_line, is_installed, is_own_file, is_torch_file
@@ -133,29 +132,17 @@ def _is_writing_mode(value: Any) -> bool:
 
 
 @contextmanager
-def no_writing() -> Iterator[None]:
-    """While active, what this thread's own code prints, and files that it opens to write, are
-    refused, also where the standard library or a package does so for it."""
-    thread, real_print, real_open = threading.get_ident(), builtins.print, builtins.open
+def no_printing() -> Iterator[None]:
+    """While active, what this thread's own code prints is refused."""
+    thread, real = threading.get_ident(), builtins.print
 
-    def checked_print(*args: Any, **options: Any) -> None:
+    def checked(*args: Any, **options: Any) -> None:
         file = sys._getframe(1).f_code.co_filename
         if threading.get_ident() == thread and not _is_of_package(file):
             raise HostWork.PRINT.refused()
-        real_print(*args, **options)
+        real(*args, **options)
 
-    def checked_open(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-        if threading.get_ident() == thread and _WRITING & set(mode):
-            line = asking_line(sys._getframe(1))
-            if line is not None:
-                raise HostWork.WRITE.refused("open()", str(line))
-        return real_open(file, mode, *args, **options)
-
-    with replaced(
-        (builtins, "print", checked_print),
-        (builtins, "open", checked_open),
-        (io, "open", checked_open),
-    ):
+    with replaced((builtins, "print", checked)):
         yield
 
 

@@ -33,7 +33,7 @@ from graphopt.tracing.held_before import HeldBefore
 from graphopt.tracing.host_math import traced_math
 from graphopt.tracing.host_reads import no_reading
 from graphopt.tracing.host_view import HostView
-from graphopt.tracing.host_writes import no_writing
+from graphopt.tracing.host_writes import no_printing
 from graphopt.tracing.inference import inference_as_no_grad
 from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber
 from graphopt.tracing.keyed import identified, keyed_by_stand_ins
@@ -188,7 +188,7 @@ class StepRun:
         yield fast_path.as_in_eager()
         yield formulas.as_in_eager()
         yield no_reading()
-        yield no_writing()
+        yield no_printing()
         yield impurity.no_other_optimizers(optimizers, self.finder.optimizer, own)
         yield rng.traced_generators()
         yield numbers.noting(self.made)

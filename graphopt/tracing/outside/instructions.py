@@ -10,7 +10,7 @@ import builtins
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from types import CellType, FrameType
+from types import BuiltinFunctionType, CellType, FrameType
 from typing import Any
 
 from graphopt import _compat
@@ -36,6 +36,7 @@ from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_container,
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.refusals import HostWork
 
+_BY_NAME = frozenset({getattr, hasattr, setattr, vars})
 _UNLIKE_NONE = frozenset({list, tuple, dict, set, deque, OrderedDict, defaultdict, Counter})
 """Containers that equal no None, whatever is in them."""
 _BEGINNING = frozenset({defaultdict, Counter})
@@ -334,8 +335,20 @@ class Instructions:
             if is_container(each):
                 self._record.read_container(id(at.frame), each)
         self._gives_function(callee, args, at)
+        args = self._with_marked(callee, args, at)
         self._calls.call(callee, args, at.line, at.step.discarded, at.step.looped)
         at.takes(at.place_of_callee(), self._substitute(callee, args))
+
+    def _with_marked(self, callee: Any, args: list[Any], at: Instruction) -> list[Any]:
+        """Let `getattr` and the like find what stands for a tensor, where the step has set the
+        attribute there."""
+        if not (args and isinstance(callee, BuiltinFunctionType) and callee in _BY_NAME):
+            return args
+        name = "__dict__" if callee is vars else args[1] if len(args) > 1 else None
+        of = self._record.marking if callee is setattr else self._record.marked
+        args = [of(args[0], name), *args[1:]]
+        at.put(int(at.step.instruction in NAMED_CALLS) + len(args), args[0])
+        return args
 
     def _gives_function(self, callee: Any, args: list[Any], at: Instruction) -> None:
         """Let a function be called by another one as the step's instructions would."""

@@ -7,6 +7,7 @@ on `sys.monitoring` serves several tools; before, the tracing function found is 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import sys
@@ -72,6 +73,8 @@ class Observer:
         )
         self._met: Exception | None = None
         self._apart: FrameType | None = None
+        of_others = (getattr(each, "__code__", None) for each in gc.callbacks)
+        self._not_followed = _APART.union(filter(None, of_others))
         self.ignored: dict[int, CodeType] = {}
         """Functions of which the observer wants to know nothing more, by their identity: a hash of
         code goes through all of it."""
@@ -81,7 +84,7 @@ class Observer:
         code = frame.f_code
         if id(code) in self.ignored or code in _FORGETTING or self._is_apart(frame):
             return None
-        if code in _APART:
+        if code in self._not_followed:
             self._apart = frame
             return None
         refuse_begun(frame, self.record.is_outside)
