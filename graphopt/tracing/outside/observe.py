@@ -94,7 +94,7 @@ class Observer:
         if code in _COUNTING:
             self._instructions.counts(frame)
             return None
-        if _is_generic(code.co_filename) and not _called_by_user(frame):
+        if _is_generic(code) and not _called_by_user(frame):
             return None
         self._function(frame)
         return steps_of(code)
@@ -173,16 +173,18 @@ class Observer:
 def _called_by_user(frame: FrameType) -> bool:
     """Whether a library's function reads for the user, rather than for torch."""
     caller = frame.f_back
-    while caller is not None and _is_generic(caller.f_code.co_filename):
+    while caller is not None and _is_generic(caller.f_code):
         if not is_observed(caller.f_code.co_filename):
             return False
         caller = caller.f_back
     return caller is not None
 
 
-def _is_generic(filename: str) -> bool:
-    """Whether a file's functions work for whoever calls them. Data classes have generated ones."""
-    return filename.startswith("<str") or is_library_file(filename)
+def _is_generic(code: CodeType) -> bool:
+    """Whether a function works for whoever calls it: a library's, or one that a data class has
+    generated."""
+    generated = code.co_filename.startswith("<str") and code.co_name.startswith("__")
+    return generated or is_library_file(code.co_filename)
 
 
 def _line(frame: FrameType) -> SourceLine:
