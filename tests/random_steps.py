@@ -78,6 +78,21 @@ STATEMENTS = [
     *("print({n}, {l})", "print(f'{{loss.item():.3f}} {{{n}}}')", "out.append(dict(s.table))"),
     *["if {c}: {s}"] * 4,
 ]
+FOLLOWED = [
+    *("s.table[str(i % 2)] = {v}", 's.table["k"] = s.table.get("k", 0) + {v}', "s.add({v})"),
+    *('s.table.pop("k", None)', "s.table.update(number={v})", 's.counter["a"] += 1'),
+    *("s.held.value = {v}", "s.held = Held({v})", "w = w + s.held.value", "s.table[s.name] = {v}"),
+    *("{n} += 1", "{n} = {n} * 0.5 + {v}", "{n} = {v}", "{n} -= 1", "{n} = max({n}, {v})"),
+    *("{n}, {m} = {m}, {n}", "{n} = len({l})", "{n} = sum(float(h) for h in {l})", "{n} = 0"),
+    *("s.flag = not s.flag", "s.mixed = loss.detach() * 0.5 + s.mixed * 0.5"),
+    *("s.mixed += loss.detach()", "w = loss * (s.count + 1)", "w = loss * s.rate"),
+    *("w = w + len({l})", "w = w * float({a}[0])", "w = w + s.mixed", "out.append({n})"),
+    *("for h in {l}: w = w + h * 0.1", "out.append(s.table.get(s.name))", "{l} = [{v}]"),
+    *("out.append(len({l}))", "out.append(dict(s.table))", "last = {l}[-1]; w = w + last"),
+    *("s.mixed = w.detach()", "s.pair = (loss.detach(), {v})", "s.table['t'] = loss.detach()"),
+    *["if {c}: {s}"] * 3,
+]
+"""Statements that a graph follows, or reads; of the others, many are refused."""
 HEAD = """
 import collections
 
@@ -136,7 +151,7 @@ class Model(nn.Linear, State):
 
 def statement(draw: random.Random, nested: bool = False) -> str:
     """One line of a step."""
-    text = draw.choice(STATEMENTS)
+    text = draw.choice(FOLLOWED if draw.random() < 0.85 else STATEMENTS)
     if "{s}" in text and nested:
         return statement(draw, nested)
     (one, other), (number, second) = draw.sample(LISTS, 2), draw.sample(NUMBERS, 2)
