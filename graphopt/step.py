@@ -15,7 +15,7 @@ from graphopt import _compat
 from graphopt.errors import AssumptionFailedError, CaptureError, GraphOptError
 from graphopt.runtime.binding import Binding
 from graphopt.runtime.budget import Cause
-from graphopt.runtime.captured_graphs import CapturedGraphs, GrownListsError
+from graphopt.runtime.captured_graphs import CapturedGraphs
 from graphopt.runtime.communication import Communication
 from graphopt.runtime.eager import Fallback
 from graphopt.runtime.ranges import STEP
@@ -108,31 +108,21 @@ class TrainStep:
         if _compat.is_traced():  # by the step that calls it, whose graph has it
             return self._fn(*args, **kwargs)
         self._calls += 1
-        call = Call(self._fn, args, kwargs, self._entries.grown)
+        call = Call(self._fn, args, kwargs)
         if self._fallback.active:
             return self._run_eagerly(call)
         check_casts(call)
         try:
             with _compat.named_in_profile(STEP):
-                return self._called(call)
+                return self._run_or_captured(call)
         except BaseException:
             self._entries.forget_waiting()
             raise
-
-    def _called(self, call: Call) -> Any:
-        try:
-            return self._run_or_captured(call)
-        except GrownListsError:  # what the step does to them is followed as part of its arguments
-            self._entries.keep_lengths()
-            return self._run_or_captured(self._as_grown(call))
 
     def _run_or_captured(self, call: Call) -> Any:
         from graphopt.runtime.agreed import Others
 
         entry = self._known(call)
-        alone = self._communication.is_own
-        if entry is None and alone and self._entries.grow(call):
-            return self._called(self._as_grown(call))
         if entry is None and self._communication.shard(call):
             entry = self._known(call)
         if entry is None:
@@ -144,12 +134,6 @@ class TrainStep:
             self._entries.land()
             entry = self._captured_or_refused(call, None, Others(anew=True))
         return self._run_eagerly(call) if entry is None else self._run(entry, call)
-
-    def _as_grown(self, call: Call) -> Call:
-        """The call where lists among its arguments are found to be of another length each time."""
-        from graphopt.tracing.call import Call
-
-        return Call(self._fn, *call.given, self._entries.grown)
 
     def _known(self, call: Call) -> BoundStep | None:
         """The graph that holds for a call. First those are asked whose branch the last call did not
@@ -247,8 +231,6 @@ class TrainStep:
             try:
                 return self._capture(call, branch, others)
             except BaseException as error:
-                if call.whole and isinstance(error, CaptureError):
-                    raise GrownListsError from error
                 alone = communication.alone or others.launched
                 if not self._fallback.take(error, call, parallel, alone):
                     raise

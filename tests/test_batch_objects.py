@@ -218,11 +218,6 @@ CASES: dict[str, tuple[Step, Callable[[int], Any], int]] = {
         lambda number: Graph(x=x(), y=y(), index=torch.tensor([1, number % 2]), name=str(number)),
         1,
     ),
-    "arrays": (
-        lambda m, o, b: trained(m, o, torch.from_numpy(b.x), b.y),
-        lambda number: Batch(numpy.full((2, 4), number, numpy.float32), y()),
-        1,
-    ),
     "numbers": (lambda m, o, b: trained(m, o, b.x * b.n, b.y), lambda n: Batch(x(), y(), n=n), 1),
     "nests": (
         lambda m, o, b: trained(m, o, sum(b.rows) + b.inner.x, b.inner.y),
@@ -240,7 +235,6 @@ CASES: dict[str, tuple[Step, Callable[[int], Any], int]] = {
     "one object or two": (two, shared, 2),
     "one tensor or two": (rewritten, one_tensor, 3),
     "left elsewhere": (moved, lambda number: {"batch": Batch(x(), y())}, 1),
-    "list appended to": (appended, lambda number: Batch(x(), y(), rows=[x()]), 1),
 }
 
 
@@ -315,21 +309,3 @@ def test_an_item_of_a_list_of_more_than_tensors() -> None:
         assert torch.equal(found, step(models[1], optimizers[1], batches[1]))
         assert torch.equal(batches[0].rows[0], batches[1].rows[0])
         assert torch.equal(before[0], first) and batches[0].rows[1] == "text"
-
-
-def test_a_list_of_tensors_and_numbers_to_which_a_step_adds() -> None:
-    def run(wrap: Callable[[Any], Any]) -> list[Any]:
-        torch.manual_seed(0)
-        model, given = nn.Linear(4, 3), Batch(x(), y(), table={"rows": [torch.ones(2)]})
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-        @wrap
-        def step(b: Any) -> Any:
-            b.table["rows"].append(1.5)
-            return trained(model, optimizer, b.x, b.y)
-
-        for _ in range(4):
-            step(given)
-        return given.table["rows"][1:]
-
-    assert run(lambda step: step) == run(graphopt.compile) == [1.5] * 4

@@ -69,11 +69,6 @@ def keeps_the_old(s: Any, model: nn.Module, x: Tensor) -> Tensor:
     return replaces(s, model, x)
 
 
-def appends_the_old(s: Any, model: nn.Module, x: Tensor) -> Tensor:
-    s.rows.append(s.states)
-    return replaces(s, model, x)
-
-
 def one_tensor_twice(s: Any, model: nn.Module, x: Tensor) -> Tensor:
     out: Tensor = model(x + s.states[0] + s.states[1])
     state = out.detach()
@@ -81,14 +76,9 @@ def one_tensor_twice(s: Any, model: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
-def shows(s: Any, model: nn.Module, x: Tensor) -> Tensor:
-    s.rows.append(f"{len(s.states)} {s.states[0].sum().item():.4f}")
-    return replaces(s, model, x)
-
-
-ONE_GRAPH = (replaces, memories, shifts, updates_in_place, shows)
+ONE_GRAPH = (replaces, memories, shifts, updates_in_place)
 STEPS: tuple[Step, ...] = (
-    *ONE_GRAPH, repackages, keeps_the_old, appends_the_old, one_tensor_twice
+    *ONE_GRAPH, repackages, keeps_the_old, one_tensor_twice
 )  # fmt: skip
 
 

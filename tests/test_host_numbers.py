@@ -45,7 +45,7 @@ USES: dict[str, tuple[Callable[[int, Tensor], Any], int]] = {
     "index by name": (lambda n, x: x * operator.getitem(WEIGHTS, n), 1),
     "index of an array": (lambda n, x: x * ARRAY[n] + float(SINGLE[n]) + int(WHOLE[n]), 1),
     "row of an array": (lambda n, x: x + torch.tensor(TABLE[n]).float(), 1),
-    "index of a list of sizes": (lambda n, x: x[: SIZES[n]], 2),
+    "index of a list of sizes": (lambda n, x: x[: SIZES[n]], 6),
     "key": (lambda n, x: x * NAMES.get(n, 1.0), 6),
     "size": (lambda n, x: torch.zeros(n + 1, 6).sum() + x, 6),
     "row": (lambda n, x: x[n % 5], 1),

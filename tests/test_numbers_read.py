@@ -28,16 +28,17 @@ def run(effect: Effect, compiled: bool, broken: int | None = None) -> tuple[list
         broken: the call in which an input is 0, and another is no number.
     """
     torch.manual_seed(0)
-    model, kept = nn.Linear(4, 4), list[Any]()
+    model, all_kept = nn.Linear(4, 4), list[Any]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(x: Tensor) -> Tensor:
+    def step(x: Tensor) -> Any:
+        kept: Kept = []
         loss = model(x).pow(2).mean()
         factor = effect(loss, x, kept)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        return loss if factor is None else loss * factor
+        return loss if factor is None else loss * factor, tuple(kept)
 
     used: Any = graphopt.compile(step) if compiled else step
     found: list[Any] = []
@@ -46,11 +47,13 @@ def run(effect: Effect, compiled: bool, broken: int | None = None) -> tuple[list
         if call == broken:
             x[0, 0], x[0, 1] = 0.0, math.nan
         try:
-            found.append(used(x).item())
+            loss, kept = used(x)
+            found.append(loss.item())
+            all_kept.extend(kept)
         except (ValueError, OverflowError, ZeroDivisionError) as error:
             found.append((type(error), str(error)))
         found.append(model.weight.detach().tolist())
-    return found, [(type(each), each) for each in kept], len(used.captures) if compiled else 0
+    return found, [(type(each), each) for each in all_kept], len(used.captures) if compiled else 0
 
 
 KEPT: dict[str, Callable[[Tensor, Tensor], Any]] = {

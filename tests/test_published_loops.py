@@ -38,33 +38,6 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
-def dino() -> Loop:
-    """Rates, decay and momentum stand in arrays, by the number of the call."""
-    student, teacher = network(), network().requires_grad_(False)
-    optimizer = torch.optim.AdamW(student.parameters())
-    rates, decays = numpy.linspace(1e-3, 1e-4, CALLS), numpy.linspace(0.04, 0.4, CALLS)
-    momentum = 1 - numpy.linspace(0.01, 0.0, CALLS)
-
-    def step(number: int, x: Tensor, y: Tensor) -> Tensor:
-        for group in optimizer.param_groups:
-            group["lr"], group["weight_decay"] = rates[number], decays[number]
-        loss = F.mse_loss(student(x), teacher(x))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            m = momentum[number]
-            for q, k in zip(student.parameters(), teacher.parameters(), strict=True):
-                k.data.mul_(m).add_((1 - m) * q.detach().data)
-        return loss
-
-    def left() -> Any:
-        group = optimizer.param_groups[0]
-        return [*student.parameters(), *teacher.parameters(), group["lr"], group["weight_decay"]]
-
-    return Loop(step, left)
-
-
 def an_array_that_changes_between_calls() -> Loop:
     model, scales = network(), numpy.ones(CALLS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -292,7 +265,6 @@ def cumulative_average() -> Loop:
 
 
 LOOPS: dict[str, Callable[[], Loop]] = {
-    "DINO": dino,
     "an array that changes": an_array_that_changes_between_calls,
     "FGM": fgm,
     "PGD": pgd,

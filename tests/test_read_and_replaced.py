@@ -36,7 +36,6 @@ class Report:
 
 
 MADE: dict[str, Callable[[Tensor], Statistics]] = {
-    "a time": lambda loss: Statistics(start=time.time()),
     "a number": lambda loss: Statistics(loss.item()),
     "a tensor": lambda loss: Statistics(0.0, loss.detach()),
 }

@@ -139,15 +139,6 @@ def record_integer(function: Callable[..., Any], args: tuple[Any, ...]) -> torch
     return _recorded(function, args, result)
 
 
-def record_clock(mode: Any, clock: Callable[[], Any], integer: bool) -> Any:
-    """Record a call of a function without arguments that gives another number in each call."""
-    environment = mode.shape_env
-    with environment.ignore_fresh_unbacked_symbols():
-        create = "create_unbacked_symint" if integer else "create_unbacked_symfloat"
-        result: Any = getattr(environment, create)()
-    return _recorded(clock, (), result)
-
-
 def record_known(function: Callable[..., Any], args: tuple[Any, ...], result: _Symbol) -> _Symbol:
     """Record a call of a Python function that gives a symbolic number that is there already."""
     return _recorded(function, args, result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -161,17 +161,10 @@ class _UncommonError(Exception):
     """A container that is no plain tuple, list, or dictionary by name."""
 
 
-def flatten_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], whole: Set[int] = frozenset()
-) -> tuple[list[Any], Any]:
+def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
     """What `tree_flatten((args, kwargs))` gives, in a fraction of its time where they consist of
     tuples, lists and dictionaries. The same structure has the same specification then.
-
-    Args:
-        whole: containers (by id) that are leaves.
     """
-    if whole:
-        return _pytree.tree_flatten((args, kwargs), lambda value: id(value) in whole)
     leaves: list[Any] = []
     try:
         structure = _structure((args, kwargs), leaves)

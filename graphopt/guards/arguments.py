@@ -116,7 +116,7 @@ def _positions(call: Call) -> tuple[list[Any], ...]:
 def _same_containers(call: Call) -> list[int]:
     """For each list and dictionary among the arguments the first of them that it is."""
     first: dict[int, int] = {}
-    found = (container for _, container in containers_in(*call.given, call.whole))
+    found = (container for _, container in containers_in(*call.given))
     return [first.setdefault(id(each), number) for number, each in enumerate(found)]
 
 

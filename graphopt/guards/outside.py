@@ -234,7 +234,6 @@ class _Entries:
     def __init__(self, record: Record, gone: Callable[[GuardedObject], None]) -> None:
         self._record, self._gone = record, gone
         self._objects: dict[int, GuardedObject] = {}
-        record.keep_found()
         reads = [(read, _settled(read)) for read in record.reads.values()]
         stand_ins = {id(read.value) for read, settled in reads if settled.value is not read.value}
         found = [

@@ -13,11 +13,6 @@ from graphopt.runtime.budget import MODE, Cause, dropped
 if TYPE_CHECKING:
     from graphopt.runtime.bound_step import BoundStep, Tries
     from graphopt.tracing.call import Call
-    from graphopt.tracing.nests import Path
-
-
-class GrownListsError(Exception):
-    """A call whose lists are found in each call cannot be captured."""
 
 
 class CapturedGraphs(Sequence["BoundStep"]):
@@ -26,17 +21,11 @@ class CapturedGraphs(Sequence["BoundStep"]):
     Args:
         name: of the step, for messages.
         most: how many are kept.
-
-    Attributes:
-        grown: where the step gets lists that it makes longer or shorter, and of which calls have
-            had lists of several lengths there.
     """
 
     def __init__(self, name: str, most: int) -> None:
         self._name, self._most = name, most
         self._entries: list[BoundStep] = []
-        self.grown: frozenset[Path] = frozenset()
-        self._keeps_lengths = False
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -72,20 +61,6 @@ class CapturedGraphs(Sequence["BoundStep"]):
                 self._entries.insert(0, entry)
             return entry
         return None
-
-    def grow(self, call: Call) -> bool:
-        """Whether a call that no graph holds for has lists of other lengths than before where the
-        step changes these. Each call finds them from now on."""
-        before = self.grown
-        for entry in [] if self._keeps_lengths else self._entries:
-            if not entry.guards.same_structure(call):
-                changes = (each.change for each in entry.captured.signature.containers)
-                self.grown |= {each.path for each in changes if call.resizes(each)}
-        return self.grown != before
-
-    def keep_lengths(self) -> None:
-        """Lists among the arguments are nests of arguments again, each length with its graph."""
-        self.grown, self._keeps_lengths = frozenset(), True
 
     def add(self, entry: BoundStep) -> None:
         """Keep a new graph, as the one used last."""
@@ -195,7 +170,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
 
     def forget(self) -> None:
         """Keep no graph."""
-        self._entries, self.grown, self._keeps_lengths = [], frozenset(), False
+        self._entries = []
 
 
 def _is_usable(entry: BoundStep) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from itertools import count
 from typing import Any
@@ -20,9 +20,7 @@ from graphopt.errors import CaptureError
 from graphopt.host.assumptions import Answer
 from graphopt.host.sizes import Sizes
 from graphopt.tracing.besides import NOTHING, Besides, Remembered
-from graphopt.tracing.given import ContainerChange, InObject, found_in
 from graphopt.tracing.given_objects import GivenField, OpenedObjects, may_be_taken_apart
-from graphopt.tracing.nests import Path
 from graphopt.tracing.optimizer_state import entries_at, is_known_kind, tensors_of
 from graphopt.tracing.tensor_classes import check_class
 
@@ -39,12 +37,8 @@ class SizesKept(Enum):
 class Call:
     """One call `fn(*args, **kwargs)`, taken apart.
 
-    Args:
-        grown: where the step is known to change the length of lists among the arguments.
-
     Attributes:
         given: `(args, kwargs)`.
-        whole: these lists (by id), which are leaves, and found as objects are.
         leaves, treespec: its pytree.
         modules, optimizers: positions in `leaves` of distinct modules and optimizers, in order.
         tensors: positions in `leaves` of tensors.
@@ -63,17 +57,12 @@ class Call:
     """
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        grown: Collection[Path] = (),
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.fn = fn
         self.given = args, kwargs
-        self.whole = _lists_at(self.given, grown)
         try:
-            self.leaves, self.treespec = _compat.flatten_arguments(args, kwargs, self.whole)
+            self.leaves, self.treespec = _compat.flatten_arguments(args, kwargs)
         except RecursionError:
             raise _in_itself() from None
         self.modules: list[int] = []
@@ -95,8 +84,7 @@ class Call:
         self._names: list[str] | None = None
         self._using: Call | None = None
         self._given = len(self.leaves)
-        in_objects = {(p[0].position, p[1:]) for p in grown if isinstance(p[0], InObject)}
-        self.objects = self._fields = OpenedObjects(self.leaves, self.constants, in_objects)
+        self.objects = self._fields = OpenedObjects(self.leaves, self.constants)
         for field in self.objects.fields:
             is_tensor = isinstance(field.value, torch.Tensor)
             (self.tensors if is_tensor else self.constants).append(len(self.leaves))
@@ -189,10 +177,6 @@ class Call:
             self._names = [*given, *(name for name, _ in self.besides.objects)]
         return self._names
 
-    def resizes(self, change: ContainerChange) -> bool:
-        """Whether a change is of the length of a list among the arguments of this call."""
-        return change.resized and type(found_in(self.given, self.leaves, change.path)) is list
-
     def rebuild(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`(args, kwargs)` with other leaves."""
         args, kwargs = _compat.tree_unflatten(leaves[: self._given], self.treespec)
@@ -224,16 +208,6 @@ class Call:
         seen: set[nn.Module] = set()
         for root_name, root in self.named_roots():
             yield from root.named_modules(memo=seen, prefix=root_name)
-
-
-def _lists_at(given: Any, paths: Collection[Path]) -> frozenset[int]:
-    """The ids of the lists at these paths, as far as there are any."""
-    lists = set()
-    for path in paths:
-        found = None if isinstance(path[0], InObject) else found_in(given, (), path)
-        if type(found) is list:
-            lists.add(id(found))
-    return frozenset(lists)
 
 
 def check_supported(call: Call) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +48,18 @@ def from_numbers(
     if dtype is None:
         dtype = _dtype_of(data)
     return _stacked(data, dtype, device).requires_grad_(requires_grad)
+
+
+def by_class(callee: Any, args: Sequence[Any]) -> Callable[..., torch.Tensor] | None:
+    """What is called in place of a class such as `torch.FloatTensor`, which takes plain numbers
+    alone, where it is given others; None of other callees."""
+    if len(args) != 1 or type(args[0]) not in (list, tuple) or not holds_read(args[0]):
+        return None
+    legacy = _compat.made_by_legacy(callee)
+    if legacy is None:
+        return None
+    dtype, device = legacy
+    return lambda numbers: from_numbers(list(numbers), dtype, device)
 
 
 def _stacked(data: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:

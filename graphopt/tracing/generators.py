@@ -41,11 +41,6 @@ def write_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def is_same_state(one: Any, other: Any) -> bool:
-    """Whether two states are alike."""
-    return bool(_comparable(one) == _comparable(other))
-
-
 def _comparable(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _comparable(value) for key, value in state.items()}
@@ -70,12 +65,6 @@ def global_generators() -> list[Any]:
     if numpy is not None:
         found.append(_owner(numpy.random_sample))
     return found
-
-
-def saved_states() -> list[tuple[Any, Any]]:
-    """The global generators of Python, numpy and torch, with their states."""
-    found = [*global_generators(), torch.random.default_generator]
-    return [(each, read_state(each)) for each in found]
 
 
 def _owner(method: Any) -> Any:

@@ -8,14 +8,13 @@ what they were when the step is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from graphopt.errors import CaptureError
 from graphopt.tracing.given_objects import AttributesOf, OpenedObjects
 from graphopt.tracing.nests import Path, containers_in
-from graphopt.tracing.outside.reads import is_stand_in
 
 _NO_ITEM = object()
 
@@ -26,14 +25,12 @@ class ContainerChange:
 
     Attributes:
         removed: keys of a dictionary that are gone.
-        items: new items of a dictionary; all items of a list.
-        resized: a list has another length.
+        items: new items of the dictionary.
     """
 
     path: Path
     removed: tuple[Any, ...]
     items: tuple[tuple[Any, Any], ...]
-    resized: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class GivenContainers:
 
     Args:
         objects: those that are taken apart, and not made anew.
-        whole: see `Call`.
+        refused: the refusal of a change of a list, given the list.
     """
 
     def __init__(
@@ -60,9 +57,9 @@ class GivenContainers:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         objects: OpenedObjects | None = None,
-        whole: Set[int] = frozenset(),
+        refused: Callable[[Any], CaptureError] | None = None,
     ) -> None:
-        found = containers_in(args, kwargs, whole)
+        found, self._refused = containers_in(args, kwargs), refused
         self._before = [(path, container, container.copy()) for path, container in found]
         self._objects = OpenedObjects() if objects is None else objects
         for each in self._objects.tables:
@@ -80,14 +77,16 @@ class GivenContainers:
         return found | {id(value): (value, path) for value, path in inner}
 
     def changes(self) -> Iterator[ContainerChange]:
-        """What is different now."""
+        """What is different now.
+
+        Raises:
+            CaptureError: a list is.
+        """
         for path, container, before in self._before:
             if isinstance(container, list):
                 if len(container) != len(before) or not all(map(_is, container, before)):
-                    if isinstance(path[0], InObject):
-                        _refuse_others(container, before)
-                    resized = len(container) != len(before)
-                    yield ContainerChange(path, (), tuple(enumerate(container)), resized)
+                    assert self._refused is not None, "a step has run"
+                    raise self._refused(container)
                 continue
             moved = set(_moved(list(before), list(container)))
             removed = tuple(key for key in before if key not in container or key in moved)
@@ -108,16 +107,6 @@ def _moved(before: list[Any], now: list[Any]) -> Iterator[Any]:
             place += 1
         else:
             yield key
-
-
-def _refuse_others(container: list[Any], before: list[Any]) -> None:
-    """Refuse a change of a list in which is what no graph takes."""
-    known = {id(value) for value in before if not is_stand_in(value)}
-    if any(id(value) in known for value in container):
-        raise CaptureError(
-            "it changes a list in an object among its arguments that holds more than tensors",
-            hint="put another list there, or keep tensors apart from what else there is",
-        )
 
 
 def _is(a: Any, b: Any) -> bool:
@@ -152,9 +141,6 @@ def make_change(container: Any, change: ContainerChange, values: list[Any]) -> N
     Args:
         values: what the items are in this call.
     """
-    if isinstance(container, list):
-        container[:] = values
-        return
     for key in change.removed:
         container.pop(key, None)
     for (key, _), value in zip(change.items, values, strict=True):

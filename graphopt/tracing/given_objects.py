@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -85,7 +85,6 @@ class OpenedObjects:
     Args:
         leaves: of the arguments.
         positions: of those that are no tensors, modules or optimizers.
-        grown: lists that are left whole: the position of the object, and the path from there.
 
     Attributes:
         roots: the positions of the objects.
@@ -95,13 +94,7 @@ class OpenedObjects:
         structure: where that is, of which type each object is, and which are the same.
     """
 
-    def __init__(
-        self,
-        leaves: Sequence[Any] = (),
-        positions: Sequence[int] = (),
-        grown: Set[tuple[int, tuple[Any, ...]]] = frozenset(),
-    ) -> None:
-        self._grown = grown
+    def __init__(self, leaves: Sequence[Any] = (), positions: Sequence[int] = ()) -> None:
         self.roots: list[int] = []
         self.tables: list[GivenTable] = []
         self.fields: list[GivenField] = []
@@ -117,7 +110,7 @@ class OpenedObjects:
         return bool(self.roots)
 
     def _take(self, value: Any, position: int) -> None:
-        walk = _Walk(position, self._known, self._grown)
+        walk = _Walk(position, self._known)
         taken = walk.of_object(value, ())
         if not taken or not (id(value) in self._known or walk.has_tensors()):
             return
@@ -138,14 +131,10 @@ class _Walk:
 
     Args:
         known: where objects and tables are that have been taken apart before, by id.
-        grown: as of `OpenedObjects`.
     """
 
-    def __init__(
-        self, root: int, known: dict[int, Any], grown: Set[tuple[int, tuple[Any, ...]]]
-    ) -> None:
+    def __init__(self, root: int, known: dict[int, Any]) -> None:
         self._root, self._before, self.known = root, known, dict[int, Any]()
-        self._grown = grown
         self.tables: list[GivenTable] = []
         self.fields: list[GivenField] = []
         self.found: list[tuple[Any, int, tuple[Any, ...]]] = []
@@ -201,10 +190,8 @@ class _Walk:
             return True
         if isinstance(value, torch.Tensor) or len(path) > _DEPTH:
             return True
-        if type(value) is list and (
-            (self._root, path) in self._grown or not _may_hold_tensors(value)
-        ):
-            return True  # each call adds to it what it would to one outside
+        if type(value) is list and not _may_hold_tensors(value):
+            return True  # it is as one outside
         if type(value) in _TABLES or type(value) is list:
             return self._of_table(value, path)
         return not may_be_taken_apart(type(value)) or self.of_object(value, path)

@@ -1,4 +1,4 @@
-"""Functions of `math`, and `max`, `min` and `sorted`, on numbers of a trace."""
+"""Functions of `math`, and `max` and `min`, on numbers of a trace."""
 
 from __future__ import annotations
 
@@ -15,20 +15,12 @@ import torch
 
 from graphopt.tracing.host_numbers import is_host_number
 from graphopt.tracing.number_expressions import Condition
-from graphopt.tracing.number_functions import (
-    CHOICES,
-    MATH,
-    OF_INTEGERS,
-    ROUNDING,
-    TESTS,
-    largest,
-    smallest,
-)
+from graphopt.tracing.number_functions import CHOICES, MATH, ROUNDING, TESTS
 from graphopt.tracing.number_of import float_of_tensor, is_number
 from graphopt.tracing.numbers import ReadBool, ReadInt, TracedFloat, record
 from graphopt.tracing.replace import replaced
 
-_TRUNC, _SORTED = math.trunc, builtins.sorted
+_TRUNC = math.trunc
 _COLLECTIONS: tuple[Any, ...] = (
     *(list, tuple, set, frozenset, dict, deque, GeneratorType, map, filter, zip),
     *(type({}.keys()), type({}.values())),
@@ -56,16 +48,6 @@ def _number_of(value: Any) -> Any:
     return float_of_tensor(value) if is_number(value) else value
 
 
-def _traced_of_integers(function: Callable[..., Any]) -> Callable[..., Any]:
-    def traced(*args: Any) -> Any:
-        known = all(type(arg) is int or is_host_number(arg) for arg in args)
-        if known and any(map(is_host_number, args)):
-            return record(function, *args)
-        return function(*args)
-
-    return traced
-
-
 def _traced_choice(choose: Callable[..., Any]) -> Callable[..., Any]:
     def traced(*args: Any, **options: Any) -> Any:
         if len(args) == 1 and isinstance(args[0], _COLLECTIONS):
@@ -76,22 +58,6 @@ def _traced_choice(choose: Callable[..., Any]) -> Callable[..., Any]:
         return choose(*args, **options)
 
     return traced
-
-
-def _traced_sorted(values: Any, **options: Any) -> list[Any]:
-    found = list(values)
-    in_order = _in_order(found, **options)
-    return _SORTED(found, **options) if in_order is None else in_order
-
-
-def _in_order(values: Sequence[Any], key: Any = None, reverse: Any = False) -> list[Any] | None:
-    """Floats of which one is traced, as they are sorted; None of anything else."""
-    if key is not None or len(values) < 2 or type(reverse) not in (bool, int):
-        return None
-    if not _are_traced(values) or _kind(values[0]) is not float:
-        return None
-    at = largest if reverse else smallest
-    return [record(at, place, *values) for place in range(len(values))]
 
 
 def _are_traced(values: Sequence[Any]) -> bool:
@@ -146,30 +112,25 @@ def traced_form(callee: Any) -> Callable[..., Any] | None:
 
 def is_choice(callee: Any) -> bool:
     """Whether a callee chooses among what may be in a list."""
-    return any(callee is each for each in (*CHOICES, _SORTED))
+    return any(callee is each for each in CHOICES)
 
 
 _FORMS: dict[Any, Callable[..., Any]] = {
     **{f: _traced(f) for f in (*MATH, *ROUNDING)},
-    **{f: _traced_of_integers(f) for f in OF_INTEGERS},
     **{f: _traced_choice(f) for f in CHOICES},
     **{f: _traced_test(f, f) for f in TESTS},
-    builtins.sorted: _traced_sorted,
 }
 
 
 @contextmanager
 def traced_math() -> Iterator[None]:
-    """While active, functions of `math`, `max`, `min` and `sorted` on traced numbers become
-    nodes."""
+    """While active, functions of `math`, `max` and `min` on traced numbers become nodes."""
     numpy = sys.modules.get("numpy")
     of_numpy = [] if numpy is None else [(numpy, f, getattr(numpy, f.__name__)) for f in TESTS]
     with replaced(
         *((math, f.__name__, _traced(f)) for f in dict.fromkeys((*MATH, *ROUNDING))),
-        *((math, f.__name__, _traced_of_integers(f)) for f in OF_INTEGERS),
         *((math, f.__name__, _traced_test(f, f)) for f in TESTS),
         *((module, f.__name__, _traced_test(f, former)) for module, f, former in of_numpy),
         *((builtins, f.__name__, _traced_choice(f)) for f in CHOICES),
-        (builtins, "sorted", _traced_sorted),
     ):
         yield

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Set
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 Path = tuple[Any, ...]
@@ -11,7 +11,6 @@ Path = tuple[Any, ...]
 
 _TABLES = frozenset({dict, OrderedDict, defaultdict})
 _NESTS = frozenset({list, tuple, dict})
-_CONTAINERS = (list, dict, set, deque)
 
 
 def parts(value: Any, is_nest: Callable[[Any], bool]) -> Iterator[Any]:
@@ -31,11 +30,6 @@ def parts(value: Any, is_nest: Callable[[Any], bool]) -> Iterator[Any]:
             pending.extend(each.values() if isinstance(each, dict) else each)
 
 
-def containers_within(value: Any) -> list[Any]:
-    """A list, queue, dictionary or set, or those in lists, tuples and dictionaries."""
-    return [each for each in parts(value, _is_plain_nest) if isinstance(each, _CONTAINERS)]
-
-
 def leaves_in(value: Any) -> Iterator[Any]:
     """A value, or those in lists, tuples and dictionaries."""
     return (each for each in parts(value, _is_plain_nest) if not _is_plain_nest(each))
@@ -45,28 +39,20 @@ def _is_plain_nest(value: Any) -> bool:
     return type(value) in _NESTS
 
 
-def containers_in(
-    args: tuple[Any, ...], kwargs: dict[str, Any], whole: Set[int] = frozenset()
-) -> Iterator[tuple[Path, Any]]:
-    """The lists and dictionaries among arguments, each with where it is.
-
-    Args:
-        whole: those (by id) that are no nests, but objects. They are left out.
-    """
+def containers_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """The lists and dictionaries among arguments, each with where it is."""
     for position, value in enumerate(args):
-        yield from _containers((0, position), value, whole)
+        yield from _containers((0, position), value)
     for key, value in kwargs.items():
-        yield from _containers((1, key), value, whole)
+        yield from _containers((1, key), value)
 
 
-def _containers(path: Path, value: Any, whole: Set[int]) -> Iterator[tuple[Path, Any]]:
-    if id(value) in whole:
-        return
+def _containers(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
     if type(value) is list or type(value) in _TABLES:
         yield path, value
     if type(value) in _TABLES:
         for key, item in value.items():
-            yield from _containers((*path, key), item, whole)
+            yield from _containers((*path, key), item)
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _containers((*path, index), item, whole)
+            yield from _containers((*path, index), item)

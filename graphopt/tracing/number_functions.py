@@ -28,21 +28,8 @@ ROUNDING = (math.floor, math.ceil, math.trunc)
 GIVING_INTEGERS = frozenset({*ROUNDING, builtins.int, builtins.round})
 """Functions that give an integer for a float alone."""
 
-OF_INTEGERS = (math.gcd, math.lcm, math.isqrt, math.factorial, math.comb, math.perm)
-"""Functions of `math` that refuse floats."""
-
 BITWISE = (operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift)
 CHOICES: tuple[Any, ...] = (builtins.max, builtins.min)
-
-
-def smallest(place: int, *numbers: float) -> float:
-    """What is at a place among numbers that are sorted."""
-    return sorted(numbers)[place]
-
-
-def largest(place: int, *numbers: float) -> float:
-    """What is at a place among numbers that are sorted the other way."""
-    return sorted(numbers, reverse=True)[place]
 
 
 TESTS: tuple[Any, ...] = (math.isfinite, math.isnan, math.isinf)
@@ -59,51 +46,17 @@ def numpy_float64(number: float) -> Any:
     return sys.modules["numpy"].float64(number)
 
 
-def numpy_float32(number: float) -> Any:
-    """A float of single precision as numpy's scalar."""
-    return sys.modules["numpy"].float32(number)
-
-
-def numpy_int64(number: int) -> Any:
-    """An integer as numpy's scalar."""
-    return sys.modules["numpy"].int64(number)
-
-
 def is_numpy_float(value: object) -> bool:
     """Whether a number is numpy's kind of float, which is one of Python's as well."""
     kind = type(value)
     return kind is not float and issubclass(kind, float) and kind.__module__ == "numpy"
 
 
-def _of_floats(name: str) -> Any:
-    """What a function of numpy's gives for a list of floats, as a function of the floats."""
-
-    def function(*numbers: float) -> Any:
-        return getattr(sys.modules["numpy"], name)(numbers)
-
-    function.__name__ = function.__qualname__ = f"numpy_{name}"
-    return function
-
-
-numpy_mean, numpy_sum, numpy_std, numpy_var = map(_of_floats, ("mean", "sum", "std", "var"))
-numpy_median, numpy_max, numpy_min = map(_of_floats, ("median", "max", "min"))
-OF_FLOATS_IN_NUMPY: dict[str, Any] = {
-    **{f.__name__.removeprefix("numpy_"): f
-       for f in (numpy_mean, numpy_sum, numpy_std, numpy_var, numpy_median, numpy_max, numpy_min)},
-    "average": numpy_mean, "amax": numpy_max, "amin": numpy_min,
-}  # fmt: skip
-"""Functions of the floats of a list, by what numpy calls them."""
-
-SCALARS_OF_NUMPY = {f.__name__.removeprefix("numpy_"): f
-                    for f in (numpy_float64, numpy_float32, numpy_int64)}  # fmt: skip
-"""What gives a scalar of numpy's, by the name of its kind."""
-
-
 PYTHON_FUNCTIONS: frozenset[Any] = frozenset(
-    {*MATH, *GIVING_INTEGERS, *OF_INTEGERS, *BITWISE, *CHOICES, smallest, largest, *TESTS,
+    {*MATH, *GIVING_INTEGERS, *BITWISE, *CHOICES, *TESTS,
      builtins.float,
      operator.neg, operator.pos, operator.abs, operator.invert,
-     operator.floordiv, operator.mod, *SCALARS_OF_NUMPY.values(), *OF_FLOATS_IN_NUMPY.values()}
+     operator.floordiv, operator.mod, numpy_float64}
 )  # fmt: skip
 """What nodes of numbers may call besides `numbers.ARITHMETIC`."""
 

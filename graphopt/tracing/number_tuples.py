@@ -1,5 +1,5 @@
-"""Tuples and lists of numbers, or of tensors, that a step finds in a place outside, and leaves
-others of:
+"""Tuples of numbers, and tuples and lists of tensors, that a step finds in a place outside, and
+leaves others of:
 
 self.state = self.state._replace(count=self.state.count + 1)
 self.hidden = cell(x, self.hidden)
@@ -16,12 +16,12 @@ from graphopt import _compat
 from graphopt.tracing.outside.places import OutsidePlace
 
 _AT_MOST = 100
-"""Numbers, or tensors, of a list."""
+"""Tensors of a list."""
 
 
 def leaves_of(value: Any, is_one: Callable[[Any], bool]) -> tuple[list[Any], Any] | None:
-    """What is in a tuple or a named tuple, of such perhaps, or in a short list of numbers, or of
-    tensors and tuples of them, and how it is nested.
+    """What is in a tuple or a named tuple, of such perhaps, or in a short list of tensors and
+    tuples of them, and how it is nested.
 
     Args:
         is_one: whether a leaf is one of those that are looked for.
@@ -29,7 +29,7 @@ def leaves_of(value: Any, is_one: Callable[[Any], bool]) -> tuple[list[Any], Any
     Returns:
         None for everything else, and where there are other leaves.
     """
-    is_list = type(value) is list and len(value) <= _AT_MOST
+    is_list = type(value) is list and is_one is is_tensor and len(value) <= _AT_MOST
     of_these = is_list and all(is_one(each) or _is_nest(each, is_one) for each in value)
     if not isinstance(value, tuple) and not of_these:
         return None

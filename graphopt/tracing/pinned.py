@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from graphopt.errors import CaptureError
@@ -22,7 +22,6 @@ def nest_parts(value: Any) -> Iterator[Any]:
 def refuse_found_twice(
     record: Record,
     given: tuple[tuple[Any, ...], dict[str, Any]],
-    whole: Set[int],
     changes: Iterable[ContainerChange],
 ) -> None:
     """Refuse a step that changes a container among its arguments which it also finds outside, or
@@ -30,13 +29,12 @@ def refuse_found_twice(
 
     Args:
         given: positional and keyword arguments of the call.
-        whole: see `Call`.
 
     Raises:
         CaptureError: it does.
     """
     paths = {change.path for change in changes}
-    found = list(containers_in(*given, whole))
+    found = list(containers_in(*given))
     times = Counter(id(container) for _, container in found)
     changed = {id(container) for path, container in found if path in paths}
     for _, container in found:

@@ -134,8 +134,6 @@ class _Places:
             return None
         if value is before and type(value) in MUTABLE and record.depends_on(place):
             return None  # which has been changed in place
-        if value is before and (record.is_found_anew(place)):
-            return None  # what each call finds stays there
         if self._is_moved(written, value) and self.finder.carries(written.path, place):
             place.write(before)
             return None

@@ -8,7 +8,7 @@ value, and each answer is a condition of the graph, looked at before a call runs
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ class _Asked:
         return self._questions.hold(self._order, self._numbers)
 
 
-def takes_positions(callee: Any) -> Callable[..., Any] | None:
+def takes_positions(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
     """What is called in place of a function of torch, or of a tensor's method, that takes a
     position: before anybody sees the call, torch would ask a number which one it is."""
     function = callee

@@ -34,6 +34,7 @@ from graphopt.tracing import (
     fused,
     numbers,
     recurrent,
+    selecting,
     smoothing,
     sparse,
     spectra,
@@ -189,6 +190,8 @@ class Redirect(TorchFunctionMode):
             return operator.index(numbers.as_read(args[0].item()))
         elif (grown := self._rebinding.grown(func, args, kwargs)) is not None:
             return grown
+        elif selecting.selects(func, args):
+            return selecting.selected(func, args, torch.Tensor.item)
         elif func is torch.Tensor.detach_ and self._is_input(args[0]):
             return args[0]  # it has no history, and may be a view where the real one is none
         elif func in _DRAWING_WITHIN and any(map(numbers.is_float_read, (*args, *kwargs.values()))):

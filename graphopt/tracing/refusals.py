@@ -24,8 +24,8 @@ class HostWork(Enum):
     """Work on the host that no graph does: what the step does, and the cure."""
 
     CHANGE = (
-        "changes {} outside its arguments, and not by a tensor or a number that it puts into an"
-        " attribute or an item of a dictionary",
+        "changes {}, and not by a tensor or a number that it puts into an attribute or an item of a"
+        " dictionary",
         "return the value and add it behind the call, history.append(step(…)); or let a function"
         " do it that is called in every step: graphopt.callback(history.append, loss)",
     )

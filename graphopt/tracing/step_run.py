@@ -26,6 +26,7 @@ from graphopt.tracing.changed import refuse_changed_containers
 from graphopt.tracing.classes_asked import asking
 from graphopt.tracing.collecting import found_twice
 from graphopt.tracing.collectives import functional_collectives, stand_in_of_collective
+from graphopt.tracing.constants import by_class
 from graphopt.tracing.conversions import converted, converting
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.given import ContainerChange, GivenContainers
@@ -44,7 +45,7 @@ from graphopt.tracing.obtained import ObtainedValues
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.pinned import pin_left, refuse_found_twice
 from graphopt.tracing.placed import exchanged_containers, take_placed
-from graphopt.tracing.positions import Positions
+from graphopt.tracing.positions import Positions, takes_positions
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.recipes import Recipes
 from graphopt.tracing.redirect import Redirect
@@ -207,7 +208,7 @@ class StepRun:
     def _run(self, traced: Traced, held: HeldBefore) -> Ran:
         args, kwargs = arguments_of(self._call, self._inputs, traced)
         given = self._view.given = GivenContainers(
-            args, kwargs, self._call.objects, self._call.whole
+            args, kwargs, self._call.objects, self.outside.refused_change
         )
         self.outside.of_call = given.places()
         optimizers = self._call.optimizer_objects()
@@ -242,7 +243,7 @@ class StepRun:
                     returned = self._call.fn(*args, **kwargs)
                 scalers.finish()
                 call = self._call
-                refuse_found_twice(self.outside, call.given, call.whole, given.changes())
+                refuse_found_twice(self.outside, call.given, given.changes())
                 self._give(returned)
                 outside = self._left_outside(traced, held)
                 told, changes = self._tell(held, given, returned)
@@ -280,7 +281,7 @@ class StepRun:
         """
         kinds: tuple[Callable[[Any, Sequence[Any]], Any], ...] = (
             asking(lambda: self.outside.stands_for),
-            *(converting, self.caches),
+            *(converting, takes_positions, by_class, self.caches),
             stand_in_of_collective,
         )
 

@@ -183,6 +183,8 @@ class NativeCalls:
             args = tuple(map(plain, args))  # keys
         self._give(args, line)
         self._all(args if name not in _ADDING else (), line)
+        if name in _ADDING or name in _CHANGING:
+            record.changes_given(bound, line)
         if not record.is_outside(bound):
             return
         path = record.path(bound, type(bound).__name__)

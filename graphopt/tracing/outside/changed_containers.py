@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
+from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.known_objects import KnownObjects
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.unrepeated import Unrepeated
+from graphopt.tracing.refusals import HostWork
 
 MUTABLE = frozenset({list, deque, set})
 """Containers whose items are compared, rather than looked at by their keys."""
@@ -70,9 +72,9 @@ class ContainerChanges(KnownObjects):
 
     def mutated(self, container: Any, line: SourceLine) -> None:
         """The step adds to or takes from a container."""
+        key = id(container)
         if not self.is_outside(container) or self.unrepeated.is_of_others():
             return
-        key = id(container)
         self.unrepeated.note(container, self.path(container, type(container).__name__), line)
         if key not in self._mutated:
             self._mutated[key] = _copied(container)
@@ -86,6 +88,16 @@ class ContainerChanges(KnownObjects):
             self._changes.setdefault(key, changed)
         elif not isinstance(container, dict):
             self.rewritten[key] = container, line
+
+    def refused_change(self, container: Any) -> CaptureError:
+        """The refusal of a step that changes a list among its arguments."""
+        _, line = self.unrepeated.written_at(container) or ("", None)
+        return HostWork.CHANGE.error("a list among its arguments", str(line) if line else None)
+
+    def changes_given(self, container: Any, line: SourceLine) -> None:
+        """The step may be about to change a list among its arguments."""
+        if id(container) in self.of_call:
+            self.unrepeated.note(container, "a list", line)
 
     def reordered(self, table: dict[Any, Any], line: SourceLine) -> None:
         """The step takes keys out of a dictionary, or moves them."""

@@ -199,8 +199,8 @@ class Instructions:
         key = plain(at.top(1))
         if type(container).__module__ == "numpy" and holds_traced((at.top(1), at.top(3))):
             raise HostWork.ARRAY.refused("an item that it sets", str(at.line))
+        self._record.changes_given(container, at.line)
         if not self._record.is_outside(container):
-            return
             return
         if not is_container(container):
             if set_by_c(container):
@@ -214,6 +214,7 @@ class Instructions:
         self._real_group(at, 2)
         container, key = at.top(2), plain(at.top(1))
         if is_container(container):
+            self._record.changes_given(container, at.line)
             self._record.pin(key)
             self._record.mutated(container, at.line)
 
@@ -254,6 +255,7 @@ class Instructions:
         changed, value = at.top(2), at.top(1)
         self._read_contents(at.frame, value, at.line)
         if isinstance(changed, (list, dict, set, deque)):
+            self._record.changes_given(changed, at.line)
             self._record.read_container(id(at.frame), changed)
             self._record.mutated(changed, at.line)
         else:

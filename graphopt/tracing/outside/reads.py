@@ -67,7 +67,6 @@ class OutsideReads(ContainerChanges):
         self._derived: set[tuple[Any, ...]] = set()
         self._begun: dict[tuple[Any, ...], Load] = {}
         self.reads: dict[tuple[Any, ...], Read] = {}
-        self._found_anew: dict[tuple[Any, ...], Read] = {}
         self._own_reads: dict[tuple[Any, ...], Read] = {}
         self.counted: Read | None = None
         self.used_counts: set[tuple[Any, ...]] = set()
@@ -264,22 +263,6 @@ class OutsideReads(ContainerChanges):
     def _read_each(self, loads: list[Load]) -> None:
         for each in loads:
             self.read(*each)
-
-    def finds_anew(self, place: OutsidePlace) -> None:
-        """Each call may find another object in a place, unless the step needs this very one."""
-        read = self.reads.pop(place.identity, None)
-        if read is not None:
-            self._found_anew[place.identity] = read
-
-    def is_found_anew(self, place: OutsidePlace) -> bool:
-        """Whether each call may find another object in a place."""
-        return place.identity in self._found_anew
-
-    def keep_found(self) -> None:
-        """What each call might have found anew has to be the same object where it is pinned."""
-        for identity, read in self._found_anew.items():
-            if self.is_pinned(read.value):
-                self.reads.setdefault(identity, read)
 
     def iterator(self, iterator: Any, path: str, line: SourceLine) -> None:
         """The step takes values from an iterator, which are gone then."""

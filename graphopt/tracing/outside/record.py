@@ -130,17 +130,6 @@ class Record(OutsideReads):
         self.reads_array = of_none
         self.groups, self.real_groups = {}, {}
 
-    def written_arrays(self) -> list[Any]:
-        """The arrays to which the step writes."""
-        holders = [each for each, _ in self.rewritten.values()]
-        holders += [each.place.holder for each in self._places.values()]
-        return [each for each in holders if hasattr(type(each), "tobytes")]
-
-    def changed_holders(self) -> list[Any]:
-        """The containers and objects to which the step has written."""
-        written = [each.owner or each.place.holder for each in self._places.values()]
-        return [*written, *(each.container for each in self._changes.values())]
-
     def wrote(
         self,
         place: OutsidePlace,
@@ -233,10 +222,6 @@ class Record(OutsideReads):
     def has_changed(self, place: OutsidePlace) -> bool:
         """Whether the step has written to a place, or changed what the place is in."""
         return place.identity in self._written or id(place.holder) in self._mutated
-
-    def times_found(self, value: Any) -> int:
-        """In how many places that it has written the step has found an object."""
-        return sum(each.before is value for each in self._places.values())
 
     def is_changed(self, container: Any) -> bool:
         """Whether the step has written to a container."""

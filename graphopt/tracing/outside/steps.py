@@ -74,7 +74,7 @@ def observed_step(call: Call, record: Record, substitute: Substitute) -> Iterato
         record.read(OutsidePlace("item", call.slot, index), call.names[position], defined)
     for position in call.constants:
         leaf = call.leaves[position]
-        if position in call.objects.roots or not (is_object(leaf) or id(leaf) in call.whole):
+        if position in call.objects.roots or not (is_object(leaf)):
             continue
         record.given[position] = call.leaves[position]
         place = OutsidePlace("item", record.given, position)
@@ -136,7 +136,9 @@ def refuse_unrepeated(record: Record) -> None:
 
 def not_repeated(what: str, line: SourceLine | None) -> CaptureError:
     """The refusal of a step that changes something as no later call would."""
-    return HostWork.CHANGE.error(what, None if line is None else str(line))
+    return HostWork.CHANGE.error(
+        f"{what} outside its arguments", None if line is None else str(line)
+    )
 
 
 def _is_flag(value: Any) -> bool:
