@@ -269,7 +269,6 @@ LOOPS: dict[str, Callable[[], Loop]] = {
     "FGM": fgm,
     "PGD": pgd,
     "RAdam": lambda: rectified(in_group=False),
-    "RAdam with its buffer in a group": lambda: rectified(in_group=True),
     "the last rate": last_rate,
     "a tuple that is replaced": replaced_tuple,
     "cumulative averages": cumulative_average,
