@@ -62,7 +62,6 @@ LATER = frozenset(
 
 OBJECTS: dict[str, Callable[[], object]] = {
     "_Replicate": lambda: microbatch,
-    "_backward_cls": lambda: torch.autograd.Function,
     "_backward_hooks": lambda: torch.ones(1),
     "_base": lambda: torch.ones(1),
     "_push_saved_tensors_default_hooks": lambda: torch._C._autograd,
@@ -75,7 +74,6 @@ OBJECTS: dict[str, Callable[[], object]] = {
     "_ctc_loss": lambda: torch.ops.aten,
     "_ctc_loss_backward": lambda: torch.ops.aten,
     "_gen_python_code": fx.graph.CodeGen,
-    "_forward_cls": lambda: torch.autograd.Function._backward_cls,
     "_get_stack_summary": ShapeEnv,
     "_global_backward_hooks": lambda: nn.modules.module,
     "_global_backward_pre_hooks": lambda: nn.modules.module,
