@@ -55,11 +55,6 @@ class Fallback:
         return self._off or self.refusal is not None
 
     @property
-    def may_run(self) -> bool:
-        """Whether a step that cannot be captured runs eagerly."""
-        return self._mode is not None
-
-    @property
     def reason(self) -> str:
         """Why it does."""
         return f"{OFF} is set" if self._off else str(self.refusal)

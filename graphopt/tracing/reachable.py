@@ -15,7 +15,7 @@ import array
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from types import (
     BuiltinFunctionType,
@@ -67,16 +67,6 @@ _NOT_ENTERED = _LEFT_ALONE | {
     "graphopt",
     "sympy",
 }
-
-DRAWING_OR_COMMUNICATING = frozenset(
-    {"random", "rand", "randn", "randint", "randrange", "randperm", "rand_like", "randn_like",
-     "randint_like", "uniform", "normal", "gauss", "standard_normal", "random_sample", "shuffle",
-     "permutation", "choice", "choices", "sample", "bernoulli", "multinomial", "dropout",
-     "uniform_", "normal_", "bernoulli_", "exponential_", "random_", "seed", "manual_seed",
-     "default_rng", "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_object",
-     "gather_object", "broadcast_object_list", "reduce_scatter", "all_to_all", "barrier"}
-)  # fmt: skip
-"""Names of what draws random numbers, which would come in another order, or communicates."""
 
 Found = tuple[ObjectKind, Any]
 
@@ -238,30 +228,15 @@ class Reach:
 
     Attributes:
         functions: those among them.
-        memories: tensors and arrays among them.
-        is_trained: a module, an optimizer or a tensor that needs a gradient is among them.
     """
 
     def __init__(self, known: set[int] | None, held: Sequence[object] = ()) -> None:
         self._known = known
         self.functions = [value for value in held if isinstance(value, FunctionType)]
-        self.memories = [each for each in held if _is_memory(each)]
-        self.is_trained = any(map(_is_trained, held))
-
-    def among(self, known: Set[int]) -> Set[int]:
-        """Those of some objects, given by id, that were reached."""
-        return known if self._known is None else known & self._known
 
     def has(self, value: object) -> bool:
         """Whether a value is among what was reached."""
         return self._known is None or id(value) in self._known
-
-    def finds(self, holder: object) -> bool:
-        """Whether what was reached finds what an object of `reachable` holds."""
-        if not isinstance(holder, Names):
-            return self.has(holder)
-        owner = holder.owner
-        return self.has(owner) or any(each.__globals__ is owner for each in self.functions)
 
     def sets(self, namespace: object, name: object) -> bool:
         """Whether a function among what was reached sets a global variable."""
@@ -280,15 +255,6 @@ def reached_from(function: Any, arguments: Iterable[object]) -> Reach:
     search.add([function, *arguments])
     held = {id(value) for _, value in search.run()}
     return Reach(None if search.pending else search.seen | held, search.keep)
-
-
-def _is_memory(value: object) -> bool:
-    return isinstance(value, torch.Tensor) or hasattr(type(value), "__array_interface__")
-
-
-def _is_trained(value: object) -> bool:
-    needs_gradient = isinstance(value, torch.Tensor) and value.requires_grad
-    return needs_gradient or isinstance(value, (nn.Module, Optimizer))
 
 
 def _function_of(step: Any) -> Any:

@@ -101,7 +101,7 @@ def _is_found(record: Record, place: OutsidePlace) -> bool:
     return any(each.kind in LEADING for each in record.places_of(root))
 
 
-_KINDS = frozenset({"item", "attribute", "size", "sum", "min", "max", "last"})
+_KINDS = frozenset({"item", "attribute", "size"})
 
 LEADING = frozenset({"item", "class", "attribute", "cell", "target"})
 """Kinds of places where an object is, rather than what is found out about one."""

@@ -6,7 +6,6 @@ import collections
 import ctypes
 import enum
 import gc
-import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -56,14 +55,11 @@ class OutsidePlace:
     Attributes:
         kind: "item" of a dictionary or sequence; "has", whether it is there; "class", what a class
             has for a name; "attribute" that `getattr` finds; "type" of an object; "size"; "length"
-            of an item; "sum", "min" and "max" of the numbers of a list, but for so many at its
-            front; "last", the number so many from its end, where there are so many more; "keys" of
-            a dictionary in order; "cell" of a closure; "whole" contents; "kind" of a tensor: all
-            that is known of it but its values; "form", that without its sizes; "target" of a weak
-            reference; "remembers", whether a function with a cache has not been made to forget
-            since the cache was so full; "cached", what such a function gives for arguments;
-            "text", whether a text is in an item of a dictionary or a variable of a closure;
-            "file", what a function says of a file.
+            of an item; "keys" of a dictionary in order; "cell" of a closure; "whole" contents;
+            "kind" of a tensor: all that is known of it but its values; "form", that without its
+            sizes; "target" of a weak reference; "remembers", whether a function with a cache has
+            not been made to forget since the cache was so full; "cached", what such a function
+            gives for arguments.
     """
 
     kind: str
@@ -240,21 +236,6 @@ def _remembers(holder: Any, key: Any) -> Any:
     return all(now >= before for now, before in zip(filled(holder), key, strict=True))
 
 
-def _fold(function: Callable[[Iterable[Any]], Any]) -> Callable[[Any, int], Any]:
-    def fold(holder: Any, key: int) -> Any:
-        if len(holder) < key or not all(type(each) in (int, float) for each in holder):
-            return MISSING
-        return function(itertools.islice(holder, key, None))
-
-    return fold
-
-
-def _last(holder: Any, key: tuple[int, int]) -> Any:
-    behind, taken = key
-    found = holder[-behind] if behind + taken <= len(holder) else MISSING
-    return found if type(found) in (int, float) else MISSING
-
-
 def _cell(holder: CellType, key: Any) -> Any:
     return holder.cell_contents
 
@@ -271,16 +252,6 @@ def _form(holder: torch.Tensor, key: Any) -> Any:
     return (*_kind(holder, key)[2:], holder.is_contiguous())
 
 
-def is_plain_text(value: Any) -> bool:
-    """Whether a value is a text, and no part of it stands for another one."""
-    return type(value) is str
-
-
-def _is_text(holder: Any, key: Any) -> bool:
-    found = _cell(holder, key) if isinstance(holder, CellType) else _item(holder, key)
-    return is_plain_text(found)
-
-
 _READERS: Mapping[str, Any] = {
     "class": lambda holder, key: vars(holder)[key],
     "item": _item,
@@ -289,10 +260,6 @@ _READERS: Mapping[str, Any] = {
     "type": lambda holder, key: type(holder),
     "size": lambda holder, key: len(holder),
     "length": lambda holder, key: len(holder[key]),
-    "sum": _fold(sum),
-    "min": _fold(min),
-    "max": _fold(max),
-    "last": _last,
     "keys": lambda holder, key: tuple(holder),
     "cell": _cell,
     "whole": _whole,
@@ -301,8 +268,6 @@ _READERS: Mapping[str, Any] = {
     "target": lambda holder, key: holder(),
     "remembers": _remembers,
     "cached": lambda holder, key: holder(*key[0], **dict(key[1])),
-    "text": _is_text,
-    "file": lambda holder, key: key(holder),
 }
 
 
