@@ -47,11 +47,11 @@ class Rates:
 
 
 def by_an_object(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Step, Any]:
-    rates, kept = Rates(optimizer), []  # type: tuple[Rates, list[Any]]
+    rates, kept = Rates(optimizer), {}  # type: tuple[Rates, dict[str, Any]]
 
     def step(number: int, x: Tensor) -> Any:
         rates.step()
-        kept.append(rates.groups[0]["lr"])
+        kept["lr"] = rates.groups[0]["lr"]
         return trained(model, optimizer, x)
 
     return step, kept

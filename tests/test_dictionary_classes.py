@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +17,9 @@ class Meter:
     """As that of YOLOX."""
 
     def __init__(self) -> None:
-        self.window: Any = deque(maxlen=3)
         self.total, self.count = 0.0, 0
 
     def update(self, value: Any) -> None:
-        self.window.append(value)
         self.count += 1
         self.total += value
 
@@ -87,7 +85,7 @@ CASES: list[tuple[Callable[[Any, int, Tensor], None], Callable[[], Any]]] = [
 
 
 def _left(table: Any) -> Any:
-    meters = {k: [*v.window, v.total, v.count] for k, v in table.items() if isinstance(v, Meter)}
+    meters = {k: [v.total, v.count] for k, v in table.items() if isinstance(v, Meter)}
     return [{**table, **meters}, list(table)]
 
 

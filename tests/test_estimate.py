@@ -150,7 +150,8 @@ def test_ranks_are_measured_against_ddp(script: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     names = ("compute alone", "DDP, 25 MB", "DDP, 1 MB", "graphopt, default", "graphopt, auto")
-    rows = {name: row for row in done.stdout.splitlines() for name in names if f"{name} " in row}
+    lines = done.stdout.splitlines()
+    rows = {name: row for row in lines for name in names if row.startswith(f"{name} ")}
     assert set(rows) == set(names)
     for name in names[2:]:
         assert rows[name].split()[-1] == "0", rows[name]

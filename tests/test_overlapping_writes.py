@@ -40,7 +40,6 @@ def left(statement: str, compiled: bool) -> Any:
         "a[:3].copy_(a[3:])",
         "a.add_(a)",
         "a[::2].mul_(a[1::2])",
-        "a.addmm_(t, t)",
         "a.masked_fill_(t > 0, a[0, 0])",
         "a.fill_(a[1, 1])",
         "a.copy_(a.flip(0))",

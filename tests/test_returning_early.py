@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -51,31 +50,3 @@ def test_what_a_step_without_a_model_computes() -> None:
         x = torch.full((2,), value)
         assert step(x).tolist() == ([2 * (value + 1)] if value > 0 else [3 * (value + 1)]) * 2
         assert x.tolist() == [value + 1] * 2
-
-
-def test_calls_that_only_fill_a_memory() -> None:
-    """As the agents of DeepRL do at first."""
-
-    def run(compiled: bool) -> Any:
-        torch.manual_seed(0)
-        numpy.random.seed(0)
-        model = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        memory: list[Any] = []
-
-        def step(scale: torch.Tensor) -> Any:
-            memory.append((numpy.random.randn(3).astype(numpy.float32), scale * 2))
-            if len(memory) < 3:
-                return None
-            loss = model(torch.from_numpy(memory[-1][0]) * scale).square().sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return loss.item()
-
-        called = graphopt.compile(step) if compiled else step
-        said = [called(torch.full((1,), index + 1.0)) for index in range(5)]
-        kept = [(row.tolist(), scale.item()) for row, scale in memory]
-        return said, kept, model.weight.tolist()
-
-    assert run(False) == run(True)

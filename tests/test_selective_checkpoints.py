@@ -233,13 +233,10 @@ def test_policies_and_bodies(
 
 
 @pytest.mark.parametrize("body", [dropping, in_place, replacing])
-@pytest.mark.parametrize(
-    "option", [{"early_stop": False}, {"determinism_check": "none"}, {"debug": True}]
-)
+@pytest.mark.parametrize("option", [{"early_stop": False}, {"determinism_check": "none"}])
 def test_options(body: Callable[[Net, Tensor], Tensor], option: dict[str, Any]) -> None:
     def options() -> dict[str, Any]:
-        selective = {} if "debug" in option else {"context_fn": POLICIES["products"]()}
-        return {**option, **selective}
+        return {**option, "context_fn": POLICIES["products"]()}
 
     with set_checkpoint_early_stop("early_stop" not in option):
         _as_in_eager(body, options)

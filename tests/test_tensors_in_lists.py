@@ -16,14 +16,12 @@ Step = Callable[[Any, Any, Tensor], Any]
 
 
 def changed_behind(s: Any, model: Any, h: Tensor) -> None:
-    s.rows.append(h)
-    s.rows = s.rows[-3:]
+    s.rows = [*s.rows[-2:], h]
     h.mul_(2)
 
 
 def one_that_stands_outside(s: Any, model: Any, h: Tensor) -> None:
-    s.rows.append(s.beside)
-    s.rows = s.rows[-3:]
+    s.rows = [*s.rows[-2:], s.beside]
     s.beside.add_(1)
 
 
@@ -33,36 +31,31 @@ def a_buffer(s: Any, model: Any, h: Tensor) -> None:
 
 
 def in_two_places(s: Any, model: Any, h: Tensor) -> None:
-    s.rows.append(h)
-    s.rows = s.rows[-3:]
+    s.rows = [*s.rows[-2:], h]
     s.last = h
 
 
 def summed_before(s: Any, model: Any, h: Tensor) -> None:
-    s.rows.append(h)
-    s.rows = s.rows[-3:]
+    s.rows = [*s.rows[-2:], h]
     s.last = sum(s.rows)
     h.mul_(2)
 
 
 def stacked_before_and_behind(s: Any, model: Any, h: Tensor) -> None:
-    s.rows.append(h)
-    s.rows = s.rows[-3:]
+    s.rows = [*s.rows[-2:], h]
     s.last = torch.stack(s.rows).sum(0)
     h.mul_(2)
     s.last = s.last + torch.stack(s.rows).sum(0)
 
 
 def items_before(s: Any, model: Any, h: Tensor) -> None:
-    s.rows.append(h)
-    s.rows = s.rows[-3:]
+    s.rows = [*s.rows[-2:], h]
     s.beside, s.last = s.rows[0], s.rows[-1] * 1
     h.mul_(2)
 
 
 def another_list_of_them(s: Any, model: Any, h: Tensor) -> None:
-    s.rows.append(h)
-    s.rows = s.rows[-3:]
+    s.rows = [*s.rows[-2:], h]
     several = list(s.rows)
     h.mul_(2)
     s.last = several[-1]

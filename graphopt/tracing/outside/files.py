@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from functools import lru_cache
 from pathlib import Path
 
@@ -33,3 +34,9 @@ def is_observed(filename: str) -> bool:
     if filename.startswith("<frozen "):
         name = filename.removeprefix("<frozen ").removesuffix(">")
     return name in _READ_THROUGH and not {"torch", "graphopt"} & set(path.parts)
+
+
+def is_generated(code: types.CodeType) -> bool:
+    """Whether the standard library has made a function of text, as the constructor of a named tuple,
+    which reads nothing but its arguments."""
+    return code.co_filename == "<string>" and "_tuple_new" in code.co_names

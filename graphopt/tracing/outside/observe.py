@@ -31,7 +31,7 @@ from graphopt.tracing.outside import native
 from graphopt.tracing.outside.accesses import OutsideAccess, steps_of
 from graphopt.tracing.outside.attributes import read_function, read_method
 from graphopt.tracing.outside.callees import Substitute
-from graphopt.tracing.outside.files import is_observed
+from graphopt.tracing.outside.files import is_generated, is_observed
 from graphopt.tracing.outside.functions import called_by_torch
 from graphopt.tracing.outside.instructions import Instructions
 from graphopt.tracing.outside.record import Record
@@ -88,7 +88,7 @@ class Observer:
             self._apart = frame
             return None
         refuse_begun(frame, self.record.is_outside)
-        if not is_observed(code.co_filename):
+        if not is_observed(code.co_filename) or is_generated(code):
             self._entered_torch(frame, code)
             return None
         if code in _COUNTING:
