@@ -37,6 +37,6 @@ def is_observed(filename: str) -> bool:
 
 
 def is_generated(code: types.CodeType) -> bool:
-    """Whether the standard library has made a function of text, as the constructor of a named tuple,
+    """Whether the standard library has made a function of text: the constructor of a named tuple,
     which reads nothing but its arguments."""
     return code.co_filename == "<string>" and "_tuple_new" in code.co_names
