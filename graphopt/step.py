@@ -6,7 +6,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -123,8 +123,9 @@ class TrainStep:
         from graphopt.runtime.agreed import Others
 
         entry = self._known(call)
-        if entry is None and self._communication.shard(call):
-            entry = self._known(call)
+        if entry is None and self._communication.sharded_models is not None:
+            self._entries.land()
+            entry = self._known(call) if self._communication.shard(call) else None
         if entry is None:
             self._entries.land()
             communication = self._communication
@@ -273,6 +274,32 @@ class TrainStep:
         """While active, gradients stay local to the rank and accumulate, as DDP's `no_sync`."""
         with self._communication.no_sync():
             yield
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """While active, the models of the step have whole parameters, as `ZeRO(stage=3)` has them
+        in rows otherwise; what is written to them is kept. All ranks have to enter it.
+
+        Raises:
+            SpmdMismatchError: not all ranks have come, within seconds.
+        """
+        self.flush()
+        sharded = self._communication.sharded_models
+        with sharded.full_parameters() if sharded is not None else nullcontext():
+            yield
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state of the models of the step, whole, on the CPU; all ranks have to call it.
+
+        Raises:
+            GraphOptError: the step is not sharded.
+            SpmdMismatchError: not all ranks have come, within seconds.
+        """
+        self.flush()
+        sharded = self._communication.sharded_models
+        if sharded is None:
+            raise GraphOptError("the step is not sharded: model.state_dict() is whole")
+        return sharded.full_state_dict()
 
     @property
     def captures(self) -> tuple[CapturedStep, ...]:

@@ -39,6 +39,28 @@ def test_stage_one_is_ddp(two_ranks: Pool, pipeline: str) -> None:
         assert "parallelize" in found["records"]
 
 
+@pytest.mark.parametrize("pipeline", ["none", "default"])
+def test_stage_three_is_ddp(two_ranks: Pool, pipeline: str) -> None:
+    for found in two_ranks.run(run_language, 3, pipeline):
+        assert (found["moment"], found["parameter"]) == ("DTensor", "DTensor")
+
+
+def run_tied(rank: int) -> bool:
+    """Tied weights whose rows are uneven; as DDP has them, they are one parameter."""
+    pair = Beside(lambda: Language(tied=True, width=256), adamw, stage=3, pipeline="default")
+    pair.run(rank)
+    pair.compare()
+    with pair.step.full_parameters():
+        assert pair.model.head.weight is pair.model.tokens.weight
+        same(pair.model.head.weight.detach(), pair.reference.head.weight.detach(), "head")
+    assert pair.model.head.weight is pair.model.tokens.weight
+    return sharded(pair.model.head.weight)
+
+
+def test_tied_weights_with_uneven_rows(two_ranks: Pool) -> None:
+    assert two_ranks.run(run_tied) == [True, True]
+
+
 def run_uneven(rank: int, stage: int) -> tuple[bool, int]:
     pair = Beside(Uneven, adamw, stage=stage)
     pair.run(rank)
@@ -47,8 +69,9 @@ def run_uneven(rank: int, stage: int) -> tuple[bool, int]:
     return sharded(moment), moment.to_local().shape[0]
 
 
-def test_rows_that_no_cut_divides(two_ranks: Pool) -> None:
-    assert two_ranks.run(run_uneven, 1) == [(True, 34), (True, 33)]
+@pytest.mark.parametrize("stage", [1, 3])
+def test_rows_that_no_cut_divides(two_ranks: Pool, stage: int) -> None:
+    assert two_ranks.run(run_uneven, stage) == [(True, 34), (True, 33)]
 
 
 def test_bad_stage() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from graphopt.parallel import OverRanks, Parallel, resolve
+from graphopt.parallel import OverRanks, Parallel, ZeRO, resolve
 from graphopt.ranks.processes import announce
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from graphopt.runtime.agreed import Others, Ranks
     from graphopt.runtime.joint_capture import JointCapture
+    from graphopt.runtime.sharded_models import ShardedModels
     from graphopt.tracing.call import Call
     from graphopt.tracing.settled import SettledTraces
 
@@ -37,6 +38,7 @@ class Communication:
         self._fn, self._parallel = fn, parallel
         self.averaging = True
         self._joint_capture: JointCapture | None = None
+        self._sharded_models: ShardedModels | None = None
         if parallel is None or isinstance(parallel, OverRanks):
             announce(None if parallel is None else parallel.group)
 
@@ -87,12 +89,21 @@ class Communication:
     def shard(self, call: Call) -> bool:
         """Let this rank keep what is its own of what a call has whole, and this kind shards.
         Returns whether anything has changed."""
-        parallel = resolve(self._parallel)
-        if not isinstance(parallel, OverRanks):
-            return False
-        from graphopt.tracing.shards import shard_states
+        sharded = self.sharded_models
+        return sharded is not None and sharded.shard(call)
 
-        return shard_states(call, parallel) > 0
+    @property
+    def sharded_models(self) -> ShardedModels | None:
+        """The models that the step shards; None of other kinds."""
+        parallel = resolve(self._parallel)
+        if not isinstance(parallel, ZeRO):
+            return None
+        if self._sharded_models is None:
+            from graphopt.runtime.sharded_models import ShardedModels
+
+            topic = f"{self._fn.__module__}.{self._fn.__qualname__}"
+            self._sharded_models = ShardedModels(topic, parallel)
+        return self._sharded_models
 
     @contextmanager
     def shards_admitted(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt.parallel import OverRanks
+from graphopt.parallel.sharding import is_dtensor
 from graphopt.ranks.failed_runs import sending_explained
 from graphopt.runtime.joint_names import is_trained
 from graphopt.tracing.call import Call
@@ -59,12 +60,12 @@ class JoinedModules:
         for _, root in call.named_roots():
             if parallel.broadcast and (is_trained(root) or not uneven):
                 with sending_explained(group, 1, "broadcast", "what all ranks start from"):
-                    _broadcast([*root.parameters(), *root.buffers()], group)
+                    broadcast_from_first([*root.parameters(), *root.buffers()], group)
             self._modules.add(root)
         bare = _bare_parameters(call)
         if bare and parallel.broadcast:
             with sending_explained(group, 1, "broadcast", "what all ranks start from"):
-                _broadcast(bare, group)
+                broadcast_from_first(bare, group)
         self._bare.update((id(each), weakref.ref(each)) for each in bare)
 
 
@@ -75,7 +76,9 @@ def _bare_parameters(call: Call) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Give all ranks of a group the values of its first one, but of what each has rows of."""
+    tensors = [tensor for tensor in tensors if not is_dtensor(tensor)]
     source = dist.get_global_rank(group, 0)
     with torch.no_grad():
         for tensor in tensors:

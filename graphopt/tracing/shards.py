@@ -60,7 +60,7 @@ def placements(inputs: Inputs, call: Call, parallel: Parallel) -> dict[int, Plac
         return {}
     found = {}
     for index, holder in enumerate(inputs.placeholders):
-        if isinstance(holder, ModuleTensor) and holder.kind == "parameter":
+        if isinstance(holder, ModuleTensor) and holder.kind == "parameter" and not holder.bare:
             found[index] = parallel.placement_of_parameter(holder.tensor)
     for index, state in enumerate(inputs.states, len(inputs.placeholders)):
         if isinstance(state.parameter, ModuleTensor):
@@ -72,9 +72,12 @@ def placements(inputs: Inputs, call: Call, parallel: Parallel) -> dict[int, Plac
 def whole_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
     """What stands in a trace for a tensor of which this rank has rows."""
     with mode:
-        return torch.empty_strided(
+        whole = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-        ).requires_grad_(tensor.requires_grad)
+        )
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch.nn.Parameter(whole, requires_grad=tensor.requires_grad)
+        return whole.requires_grad_(tensor.requires_grad)
 
 
 def shard_states(call: Call, parallel: OverRanks) -> int:

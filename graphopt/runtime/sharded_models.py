@@ -1,0 +1,253 @@
+"""The models of a step whose parameters each rank holds rows of, and how others see them whole.
+
+first call            p: Parameter ──▶ p: DTensor, in the model and in its optimizers
+full_parameters()     p: DTensor ──▶ p: Parameter while active, by a gather of all ranks
+full_state_dict()     the same in a dictionary on the CPU
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from graphopt import _compat
+from graphopt.errors import CaptureError, CollectiveError, GraphOptError, SpmdMismatchError
+from graphopt.ir.placement import Placement
+from graphopt.ir.rows import RowShards
+from graphopt.parallel import ZeRO
+from graphopt.parallel.sharding import as_dtensor, is_dtensor, local_part, window_of
+from graphopt.ranks.meeting import Channel
+from graphopt.runtime.joined import broadcast_from_first
+from graphopt.runtime.late import settle
+from graphopt.tracing.call import Call
+from graphopt.tracing.shards import shard_states
+
+SECONDS = 10.0
+"""How long ranks wait for one another where all of them have to gather."""
+
+Slot = tuple[MutableMapping[str, Any], str]
+
+
+class ShardedModels:
+    """The models that one training step shards.
+
+    Args:
+        topic: the same text on all ranks, different for different step functions.
+    """
+
+    def __init__(self, topic: str, parallel: ZeRO) -> None:
+        self._topic, self._parallel = topic, parallel
+        self._roots: dict[int, tuple[str, weakref.ref[nn.Module]]] = {}
+        self._whole = False
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks over which they are sharded."""
+        return _compat.group_or_default(self._parallel.group)
+
+    def shard(self, call: Call) -> bool:
+        """Let this rank keep its rows alone of what a call has whole. All ranks come here in the
+        first call with a model. Returns whether anything has changed.
+
+        Raises:
+            CollectiveError: the group has one rank.
+            SpmdMismatchError: the ranks shard otherwise.
+            CaptureError: parameters have gradients when they are to be sharded.
+        """
+        if self._whole:
+            raise GraphOptError(
+                "the step is called while full_parameters() is active\n"
+                "  hint:  leave the `with` first: the step works on rows"
+            )
+        new = [(name, root) for name, root in call.named_roots() if id(root) not in self._roots]
+        changed = False
+        if new:
+            self._agree(call)
+            changed = self._parallel.stage == 3 and self._shard_parameters(call)
+            for name, root in new:
+                self._roots[id(root)] = name, weakref.ref(root)
+        return shard_states(call, self._parallel) > 0 or changed
+
+    def _agree(self, call: Call) -> None:
+        group, parallel = self.group, self._parallel
+        if group.size() == 1:
+            raise CollectiveError(
+                "ZeRO shards over the ranks of a group, and this one has a single rank",
+                hint="leave parallel= out where there is one rank",
+            )
+        mine = {
+            "stage": f"ZeRO(stage={parallel.stage}, keep_mb={parallel.keep_mb})",
+            "parameters": [
+                f"{name} {parameter.dtype} {list(parameter.shape)}"
+                for _, root in call.named_roots()
+                for name, parameter in root.named_parameters()
+                if parameter.requires_grad
+            ],
+        }
+        everyone = Channel(group, f"{self._topic} sharded", parallel.timeout).exchange(mine)
+        for key in mine:
+            for rank, theirs in enumerate(everyone):
+                if theirs[key] != everyone[0][key]:
+                    raise SpmdMismatchError(
+                        f"rank {rank} has other {key} to shard than rank 0:"
+                        f" {_first_difference(theirs[key], everyone[0][key])}"
+                    )
+
+    def _shard_parameters(self, call: Call) -> bool:
+        chosen = self._chosen(call)
+        for name, parameter in chosen:
+            if parameter.grad is not None:
+                raise CaptureError(
+                    f"{name} has a gradient when it is to be sharded",
+                    hint="call optimizer.zero_grad() before the first call of the step",
+                )
+        if self._parallel.broadcast:
+            broadcast_from_first([parameter for _, parameter in chosen], self.group)
+        new = {id(parameter): self._sharded(parameter) for _, parameter in chosen}
+        for table, key in _slots(call):
+            if id(table[key]) in new:
+                table[key] = new[id(table[key])]
+        for optimizer in call.optimizer_objects():
+            for group in optimizer.param_groups:
+                group["params"] = [new.get(id(each), each) for each in group["params"]]
+            items = list(optimizer.state.items())
+            optimizer.state.clear()
+            optimizer.state.update((new.get(id(of), of), entries) for of, entries in items)
+        for _, parameter in chosen:
+            parameter.data = parameter.data.new_empty(0)
+        for _, root in call.named_roots():
+            for module in root.modules():
+                if any(map(is_dtensor, module.parameters(recurse=False))):
+                    module.register_load_state_dict_pre_hook(_cut_loaded)
+        return bool(new)
+
+    def _chosen(self, call: Call) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that are to be sharded, each once, with names."""
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for prefix, root in call.named_roots():
+            for name, parameter in root.named_parameters():
+                found.setdefault(id(parameter), (f"{prefix}.{name}".strip("."), parameter))
+        tensors: list[torch.Tensor] = [parameter for _, parameter in found.values()]
+        tensors += [buffer for _, root in call.named_roots() for buffer in root.buffers()]
+        settle(tensors)
+        places = Counter(_compat.storage_key(tensor) for tensor in tensors)
+        return [
+            (name, parameter)
+            for name, parameter in found.values()
+            if not is_dtensor(parameter) and places[_compat.storage_key(parameter)] == 1
+            if self._parallel.placement_of_parameter(parameter) != Placement.FULL
+        ]
+
+    def _sharded(self, parameter: nn.Parameter) -> nn.Parameter:
+        group = self.group
+        shards = RowShards(tuple(parameter.shape), group.size())
+        rows = as_dtensor(local_part(parameter, shards, group.rank()), shards, group)
+        new = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+        vars(new).update({k: v for k, v in vars(parameter).items() if k not in vars(new)})
+        return new
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """While active, the models have whole parameters; what is written to them is kept.
+
+        Raises:
+            SpmdMismatchError: not all ranks have come.
+        """
+        if self._parallel.stage != 3 or self._whole:
+            yield
+            return
+        self._meet("full_parameters()")
+        slots = [slot for root in self._live() for slot in _slots_of(root)]
+        sharded = {id(table[key]): table[key] for table, key in slots if is_dtensor(table[key])}
+        wholes = {
+            number: nn.Parameter(each.full_tensor().detach(), requires_grad=each.requires_grad)
+            for number, each in sharded.items()
+        }
+        places = [(table, key, id(table[key])) for table, key in slots if id(table[key]) in wholes]
+        for table, key, number in places:
+            table[key] = wholes[number]
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
+            for table, key, number in places:
+                table[key] = sharded[number]
+            with torch.no_grad():
+                for number, each in sharded.items():
+                    self._write_back(each, wholes[number])
+
+    def _write_back(self, sharded: Any, whole: torch.Tensor) -> None:
+        rank, shards = self.group.rank(), RowShards(tuple(sharded.shape), self.group.size())
+        window_of(sharded, shards, rank).copy_(local_part(whole, shards, rank))
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state of the models, whole, on the CPU, on all ranks; of several with the names of
+        the arguments before those of tensors.
+
+        Raises:
+            SpmdMismatchError: not all ranks have come.
+        """
+        self._meet("full_state_dict()")
+        found: dict[str, Any] = {}
+        for name, reference in self._roots.values():
+            root = reference()
+            for key, value in root.state_dict().items() if root is not None else ():
+                found[f"{name}.{key}".strip(".")] = _on_cpu(value)
+        return found
+
+    def _meet(self, what: str) -> None:
+        Channel(self.group, f"{self._topic} {what}", SECONDS).exchange({"what": what})
+
+    def _live(self) -> Iterator[nn.Module]:
+        for _, reference in self._roots.values():
+            root = reference()
+            if root is not None:
+                yield root
+
+
+def _on_cpu(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    whole = value.full_tensor() if is_dtensor(value) else value  # type: ignore[attr-defined]
+    return whole.detach().cpu()
+
+
+def _slots(call: Call) -> Iterator[Slot]:
+    """Where parameters stand in the modules of a call."""
+    for _, root in call.named_roots():
+        yield from _slots_of(root)
+
+
+def _slots_of(root: nn.Module) -> Iterator[Slot]:
+    for module in root.modules():
+        table = _compat.own_parameters(module)
+        yield from ((table, key) for key in list(table) if table[key] is not None)
+
+
+def _cut_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Before a state is loaded: let whole tensors be rows, where parameters are."""
+    for key, parameter in module.named_parameters(recurse=False):
+        value = state_dict.get(prefix + key)
+        if not is_dtensor(parameter) or not isinstance(value, torch.Tensor) or is_dtensor(value):
+            continue
+        if value.shape != parameter.shape:
+            continue  # which torch says
+        group = parameter.device_mesh.get_group()  # type: ignore[attr-defined]
+        shards = RowShards(tuple(value.shape), group.size())
+        part = local_part(value.to(parameter.device, parameter.dtype), shards, group.rank())
+        state_dict[prefix + key] = as_dtensor(part, shards, group)
+
+
+def _first_difference(mine: Any, first: Any) -> str:
+    if isinstance(mine, str):
+        return f"{mine}, not {first}"
+    pairs = zip([*mine, *[None] * len(first)], [*first, *[None] * len(mine)], strict=False)
+    return next(f"{a}, not {b}" for a, b in pairs if a != b)

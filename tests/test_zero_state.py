@@ -1,0 +1,127 @@
+"""What others see of a sharded step's state: whole parameters, checkpoints, errors in time."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import graphopt
+from gloo import Pool
+from zero_cases import Beside, Language, batches, same, sharded, train_step, whole
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def run_whole_parameters(rank: int) -> None:
+    pair = Beside(lambda: Language(layers=1, width=128), adamw, stage=3)
+    pair.run(rank)
+    inside = next(batches(rank, 1))[0]
+    with pair.step.full_parameters():
+        same(pair.model(inside).detach(), pair.reference(inside).detach(), "output")
+        with torch.no_grad():
+            for model in (pair.model, pair.reference):
+                model.head.weight.mul_(0.5)
+        with pytest.raises(graphopt.GraphOptError, match="full_parameters"):
+            pair.step(pair.model, pair.optimizer, *next(batches(rank, 1)))
+    pair.compare()
+    state = pair.step.full_state_dict()
+    assert state.keys() == pair.reference.state_dict().keys()
+    for name, value in pair.reference.state_dict().items():
+        same(state[name], value, name)
+    copied = copy.deepcopy(pair.model)
+    assert sharded(copied.head.weight)
+    before = {name: value.clone() for name, value in pair.reference.state_dict().items()}
+    pair.run(rank, 1)
+    pair.model.load_state_dict(before)
+    pair.reference.load_state_dict(before)
+    pair.compare()
+    pair.run(rank, 1)
+    pair.compare()
+
+
+def test_whole_parameters_and_state(two_ranks: Pool) -> None:
+    two_ranks.run(run_whole_parameters)
+
+
+def run_alone(rank: int) -> tuple[str, float]:
+    pair = Beside(lambda: Language(layers=0, width=128), adamw, stage=3)
+    pair.run(rank, 1)
+    start = time.monotonic()
+    said = ""
+    if rank == 0:
+        try:
+            with pair.step.full_parameters():
+                raise AssertionError("whole on one rank")
+        except graphopt.SpmdMismatchError as error:
+            said = str(error)
+    seconds = time.monotonic() - start
+    dist.barrier()
+    pair.run(rank, 1)
+    pair.compare()
+    return said, seconds
+
+
+def test_whole_parameters_on_one_rank(two_ranks: Pool) -> None:
+    (said, seconds), _ = two_ranks.run(run_alone)
+    assert "full_parameters()" in said and "rank(s) [1]" in said
+    assert seconds < 20
+
+
+def run_loaded_state(rank: int) -> None:
+    """Whole tensors in `load_state_dict` of the optimizer are cut in the next call."""
+    pair = Beside(lambda: Language(layers=0, width=128), adamw, stage=1)
+    pair.run(rank, 2)
+    pair.optimizer.load_state_dict(copy.deepcopy(pair.reference_optimizer.state_dict()))
+    assert not sharded(pair.optimizer.state[pair.model.head.weight]["exp_avg"])
+    pair.run(rank, 2)
+    assert sharded(pair.optimizer.state[pair.model.head.weight]["exp_avg"])
+    pair.compare()
+
+
+def test_loading_a_whole_state(two_ranks: Pool) -> None:
+    two_ranks.run(run_loaded_state)
+
+
+def run_saving(rank: int, folder: str, stage: int) -> dict[str, torch.Tensor]:
+    pair = Beside(lambda: Language(layers=0, width=128), adamw, stage=stage)
+    pair.run(rank, 2)
+    model, optimizer = get_state_dict(pair.model, pair.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    pair.run(rank, 1)
+    return pair.reference.state_dict()
+
+
+def run_resuming(rank: int, folder: str, stage: int, skipped: int) -> dict[str, Any]:
+    """Go on from a checkpoint, with the batches that come after it."""
+    torch.manual_seed(1)
+    model = Language(layers=0, width=128)
+    optimizer = adamw(model.parameters())
+    kind = graphopt.ZeRO(stage=stage) if dist.get_world_size() > 1 else None
+    step = graphopt.compile(train_step, parallel=kind, pipeline="none")
+    given = list(batches(rank, skipped + 1))
+    step(model, optimizer, *given[0])  # makes state, and cuts it
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    step(model, optimizer, *given[skipped])
+    return {name: whole(value).detach().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_goes_on(two_ranks: Pool, tmp_path: Path, stage: int) -> None:
+    wanted, _ = two_ranks.run(run_saving, str(tmp_path), stage)
+    found, _ = two_ranks.run(run_resuming, str(tmp_path), stage, 2)
+    for name, value in wanted.items():
+        same(found[name], value, name)
