@@ -9,7 +9,7 @@ import torch
 
 import graphopt
 from gloo import Pool
-from zero_cases import Beside, Language, Uneven, sharded
+from zero_cases import Beside, Language, Uneven, same, sharded
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
