@@ -9,7 +9,7 @@ import torch
 
 import graphopt
 from gloo import Pool
-from zero_cases import Beside, Language, Uneven, same, sharded
+from zero_cases import Beside, Language, Uneven, batches, clipped_step, same, sharded
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -72,6 +72,44 @@ def run_uneven(rank: int, stage: int) -> tuple[bool, int]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_rows_that_no_cut_divides(two_ranks: Pool, stage: int) -> None:
     assert two_ranks.run(run_uneven, stage) == [(True, 34), (True, 33)]
+
+
+def run_clipped(rank: int, stage: int) -> int:
+    """One all-reduce for all norms; losses of the first step are the same bits."""
+    pair = Beside(Uneven, adamw, stage=stage, step=clipped_step)
+    given = next(batches(rank, 1))
+    assert torch.equal(
+        pair.step(pair.model, pair.optimizer, *given),
+        pair.eager(pair.ddp, pair.reference_optimizer, *given),
+    )
+    pair.compare(1e-5)
+    return str(pair.step.graph_module.graph).count("_c10d_functional.all_reduce.default")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_clipping_by_the_norm(two_ranks: Pool, stage: int) -> None:
+    bias, norms = 1, 1
+    assert two_ranks.run(run_clipped, stage) == [bias + norms] * 2
+
+
+def run_odd_stage(rank: int) -> str:
+    pair = Beside(Uneven, adamw, stage=1 + 2 * rank, timeout=20.0)
+    with pytest.raises(graphopt.SpmdMismatchError) as caught:
+        pair.step(pair.model, pair.optimizer, *next(batches(rank, 1)))
+    assert not sharded(pair.model.tokens.weight)
+    return str(caught.value)
+
+
+def test_ranks_with_other_stages(two_ranks: Pool) -> None:
+    for said in two_ranks.run(run_odd_stage):
+        assert "ZeRO(stage=3" in said and "ZeRO(stage=1" in said
+
+
+def test_a_group_of_one(one_rank: None) -> None:
+    model = Uneven()
+    step = graphopt.compile(clipped_step, parallel=graphopt.ZeRO())
+    with pytest.raises(graphopt.CollectiveError, match="single rank"):
+        step(model, adamw(model.parameters()), *next(batches(0, 1)))
 
 
 def test_bad_stage() -> None:

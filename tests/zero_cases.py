@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 import graphopt
@@ -67,6 +68,15 @@ class Uneven(nn.Module):
 def train_step(model: nn.Module, optimizer: Optimizer, tokens: Tensor, wanted: Tensor) -> Tensor:
     loss = F.cross_entropy(model(tokens).flatten(0, 1), wanted.flatten())
     loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def clipped_step(model: nn.Module, optimizer: Optimizer, tokens: Tensor, wanted: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), wanted.flatten())
+    loss.backward()
+    clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()

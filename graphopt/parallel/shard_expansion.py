@@ -21,7 +21,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import is_copy, is_list_operator, is_pointwise
 from graphopt.ir.entries import list_positions
-from graphopt.ir.metadata import fake_value, known_value, phase_of, set_value
+from graphopt.ir.metadata import fake_value, input_kind, known_value, phase_of, set_value
 from graphopt.ir.operators import is_marker, operator_of
 from graphopt.ir.placement import placement_of
 from graphopt.ir.rows import RowShards
@@ -50,6 +50,7 @@ class Expansion:
         self._wholes: dict[tuple[fx.Node, str], fx.Node] = {}
         self._parts: dict[fx.Node, fx.Node] = {}
         self._derived: set[fx.Node] = set()
+        self._parameters: set[fx.Node] = set()
         self._sources: dict[fx.Node, fx.Node] = {}
         self._norms = Norms(group)
 
@@ -76,6 +77,20 @@ class Expansion:
         shards = RowShards(tuple(whole.shape), self._group.ranks)
         set_value(node, whole.new_empty(shards.length))
         self._rows[node] = shards
+        if input_kind(node) == "parameter":
+            self._parameters.add(node)
+
+    def _computes_with_parameters(self, node: fx.Node) -> bool:
+        """Whether a node of the forward or the backward reads parameters, which it reads whole;
+        a cast is one of rows, which are then gathered in fewer bytes."""
+        if phase_of(node) not in ("forward", "backward"):
+            return False
+        if self._parameters.isdisjoint(node.all_input_nodes):
+            return False
+        if _is_cast(node):
+            self._parameters.add(node)
+            return False
+        return True
 
     def _expand(self, marker: fx.Node) -> None:
         make = Nodes(marker)
@@ -113,7 +128,7 @@ class Expansion:
             return
         if is_copy(node):
             self._write(node)
-        elif phase_of(node) in ("forward", "backward") and not _is_cast(node):
+        elif self._computes_with_parameters(node):
             self._note_view(node)
             self._give_wholes(node)
         elif self._norms.is_norm(node):

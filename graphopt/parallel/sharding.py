@@ -8,6 +8,7 @@ window_of     DTensor → window, which the graph takes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,19 +53,31 @@ def owned_rows(window: torch.Tensor, shards: RowShards, rank: int) -> torch.Tens
     return part.view(shards.shape_of(rank))
 
 
-def as_dtensor(window: torch.Tensor, shards: RowShards, group: dist.ProcessGroup) -> torch.Tensor:
+def as_dtensor(
+    window: torch.Tensor,
+    shards: RowShards,
+    group: dist.ProcessGroup,
+    wanted: Callable[[torch.Tensor], torch.Tensor] = lambda made: made,
+) -> torch.Tensor:
     """A window as DTensor of the whole shape, whose local tensor are the rows that this rank owns.
-    No rank speaks to another one."""
+    No rank speaks to another one.
+
+    Args:
+        wanted: makes a parameter of it, say.
+    """
     from torch.distributed.tensor import DTensor, Shard
 
     stride = torch.empty(shards.shape, device="meta").stride()
     rows = owned_rows(window, shards, group.rank())
-    shape = torch.Size(shards.shape)
     mesh, placements = mesh_of(group, window.device), [Shard(0)]
-    made: torch.Tensor = DTensor.from_local(
-        rows, mesh, placements, run_check=False, shape=shape, stride=stride
+    like = torch.empty_like(rows)  # a DTensor takes over the offset, and cannot be copied then
+    shape = torch.Size(shards.shape)
+    made: Any = wanted(
+        DTensor.from_local(like, mesh, placements, run_check=False, shape=shape, stride=stride)
     )
-    return made
+    made._local_tensor = rows
+    found: torch.Tensor = made
+    return found
 
 
 _meshes: dict[tuple[str, str], Any] = {}

@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,11 +146,12 @@ class ShardedModels:
             if self._parallel.placement_of_parameter(parameter) != Placement.FULL
         ]
 
-    def _sharded(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _sharded(self, parameter: nn.Parameter) -> Any:
         group = self.group
         shards = RowShards(tuple(parameter.shape), group.size())
-        rows = as_dtensor(local_part(parameter, shards, group.rank()), shards, group)
-        new = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+        part = local_part(parameter, shards, group.rank())
+        wanted = partial(nn.Parameter, requires_grad=parameter.requires_grad)
+        new: Any = as_dtensor(part, shards, group, wanted)
         vars(new).update({k: v for k, v in vars(parameter).items() if k not in vars(new)})
         return new
 

@@ -218,7 +218,8 @@ def _rewritten(
     with found.effects.applied(), call.besides.present():
         guard = following(found.outside, raw.signature, inputs, call.besides)
     made = _made_beforehand(call, found.state)
-    shard_made(made, parallel)
+    if made is not None:
+        made.entries = shard_made(made.entries, parallel)
     return CapturedStep(
         functional.graph_module,
         specs,

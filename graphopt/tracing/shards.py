@@ -7,9 +7,6 @@ graph takes the window in which these lie (`graphopt.parallel.sharding`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,43 +16,16 @@ from graphopt.ir.placement import Placement
 from graphopt.ir.rows import RowShards
 from graphopt.parallel.kinds import OverRanks
 from graphopt.parallel.sharding import as_dtensor, is_dtensor, local_part, window_of
+from graphopt.tracing.inputs import ModuleTensor
 
 if TYPE_CHECKING:
     from graphopt.parallel import Parallel
     from graphopt.tracing.call import Call
     from graphopt.tracing.inputs import Inputs
-    from graphopt.tracing.steady import NewState
-
-_admitted: ContextVar[str | None] = ContextVar("_admitted", default=None)
-
-
-@contextmanager
-def admitted(group: str | None) -> Iterator[None]:
-    """While active, tensors that are sharded over this group may be among the inputs."""
-    token = _admitted.set(group)
-    try:
-        yield
-    finally:
-        _admitted.reset(token)
-
-
-def is_admitted(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is sharded by rows over the group of the step that is captured."""
-    group = _admitted.get()
-    return group is not None and is_dtensor(tensor) and is_of_rows(tensor, group)
-
-
-def is_of_rows(tensor: Any, group: str) -> bool:
-    """Whether a DTensor is sharded by rows over a group."""
-    mesh, placements = tensor.device_mesh, tensor.placements
-    of_rows = len(placements) == 1 and placements[0].is_shard(0)
-    return of_rows and mesh.get_group().group_name == group
 
 
 def placements(inputs: Inputs, call: Call, parallel: Parallel) -> dict[int, Placement]:
     """How the ranks hold inputs of a step, by position, where they do not hold them whole."""
-    from graphopt.tracing.inputs import ModuleTensor
-
     if not isinstance(parallel, OverRanks):
         return {}
     found = {}
@@ -95,14 +65,12 @@ def shard_states(call: Call, parallel: OverRanks) -> int:
     return changed
 
 
-def shard_made(state: NewState | None, parallel: Parallel) -> None:
-    """The same of state that has been made for a step, and is not in its optimizers yet."""
-    if state is None or not isinstance(parallel, OverRanks):
-        return
-    state.entries = [
-        (table, owner, key, _sharded(value, owner, parallel))
-        for table, owner, key, value in state.entries
-    ]
+def shard_made(entries: list[Any], parallel: Parallel) -> list[Any]:
+    """The same of state that has been made for a step, and is not in its optimizers yet: tables,
+    owners, keys and values."""
+    if not isinstance(parallel, OverRanks):
+        return entries
+    return [(*place, owner, key, _sharded(v, owner, parallel)) for *place, owner, key, v in entries]
 
 
 def _sharded(value: Any, parameter: Any, parallel: OverRanks) -> Any:

@@ -14,7 +14,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.placement import Placement
 from graphopt.runtime.late_classes import class_behind
-from graphopt.tracing.shards import is_admitted
+from graphopt.tracing.admitted_shards import is_admitted
 
 WITH_GRADIENTS = (
     "keep what it was computed of, and let the step run the model on that; where no gradient is to"

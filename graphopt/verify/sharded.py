@@ -37,7 +37,7 @@ from graphopt.ir.operators import is_operator, operator_of
 from graphopt.ir.placement import placement_of
 from graphopt.ir.rows import ALIGNED, RowShards
 from graphopt.verify.problems import Problem
-from graphopt.verify.sharded_norms import Norms, norm_order, stands_for_norms
+from graphopt.verify.sharded_norms import NormsOfRows, norm_order, stands_for_norms
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
@@ -88,8 +88,9 @@ class _Blocks:
         self._cut: dict[fx.Node, RowShards] = {}
         self._exchanged: dict[fx.Node, fx.Node] = {}
         self._gathered: dict[fx.Node, fx.Node] = {}
-        self._norms: dict[fx.Node, Norms] = {}
+        self._norms: dict[fx.Node, NormsOfRows] = {}
         self._same: set[fx.Node] = set()
+        self._same_entries: dict[fx.Node, list[bool]] = {}
 
     def run(self) -> fx.Graph:
         """Read all nodes."""
@@ -199,11 +200,12 @@ class _Blocks:
         self._copies[node] = picked
         if isinstance(partial, list):
             self._listed[node] = partial
-        elif isinstance(partial, Norms):
-            self._norms[node] = Norms([picked], partial.order)
+            self._same_entries[node] = self._same_entries[source]
+        elif isinstance(partial, NormsOfRows):
+            self._norms[node] = NormsOfRows([picked], partial.order)
         elif partial:
             self._blocks[node] = picked
-        elif source in self._same:
+        elif self._same_entries[source][index]:
             self._same.add(node)
 
     def _window(self, node: fx.Node) -> None:
@@ -291,10 +293,11 @@ class _Blocks:
         self._copies[node] = new = self._make(node, node.target, *args, **node.kwargs)
         if is_operator(node.target, "aten::_foreach_norm"):
             given = cast(Any, node.args[0])
-            of_rows = Norms([], order)
+            of_rows = NormsOfRows([], order)
             self._listed[node] = [of_rows if each in self._blocks else False for each in given]
+            self._same_entries[node] = [each in self._same for each in given]
         else:
-            self._norms[node] = Norms([new], order)
+            self._norms[node] = NormsOfRows([new], order)
 
     def _of_norms(self, node: fx.Node) -> None:
         """One more step from the norms of rows to those of wholes."""
@@ -389,8 +392,10 @@ class _Blocks:
         several = bool(value) and isinstance(value[0], (list, tuple))
         columns = list(value) if several else [value]
         partial = []
+        same = self._same_entries[node] = []
         for index in range(len(lists[0])):
             one = [v[index] for v in lists if isinstance(v[index], fx.Node)]
+            same.append(all(map(self._same.__contains__, [*one, *shared])))
             partial.append(any(each in self._blocks for each in one))
             if partial[-1]:
                 first = next(column[index] for column in columns if len(column))

@@ -13,7 +13,7 @@ from graphopt.ir.operators import is_operator, operator_of
 
 
 @dataclass(frozen=True)
-class Norms:
+class NormsOfRows:
     """What a node has of norms, on the way from those of rows to those of wholes.
 
     Attributes:
@@ -28,7 +28,7 @@ class Norms:
     state: str = "norm"
     stacked: bool = False
 
-    def reduced(self, how: str, node: fx.Node) -> Norms:
+    def reduced(self, how: str, node: fx.Node) -> NormsOfRows:
         """After an all-reduce. Anything but the sum of powers, or the maximum, is no norm."""
         if math.isinf(self.order):
             known = how == "max" and self.state == "norm"
@@ -48,7 +48,9 @@ def norm_order(node: fx.Node) -> float | None:
     return order if isinstance(order, (int, float)) and order >= 1 else None
 
 
-def stands_for_norms(node: fx.Node, norms: Mapping[fx.Node, Norms]) -> Norms | fx.Node | None:
+def stands_for_norms(
+    node: fx.Node, norms: Mapping[fx.Node, NormsOfRows]
+) -> NormsOfRows | fx.Node | None:
     """What a node has of norms, or the norm of a whole that it is; None where it is neither."""
     sources = node.all_input_nodes
     if is_operator(node.target, "aten::stack"):
