@@ -115,4 +115,6 @@ def test_a_group_of_one(one_rank: None) -> None:
 def test_bad_stage() -> None:
     with pytest.raises(ValueError, match="stages 1, 2 and 3"):
         graphopt.ZeRO(stage=4)
+    with pytest.raises(ValueError, match="not there yet"):
+        graphopt.ZeRO(stage=3, keep_mb=1.0)
     assert graphopt.ZeRO(stage=2) == graphopt.ZeRO(stage=1)

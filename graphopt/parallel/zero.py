@@ -32,9 +32,7 @@ class ZeRO(OverRanks):
         group: the process group over whose ranks it is sharded; None is the default group.
         stage: 1: the optimizer's state is sharded. 2 is 1: in a graph a gradient dies where it is
             scattered. 3: parameters are sharded as well.
-        keep_mb: stage 3: megabytes of parameters that may stay whole between the forward and the
-            backward, so that they are gathered once; None: none.
-        replicate_over: a group of the ranks that have the same rows: hybrid sharding.
+        keep_mb, replicate_over: not there yet; anything but None is refused.
         broadcast, broadcast_buffers, timeout: as of `DataParallel`.
 
     >>> import graphopt
@@ -51,6 +49,9 @@ class ZeRO(OverRanks):
     def __post_init__(self) -> None:
         if self.stage not in (1, 2, 3):
             raise ValueError(f"stage={self.stage!r}: ZeRO has the stages 1, 2 and 3")
+        for name in ("keep_mb", "replicate_over"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"ZeRO({name}=...) is not there yet: leave it out")
         if self.stage == 2:
             object.__setattr__(self, "stage", 1)
 
