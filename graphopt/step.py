@@ -355,15 +355,13 @@ class TrainStep:
         from graphopt.runtime.agreed import NotAsAgreedError
         from graphopt.runtime.host_memory import keep_memory_of
         from graphopt.tracing.generators import undisturbed
-        from graphopt.tracing.settled import SettledTraces
 
         mode = self._communication.mode()
         guards = [entry.guards for entry in self._entries]
         cause = self._recaptures.cause(call, mode, branch, guards)
         call = self._entries.with_counted(call, cause)
         self._entries.keep_lasting()
-        settled = SettledTraces.by(entry.captured for entry in self._entries)
-        ways = self._communication.ways(call, mode, settled, others)
+        ways = self._communication.ways(call, mode, others)
         try:
             self._entries.make_room(cause)
         except CaptureError:

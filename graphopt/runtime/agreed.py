@@ -21,7 +21,6 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep, capture_call
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.remembered import with_remembered
-from graphopt.tracing.settled import NOTHING_SETTLED, SettledTraces
 
 Plans = dict[str, list[str]]
 """Every collective of each graph that is derived from a step, one line each."""
@@ -122,7 +121,7 @@ class Ranks:
     This one is for a rank that agrees on nothing: it is alone, or averages nothing in this call.
 
     Args:
-        settled, lasts: as of `capture_call`.
+        lasts: as of `capture_call`.
 
     Attributes:
         agreement: when in each call the ranks say whether a function has raised.
@@ -132,8 +131,8 @@ class Ranks:
     agreement = Agreement()
     agreed: Agreed | None = None
 
-    def __init__(self, settled: SettledTraces = NOTHING_SETTLED, *, lasts: bool = True) -> None:
-        self._settled, self._lasts = settled, lasts
+    def __init__(self, *, lasts: bool = True) -> None:
+        self._lasts = lasts
 
     def __enter__(self) -> Ranks:
         return self
@@ -144,7 +143,7 @@ class Ranks:
     def capture(self, call: Call) -> CapturedStep:
         """Capture the call, with the communication that the ranks agree on."""
         call = with_remembered(call)
-        return capture_call(call, settled=self._settled, lasts=self._lasts)
+        return capture_call(call, lasts=self._lasts)
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
         """Agree on what is about to run, before anything is compiled.

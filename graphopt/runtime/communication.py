@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from graphopt.runtime.joint_capture import JointCapture
     from graphopt.runtime.sharded_models import ShardedModels
     from graphopt.tracing.call import Call
-    from graphopt.tracing.settled import SettledTraces
 
 
 class Communication:
@@ -118,21 +117,18 @@ class Communication:
         with admitted(_compat.group_or_default(parallel.group).group_name):
             yield
 
-    def ways(
-        self, call: Call, mode: tuple[Any, ...], settled: SettledTraces, others: Others
-    ) -> Iterable[Ranks]:
+    def ways(self, call: Call, mode: tuple[Any, ...], others: Others) -> Iterable[Ranks]:
         """How this rank may come to agree with others on a new graph.
 
         Args:
-            settled: by the graphs that there are.
             others: what they do meanwhile.
         """
         from graphopt.runtime.agreed import Ranks
 
         parallel = resolve(self._parallel)
         if isinstance(parallel, OverRanks):
-            return self._joint().ways(call, parallel, self.averaging, mode, settled, others)
-        return [Ranks(settled)]
+            return self._joint().ways(call, parallel, self.averaging, mode, others)
+        return [Ranks()]
 
     def vote(self, call: Call, mode: tuple[Any, ...], step: int) -> Callable[[int], bool] | None:
         """How all ranks say whether they have a graph for a call; see `Others.vote`."""

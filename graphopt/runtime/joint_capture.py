@@ -36,7 +36,6 @@ from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.outside.existing import births_noted
 from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication, UnagreedParameterError
 from graphopt.tracing.remembered import with_remembered
-from graphopt.tracing.settled import SettledTraces
 from graphopt.tracing.trace import RawTrace, trace
 
 
@@ -48,14 +47,9 @@ class _AsAgreed(Ranks):
     """
 
     def __init__(
-        self,
-        joint: JointCapture,
-        agreed: Agreed,
-        parallel: OverRanks,
-        settled: SettledTraces,
-        vote: OneVote | None,
+        self, joint: JointCapture, agreed: Agreed, parallel: OverRanks, vote: OneVote | None
     ) -> None:
-        super().__init__(settled)
+        super().__init__()
         self._vote = vote
         self._joint, self.agreed, self._parallel = joint, agreed, parallel
         self.agreement = agreed.agreement
@@ -82,8 +76,7 @@ class _AsAgreed(Ranks):
             communication = self._joint.marked(self._parallel, order)
             try:
                 again = raw if order.names == raw.used else trace(call, inputs, communication)
-                settled = self._settled
-                return finish(call, inputs, communication, again, settled, lasts=True, held=held)
+                return finish(call, inputs, communication, again, lasts=True, held=held)
             except (MoreInputs, CaptureError) as error:
                 call = retried_voting(call, inputs, error)
 
@@ -108,8 +101,8 @@ class _AsAgreed(Ranks):
 class _Apart(Ranks):
     """Averages nothing in this call, whose modules all ranks have started from the same values."""
 
-    def __init__(self, joint: JointCapture, settled: SettledTraces) -> None:
-        super().__init__(settled)
+    def __init__(self, joint: JointCapture) -> None:
+        super().__init__()
         self._joint = joint
 
     def capture(self, call: Call) -> CapturedStep:
@@ -272,13 +265,7 @@ class JointCapture:
         return communication_for(parallel, agreed, accumulated=self._accumulated)
 
     def ways(
-        self,
-        call: Call,
-        parallel: OverRanks,
-        sync: bool,
-        mode: tuple[Any, ...],
-        settled: SettledTraces,
-        others: Others,
+        self, call: Call, parallel: OverRanks, sync: bool, mode: tuple[Any, ...], others: Others
     ) -> Iterator[Ranks]:
         """How `call` may be captured: the first way that is not refused by `NotAsAgreedError`.
 
@@ -293,11 +280,11 @@ class JointCapture:
             )
         self.alone = True
         if self._joined.has_all(call) and not sync:
-            yield _Apart(self, settled)
+            yield _Apart(self)
         vote = None if others.vote is None else OneVote(others.vote)
         for earlier in [] if others.anew else self._matching(call, mode):
             if vote is None or not vote.is_cast:
-                yield _AsAgreed(self, earlier, parallel, settled, vote)
+                yield _AsAgreed(self, earlier, parallel, vote)
         if vote is not None and not vote.is_cast:
             vote(0)
         if others.alone:

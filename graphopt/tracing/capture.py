@@ -28,7 +28,6 @@ from graphopt.tracing.alike import first_own, own_inputs
 from graphopt.tracing.besides import Besides, MoreInputs
 from graphopt.tracing.call import Call, check_supported, is_array
 from graphopt.tracing.collecting import collect
-from graphopt.tracing.compare import fingerprint
 from graphopt.tracing.decisions import another_on_each_rank
 from graphopt.tracing.failures import definition_of, explained, is_raised
 from graphopt.tracing.following import following
@@ -52,8 +51,7 @@ from graphopt.tracing.outside.steps import unchanged
 from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication
 from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.remembered import idle_in, without
-from graphopt.tracing.repeating import complete, repeated
-from graphopt.tracing.settled import NOTHING_SETTLED, Executed, SettledTraces
+from graphopt.tracing.repeating import complete, leaves_something, repeated
 from graphopt.tracing.shards import placements, shard_made
 from graphopt.tracing.signature import Signature
 from graphopt.tracing.steady import NewState, steady_step
@@ -72,7 +70,6 @@ class CapturedStep:
         inputs: one `InputSpec` per placeholder.
         signature: how results become the return value, gradients and new optimizer state.
         live: where the values of `inputs` are found.
-        fingerprint: of everything outside the optimizers; see `compare.fingerprint`.
         effects: what else an eager call would have changed; see `leftovers`. Not done yet.
         lasting: whether the graph holds for further calls as well, after the effects.
         outside: holds what the step read outside its arguments.
@@ -83,7 +80,6 @@ class CapturedStep:
         parallel: the kind of parallelism that expands the markers of the graph.
         found: places outside that hold what may be another one in the next call.
         modes: of modules that each call sets, and may find as they were before.
-        executed: the instructions that its trace went through; see `settled`.
 
     >>> import graphopt, torch
     >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
@@ -97,7 +93,6 @@ class CapturedStep:
     inputs: tuple[InputSpec, ...]
     signature: Signature
     live: Inputs
-    fingerprint: str
     effects: OutsideChanges
     lasting: bool
     outside: OutsideGuard
@@ -107,7 +102,6 @@ class CapturedStep:
     parallel: Parallel = field(default_factory=Manual)
     found: Sequence[FoundPlace] = ()
     modes: tuple[ModeChange, ...] = ()
-    executed: Executed = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (
@@ -130,26 +124,23 @@ def finish(
     inputs: Inputs,
     communication: MarkedCommunication | None,
     raw: RawTrace,
-    settled: SettledTraces = NOTHING_SETTLED,
     *,
     lasts: bool = False,
     held: Set[str] = frozenset(),
 ) -> CapturedStep:
-    """Trace once more to see that nothing outside the arguments decides the graph; rewrite.
+    """Make the captured dialect of a trace. A step that leaves something on the host is traced once
+    more, as its next call finds that.
 
     Args:
         lasts: a first step that makes optimizer state is captured as the steps after it, where it
             differs from them in nothing else.
-        settled: by earlier captures.
         held: names of what any rank holds in a way in which its use is not seen.
 
     Raises:
         CaptureError: traces differ: the step reads something that changes.
     """
-    kinds = list(inputs.kinds_and_names(call))
     if inputs.answers and is_told(raw.effects):
         raise left_by_branches(raw.effects, raw.outside, call)
-    mark = fingerprint(raw.graph_module, kinds)
     steady = steady_step(call, inputs, communication, raw) if lasts else None
     seen = steady is not None and are_seen(raw, steady.state, call.optimizer_objects())
     if steady is not None and not seen:
@@ -158,12 +149,12 @@ def finish(
         modules = (module for _, module in call.named_submodules())
         found = found._replace(modes=mode_changes(raw, steady, modules))
         with steady.state.present():
-            return _rewritten(call, steady.inputs, found, mark, communication, held)
+            return _rewritten(call, steady.inputs, found, communication, held)
     found = _Repeated(raw, raw.outside, True, raw.effects)
-    if not settled.has(mark, raw):
+    if leaves_something(raw):  # which the next call finds
         raw, record, lasting = repeated(raw, lambda: trace(call, inputs, communication), call)
         found = _Repeated(raw, record, lasting, raw.effects)
-    return _rewritten(call, inputs, found, mark, communication, held)
+    return _rewritten(call, inputs, found, communication, held)
 
 
 class _Repeated(NamedTuple):
@@ -181,7 +172,6 @@ def _rewritten(
     call: Call,
     inputs: Inputs,
     found: _Repeated,
-    mark: str,
     communication: MarkedCommunication | None,
     held: Set[str],
 ) -> CapturedStep:
@@ -225,7 +215,6 @@ def _rewritten(
         specs,
         raw.signature,
         inputs,
-        mark,
         found.effects,
         found.lasting,
         guard,
@@ -235,7 +224,6 @@ def _rewritten(
         parallel,
         tuple(found_places(found.outside, call, guard)),
         found.modes,
-        raw.outside.executed,
     )
 
 
@@ -290,19 +278,18 @@ def capture(
 def capture_call(
     call: Call,
     communication: MarkedCommunication | None = None,
-    settled: SettledTraces = NOTHING_SETTLED,
     *,
     lasts: bool = False,
     held: Set[str] = frozenset(),
 ) -> CapturedStep:
     """`capture`, of arguments already taken apart, with the markers that `parallelize` expands;
-    `settled`, `lasts` and `held`: see `finish`."""
+    `lasts` and `held`: see `finish`."""
     with dispatch_keys_kept(), _compat.without_fake_mode(), collector_paused(), births_noted():
         call = call.with_whole_objects()
         while True:
             call, inputs, raw = first_trace(call, communication)
             try:
-                return finish(call, inputs, communication, raw, settled, lasts=lasts, held=held)
+                return finish(call, inputs, communication, raw, lasts=lasts, held=held)
             except (MoreInputs, CaptureError) as error:
                 call = retried(call, inputs, error)
 

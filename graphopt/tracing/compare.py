@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from graphopt import _compat
 from graphopt.graph_utils import is_operator
 from graphopt.host import HostCall
 from graphopt.ir.bits import same_bits
-from graphopt.ir.metadata import phase_of, source_line
+from graphopt.ir.metadata import source_line
 from graphopt.ir.source import SourceLine
 
 
@@ -66,44 +65,6 @@ def _same_target(x: Any, y: Any) -> bool:
     if isinstance(x, HostCall) and isinstance(y, HostCall):
         return x.repeats(y)
     return bool(x == y)
-
-
-def fingerprint(graph_module: fx.GraphModule, labels: Sequence[tuple[str, str]]) -> str:
-    """A digest of everything a trace recorded outside the optimizers' own code.
-
-    Two captures of a step that differ in optimizer state alone (before and after the first step,
-    say) have the same fingerprint: what the step might have read from outside, it read alike.
-
-    Args:
-        labels: kind and qualified name per placeholder.
-    """
-    digest = hashlib.sha256()
-    supply = iter(labels)
-    known: dict[fx.Node, Any] = {}
-    computed: list[fx.Node] = []
-    for node in graph_module.graph.nodes:
-        source = _copied(node)
-        if source is not None:
-            known[node] = known[source]
-        elif node.op == "placeholder":
-            known[node] = next(supply)
-        elif phase_of(node) == "optimizer":
-            known[node] = "of the optimizer"
-        else:
-            known[node] = len(computed)
-            computed.append(node)
-            if node.op == "get_attr":
-                digest.update(_constant_bytes(getattr(graph_module, str(node.target))))
-            elif node.op != "output":
-                line = (node.op, str(node.target), _comparable(node, known))
-                digest.update(repr(line).encode())
-    return digest.hexdigest()
-
-
-def _constant_bytes(value: Any) -> bytes:
-    if not isinstance(value, torch.Tensor) or _compat.is_fake(value):
-        return repr(value).encode()
-    return repr((value.dtype, value.shape, value.tolist())).encode()
 
 
 class NodeLabels:

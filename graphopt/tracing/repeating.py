@@ -17,15 +17,21 @@ from graphopt.tracing.reduction import UnagreedParameterError
 from graphopt.tracing.trace import RawTrace
 
 
+def leaves_something(raw: RawTrace) -> bool:
+    """Whether a step leaves something on the host, so that its next call may do something else: a
+    cache that it fills, a flag, a counter. All else that it goes by is guarded or refused."""
+    outside = raw.outside
+    changed = outside.changed is not None or outside.unrepeated.first is not None
+    return changed or bool(raw.effects)
+
+
 def repeated(
     raw: RawTrace, retrace: Callable[[], RawTrace], call: Call
 ) -> tuple[RawTrace, Record, bool]:
     """A trace that the next one repeats, what that one has read outside the arguments, and whether
     further calls do the same.
 
-    The first one may differ alone: fake tensors see by then that an operator returns one tensor
-    twice, which they do not when they answer from their cache. Where the step has effects on the
-    host, the next one is traced as they leave it.
+    The next one is traced as the effects of this one leave the host.
     """
     second = _next_call(raw, retrace)
     if second is not None and _repeats(raw, second):

@@ -26,7 +26,6 @@ from graphopt.stages import Stages
 from graphopt.stages.compiling import StepInMaking
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
-from graphopt.tracing.settled import NOTHING_SETTLED
 from graphopt.tracing.strides import corrected
 from graphopt.tracing.trusted import check
 
@@ -115,7 +114,7 @@ class StageCapture:
         if self._parallel is None:
             return [Ranks(lasts=False)]
         mode = ("stage", self._stage)
-        return self._joint.ways(call, self._parallel, True, mode, NOTHING_SETTLED, Others())
+        return self._joint.ways(call, self._parallel, True, mode, Others())
 
     def _refuse_late(self, step: StepInMaking) -> None:
         if step.module.graph.late:

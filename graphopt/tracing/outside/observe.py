@@ -103,7 +103,6 @@ class Observer:
         """An instruction is about to run."""
         if self._is_apart(frame):
             return
-        self.record.executed[id(step)] = step
         self._instructions.before(frame, step)
 
     def _is_apart(self, frame: FrameType) -> bool:

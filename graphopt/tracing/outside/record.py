@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.outside.accesses import OutsideAccess
 from graphopt.tracing.outside.changed_containers import MUTABLE
 from graphopt.tracing.outside.places import (
     MISSING,
@@ -63,7 +62,6 @@ class Record(OutsideReads):
         optimizers: whose state the step uses, by id.
         optimizers_read: ids of those whose parameter groups it reads.
         left_over: ids of those whose state also holds that of parameters in none of their groups.
-        executed: the instructions that may have read or written outside, by id.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class Record(OutsideReads):
         self.changed: tuple[Read, Any] | None = None
         self.times_written: Counter[tuple[Any, ...]] = Counter()
         self._left_in: dict[int, Any] = {}
-        self.executed: dict[int, OutsideAccess] = {}
 
     def finish(self) -> None:
         """The step is over: look for what it changed."""
