@@ -113,7 +113,7 @@ def test_nothing_is_traced_to_find_it(style: Style, traces: list[int]) -> None:
         x = torch.rand(4, 3)
         assert torch.equal(step(x), reference(x))
         assert captured.left() == eager.left()
-    assert traces[0] == 2  # the step, and once more to see that it is repeated
+    assert traces[0] <= 2  # the next step, which finds gradients, may be traced besides
 
 
 def test_what_may_be_left_alone_is_not_named() -> None:
