@@ -69,6 +69,7 @@ from graphopt._compat.groups import (
     ranks_of_group,
     start_fake_group,
 )
+from graphopt._compat.metadata import metadata_match
 from graphopt._compat.modules import (
     floats_of_statistics,
     is_compiled_module,

@@ -189,30 +189,34 @@ class ModuleGuard:
     def describe(self, snapshot: StateSnapshot) -> None:
         """Say what `mismatch` looks at, as it is now, where nothing has changed."""
         attributes = self.attributes
-        snapshot.has_size(attributes)
-        snapshot.has(attributes, "training", self.training)
+        looked_at = {key: attributes[key] for key in attributes if key in _OF_TORCH}
+        looked_at.update((key, attributes[key]) for key, _, _ in self.others)
+        _see(attributes, looked_at, snapshot)
         for table, entries, _ in self.tensors:
-            snapshot.has_size(table)
-            for key, tensor, _ in entries:
-                snapshot.has(table, key, tensor)
+            _see(table, {key: tensor for key, tensor, _ in entries}, snapshot)
+            for _, tensor, _ in entries:
                 if tensor is not None:
                     snapshot.has_kind(tensor)
-        for table in (attributes[key] for key in _HOOKS):
-            snapshot.has_keys(table)
-        for key in (*_HOOKS, "_modules"):
-            snapshot.has(attributes, key, attributes[key])
-        snapshot.has_size(attributes["_modules"])
-        for key in attributes["_modules"]:
-            snapshot.has_module(attributes["_modules"], key)
+        for hooks in (attributes[key] for key in _HOOKS):
+            snapshot.has_keys(hooks)
+        snapshot.has_modules(attributes["_modules"])
         for key, _, contents in self.others:
-            value = attributes[key]
-            snapshot.has(attributes, key, value)
             if contents is not None:
-                snapshot.has_items(value)
+                snapshot.has_items(attributes[key])
 
     def _registered(self, names: set[str]) -> str:
         listed = ", ".join(f"{self.name}.{name}" for name in sorted(names))
         return f"{listed} was registered or dropped"
+
+
+def _see(table: dict[str, Any], looked_at: dict[str, Any], snapshot: StateSnapshot) -> None:
+    """Say what has to be in a dictionary, some of whose items may be others in each call."""
+    if len(looked_at) == len(table):
+        snapshot.has_items(table)
+        return
+    snapshot.has_size(table)
+    for key, value in looked_at.items():
+        snapshot.has(table, key, value)
 
 
 _MISSING = object()

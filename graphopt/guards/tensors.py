@@ -4,6 +4,7 @@ be inputs, gradients, attributes that a program has set on them, and which share
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ class TensorGuards:
             for entry in inputs.module_tensors
             if entry.kind == "parameter" or accumulates(entry.tensor)
         ]
+        self._parameters.sort(key=lambda entry: entry.rebindable)
+        self._same_parameters = [e.tensor for e in self._parameters if not e.rebindable]
+        self._other_parameters = [e.slots[0] for e in self._parameters if e.rebindable]
         self._gradients = self._gradients_now()
 
     def _note_marks(self) -> None:
@@ -94,18 +98,17 @@ class TensorGuards:
 
     def _gradients_now(self) -> list[bool]:
         """For each parameter, and each tensor like one, whether it has a gradient."""
-        return [_has_gradient(entry) for entry in self._parameters]
+        there = [gradient is not None for gradient in map(_GRADIENT, self._same_parameters)]
+        for owner, key in self._other_parameters:
+            tensor = owner.get(key)
+            there.append(isinstance(tensor, torch.Tensor) and has_gradient(tensor))
+        return there
 
+
+_GRADIENT = attrgetter("grad")
 
 _INPUT: Any = object()
 """Stands for an attribute of a parameter that is an input, which may be another in each call."""
-
-
-def _has_gradient(entry: ModuleTensor) -> bool:
-    if not entry.rebindable:
-        return entry.tensor.grad is not None
-    owner, key = entry.slots[0]
-    return isinstance(owner.get(key), torch.Tensor) and has_gradient(owner[key])
 
 
 def _layout(holder: Storage) -> list[int]:

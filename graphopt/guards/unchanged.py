@@ -1,7 +1,15 @@
-"""Whether very many objects are still the same, in few steps of the interpreter.
+"""Whether very many objects are still as they were, asked once before each call of a step.
 
-Guards are asked before every call of a step. To say in detail how something has changed they take
-microseconds for each module and parameter; this takes tens of nanoseconds for each object.
+    what there was                      how it is compared with what is there
+    ─────────────────────────────────   ────────────────────────────────────────────────────────────
+    whole dictionaries and lists        as one flat list (`containers.py`)
+    items, attributes, classes          one by one, without a Python function for any of them
+    shapes, dtypes, … of tensors        by the C++ code that torch.compile has for that
+    containers in which there is nothing  whether there is
+
+Objects are compared by identity: no `__eq__` of the program's is called, `1` is not `True`, and
+`0.0` is not `-0.0`. That an equal value stands in a place is for a guard to find out, which looks
+at its own things one by one where something here differs.
 """
 
 from __future__ import annotations
@@ -9,17 +17,27 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
 from itertools import chain
-from operator import contains, getitem, is_
+from operator import contains, getitem
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from graphopt import _compat
+from graphopt._compat.identity import identities
+from graphopt.guards.containers import (
+    Container,
+    NotedContainer,
+    NotedModules,
+    WholeContainers,
+    WholeModules,
+)
 from graphopt.guards.values import is_plain, kinds_of
 
-Container = dict[Any, Any] | list[Any]
 Body = tuple[type, dict[str, Any]] | None
+
+_MATCHES = 3
+"""States of the same tensors, such as with an update in flight and without, that are known."""
 
 
 class StateSnapshot:
@@ -30,19 +48,19 @@ class StateSnapshot:
 
     def __init__(self) -> None:
         self._joined: StateSnapshot | None = None
+        self._whole: tuple[WholeContainers, WholeModules] | None = None
+        self._matches: tuple[Callable[[], bool], ...] = ()
         self._containers: list[Any] = []
         self._keys: list[Any] = []
         self._values: list[Any] = []
         self._references: list[Callable[[], Any]] = []
         self._referring: list[Any] = []
         self._referred: list[Any] = []
-        self._ordered: list[tuple[dict[Any, Any], list[Any], list[Any]]] = []
+        self._noted: list[NotedContainer] = []
+        self._noted_modules: list[NotedModules] = []
+        self._empty: list[Any] = []
         self._sized: list[Any] = []
         self._sizes: list[int] = []
-        self._tables: list[dict[str, Any]] = []
-        self._names: list[str] = []
-        self._classes: list[type] = []
-        self._attributes: list[dict[str, Any] | None] = []
         self._named: list[tuple[dict[Any, Any], tuple[Any, ...]]] = []
         self._tensors: list[torch.Tensor] = []
         self._kinds: list[Any] = []
@@ -76,6 +94,7 @@ class StateSnapshot:
 
     def forget(self) -> None:
         """Keep nothing alive. It holds no more."""
+        self._whole, self._matches = None, ()
         for each in self._lists():
             each.clear()
         self._checks.append(_never)
@@ -142,16 +161,10 @@ class StateSnapshot:
 
     def has_items(self, container: Container) -> None:
         """The container has these items, and no others."""
-        if isinstance(container, dict) and any(isinstance(key, torch.Tensor) for key in container):
-            # torch hashes tensors in Python: their order is looked at instead
-            self._ordered.append((container, list(container), list(container.values())))
-            return
-        pairs: Iterable[tuple[Any, Any]] = (
-            container.items() if isinstance(container, dict) else enumerate(container)
-        )
-        for key, value in pairs:
-            self.has(container, key, value)
-        self.has_size(container)
+        if container:
+            self._noted.append(NotedContainer.of(container))
+        else:
+            self._empty.append(container)
 
     def has_size(self, container: Sized) -> None:
         """The container has as many items as now."""
@@ -164,17 +177,18 @@ class StateSnapshot:
 
     def has_keys(self, table: dict[Any, Any]) -> None:
         """The table has these keys; what is there does not matter, and is not kept alive."""
+        if not table:
+            self._empty.append(table)
+            return
         self.has_size(table)
-        if table:
-            self._named.append((table, tuple(table)))
+        self._named.append((table, tuple(table)))
 
-    def has_module(self, table: dict[str, Any], key: str) -> None:
-        """This module, or None, is at `key`; the module is not kept alive."""
-        module = table[key]
-        self._tables.append(table)
-        self._names.append(key)
-        self._classes.append(type(module))
-        self._attributes.append(_attributes_of(module))
+    def has_modules(self, table: dict[str, Any]) -> None:
+        """The table has these modules, or None, and no others; they are not kept alive."""
+        if table:
+            self._noted_modules.append(NotedModules.of(table))
+        else:
+            self._empty.append(table)
 
     def has_kind(self, tensor: torch.Tensor) -> None:
         """The tensor is of this kind, and has these gradient hooks."""
@@ -187,14 +201,14 @@ class StateSnapshot:
     def holds(self) -> bool:
         """Whether all that is so."""
         try:
-            now = map(getitem, self._containers, self._keys)
+            items = map(getitem, self._containers, self._keys)
             return (
-                list(map(len, self._sized)) == self._sizes
-                and all(map(is_, now, self._values))
+                not any(self._empty)
+                and list(map(len, self._sized)) == self._sizes
+                and self._same_contents()
+                and identities(items) == identities(self._values)
                 and (not self._references or self._same_objects())
-                and (not self._ordered or self._same_order())
                 and (not self._named or all(tuple(table) == keys for table, keys in self._named))
-                and (not self._tables or self._same_modules())
                 and (not self._tensors or self._same_tensors())
                 and list(map(contains, self._asked, self._asked_keys)) == self._there
                 and (not self._typed or [type(of()) for of in self._typed] == self._types)
@@ -205,38 +219,34 @@ class StateSnapshot:
         except (KeyError, IndexError, AttributeError):  # something is no longer where it was
             return False
 
-    def _same_order(self) -> bool:
-        return all(
-            len(table) == len(keys)
-            and all(map(is_, table, keys))
-            and all(map(is_, table.values(), values))
-            for table, keys, values in self._ordered
-        )
+    def _same_contents(self) -> bool:
+        if self._whole is None:
+            self._whole = WholeContainers(self._noted), WholeModules(self._noted_modules)
+        containers, modules = self._whole
+        return containers.hold() and modules.hold()
 
     def _same_objects(self) -> bool:
         now = map(getitem, self._referring, self._referred)
-        return all(map(is_, now, [reference() for reference in self._references]))
-
-    def _same_modules(self) -> bool:
-        now = list(map(getitem, self._tables, self._names))
-        if list(map(type, now)) != self._classes:
-            return False
-        return all(map(is_, map(_attributes_of, now), self._attributes))
+        return identities(now) == identities([reference() for reference in self._references])
 
     def _same_tensors(self) -> bool:
-        if kinds_of(self._tensors) != (self._kinds, self._strides):
-            return False
+        if not any(match() for match in self._matches):
+            if kinds_of(self._tensors) != (self._kinds, self._strides):
+                return False
+            match = _compat.metadata_match(self._tensors)
+            if match is not None:
+                self._matches = (match, *self._matches[: _MATCHES - 1])
         if any(chain.from_iterable(map(_compat.hook_tables, self._tensors))):
             return list(map(_compat.hooks_of, self._tensors)) == self._hooks
         return not any(self._hooks)
 
     def _same_attributes(self) -> bool:
         now = map(getattr, [of() for of in self._holders], self._attribute_names)
-        return all(map(is_, now, self._attribute_values))
+        return identities(now) == identities(self._attribute_values)
 
     def _same_referred(self) -> bool:
         now = map(getattr, [of() for of in self._referring_holders], self._referred_names)
-        return all(map(is_, now, [reference() for reference in self._referred_values]))
+        return identities(now) == identities([of() for of in self._referred_values])
 
 
 def _never() -> bool:
@@ -247,10 +257,6 @@ def body_of(module: nn.Module | None) -> Body:
     """What a module is without its name: its class and its attributes, which are the same objects
     as long as it is the same module. They do not keep the module alive."""
     return None if module is None else (type(module), vars(module))
-
-
-def _attributes_of(module: nn.Module | None) -> dict[str, Any] | None:
-    return getattr(module, "__dict__", None)
 
 
 def is_body(module: nn.Module | None, body: Body) -> bool:

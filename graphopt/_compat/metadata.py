@@ -1,0 +1,30 @@
+"""Whether very many tensors are of the kinds that they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch._C._dynamo import guards
+
+
+def metadata_match(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
+    """Makes a function that says whether all tensors still have the classes, dtypes, devices,
+    sizes, strides and `requires_grad` that they have now, in C++: 30 ns a tensor where it would
+    take 500 in Python. Torch's modes are as they are now, too. It keeps the tensors alive.
+
+    Returns:
+        None where one of them is not dense.
+    """
+    once = list({id(tensor): tensor for tensor in tensors}.values())
+    if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in once):
+        return None
+    sizes = [list(tensor.shape) for tensor in once]
+    strides = [list(tensor.stride()) for tensor in once]
+    found = guards.TensorGuards(
+        *once,
+        dynamic_dims_sizes=sizes,  # type: ignore[arg-type]
+        dynamic_dims_strides=strides,  # type: ignore[arg-type]
+    )
+    return partial(found.check, *once)
