@@ -8,6 +8,8 @@ from functools import partial
 import torch
 from torch._C._dynamo import guards
 
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
 
 def metadata_match(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
     """Makes a function that says whether all tensors still have the classes, dtypes, devices,
@@ -15,9 +17,12 @@ def metadata_match(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None
     take 500 in Python. Torch's modes are as they are now, too. It keeps the tensors alive.
 
     Returns:
-        None where one of them is not dense.
+        None where one of them is of a class of its own, as with an update in flight, which asking
+        for its class would finish, or is not dense.
     """
     once = list({id(tensor): tensor for tensor in tensors}.values())
+    if not all(type(tensor) in _PLAIN for tensor in once):
+        return None
     if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in once):
         return None
     sizes = [list(tensor.shape) for tensor in once]
