@@ -19,7 +19,7 @@ from graphopt.graph_utils import is_operator
 from graphopt.saved import load_graph
 from graphopt.testing import pretended
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "pretended.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "without_a_gpu.md"
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 
@@ -86,7 +86,7 @@ def test_a_script_and_what_it_saves(tmp_path: Path) -> None:
 
 
 def test_the_page_about_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/pretended.md: its script is run as it says."""
+    """docs/without_a_gpu.md: its script is run as it says."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "prepare.py").write_text(blocks[0])
     monkeypatch.chdir(tmp_path)
