@@ -82,19 +82,19 @@ def network_named(text: str) -> Network:
 
 
 def captured_for_ranks(calls: StepCalls) -> fx.GraphModule:
-    """The step as a graph that averages its gradients; nothing runs, and no other rank is needed.
+    """The step that follows the first one, as a graph that averages its gradients.
+
+    Runs the first one here, on copies of the arguments; no other rank is needed.
 
     Raises:
         CaptureError: graphopt cannot capture the step.
     """
     (batch,) = calls.next_batches(1)
+    arguments, batch, keywords = copy.deepcopy((calls.arguments, batch, calls.keywords))
+    calls.function(*arguments, *batch, **keywords)  # optimizers make their state
     with nullcontext() if dist.is_initialized() else fake_ranks(2):
         return graphopt.capture(
-            calls.function,
-            *calls.arguments,
-            *batch,
-            parallel=graphopt.DataParallel(),
-            **calls.keywords,
+            calls.function, *arguments, *batch, parallel=graphopt.DataParallel(), **keywords
         ).graph_module
 
 
