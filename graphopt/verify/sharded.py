@@ -119,7 +119,7 @@ class _Blocks:
         if node.op == "placeholder":
             same = input_kind(node) in _SAME_INPUTS and node not in self._blocks
         elif traits.collective:
-            same = traits.same_on_all and node.args[-1] == self._group
+            same = traits.same_on_all and bool(node.args[-1] == self._group)
         else:
             same = not traits.random and all(map(self._same.__contains__, node.all_input_nodes))
         if same:
