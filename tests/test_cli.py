@@ -85,7 +85,7 @@ def test_demo_defaults(requests: list[dict[str, Any]]) -> None:
     assert requests == [
         {
             "ranks": 2,
-            "rounds": 5,
+            "rounds": 3,
             "links": "0,0.5,1,2",
             "device": "cpu",
             "backend": "gloo",

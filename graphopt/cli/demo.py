@@ -23,7 +23,7 @@ Examples:
 
 def demo(
     ranks: Annotated[int, typer.Option(min=1, help="Processes to train with.")] = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of six steps on each link.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of four steps on each link.")] = 3,
     links: Annotated[
         str,
         typer.Option(

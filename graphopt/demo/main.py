@@ -25,7 +25,7 @@ from graphopt.demo.report import ProgressView, Results, cost_table, difference_t
 from graphopt.demo.showcase import show_graph_and_passes
 from graphopt.demo.worker import DemoTask
 
-TURN = 6
+TURN = 4
 """Steps of one variant before the next one's turn."""
 _WORKER = ("-m", "graphopt.demo.worker")
 

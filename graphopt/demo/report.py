@@ -129,14 +129,14 @@ def link_text(link: float) -> str:
 def step_table(results: Results, ranks: int) -> Table:
     """Milliseconds of a step on each link, and graphopt's ratios, rows without gain included."""
     title = f"One step, median of {len(results.seconds(GRAPHOPT, results.links[0]))} turns"
-    table = Table(title=title, title_style="bold")
-    headings = ("", "compute", "DDP", "best DDP", "graphopt", "/ best DDP", "/ DDP")
+    table = Table(title=title, title_style="bold", box=None, padding=(0, 2, 0, 0))
+    headings = ("ms", "compute", "DDP", "best DDP", "graphopt", "/ best DDP", "/ DDP")
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number else "left", no_wrap=True)
     for link in results.links:
         best = results.best_ddp(link)
         shown = (COMPUTE, DEFAULT_DDP, best, GRAPHOPT)
-        times = [f"{1e3 * median(results.seconds(name, link)):.0f} ms" for name in shown]
+        times = [f"{1e3 * median(results.seconds(name, link)):.0f}" for name in shown]
         times[2] += f" ({best.removeprefix('DDP, ')})"
         ratios = [_spread(results.ratios(name, link)) for name in (best, DEFAULT_DDP)]
         table.add_row(link_text(link) if ranks > 1 else "one rank", *times, *ratios)
@@ -145,7 +145,7 @@ def step_table(results: Results, ranks: int) -> Table:
 
 def cost_table(results: Results) -> Table:
     """What a variant costs by itself: first call and memory; and the loss that was compared."""
-    table = Table(title="By itself", title_style="bold")
+    table = Table(title="By itself", title_style="bold", box=None, padding=(0, 2, 0, 0))
     table.add_column("")
     for name in results.alone:
         table.add_column(name, justify="right")
@@ -180,7 +180,7 @@ def difference_text(results: Results) -> str:
 def _spread(values: list[float]) -> str:
     """The median, and from the first to the third quartile."""
     middle = f"{median(values):.2f}"
-    if len(values) < 4:
+    if len(values) < 2:
         return middle
     low, _, high = quantiles(values, n=4, method="inclusive")
     return f"{middle} ({low:.2f}-{high:.2f})"
