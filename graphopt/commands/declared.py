@@ -13,7 +13,7 @@ from typing import Any
 DECORATOR = "graph_optimization_pass"
 
 _LISTS = ("prerequisites", "apply_after", "apply_before")
-_FLAGS = ("repeatable", "changes_numerics", "whole_step", "bakes_rank")
+_FLAGS = ("repeatable", "changes_numerics", "changes_communication", "whole_step", "bakes_rank")
 _WHOLE_STEP = "IterGraphModule"
 
 

@@ -67,6 +67,7 @@ def described(pass_: Pass) -> dict[str, Any]:
         "apply_before": list(pass_.apply_before),
         "repeatable": pass_.repeatable,
         "changes_numerics": pass_.changes_numerics,
+        "changes_communication": pass_.changes_communication,
         "whole_step": pass_.whole_step,
         "bakes_rank": pass_.bakes_rank,
         "module": pass_.module,

@@ -28,9 +28,10 @@ from graphopt.manager.unread import newly_unread
 from graphopt.readable import graph_diff, graph_text
 from graphopt.runtime import places
 from graphopt.verify import Problem, structure
-from graphopt.verify.dependencies import DependencyCheck
+from graphopt.verify.dependencies import Communication, DependencyCheck
 from graphopt.verify.equivalence import EquivalenceReport, Proof
 from graphopt.verify.evaluated import NotDecidedError
+from graphopt.verify.groups import changed_groups
 from graphopt.verify.interface import changed_arguments, kinds_returned, returned_problems
 from graphopt.verify.matching import correspondence_by_name, same_nodes
 from graphopt.verify.metadata import KindsOfResults, changed_problems
@@ -146,10 +147,15 @@ class Verification(PassCallback):
         unread = newly_unread(context.gm.graph, context.before)
         if unread is not None:
             raise Refused([unread])
+        wrong = list(changed_groups(context.before.graph, context.gm.graph))
+        if wrong:
+            raise Refused(wrong)
         if self._prove and context.before.annotated and not context.pass_.changes_numerics:
             problems = self._not_proven(context)
         else:
             problems = self._not_kept(context)
+            if problems and self._is_proven(context):
+                problems = []
         if problems:
             raise Refused(problems, of_values=True)
 
@@ -171,8 +177,26 @@ class Verification(PassCallback):
         self._proof.forget()
         return self._dependencies_lost(context) or problems
 
+    def _is_proven(self, context: PassContext) -> bool:
+        """Whether a graph computes the same though dependencies do not show it: what is proven is
+        accepted whatever a pass declares, and whatever is asked for."""
+        gm, before = context.gm, context.before
+        if not before.annotated or self._badly_typed(context):
+            return False
+        if list(structure.waits_of_launches(gm.graph)):
+            return False
+        report = self._report(context)
+        proven = (
+            report.decidable and report.ok and not _calls_of_host(before, gm.graph, self._proof)
+        )
+        self._proof.forget()
+        self._dependencies.forget()
+        return proven
+
     def _report(self, context: PassContext) -> EquivalenceReport:
-        report = None if self._proof.known is None else self._proof.follow(context.gm)
+        sends = not context.pass_.changes_communication
+        known = self._proof.known is not None
+        report = self._proof.follow(context.gm, sends=sends) if known else None
         if report is not None and report.ok:
             return report
         try:
@@ -181,7 +205,7 @@ class Verification(PassCallback):
             if report is not None:  # the copy has no module, in which parts are looked up
                 return report
             return EquivalenceReport([error.problem], decidable=False)
-        return self._proof.follow(context.gm)
+        return self._proof.follow(context.gm, sends=sends)
 
     def _not_kept(self, context: PassContext) -> list[Problem]:
         """What is wrong where dependencies have to be as they were, and all but rewritten places
@@ -202,7 +226,10 @@ class Verification(PassCallback):
             graph,
             correspondence_by_name(before.graph, graph) if same is None else same,
             copies=before.copies,
-            same_dtypes=not context.pass_.changes_numerics,
+            same=Communication(
+                dtypes=not context.pass_.changes_numerics,
+                amounts=not context.pass_.changes_communication,
+            ),
         )
         return report.problems
 

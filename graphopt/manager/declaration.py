@@ -36,6 +36,7 @@ class Pass:
         apply_before: names of passes that come later if both are applied.
         repeatable: whether it may be applied to a graph more than once.
         changes_numerics: whether it may change the bits of the results.
+        changes_communication: whether collectives may send other amounts, or be of other kinds.
         needs_iterations: whether it takes an `IterGraphModule` alone: its annotation says so.
         whole_step: whether it needs a whole training step; inside `torch.compile` it is left out.
         bakes_rank: whether what it leaves holds on this rank alone, so that ranks share no cache.
@@ -59,6 +60,7 @@ class Pass:
         apply_before: Iterable[Pass | str] = (),
         repeatable: bool = False,
         changes_numerics: bool = False,
+        changes_communication: bool = False,
         whole_step: bool = False,
         bakes_rank: bool = False,
     ) -> None:
@@ -74,6 +76,7 @@ class Pass:
         self.module = function.__module__
         self.repeatable = repeatable
         self.changes_numerics = changes_numerics
+        self.changes_communication = changes_communication
         self.needs_iterations = is_class(annotation) and issubclass(annotation, IterGraphModule)
         self.whole_step = whole_step or self.needs_iterations
         self.bakes_rank = bakes_rank

@@ -22,6 +22,7 @@ def graph_optimization_pass(
     name: str | None = None,
     repeatable: bool = False,
     changes_numerics: bool = False,
+    changes_communication: bool = False,
     whole_step: bool = False,
     bakes_rank: bool = False,
     registry: PassRegistry | None = None,
@@ -44,7 +45,11 @@ def graph_optimization_pass(
         apply_before: passes, or names, that come later if both are applied.
         name: by which pipelines know it; None: the name of the function.
         repeatable: it may be applied to a graph more than once.
-        changes_numerics: it may change the bits of the results.
+        changes_numerics: it may change the bits of the results. What is proven to keep them is
+            accepted all the same.
+        changes_communication: its collectives may send other amounts than before, or be of other
+            kinds: it compresses, sends the largest elements alone, or leaves out what nobody reads.
+            Without `changes_numerics` the results are still proven to be the same.
         whole_step: it needs the graph of a whole training step, and is left out inside
             `torch.compile`. A first parameter that is annotated `IterGraphModule` says so as well.
         bakes_rank: it writes this process's rank, or what follows from it, into the graph, so that
@@ -84,6 +89,7 @@ def graph_optimization_pass(
             apply_before=apply_before,
             repeatable=repeatable,
             changes_numerics=changes_numerics,
+            changes_communication=changes_communication,
             whole_step=whole_step,
             bakes_rank=bakes_rank,
         )

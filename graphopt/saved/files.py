@@ -22,6 +22,7 @@ from graphopt.saved.errors import SavedGraphError
 from graphopt.saved.listing import listing_if_possible
 from graphopt.saved.nodes import decode_graph, encode_graph
 from graphopt.saved.values import DescriptionDecoder, ValueDecoder, ValueEncoder
+from graphopt.verify.groups import sizes_of_groups
 
 APPLIED = "graphopt_passes"
 """Key of `GraphModule.meta` under which the records of applied passes are kept."""
@@ -166,6 +167,8 @@ def _decode(
     graph = IterGraph() if content["iterations"] else fx.Graph()
     decode_graph(content["graph"], graph, constants, decoder(content["graph"]["storages"]))
     graph.lint()
+    for problem in sizes_of_groups(graph):
+        raise SavedGraphError(problem.message)
     loaded = fx.GraphModule(root, graph)
     if content["applied"]:
         loaded.meta[APPLIED] = [

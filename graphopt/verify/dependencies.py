@@ -41,6 +41,7 @@ def check_dependencies(
     *,
     correspondence: Mapping[fx.Node, fx.Node] | None = None,
     same_dtypes: bool = True,
+    same_communication: bool = True,
 ) -> DependencyReport:
     """Whether `after` keeps every dependency of `before`.
 
@@ -56,6 +57,8 @@ def check_dependencies(
         correspondence: node of `after` -> node of `before`; None: nodes of one name correspond.
         same_dtypes: whether collectives have to send what they sent in the same dtype; not so after
             a pass that changes numerics, such as one that compresses gradients.
+        same_communication: whether collectives have to send as much as before, and to be of the
+            same kinds.
 
     >>> print(graphopt.verify.check_dependencies(gm, gm))
     the graph keeps every dependency
@@ -63,7 +66,23 @@ def check_dependencies(
     old, new = graph_of(before), graph_of(after)
     if correspondence is None:
         correspondence = correspondence_by_name(old, new)
-    return DependencyCheck().compare(old, new, correspondence, same_dtypes=same_dtypes)
+    same = Communication(same_dtypes, same_communication)
+    return DependencyCheck().compare(old, new, correspondence, same=same)
+
+
+class Communication(NamedTuple):
+    """What has to be the same of what is sent.
+
+    Attributes:
+        dtypes: the dtypes.
+        amounts: how much, and through which kinds of collectives.
+    """
+
+    dtypes: bool = True
+    amounts: bool = True
+
+
+_ALL = Communication()
 
 
 class DependencyCheck:
@@ -86,7 +105,7 @@ class DependencyCheck:
         correspondence: Mapping[fx.Node, fx.Node],
         *,
         copies: Mapping[fx.Node, fx.Node] | None = None,
-        same_dtypes: bool = True,
+        same: Communication = _ALL,
     ) -> DependencyReport:
         """As `check_dependencies`.
 
@@ -101,10 +120,10 @@ class DependencyCheck:
         known = memory.of_copy(copies) if memory and copies is not None else MemoryOrder(before)
         finalized = works_in_place(after) and not works_in_place(before)
         if finalized and is_finalized(after, correspondence):
-            return _executable((before, known), after, correspondence, same_dtypes=same_dtypes)
+            return _executable((before, known), after, correspondence, same)
         new = MemoryOrder(after)
-        comparison = _Comparison((before, known), (after, new), correspondence)
-        report = DependencyReport(comparison.problems(same_dtypes))
+        comparison = _Comparison((before, known), (after, new), correspondence, same)
+        report = DependencyReport(comparison.problems())
         if report.ok:
             self._memory = new
         return report
@@ -114,8 +133,7 @@ def _executable(
     before: tuple[fx.Graph, MemoryOrder],
     after: fx.Graph,
     correspondence: Mapping[fx.Node, fx.Node],
-    *,
-    same_dtypes: bool,
+    same: Communication,
 ) -> DependencyReport:
     """Compares a graph in the executable dialect with the captured one that it was made from.
 
@@ -130,11 +148,11 @@ def _executable(
     pairs = {
         copy: correspondence[node] for node, copy in read.copies.items() if node in correspondence
     }
-    there = _Comparison(before, now, pairs)
-    problems = there.problems(same_dtypes)
+    there = _Comparison(before, now, pairs, same)
+    problems = there.problems()
     problems += kept_arguments(before[0], read.graph, there.same)
     if not problems:
-        back = _Comparison(now, before, {old: new for new, old in there.same.items()})
+        back = _Comparison(now, before, {old: new for new, old in there.same.items()}, same)
         problems = [
             Problem(f"not so in the graph before: {problem.message}", problem.nodes)
             for problem in back.lost()
@@ -150,21 +168,23 @@ class _Comparison:
         before: tuple[fx.Graph, MemoryOrder],
         after: tuple[fx.Graph, MemoryOrder],
         correspondence: Mapping[fx.Node, fx.Node],
+        communication: Communication,
     ) -> None:
         self._before, self._after = before, after
+        self._communication = communication
         self._matching = Matching(self._before, self._after, correspondence)
-        self._labels = Labels()
+        self._labels = Labels(kinds=communication.amounts)
         self._uncut: Side | None = None
         self._position = {node: index for index, node in enumerate(after[0].nodes)}
 
-    def problems(self, same_dtypes: bool) -> list[Problem]:
-        same = self._matching.same
+    def problems(self) -> list[Problem]:
+        same, told = self._matching.same, self._communication
         (before, _), (after, memory) = self._before, self._after
         return [
             *structure.interface(before, after),
             *structure.late_nodes(after),
             *structure.waits(before, after, memory, same),
-            *sent.totals(before, after, same, same_dtypes=same_dtypes),
+            *(sent.totals(before, after, same, same_dtypes=told.dtypes) if told.amounts else ()),
             *structure.state(self._before, self._after, same),
             *structure.write_order(self._before[1], after, same),
             *structure.randomness(before, after, same),

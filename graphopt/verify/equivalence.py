@@ -134,15 +134,15 @@ class Proof:
             return EquivalenceReport([error.problem], decidable=False)
         return self._compared(old, after, regions, list(of_constants(before, after)))
 
-    def follow(self, after: fx.GraphModule) -> EquivalenceReport:
+    def follow(self, after: fx.GraphModule, *, sends: bool = True) -> EquivalenceReport:
         """As `compare` with the graph of which it is known what it computes; `after` also has to
-        send as much, and to list the same updates. What problems say of nodes that were there
-        before is what they are now."""
+        send as much, if `sends`, and to list the same updates. What problems say of nodes that were
+        there before is what they are now."""
         old = self._known
         assert old is not None
-        report = self._compared(old, after, None, [])
+        report = self._compared(old, after, None, [], sends=sends)
         if self._known is not None:
-            report.problems += of_what_is_said(old, self._known)
+            report.problems += of_what_is_said(old, self._known, sends=sends)
         return report
 
     def _compared(
@@ -151,12 +151,14 @@ class Proof:
         after: fx.GraphModule | fx.Graph,
         regions: RewrittenRegions | None,
         problems: list[Problem],
+        *,
+        sends: bool = True,
     ) -> EquivalenceReport:
         self.forget()
         terms, unknown = self.terms, {} if regions is None else regions.unknowns()[1]
         try:
             new = evaluate_graph(after, terms, unknowns=unknown)
-            problems += differences(terms, old, new)
+            problems += differences(terms, old, new, sends=sends)
             problems += () if unknown else of_errors(old, new)
             if not problems and isinstance(after, IterGraphModule) and after.graph.late:
                 new = evaluate_graph(after, terms) if unknown else new

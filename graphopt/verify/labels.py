@@ -46,9 +46,14 @@ class Labels:
     """Numbers for signatures of collectives, and for sets of them (*labels*). 0 is the empty set.
 
     One instance serves all flows that are compared.
+
+    Args:
+        kinds: whether collectives of other kinds are told apart; otherwise those of a group are
+            one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, kinds: bool = True) -> None:
+        self._kinds = kinds
         self._signatures: list[Signature] = []
         self._numbers: dict[Signature, int] = {}
         self._sets: list[frozenset[int]] = [frozenset()]
@@ -56,6 +61,8 @@ class Labels:
 
     def number(self, signature: Signature) -> int:
         """The number of a signature, the same for equal ones."""
+        if not self._kinds:
+            signature = ("a collective", signature[-1])
         if signature not in self._numbers:
             self._numbers[signature] = len(self._signatures)
             self._signatures.append(signature)

@@ -17,16 +17,21 @@ from graphopt.verify.problems import Problem
 from graphopt.verify.terms import Terms, canonical
 
 
-def differences(terms: Terms, old: Evaluation, new: Evaluation) -> Iterator[Problem]:
-    """Where two graphs leave different values, or values in storage that is shared otherwise."""
-    yield from of_outcomes(terms, old, new, "")
+def differences(
+    terms: Terms, old: Evaluation, new: Evaluation, *, sends: bool = True
+) -> Iterator[Problem]:
+    """Where two graphs leave different values, or values in storage that is shared otherwise;
+    `sends`: or send other elements."""
+    yield from of_values_and_draws(terms, old, new)
+    if sends:
+        yield from _of_sends(terms, old, new, "")
     yield from _of_aliases(old, new)
     yield from _of_separated(old, new)
 
 
-def of_what_is_said(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
+def of_what_is_said(old: Evaluation, new: Evaluation, *, sends: bool = True) -> Iterator[Problem]:
     """What others rely on, whatever is computed: how much is sent, and which updates are listed."""
-    for (signature, dtype), count in old.amounts.items():
+    for (signature, dtype), count in old.amounts.items() if sends else ():
         left = new.amounts[signature, dtype]
         if left < count:
             text = f"{signature_text(signature)} sends {left} elements of {dtype}, before it was"
