@@ -74,7 +74,7 @@ def numeric_problems(
     Args:
         base: what both graphs give for the inputs as they are.
     """
-    comparison, measured_noise = _Comparison(), False
+    comparison, measured_noise = _NumericComparison(), False
     for experiment in experiments:
         chosen, expected = _finite(experiment, run_untouched, base[0])
         if chosen.purpose == "disturbed":
@@ -144,7 +144,7 @@ def _finite(
     return experiment, None
 
 
-class _Comparison:
+class _NumericComparison:
     """Compares two graphs, experiment by experiment.
 
     Args:
