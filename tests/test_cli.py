@@ -210,6 +210,7 @@ def test_passes_as_json(folder: Path) -> None:
         "apply_before": [],
         "repeatable": True,
         "changes_numerics": True,
+        "changes_communication": False,
         "whole_step": False,
         "bakes_rank": False,
         "module": "my_passes_for_tests",

@@ -77,7 +77,8 @@ def other_group(gm: fx.GraphModule) -> int:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "what"), [(other_reduction, "the reduction of "), (other_group, "the group of ")]
+    ("wrong", "what"),
+    [(other_reduction, "the reduction of "), (other_group, "there is no process group")],
 )
 def test_what_of_a_collective_changed_is_named(
     wrong: Callable[..., Any], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
