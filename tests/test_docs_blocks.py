@@ -52,3 +52,10 @@ def test_verification(capsys: pytest.CaptureFixture[str]) -> None:
     (listing,) = blocks("verification.md")
     exec(listing, {})
     assert len(capsys.readouterr().out.splitlines()) > 5
+
+
+def test_the_tests_that_pages_name_are_there() -> None:
+    for page in sorted(DOCS.glob("*.md")):
+        for name in re.findall(r"\btest_\w+\b(?=`|\.py)", page.read_text()):
+            own = name == "test_my_passes"  # The file that a reader writes.
+            assert own or (Path(__file__).parent / f"{name}.py").exists(), (page.name, name)
