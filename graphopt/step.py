@@ -21,6 +21,7 @@ from graphopt.runtime.eager import Fallback
 from graphopt.runtime.ranges import STEP
 from graphopt.runtime.recaptures import Recaptures
 from graphopt.stages import stages_for
+from graphopt.viewing import graph_html
 
 if TYPE_CHECKING:
     from graphopt.iter_graph import IterGraphModule
@@ -339,8 +340,6 @@ class TrainStep:
         return records_of(self.graph_module)
 
     def _repr_html_(self) -> str:
-        from graphopt.viewing.notebook import graph_html
-
         if not self._entries:
             return "<p>a training step that has not been called yet</p>"
         return self.report._repr_html_() + graph_html(self.graph_module)

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from weakref import WeakKeyDictionary
 
+from graphopt.ir.user_frames import is_library_file
+
 Place = tuple[tuple[CodeType, int], ...]
 """Instructions of the program, innermost first: of two functions at the most. With fewer, the step
 that was captured is the outer one."""
@@ -38,8 +40,6 @@ def _outside(
     frame: FrameType | None, count: int, is_end: Callable[[FrameType], bool] | None = None
 ) -> Place:
     """The first `count` functions from a frame outwards that belong to the user."""
-    from graphopt.tracing.source import is_library_file
-
     found: list[tuple[CodeType, int]] = []
     while frame is not None and len(found) < count and not (is_end and is_end(frame)):
         if not is_library_file(frame.f_code.co_filename):

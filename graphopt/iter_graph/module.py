@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +21,17 @@ logger = logging.getLogger("graphopt")
 
 Transform = Callable[[fx.GraphModule], fx.GraphModule]
 
+_notebook_view: Callable[[fx.GraphModule], str] | None = None
+"""How notebooks show a graph: pages are made several layers above, by who registers here."""
+
 DERIVED = "derived"
 """Metadata of a derived graph: "setup", "main", "drain" or "cleanup"."""
+
+
+def register_notebook_view(view: Callable[[fx.GraphModule], str]) -> None:
+    """Let notebooks show every `IterGraphModule` as the HTML that `view` returns."""
+    global _notebook_view
+    _notebook_view = view
 
 
 class IterGraphModule(fx.GraphModule):
@@ -122,10 +130,8 @@ class IterGraphModule(fx.GraphModule):
         """Python code of the step, late nodes in their own iteration."""
         return self.graph.python_code("self").src
 
-    def _repr_html_(self) -> str:
-        # Pages are made several layers above graphs.
-        notebook = importlib.import_module("graphopt.viewing.notebook")
-        return cast(str, notebook.graph_html(self))
+    def _repr_html_(self) -> str | None:
+        return None if _notebook_view is None else _notebook_view(self)
 
     @property
     def setup_gm(self) -> fx.GraphModule:

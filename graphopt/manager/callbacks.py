@@ -28,7 +28,7 @@ from graphopt.manager.unread import newly_unread
 from graphopt.readable import graph_diff, graph_text
 from graphopt.runtime import places
 from graphopt.verify import Problem, structure
-from graphopt.verify.dependencies import Communication, DependencyCheck
+from graphopt.verify.dependencies import CommunicationKept, DependencyCheck
 from graphopt.verify.equivalence import EquivalenceReport, Proof
 from graphopt.verify.evaluated import NotDecidedError
 from graphopt.verify.groups import changed_groups
@@ -226,7 +226,7 @@ class Verification(PassCallback):
             graph,
             correspondence_by_name(before.graph, graph) if same is None else same,
             copies=before.copies,
-            same=Communication(
+            same=CommunicationKept(
                 dtypes=not context.pass_.changes_numerics,
                 amounts=not context.pass_.changes_communication,
             ),

@@ -26,12 +26,12 @@ from torch.optim import Optimizer
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
+from graphopt.ir.user_frames import current_location, current_user_line
 from graphopt.tracing.constants import constant_of, is_new
 from graphopt.tracing.lost_history import marks_of, without_history
 from graphopt.tracing.outside.attributes import read_attribute
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.source import current_location, current_user_line
 from graphopt.tracing.tensor_classes import WITH_GRADIENTS, check_class, special_class
 
 

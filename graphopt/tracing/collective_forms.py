@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing.source import current_location
+from graphopt.ir.user_frames import current_location
 
 
 class TracedWork:

@@ -13,9 +13,9 @@ from typing import Any
 import torch.distributed as dist
 
 from graphopt.errors import CaptureError
+from graphopt.ir.user_frames import current_location
 from graphopt.tracing.collective_forms import FORMS
 from graphopt.tracing.replace import replaced
-from graphopt.tracing.source import current_location
 
 _OBJECTS = (
     "sends Python objects, which are pickled when the step is captured",

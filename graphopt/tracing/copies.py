@@ -9,7 +9,7 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import is_dense
-from graphopt.tracing.source import current_location
+from graphopt.ir.user_frames import current_location
 
 
 def deepcopied(tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:

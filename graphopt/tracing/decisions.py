@@ -32,6 +32,7 @@ from graphopt.host.sizes import Relations, SizeAssumption, Sizes
 from graphopt.host.used import Used, UsedAnywhere
 from graphopt.host.voted import VotedAssumption
 from graphopt.ir.metadata import set_value
+from graphopt.ir.user_frames import current_user_line
 from graphopt.parallel.markers import Group
 from graphopt.runtime.budget import WITHOUT_BRANCHES
 from graphopt.tracing.alike import is_alike
@@ -39,7 +40,6 @@ from graphopt.tracing.call import SizesKept
 from graphopt.tracing.constant_values import ConstantValues
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.known import KnownValues
-from graphopt.tracing.source import current_user_line
 from graphopt.tracing.values import Values, ValuesBeforeCollectives
 
 SIZED = "sized"

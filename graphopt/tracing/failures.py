@@ -11,9 +11,9 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError, GraphOptError
 from graphopt.ir.source import SourceLine
+from graphopt.ir.user_frames import in_step, is_library_file, is_tracing_file, user_line_of
 from graphopt.tracing.call import Call
 from graphopt.tracing.refusals import HostWork
-from graphopt.tracing.source import in_step, is_library_file, is_tracing_file, user_line_of
 
 _VALUE = (
     "do it in a function that every step calls: graphopt.callback(function, loss.item()), or return"

@@ -19,8 +19,8 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
+from graphopt.ir.user_frames import current_location
 from graphopt.tracing.replace import replaced
-from graphopt.tracing.source import current_location
 
 
 @contextmanager

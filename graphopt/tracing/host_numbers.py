@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt.ir.user_frames import is_torch_file
 from graphopt.tracing.number_expressions import (
     Application,
     Condition,
@@ -47,7 +48,6 @@ from graphopt.tracing.numbers import (
     record,
     reflected,
 )
-from graphopt.tracing.source import is_torch_file
 
 EXACT = 2**53
 """Integers below are numbers in float64 themselves."""

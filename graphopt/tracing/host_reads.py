@@ -25,9 +25,7 @@ from typing import Any
 import torch
 
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.refusals import HostWork
-from graphopt.tracing.replace import replaced
-from graphopt.tracing.source import (
+from graphopt.ir.user_frames import (
     frames,
     is_around_step,
     is_installed,
@@ -35,6 +33,8 @@ from graphopt.tracing.source import (
     is_own_file,
     is_torch_file,
 )
+from graphopt.tracing.refusals import HostWork
+from graphopt.tracing.replace import replaced
 
 _OF_OS = ("open", "listdir", "scandir", "stat", "lstat", "access", "readlink", "system", "popen",
           "getcwd", "getloadavg", "cpu_count")  # fmt: skip

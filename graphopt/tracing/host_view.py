@@ -22,6 +22,7 @@ from graphopt.host import HostCall
 from graphopt.host.held import FoundObject, Given, HeldByFunction
 from graphopt.host.seen import GivenValue, LeftThere, LeftValue, LiveValue, ReadBehind
 from graphopt.ir.source import SourceLine
+from graphopt.ir.user_frames import current_user_line
 from graphopt.tracing.call import Call
 from graphopt.tracing.given import GivenContainers
 from graphopt.tracing.inputs import Inputs
@@ -33,7 +34,6 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.reachable import Reach, reached_from
 from graphopt.tracing.setting_place import SettingPlace
 from graphopt.tracing.signature import Constant, Signature
-from graphopt.tracing.source import current_user_line
 from graphopt.tracing.substitute import Traced
 from graphopt.tracing.told import told
 

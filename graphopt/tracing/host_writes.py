@@ -22,9 +22,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from graphopt.ir.user_frames import current_user_line, is_installed, is_own_file, is_torch_file
 from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.replace import replaced
-from graphopt.tracing.source import current_user_line, is_installed, is_own_file, is_torch_file
 
 _CLOCKS = frozenset(
     getattr(time, name)

@@ -16,13 +16,13 @@ from torch.optim.optimizer import (
 
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.contents import TABLE
-from graphopt.tracing.source import (
+from graphopt.ir.user_frames import (
     current_location,
     current_user_line,
     inside_step,
     is_library_file,
 )
+from graphopt.tracing.contents import TABLE
 
 
 @contextmanager

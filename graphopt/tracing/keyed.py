@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from graphopt.ir.user_frames import is_own_file, is_torch_file
 from graphopt.tracing import contents
 from graphopt.tracing.contents import ObjectKind
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import replaced
-from graphopt.tracing.source import is_own_file, is_torch_file
 
 Keyed = tuple[ObjectKind, Any]
 """A dictionary or a set, with its kind."""

@@ -22,7 +22,7 @@ import torch
 from graphopt import _compat
 from graphopt._compat.backward import ends_in_hidden_leaves
 from graphopt.errors import CaptureError
-from graphopt.tracing.source import current_user_line
+from graphopt.ir.user_frames import current_user_line
 from graphopt.tracing.tensor_classes import WITH_GRADIENTS
 
 _left: dict[int, weakref.ref[torch.Tensor]] = {}

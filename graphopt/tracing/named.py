@@ -29,9 +29,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphopt import _compat
+from graphopt.ir.user_frames import is_library_file
 from graphopt.tracing.besides import Remembered
 from graphopt.tracing.outside.places import MISSING
-from graphopt.tracing.source import is_library_file
 
 _DEEPEST = 8
 _MOST_CODES = 400

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from graphopt import _compat
 from graphopt._compat.backward import is_in_backward
 from graphopt.errors import CaptureError
-from graphopt.tracing.source import current_location, user_line_of
+from graphopt.ir.user_frames import current_location, user_line_of
 from graphopt.tracing.tagging import Tagger
 
 

@@ -19,13 +19,13 @@ from graphopt import _compat
 from graphopt._compat.untraced import untraced
 from graphopt.errors import CaptureError
 from graphopt.host.context import while_set
+from graphopt.ir.user_frames import current_location, is_torch_file
 from graphopt.tracing.number_functions import (
     GIVING_INTEGERS,
     is_numpy_float,
     numpy_float64,
     of_numpy,
 )
-from graphopt.tracing.source import current_location, is_torch_file
 
 SCHEDULED = ("lr", "betas", "momentum", "weight_decay")
 """Settings of a parameter group that schedulers change; all others are guarded by value."""

@@ -14,12 +14,12 @@ import torch
 from graphopt._compat.untraced import untraced
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
+from graphopt.ir.user_frames import current_user_line
 from graphopt.runtime.collector import frozen_objects_seen
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.impurity import taken_for_a_number
 from graphopt.tracing.positions import Positions
 from graphopt.tracing.refusals import HostWork
-from graphopt.tracing.source import current_user_line
 from graphopt.tracing.tagging import Tagger
 
 

@@ -35,10 +35,10 @@ from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt._compat import frames
+from graphopt.ir.user_frames import is_installed, is_library_file
 from graphopt.tracing import contents
 from graphopt.tracing.contents import Names, ObjectKind
 from graphopt.tracing.outside.native import PUT_BACK
-from graphopt.tracing.source import is_installed, is_library_file
 
 _LIMIT = 200_000
 _LARGE = 10_000

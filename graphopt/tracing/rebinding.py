@@ -26,11 +26,11 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
+from graphopt.ir.user_frames import current_location
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs import Inputs, Storage
 from graphopt.tracing.reshaping import Reshaping
-from graphopt.tracing.source import current_location
 from graphopt.tracing.substitute import Traced
 
 

@@ -20,7 +20,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing.source import current_location
+from graphopt.ir.user_frames import current_location
 
 KERNELS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 """Functions of torch that run a whole recurrent layer, packed or not."""

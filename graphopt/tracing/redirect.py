@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from graphopt import _compat
 from graphopt._compat.backward import around_backwards
 from graphopt._compat.untraced import untraced
+from graphopt.ir.user_frames import current_user_line, is_installed
 from graphopt.tracing import (
     averages,
     constants,
@@ -48,7 +49,6 @@ from graphopt.tracing.packed import Packing
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.replace import replaced
-from graphopt.tracing.source import current_user_line, is_installed
 from graphopt.tracing.substitute import Traced
 from graphopt.tracing.tagging import Tagger
 

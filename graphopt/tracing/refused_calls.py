@@ -9,12 +9,12 @@ from typing import Any
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
+from graphopt.ir.user_frames import is_library_file
 from graphopt.tracing.generators import draw_of
 from graphopt.tracing.host_reads import read_by
 from graphopt.tracing.host_writes import written_by
 from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.replace import original
-from graphopt.tracing.source import is_library_file
 
 
 class RefusedCalls:

@@ -24,10 +24,10 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
+from graphopt.ir.user_frames import current_user_line, is_own_file
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call, has_gradient
 from graphopt.tracing.inputs import Inputs
-from graphopt.tracing.source import current_user_line, is_own_file
 from graphopt.tracing.substitute import Traced
 
 Shape = tuple[tuple[int, ...], tuple[int, ...]]

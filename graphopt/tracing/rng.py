@@ -17,8 +17,8 @@ from torch.fx.node import has_side_effect
 from graphopt._compat.checkpoints import selecting_as_in_eager
 from graphopt.errors import CaptureError
 from graphopt.ir.generators import generator_of
+from graphopt.ir.user_frames import current_location
 from graphopt.tracing.replace import replaced
-from graphopt.tracing.source import current_location
 
 _library = torch.library.Library("graphopt", "DEF")
 _library.define("get_rng_state(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))

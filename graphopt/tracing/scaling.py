@@ -22,9 +22,9 @@ from graphopt import _compat
 from graphopt._compat import scaling
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
+from graphopt.ir.user_frames import current_user_line
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.replace import replaced
-from graphopt.tracing.source import current_user_line
 
 
 class TracedScaling:

@@ -14,7 +14,7 @@ from torch import fx
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import is_operator
 from graphopt.ir.metadata import source_line
-from graphopt.tracing.source import current_user_line
+from graphopt.ir.user_frames import current_user_line
 
 _OF_ENTRIES = frozenset(
     {"_nnz", "_values", "values", "_indices", "indices", "coalesce", "is_coalesced", "sparse_mask"}

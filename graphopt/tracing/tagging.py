@@ -11,8 +11,8 @@ from torch import fx, nn
 from graphopt import _compat
 from graphopt.ir.inplace import CALLABLE
 from graphopt.ir.metadata import MODULES, SOURCE, set_phase, set_provenance, set_sent_names
+from graphopt.ir.user_frames import current_modules, current_user_line
 from graphopt.tracing.recurrent import recorded
-from graphopt.tracing.source import current_modules, current_user_line
 
 
 class Tagger:

@@ -16,8 +16,8 @@ from graphopt.host import HostCall
 from graphopt.host.assumptions import decides_behind_scheduler
 from graphopt.ir.generators import generators_used
 from graphopt.ir.operators import draws, is_marker
+from graphopt.ir.user_frames import current_location, current_user_line
 from graphopt.tracing.alike import depends_on, reached_by
-from graphopt.tracing.source import current_location, current_user_line
 
 
 class Values:

@@ -66,12 +66,12 @@ def check_dependencies(
     old, new = graph_of(before), graph_of(after)
     if correspondence is None:
         correspondence = correspondence_by_name(old, new)
-    same = Communication(same_dtypes, same_communication)
+    same = CommunicationKept(same_dtypes, same_communication)
     return DependencyCheck().compare(old, new, correspondence, same=same)
 
 
-class Communication(NamedTuple):
-    """What has to be the same of what is sent.
+class CommunicationKept(NamedTuple):
+    """Properties of a graph's collectives that a pass has to keep.
 
     Attributes:
         dtypes: the dtypes.
@@ -82,7 +82,7 @@ class Communication(NamedTuple):
     amounts: bool = True
 
 
-_ALL = Communication()
+_ALL = CommunicationKept()
 
 
 class DependencyCheck:
@@ -105,7 +105,7 @@ class DependencyCheck:
         correspondence: Mapping[fx.Node, fx.Node],
         *,
         copies: Mapping[fx.Node, fx.Node] | None = None,
-        same: Communication = _ALL,
+        same: CommunicationKept = _ALL,
     ) -> DependencyReport:
         """As `check_dependencies`.
 
@@ -133,7 +133,7 @@ def _executable(
     before: tuple[fx.Graph, MemoryOrder],
     after: fx.Graph,
     correspondence: Mapping[fx.Node, fx.Node],
-    same: Communication,
+    same: CommunicationKept,
 ) -> DependencyReport:
     """Compares a graph in the executable dialect with the captured one that it was made from.
 
@@ -168,7 +168,7 @@ class _Comparison:
         before: tuple[fx.Graph, MemoryOrder],
         after: tuple[fx.Graph, MemoryOrder],
         correspondence: Mapping[fx.Node, fx.Node],
-        communication: Communication,
+        communication: CommunicationKept,
     ) -> None:
         self._before, self._after = before, after
         self._communication = communication

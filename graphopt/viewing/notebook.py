@@ -1,4 +1,4 @@
-"""What notebooks show of a graph (`_repr_html_`)."""
+"""HTML of a graph for notebooks, which show it in place of its `repr`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from html import escape
 
 from torch import fx
 
+from graphopt.iter_graph.module import register_notebook_view
 from graphopt.readable.text import summary
 from graphopt.viewing.page import view_page
 
@@ -23,3 +24,6 @@ def graph_html(gm: fx.GraphModule) -> str:
     page = escape(view_page(gm, "step"), quote=True)
     style = "width:100%;height:32rem;border:1px solid #ccc;border-radius:6px"
     return f'<p>{text}</p><iframe srcdoc="{page}" style="{style}" title="graph"></iframe>'
+
+
+register_notebook_view(graph_html)

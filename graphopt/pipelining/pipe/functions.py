@@ -21,8 +21,8 @@ from torch import fx, nn
 
 from graphopt import _compat
 from graphopt._compat import functions as _private
+from graphopt.ir.user_frames import current_user_line
 from graphopt.pipelining.errors import LostGradientError
-from graphopt.tracing.source import current_user_line
 
 
 class FunctionCall:

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from graphopt import _compat
 from graphopt._compat import functions as _private
 from graphopt._compat.late import TensorBase
+from graphopt.ir.user_frames import current_user_line
 from graphopt.pipelining.errors import LostGradientError
-from graphopt.tracing.source import current_user_line
 
 _HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook})
 _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward})

@@ -21,15 +21,15 @@ from graphopt._compat import pipelining as _private
 from graphopt.errors import PartitionError
 from graphopt.pipelining.pipe.boundary import give_back, receive, send
 from graphopt.pipelining.pipe.calling import OutputNest, OutputSpec
-from graphopt.pipelining.stage.stage import Stage
+from graphopt.pipelining.stage.compilable import CompilableStage
 
 Tensors = tuple[torch.Tensor, ...]
 Shapes = list[tuple[tuple[int, ...], str]]
 """Shapes and dtypes."""
 
 
-class HandCutStage(_private.BeforeForwards, Stage):
-    """See `Stage.from_module`."""
+class HandCut(_private.BeforeForwards, CompilableStage):
+    """What a stage does whose module was divided from a model by hand; see `Stage.from_module`."""
 
     def __init__(
         self,

@@ -15,9 +15,9 @@ from graphopt import _compat
 from graphopt._compat.classes import is_made_by_statement
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
+from graphopt.ir.user_frames import is_own_file
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, attributes_of
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.source import is_own_file
 
 _FIXED = frozenset({object, type, torch.nn.Module, types.ModuleType})
 """Classes that nobody gives new attributes to hide those of their subclasses."""

@@ -6,7 +6,7 @@ import types
 from functools import lru_cache
 from pathlib import Path
 
-from graphopt.tracing.source import is_library_file
+from graphopt.ir.user_frames import is_library_file
 
 _READ_THROUGH = frozenset(
     {"os", "dataclasses", "copy", "collections", "enum", "types", "functools", "configparser",

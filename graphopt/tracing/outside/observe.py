@@ -27,6 +27,8 @@ from graphopt._compat import frames
 from graphopt._compat.untraced import OwnTracer, UntracedOperators
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
+from graphopt.ir.user_frames import frames as frames_around
+from graphopt.ir.user_frames import is_library_file
 from graphopt.tracing.outside import native
 from graphopt.tracing.outside.accesses import OutsideAccess, steps_of
 from graphopt.tracing.outside.attributes import read_function, read_method
@@ -36,8 +38,6 @@ from graphopt.tracing.outside.functions import called_by_torch
 from graphopt.tracing.outside.instructions import Instructions
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.refused_calls import refuse_begun
-from graphopt.tracing.source import frames as frames_around
-from graphopt.tracing.source import is_library_file
 
 _MODULE_CALL = _compat.module_call_code()
 _COUNTING = frozenset({Counter.update.__code__, Counter.subtract.__code__})

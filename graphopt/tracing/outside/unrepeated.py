@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from graphopt import _compat
 from graphopt.ir.source import SourceLine
+from graphopt.ir.user_frames import current_user_line, frames, is_library_file
 from graphopt.tracing.outside import native
 from graphopt.tracing.outside.places import OutsidePlace
-from graphopt.tracing.source import current_user_line, frames, is_library_file
 
 
 class LeftPlace(NamedTuple):

@@ -1,4 +1,4 @@
-"""Where in the user's code a node or an error comes from."""
+"""Frames of the user's code: the line that a node or an error comes from."""
 
 from __future__ import annotations
 
