@@ -239,9 +239,8 @@ def test_listed_updates_stay(optimizer: str) -> None:
 def test_captured_steps_have_no_orphans(optimizer: str) -> None:
     model = MODELS["mlp"].make()
     optimizer_ = OPTIMIZERS[optimizer](model.parameters())
-    record = check_pass(
-        train_step, [model, optimizer_, *MODELS["mlp"].batch(0)], remove_copy_from_optimizer
-    )
+    arguments = [model, optimizer_, *MODELS["mlp"].batch(0)]
+    record = check_pass(train_step, arguments, remove_copy_from_optimizer, may_change_nothing=True)
     assert (record.changes, record.copies_before) == (0, record.copies_after)
 
 

@@ -42,6 +42,7 @@ class PassRecord:
         skipped: it was disabled, and did not run.
         stage: it is no pass but another stage of the list, such as capture or finalize.
         difference: what it changed, as unified text; empty for a stage.
+        note: why nothing was done, or less than a reader would expect; empty where nothing is said.
         launches: stands for all launches of collectives that it has left, in order: what has to be
             the same on all ranks.
 
@@ -64,6 +65,7 @@ class PassRecord:
     changes_numerics: bool = False
     skipped: bool = False
     stage: bool = False
+    note: str = ""
     launches: str = field(default="", repr=False, compare=False)
     _difference: object = field(default="", init=False, repr=False, compare=False)
 
@@ -117,7 +119,8 @@ class PassRecord:
             for what, old, new in zip(Counts._fields, self.before, self.after, strict=True)
         )
         numerics = "; may change numerics" if self.changes_numerics else ""
-        return f"{head}: {self.outcome} in {self.seconds:.3f} s; {counts}{numerics}"
+        note = f"\n  {self.note}" if self.note else ""
+        return f"{head}: {self.outcome} in {self.seconds:.3f} s; {counts}{numerics}{note}"
 
     def _repr_html_(self) -> str:
         return Report([self])._repr_html_()
@@ -133,13 +136,28 @@ class PassRecord:
 
 
 class Report(list[PassRecord]):
-    """Records, first to last, which notebooks show as a table.
+    """Records, first to last; printed as a table, which notebooks show as well.
 
     >>> from graphopt.manager import records_of
     >>> _ = graphopt.PassManager("schedule_comm_wait").run(gm)
     >>> "<table>" in graphopt.manager.Report(records_of(gm))._repr_html_()
     True
     """
+
+    def __str__(self) -> str:
+        rows = [["pass", "outcome", "ms", *Counts._fields]]
+        for record in self:
+            name, _, *rest = _values(record)
+            rows.append([name, *rest])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        texts = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        lines = texts[:1]
+        for text, record in zip(texts[1:], self, strict=True):
+            lines += [text, *([f"    {record.note}"] if record.note else [])]
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         heads = ["pass", "options", "outcome", "ms", *Counts._fields]

@@ -15,16 +15,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import eliminate_dead_code
 from graphopt.iter_graph import IterGraphModule
-from graphopt.manager import (
-    Pass,
-    PassManager,
-    PassRecord,
-    applied_passes,
-    default_registry,
-    discovery,
-)
-from graphopt.parallel import resolve
-from graphopt.parallel.parallelize import parallelize
+from graphopt.manager import Pass, PassManager, PassRecord, default_registry, discovery
 from graphopt.readable import compact_text, text_diff
 from graphopt.testing.comparing import Values, difference, wide
 from graphopt.testing.experiments import Experiment, Experiments, as_given
@@ -32,8 +23,7 @@ from graphopt.testing.factors import typical
 from graphopt.testing.numerics import TOLERANCE as TOLERANCE
 from graphopt.testing.numerics import numeric_problems
 from graphopt.testing.runs import run
-from graphopt.tracing.call import Call
-from graphopt.tracing.capture import capture_call, communication_for
+from graphopt.testing.subject import Passes, graph_and_inputs, prepared
 
 UPDATE = "GRAPHOPT_UPDATE_GOLDEN"
 """Set to 1, this environment variable lets `check_pass` write golden files."""
@@ -49,14 +39,17 @@ def check_pass(
     expect: str | Path | None = None,
     changes: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
-    warm: bool = False,
+    warm: bool = True,
     idempotent: bool = True,
+    may_change_nothing: bool = False,
+    after: Passes = (),
     **options: Any,
 ) -> PassRecord:
     """Test a pass on one training step. Nothing that is passed in changes.
 
-    The pass runs under a `PassManager`, verification included. If it has prerequisites that the
-    graph lacks, they run first, and what they leave is the untouched graph below. Then
+    The pass runs under a `PassManager`, verification included. The passes of `after` and
+    prerequisites that the graph lacks run first, and what they leave is the untouched graph below.
+    Then
 
     - its number of changes is compared with `changes`, and the graph with `expect`;
     - both graphs, untouched and rewritten, run on copies of the same inputs. What they return and
@@ -67,7 +60,8 @@ def check_pass(
       rolled by one;
     - in `fake_ranks`, both run for all ranks, each with a batch of its own, and what was the same
       on all ranks has to stay so;
-    - the function of the pass runs once more, and must find nothing left to do.
+    - the function of the pass runs once more, and must find nothing left to do;
+    - a pass that has changed nothing has not been tested, and fails.
 
     `StepUnderTest` captures a step once for several checks.
 
@@ -82,6 +76,9 @@ def check_pass(
         kwargs: keyword arguments of the step.
         warm: see `StepUnderTest`.
         idempotent: whether a second run has to find nothing to do.
+        may_change_nothing: whether a pass is tested that leaves the graph as it was; `changes=0`
+            says so as well.
+        after: a pipeline that runs first, such as prerequisites with options of their own.
         **options: options of the pass.
 
     Raises:
@@ -95,7 +92,13 @@ def check_pass(
     False
     """
     return StepUnderTest(step, args, kwargs, warm=warm).check(
-        pass_, expect=expect, changes=changes, idempotent=idempotent, **options
+        pass_,
+        expect=expect,
+        changes=changes,
+        idempotent=idempotent,
+        may_change_nothing=may_change_nothing,
+        after=after,
+        **options,
     )
 
 
@@ -105,8 +108,10 @@ class StepUnderTest:
     Args:
         step, args, kwargs: as of `check_pass`. They are not used any more afterwards: a step is
             captured with the state that it has now.
-        warm: capture the step after it has run once, on copies: with optimizer state that is there
-            already, which the first call of a step only makes.
+        warm: capture the step as all calls but the first run it: with optimizer state among its
+            inputs. Where that is not there yet, the step runs once, on copies of model and
+            optimizer; if they are no arguments of it, the state is that before the first step.
+            False: as the first call, which makes that state.
 
     Raises:
         GraphOptError: the step cannot be captured.
@@ -125,15 +130,20 @@ class StepUnderTest:
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
         *,
-        warm: bool = False,
+        warm: bool = True,
     ) -> None:
-        self._untouched, self._inputs = _graph_and_inputs(step, args, kwargs or {}, warm)
+        self._untouched, self._inputs = graph_and_inputs(step, args, kwargs or {}, warm)
         self._runs: dict[tuple[Any, ...], Values] = {}
 
     @property
     def graph_module(self) -> fx.GraphModule:
         """A copy of the untouched graph."""
         return copy.deepcopy(self._untouched)
+
+    @property
+    def inputs(self) -> list[Any]:
+        """Copies of what it runs on, one value per placeholder."""
+        return copy.deepcopy(self._inputs)
 
     def check(
         self,
@@ -142,38 +152,33 @@ class StepUnderTest:
         expect: str | Path | None = None,
         changes: int | None = None,
         idempotent: bool = True,
+        may_change_nothing: bool = False,
+        after: Passes = (),
         **options: Any,
     ) -> PassRecord:
         """`check_pass` of one pass."""
         discovery.install()
         found = default_registry().get(pass_) if isinstance(pass_, str) else pass_
-        missing = _missing_prerequisites(found, applied_passes(self._untouched))
-        untouched = self._after(missing)
+        untouched, prepared_by = prepared(self._untouched, found, after)
         rewritten = copy.deepcopy(untouched)
         (record,) = PassManager([(found, options)]).run(rewritten)
         if changes is not None and record.changes != changes:
             raise AssertionError(f"{found.name} reports {record.changes} changes, not {changes}")
         if expect is not None:
             _compare_text(compact_text(rewritten), expect, found.name)
-        self._compare_runs(untouched, rewritten, found, tuple(missing))
+        self._compare_runs(untouched, rewritten, found, prepared_by)
         if idempotent:
             _run_again(rewritten, found, options)
+        if not record.changed and changes != 0 and expect is None and not may_change_nothing:
+            raise AssertionError(_changed_nothing(found, record))
         return record
-
-    def _after(self, passes: Sequence[Pass]) -> fx.GraphModule:
-        """The untouched graph once prerequisites have run."""
-        if not passes:
-            return self._untouched
-        prepared = copy.deepcopy(self._untouched)
-        PassManager(list(passes)).run(prepared)
-        return prepared
 
     def _compare_runs(
         self,
         untouched: fx.GraphModule,
         rewritten: fx.GraphModule,
         pass_: Pass,
-        prepared_by: tuple[Pass, ...],
+        prepared_by: tuple[Any, ...],
     ) -> None:
         late = isinstance(rewritten, IterGraphModule) and bool(rewritten.graph.late)
         iterations = _ITERATIONS if late else 1
@@ -207,7 +212,7 @@ class StepUnderTest:
         self,
         untouched: fx.GraphModule,
         iterations: int,
-        prepared_by: tuple[Pass, ...],
+        prepared_by: tuple[Any, ...],
         experiment: Experiment,
     ) -> Values:
         """What the untouched graph does; kept for the next check."""
@@ -218,6 +223,15 @@ class StepUnderTest:
         if experiment.is_kept:
             self._runs[key] = found
         return found
+
+
+def _changed_nothing(pass_: Pass, record: PassRecord) -> str:
+    """That a check says nothing, and why the pass may have found nothing to do."""
+    note = f": {record.note}" if record.note else ""
+    return (
+        f"{pass_.name} changed nothing in this step{note}\n  hint: give it a step in which it finds"
+        " something; changes=0 or may_change_nothing=True, if it is to find nothing"
+    )
 
 
 def _differences(expected: Values, actual: Values) -> Iterator[tuple[str, str]]:
@@ -274,41 +288,6 @@ def _compare_ranks(expected: Values, actual: Values, name: str) -> None:
                 f"{name} lets ranks differ: {head} is not the same on ranks 0 and {rank} any more"
                 f" ({problem}): does each rank use its own gradient in place of the average?"
             )
-
-
-def _missing_prerequisites(pass_: Pass, applied: Sequence[str]) -> list[Pass]:
-    """Prerequisites of a pass that were not applied yet, with their own, first to last."""
-    registry = default_registry()
-    missing: dict[str, Pass] = {}
-    pending = list(pass_.prerequisites)
-    while pending:
-        name = pending.pop()
-        if name not in missing and name not in applied:
-            missing[name] = registry.get(name)
-            pending += missing[name].prerequisites
-    return [missing[name] for name in registry.order(missing)]
-
-
-def _graph_and_inputs(
-    step: Callable[..., Any] | fx.GraphModule,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    warm: bool,
-) -> tuple[fx.GraphModule, list[Any]]:
-    if isinstance(step, fx.GraphModule):
-        if kwargs or warm:
-            raise TypeError("a graph module takes its inputs in `args` alone, and is never warm")
-        return step, list(args)
-    if warm:
-        args, kwargs = copy.deepcopy((tuple(args), dict(kwargs)))
-        step(*args, **kwargs)
-    call = Call(step, tuple(args), dict(kwargs))
-    captured = capture_call(call, communication_for(resolve(None)))
-    parallelize(captured.graph_module, captured.parallel)
-    values = captured.live.live_values(call)
-    return IterGraphModule(captured.graph_module), copy.deepcopy(
-        [value.detach() for value in values]
-    )
 
 
 def _compare_text(actual: str, expect: str | Path, name: str) -> None:

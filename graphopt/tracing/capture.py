@@ -249,7 +249,11 @@ def _casts(graph: fx.Graph) -> bool:
 
 
 def capture(
-    fn: Callable[..., Any], *args: Any, parallel: Parallel | None = None, **kwargs: Any
+    fn: Callable[..., Any],
+    *args: Any,
+    parallel: Parallel | None = None,
+    warm: bool = True,
+    **kwargs: Any,
 ) -> CapturedStep:
     """Capture one call `fn(*args, **kwargs)` of a training step without running it.
 
@@ -257,6 +261,9 @@ def capture(
         fn: the step: unchanged PyTorch, with modules and optimizers among its arguments.
         parallel: see `graphopt.compile`. Ranks do not talk to each other here: a parameter that
             this rank does not use is not averaged.
+        warm: where the optimizer has no state yet, capture the step as all later calls run it, as
+            `graphopt.compile` does: with state among its inputs. False: as the first call, which
+            makes that state.
 
     Returns:
         The captured step. Model, optimizer, gradients and generators are as before.
@@ -270,7 +277,8 @@ def capture(
     >>> [node.name for node in gm.graph.nodes]
     ['x', 'relu', 'output']
     """
-    captured = capture_call(Call(fn, args, kwargs), communication_for(resolve(parallel)))
+    communication = communication_for(resolve(parallel))
+    captured = capture_call(Call(fn, args, kwargs), communication, lasts=warm)
     parallelize(captured.graph_module, captured.parallel)
     return captured
 

@@ -1,0 +1,118 @@
+"""Passes are checked on the step that all calls but the first run; a check in which nothing changed
+fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphopt
+from graphopt.manager import PassRegistry
+from graphopt.testing import StepUnderTest, check_pass, fake_ranks
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adamw-fused": lambda ps: torch.optim.AdamW(ps, fused=True),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    "rmsprop": torch.optim.RMSprop,
+}
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+class Trainer:
+    """A step that is a method: model and optimizer are no arguments."""
+
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        self.model = model()
+        self.optimizer = make(self.model.parameters())
+
+    def step(self, x: Tensor) -> Tensor:
+        return train_step(self.model, self.optimizer, x)
+
+
+@pytest.fixture(autouse=True)
+def _ranks() -> Iterator[None]:
+    with fake_ranks(2):
+        yield
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_late_pass_finds_work_where_the_optimizer_has_no_state_yet(name: str) -> None:
+    made = model()
+    args = made, OPTIMIZERS[name](made.parameters()), torch.randn(3, 4)
+    before = {key: value.clone() for key, value in made.state_dict().items()}
+    assert check_pass(train_step, args, "iter_move_grads_and_optimizers").changes
+    assert not args[1].state, "the check works on copies"
+    assert all(torch.equal(value, before[key]) for key, value in made.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw-fused", "rmsprop"])
+def test_a_method_is_checked_without_touching_its_object(name: str) -> None:
+    trainer = Trainer(OPTIMIZERS[name])
+    before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+    record = check_pass(trainer.step, (torch.randn(3, 4),), "iter_move_grads_and_optimizers")
+    assert record.changes and not trainer.optimizer.state
+    now = trainer.model.state_dict()
+    assert all(torch.equal(value, before[key]) for key, value in now.items())
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_a_step_without_state_is_checked_as_it_is_given() -> None:
+    made = model()
+    args = made, torch.optim.SGD(made.parameters(), lr=0.1), torch.randn(3, 4)
+    under_test = StepUnderTest(train_step, args)
+    for node, value in zip(
+        under_test.graph_module.graph.find_nodes(op="placeholder"), under_test.inputs, strict=True
+    ):
+        if node.meta.get("kind") == "parameter":
+            assert torch.equal(value, made.get_parameter(node.meta["fqn"]))
+
+
+def test_the_graph_that_is_captured_is_that_of_compile() -> None:
+    made = model()
+    args = made, torch.optim.AdamW(made.parameters()), torch.randn(3, 4)
+    kinds = {
+        warm: [entry.kind for entry in graphopt.capture(train_step, *args, warm=warm).inputs]
+        for warm in (False, True)
+    }
+    assert "optimizer_state" not in kinds[False]
+    assert kinds[True].count("optimizer_state") == 3 * 4
+
+
+def test_a_check_in_which_nothing_changed_fails_with_the_reason() -> None:
+    @graphopt.graph_optimization_pass(registry=PassRegistry())
+    def find_nothing(gm: Any) -> int:
+        return 0
+
+    args = nn.Linear(4, 2), torch.optim.SGD([torch.ones(1)], lr=0.1), torch.randn(3, 4)
+    with pytest.raises(AssertionError, match="find_nothing changed nothing in this step"):
+        check_pass(train_step, args, find_nothing)
+    check_pass(train_step, args, find_nothing, changes=0)
+    check_pass(train_step, args, find_nothing, may_change_nothing=True)
+
+
+def test_passes_that_run_first_have_options() -> None:
+    made = model()
+    args = made, torch.optim.SGD(made.parameters(), lr=0.1), torch.randn(3, 4)
+    step = StepUnderTest(train_step, args)
+    few = step.check("schedule_comm_wait", after="comm_fusion_with_concat")
+    many = step.check("schedule_comm_wait", after="comm_fusion_with_concat(bucket_size_mb=1e-9)")
+    assert (few.collectives_before, many.collectives_before) == (1, 4)
+    with pytest.raises(graphopt.GraphOptError, match="bucket_size_mb"):
+        step.check("schedule_comm_wait", after="comm_fusion_with_concat(bucket_size=1)")
