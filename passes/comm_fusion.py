@@ -47,10 +47,8 @@ more ranks adds them in an order that depends on where in a bucket an element li
 
 from __future__ import annotations
 
-import math
 import operator
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -60,28 +58,26 @@ from graphopt.comm.buckets import (
     ALIGNMENT_BYTES,
     Bucket,
     Planner,
-    Scaled,
     communicating,
     fusable_blocks,
     may_change,
     pinned_nodes,
     raise_launches,
-    scaled_input,
 )
-from graphopt.cost import default_cost_model
-from graphopt.graph_utils import is_collective, move_after
+from graphopt.comm.fusing import (
+    copy_out,
+    first_reader,
+    flat_members,
+    name_what_is_sent,
+    replace_all,
+)
+from graphopt.graph_utils import move_after
 from graphopt.ir.effects import Effects
-from graphopt.ir.metadata import fake_value, sent_names, set_sent_names
+from graphopt.ir.metadata import fake_value
 from graphopt.manager import PassArgumentError, graph_optimization_pass
-from graphopt.schedule import collectives_by_cost
+from graphopt.schedule.bucket_sizes import bucket_limits
 
 aten = torch.ops.aten
-
-MEGABYTE = 2**20
-FIRST_BUCKET_BYTES = MEGABYTE
-SMALLEST_BUCKET_BYTES = MEGABYTE // 4
-HUGE = 4
-"""A gradient so many times as large as a bucket does not count where the size of one is chosen."""
 
 
 @graph_optimization_pass()
@@ -99,8 +95,10 @@ def comm_fusion_with_concat(
     Returns:
         How many all-reduces changed.
     """
-    size = min(_bytes_of(bucket_size_mb), _share(gm, min_buckets))
-    limits = min(FIRST_BUCKET_BYTES, size), size
+    try:
+        limits = bucket_limits(gm.graph, fusable_blocks(gm), bucket_size_mb, min_buckets)
+    except ValueError as error:
+        raise PassArgumentError(str(error)) from None
     changed = 0
     while changed_now := _fuse_all(gm, limits):  # each bucket may let more launches move up
         changed += changed_now
@@ -119,54 +117,13 @@ def _fuse_all(gm: fx.GraphModule, limits: tuple[int, int]) -> int:
         received |= _fuse(gm.graph, bucket)
     for wait, result in received.items():
         if effects.leaves_the_graph(wait):
-            received[wait] = _copy_out(gm.graph, result, wait)
-    _replace(received)
+            received[wait] = copy_out(gm.graph, result, wait)
+    replace_all(received)
     for wait in received:
         launch = wait.all_input_nodes[0]
         gm.graph.erase_node(wait)
         gm.graph.erase_node(launch)
     return len(changed)
-
-
-def _share(gm: fx.GraphModule, min_buckets: int | None) -> int:
-    """Bytes at which a bucket closes so that there are `min_buckets`."""
-    _check_count(min_buckets)
-    if min_buckets == 1:
-        return sys.maxsize
-    blocks = fusable_blocks(gm)
-    count = min_buckets or collectives_by_cost(gm.graph, list(blocks), default_cost_model(gm.graph))
-    return max(SMALLEST_BUCKET_BYTES, _limit([block.nbytes for block in blocks.values()], count))
-
-
-def _limit(sizes: Sequence[int], count: int) -> int:
-    """Bytes at which a bucket closes so that there are about `count`, where gradients that are much
-    larger than a bucket have one each and the others share what is left of the count."""
-    rest = sorted(sizes)
-    limit = math.ceil(sum(rest) / count)
-    while rest and rest[-1] >= HUGE * limit and count > 1:
-        rest.pop()
-        count -= 1
-        limit = math.ceil(sum(rest) / count)
-    return limit
-
-
-def _check_count(count: int | None) -> None:
-    if count is None or (isinstance(count, int) and not isinstance(count, bool) and count >= 1):
-        return
-    raise PassArgumentError(
-        f"min_buckets={count!r}: give how many buckets there are to be, a whole number from 1"
-        " (which leaves it to bucket_size_mb), or None for a number by cost"
-    )
-
-
-def _bytes_of(bucket_size_mb: float) -> int:
-    is_number = isinstance(bucket_size_mb, (int, float)) and not isinstance(bucket_size_mb, bool)
-    if not is_number or not bucket_size_mb > 0:
-        raise PassArgumentError(
-            f"bucket_size_mb={bucket_size_mb!r}: give the size of a bucket in megabytes, a number"
-            " above 0 (DistributedDataParallel's is 25)"
-        )
-    return sys.maxsize if math.isinf(bucket_size_mb) else math.ceil(bucket_size_mb * MEGABYTE)
 
 
 def _fuse(graph: fx.Graph, bucket: Bucket) -> dict[fx.Node, fx.Node]:
@@ -176,30 +133,12 @@ def _fuse(graph: fx.Graph, bucket: Bucket) -> dict[fx.Node, fx.Node]:
     overtaken = [node for node in bucket.behind if node < last]
     with graph.inserting_before(last):
         launch, sizes, places = _launch(graph, bucket.blocks)
-    with graph.inserting_before(_first_reader(last, min(waits), set(overtaken))):
+    with graph.inserting_before(first_reader(last, min(waits), set(overtaken))):
         results = _receive(graph, launch, waits, sizes, places)
-    _name_what_is_sent(bucket.blocks, launch)
+    name_what_is_sent(bucket.blocks, launch)
     old = set(waits)
     move_after([node for node in overtaken if node not in old], results[-1])
     return dict(zip(waits, results, strict=True))
-
-
-def _name_what_is_sent(blocks: Sequence[CommBlock], launch: fx.Node) -> None:
-    """Let a fused all-reduce and its wait say what its members said."""
-    names = [name for block in blocks for name in sent_names(block.comm_node)]
-    for node in (launch, *launch.users):
-        set_sent_names(node, names)
-
-
-def _first_reader(last: fx.Node, first_wait: fx.Node, overtaken: set[fx.Node]) -> fx.Node:
-    """Where the fused wait has to stand: before the first old wait, but after `last` and the
-    launches that follow it and do not need a member."""
-    if last < first_wait:
-        return first_wait
-    node = last.next
-    while is_collective(node) and overtaken.isdisjoint(node.all_input_nodes):
-        node = node.next
-    return node
 
 
 def _launch(graph: fx.Graph, blocks: Sequence[CommBlock]) -> tuple[fx.Node, list[int], list[int]]:
@@ -209,7 +148,7 @@ def _launch(graph: fx.Graph, blocks: Sequence[CommBlock]) -> tuple[fx.Node, list
         The launch, the sizes of the parts of what it sends, and which part is which member.
     """
     like = blocks[-1].comm_node
-    members, factor = _members(graph, blocks)
+    members, factor = flat_members(graph, blocks)
     alignment = ALIGNMENT_BYTES // blocks[-1].dtype.itemsize
     parts: list[fx.Node] = []
     sizes: list[int] = []
@@ -232,36 +171,6 @@ def _launch(graph: fx.Graph, blocks: Sequence[CommBlock]) -> tuple[fx.Node, list
     return launch, sizes, places
 
 
-def _members(graph: fx.Graph, blocks: Sequence[CommBlock]) -> tuple[list[fx.Node], float | None]:
-    """What each member sends, as 1-D tensors, and a constant to multiply all of them by."""
-    scaled = [scaled_input(block.inputs[0]) for block in blocks]
-    factors = {None if entry is None else entry.factor for entry in scaled}
-    if len(factors) == 1 and None not in factors:
-        return [
-            _flat(graph, _unscaled(graph, entry, block.comm_node), block.comm_node)
-            for entry, block in zip(scaled, blocks, strict=True)
-            if entry is not None
-        ], factors.pop()
-    return [_flat(graph, block.inputs[0], block.comm_node) for block in blocks], None
-
-
-def _unscaled(graph: fx.Graph, scaled: Scaled, like: fx.Node) -> fx.Node:
-    node = scaled.tensor
-    if not scaled.views and not fake_value(node).is_contiguous():
-        options = {"memory_format": torch.contiguous_format}
-        return communicating(graph, aten.clone.default, (node,), like, options)
-    for view in scaled.views:
-        node = communicating(graph, view.target, (node, *view.args[1:]), like)
-    return node
-
-
-def _flat(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
-    value = fake_value(node)
-    if value.dim() == 1:
-        return node
-    return communicating(graph, aten.view.default, (node, [value.numel()]), like)
-
-
 def _receive(
     graph: fx.Graph,
     launch: fx.Node,
@@ -280,20 +189,3 @@ def _receive(
             result = communicating(graph, aten.view.default, (result, list(shape)), old)
         results.append(result)
     return results
-
-
-def _copy_out(graph: fx.Graph, result: fx.Node, wait: fx.Node) -> fx.Node:
-    """A copy of `result`, made just before the first node that reads `wait`."""
-    with graph.inserting_before(min(wait.users)):
-        return communicating(graph, aten.clone.default, (result,), result)
-
-
-def _replace(replacements: Mapping[fx.Node, fx.Node]) -> None:
-    """Exchange nodes in all their users. One at a time it would be quadratic for long lists."""
-
-    def replaced(node: fx.Node) -> fx.Node:
-        return replacements.get(node, node)
-
-    for user in dict.fromkeys(user for node in replacements for user in node.users):
-        user.args = fx.map_arg(user.args, replaced)
-        user.kwargs = fx.map_arg(user.kwargs, replaced)

@@ -72,7 +72,8 @@ from graphopt.schedule import (
     in_two_parts,
 )
 
-REDUCTIONS = ("all_reduce", "reduce_scatter_tensor")
+REDUCTIONS = ("all_reduce", "reduce_scatter_tensor", "all_to_all_single")
+GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
 
 
 @graph_optimization_pass(
@@ -142,6 +143,8 @@ def _held_back(
     Where buckets share an update, as with clipping, it waits for all, and none is held back; nor
     where ranks of the group may run another graph.
     """
+    if any(block.kind in GATHERS for block in blocks):
+        return moved  # `schedule_gathers` has placed them
     if len(moved) != len(blocks) or any(is_launch_kept(block.comm_node) for block in blocks):
         hasten(graph, {block.comm_node for block in blocks})
         return moved
@@ -215,7 +218,7 @@ def _blocks_to_move(gm: IterGraphModule) -> list[CommBlock]:
     graph = gm.graph
     blocks = [
         block
-        for block in get_all_comm_blocks(gm, kinds=REDUCTIONS)
+        for block in get_all_comm_blocks(gm, kinds=REDUCTIONS + GATHERS)
         if not any(graph.is_late(wait) for wait in block.wait_nodes)
     ]
     blocked = _blocked(graph)

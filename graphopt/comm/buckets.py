@@ -1,4 +1,4 @@
-"""Which all-reduces become one, and which nodes then have to move.
+"""Which reductions become one, and which nodes then have to move.
 
 Decided from the order of the graph alone, in one walk: near-linear, and the same on every rank
 whose collectives have the same order, sizes and kinds.
@@ -52,10 +52,10 @@ def communicating(
     return node
 
 
-def fusable_blocks(gm: fx.GraphModule) -> dict[fx.Node, CommBlock]:
-    """The all-reduces that may be fused at all, by launch."""
+def fusable_blocks(gm: fx.GraphModule, kind: str = "all_reduce") -> dict[fx.Node, CommBlock]:
+    """The collectives of a kind that may be fused at all, by launch."""
     pinned = pinned_nodes(gm.graph)
-    blocks = get_all_comm_blocks(gm, "all_reduce")
+    blocks = get_all_comm_blocks(gm, kind)
     return {block.comm_node: block for block in blocks if _is_fusable(block, pinned)}
 
 

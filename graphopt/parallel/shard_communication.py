@@ -1,6 +1,6 @@
 """Scatters and gathers of sharded values, as nodes of a graph.
 
-    scattered   g * (1 / ranks), the windows of all ranks beside one another, exchanged and summed
+    scattered   the windows of all ranks beside one another, * (1 / ranks), exchanged and summed
     gathered    the windows of all ranks, of each what it owns, in the shape of the whole
     part_of     this rank's window of what all ranks have
 
@@ -43,8 +43,8 @@ class At:
 
 def scattered(make: Make, gradient: fx.Node, shards: RowShards, group: Group) -> fx.Node:
     """This rank's window of the mean of a gradient."""
-    scaled = make(aten.mul.Tensor, gradient, 1.0 / group.ranks)
-    sent = windows_of_all(make, flat(make, scaled), shards)
+    windows = windows_of_all(make, flat(make, gradient), shards)
+    sent = make(aten.mul.Tensor, windows, 1.0 / group.ranks)
     return reduced(make, sent, shards.length, group)
 
 

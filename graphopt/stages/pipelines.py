@@ -34,7 +34,9 @@ def pipeline_with(
         passes.remove_copy_from_optimizer,
         passes.drop_unread_gradients,
         (passes.comm_fusion_with_concat, {"min_buckets": min_buckets}),
+        (passes.fuse_exchanges, {"min_buckets": min_buckets}),
         passes.schedule_comm_wait,
+        passes.schedule_gathers,
         (passes.iter_move_grads_and_optimizers, {"held_back": held_back, "two_parts": two_parts}),
         passes.schedule_updates,
     ]

@@ -15,10 +15,25 @@ import torch
 
 from graphopt import _compat
 from graphopt.graph_utils import tensors_in
-from graphopt.verify.arrangements import beside, columns, permutation_of, permuted
+from graphopt.verify.arrangements import beside, columns, permutation_of, permuted, rows_of
 from graphopt.verify.casts import converted, fill
-from graphopt.verify.elementwise import BY_ELEMENT, Arguments, elementwise, is_static
-from graphopt.verify.terms import ScalarValue, Segment, TensorValue, Terms, elements, tensor_value
+from graphopt.verify.elementwise import (
+    BY_ELEMENT,
+    Arguments,
+    ComputedElement,
+    each,
+    elementwise,
+    is_static,
+)
+from graphopt.verify.terms import (
+    ScalarValue,
+    Segment,
+    TensorValue,
+    Terms,
+    elements,
+    layout_of,
+    tensor_value,
+)
 
 Apply = Callable[[Terms, Any, Arguments, Any], Any]
 """(terms, operator, arguments by name, fake result) -> values, or None outside the condition."""
@@ -193,6 +208,18 @@ def _uninitialised(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any
     return tensor_value(terms.segments([Segment(term, 0, fake.numel())]), fake)
 
 
+def _summed(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
+    received, ranks = args["received"], args["ranks"]
+    if not is_static(received) or not isinstance(ranks, int) or not fake.numel():
+        return None
+    rows = rows_of(terms, received.segments, ranks)
+    values = [TensorValue(row, *layout_of(fake)) for row in rows]
+    named = {str(rank): value for rank, value in enumerate(values)}
+    kind = f"{fake.dtype} on {fake.device.type}"
+    computed = ComputedElement("sum of ranks", named, kind, commutes=False)
+    return tensor_value(each(terms, computed, rows), fake)
+
+
 def _aten(*names: str) -> tuple[str, ...]:
     return tuple(f"aten::{name}" for name in names)
 
@@ -266,6 +293,14 @@ AXIOMS = (
         "what it holds is undefined, so that no result that is defined depends on it",
         _uninitialised,
         _names("self size stride dtype device memory_format"),
+    ),
+    Axiom(
+        "sums in rank order by runs",
+        ("graphopt_shards::sum_of_ranks",),
+        "each element is the sum of those that stand at its place of what each rank sent, in the"
+        " order of the ranks, each addition rounded correctly",
+        _summed,
+        _names("received ranks"),
     ),
     Axiom(
         "elementwise by runs",

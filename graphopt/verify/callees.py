@@ -17,7 +17,7 @@ from graphopt.verify.functional import is_standard, standard_form
 OF_STORAGE = ("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
 """Operators that read elements of a storage besides those of their argument."""
 
-NAMESPACES = ("aten", "prims", "prim", COLLECTIVE_NAMESPACE, "graphopt")
+NAMESPACES = ("aten", "prims", "prim", COLLECTIVE_NAMESPACE, "graphopt", "graphopt_shards")
 """Where operators are of which `MAY_RAISE` speaks; those of the program may raise at any time."""
 
 

@@ -13,9 +13,12 @@ from graphopt.verify.calls import fresh
 from graphopt.verify.elementwise import reduced
 from graphopt.verify.evaluated import Evaluation, NotDecidedError
 from graphopt.verify.gathering import (
+    EXCHANGES,
     GATHERS,
     SCATTERS,
     as_reduction,
+    even_exchange,
+    exchanged,
     gathered,
     is_share,
     parts,
@@ -51,7 +54,7 @@ class CollectiveTerms:
         arguments = self._reading.arguments(node)
         first, sent = next(iter(arguments.items()))
         options = canonical({name: v for name, v in arguments.items() if name != first})
-        kind = (reduction, options)
+        kind = even_exchange((reduction, options))
         if self._by_launch:
             sent = with_constants_of(self._terms, sent, (self._found.launches,))
         self._note(node, kind, sent)
@@ -71,7 +74,7 @@ class CollectiveTerms:
             return None
         if collective_kind(kind[0]).by_element:
             return reduced(self._terms, kind, sent, fake)
-        rule = {SCATTERS: scattered, GATHERS: gathered}.get(kind[0])
+        rule = {SCATTERS: scattered, GATHERS: gathered, EXCHANGES: exchanged}.get(kind[0])
         size = None if rule is None else parts(kind, sent)
         return None if rule is None or size is None else rule(self._terms, kind, size, sent, fake)
 

@@ -5,7 +5,8 @@ Of the rank that a graph runs on nothing is known but that it is one of a group.
 that is this rank's. What `all_gather_into_tensor` gives begins with what the first rank of the
 group sends, then comes what the second one sends, and so on. What the k-th rank has of a reduction
 that was scattered over that group is the k-th part of the reduction, so that both together are an
-`all_reduce`.
+`all_reduce`. What `all_to_all_single` gives of parts of one size is, from each rank of the group,
+the one of its parts that is meant for this rank.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from graphopt.verify.terms import Segment, TensorValue, Terms, elements, element
 
 SCATTERS = "reduce_scatter_tensor"
 GATHERS = "all_gather_into_tensor"
+EXCHANGES = "all_to_all_single"
 
-_SHARE = "this rank's"
+_SHARE, _MEANT = "this rank's", "meant for this rank"
 _MOST = 1024
 """Ranks of a group: each is an operand."""
 
@@ -33,6 +35,17 @@ def parts(kind: tuple[Any, ...], sent: TensorValue) -> int | None:
     if not isinstance(size, int) or not 0 < size <= _MOST or "out" in dict(kind[1][1:]):
         return None
     return size if sent.is_static else None
+
+
+def even_exchange(kind: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A kind of collective; of an exchange of parts of one size without that size, so that it is
+    the same whatever is sent together."""
+    options = dict(kind[1][1:]) if kind[0] == EXCHANGES else {}
+    received, given = options.get("output_split_sizes"), options.get("input_split_sizes")
+    if not received or received != given or len(set(received[1:])) != 1:
+        return kind
+    group = ("group_name", options["group_name"])
+    return EXCHANGES, ("dict", ("group_size", len(received) - 1), group)
 
 
 def as_reduction(kind: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -54,6 +67,19 @@ def scattered(
     return tensor_value(each(terms, computed, rows) if size > 1 else rows[0], fake)
 
 
+def exchanged(
+    terms: Terms, kind: tuple[Any, ...], size: int, sent: TensorValue, fake: torch.Tensor
+) -> TensorValue:
+    """What is meant for this rank of what each rank sends, one after another."""
+    length = elements(sent.shape) // size
+    rows = rows_of(terms, sent.segments, size)
+    named = {str(rank): _of(row, sent, length) for rank, row in enumerate(rows)}
+    computed = ComputedElement(_MEANT, named, _group(kind), commutes=False)
+    how = (_MEANT, _group(kind), str(sent.dtype))
+    found = _of_ranks(terms, kind, size, how, each(terms, computed, rows))
+    return tensor_value(terms.segments(segment for row in found for segment in row), fake)
+
+
 def gathered(
     terms: Terms, kind: tuple[Any, ...], size: int, sent: TensorValue, fake: torch.Tensor
 ) -> TensorValue:
@@ -66,7 +92,7 @@ def gathered(
 
 
 def _of_ranks(
-    terms: Terms, kind: tuple[Any, ...], size: int, how: tuple[str, str], row: Row
+    terms: Terms, kind: tuple[Any, ...], size: int, how: tuple[str, ...], row: Row
 ) -> list[list[Segment]]:
     """What each rank sends where this one sends a row of elements."""
     found: list[list[Segment]] = [[] for _ in range(size)]

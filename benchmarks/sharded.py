@@ -1,0 +1,247 @@
+"""Sharded training: ZeRO-1 and ZeRO-3 against DDP, its sharded optimizer, and FSDP2, on slow links.
+
+    python benchmarks/sharded.py
+    python benchmarks/sharded.py --models stack gpt --ratios 0.5 1 2 --rounds 6 --json sharded.json
+
+Each model trains in turns in one run, on emulated hosts whose link is set so that one all-reduce of
+all gradients takes `ratio` times the compute of a step. Ratios are of turns of one round; bytes are
+what a host sends, by the kernel's count, headers included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import ranks
+import torch
+import torch.distributed as dist
+from overlap import AdjustedLink, Communication, Training, link_bits, link_rate, timed
+from overlap_models import OVERLAP_MODELS, overlap_batch
+from ranks import WARM_UP_STEPS, paired, slowest
+from rich.console import Console
+from rich.table import Table
+from sharded_variants import PLAIN, TUNED, FullySharded, Sharded, ZeroOptimizer
+from spread import Figures, spread
+from step_memory import tensor_peak
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from graphopt.demo.launch import Event, Reporter
+
+COMPUTE, COMMUNICATION = "compute alone", "communication alone"
+OPTIMIZER = "DDP + ZeroRedundancyOptimizer"
+
+
+def variants(task: Figures) -> dict[str, Any]:
+    """All that take turns, by name."""
+    sizes = {f"DDP, {size:g} MB": size for size in task["sweep"]}
+    makers: dict[str, Callable[[], Any]] = {
+        COMPUTE: lambda: Training(task),
+        COMMUNICATION: lambda: Communication(task),
+        **{name: lambda mb=size: Training(task, buckets_mb=mb) for name, size in sizes.items()},
+        **{
+            f"{OPTIMIZER}, {size:g} MB": lambda mb=size: ZeroOptimizer(task, mb)
+            for size in task["sweep"][:2]
+        },
+        PLAIN: lambda: FullySharded(task),
+        TUNED: lambda: FullySharded(task, tuned=True),
+        f"{TUNED}, kept": lambda: FullySharded(task, tuned=True, reshard=False),
+        "graphopt, stage 1": lambda: Sharded(task, 1),
+        "graphopt, stage 3": lambda: Sharded(task, 3),
+        "graphopt, stage 3, kept": lambda: Sharded(task, 3, keep_mb=1e6),
+    }
+    chosen = task["variants"]
+    return {
+        name: make()
+        for name, make in makers.items()
+        if not chosen or name in (COMPUTE, COMMUNICATION) or any(c in name for c in chosen)
+    }
+
+
+def sent_bytes() -> int:
+    """That this host has sent over its link."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == "link0":
+            return int(counts.split()[8])
+    return 0
+
+
+def turns(task: Figures) -> Figures:
+    """Seconds per step of each turn, bytes sent, memory, and how far parameters are from DDP's."""
+    made = {COMPUTE: Training(task)} if task["compute_only"] else variants(task)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def given() -> tuple[Tensor, Tensor]:
+        return overlap_batch(task["model"], generator, task["batch"])
+
+    link = AdjustedLink(task) if task["bits_per_second"] else None
+    sent: dict[str, list[float]] = {name: [] for name in made}
+    held: dict[str, float] = {}
+
+    def seconds(name: str, batches: Any) -> float:
+        before = sent_bytes()
+        taken = timed(made[name], batches)
+        sent[name].append((sent_bytes() - before) / len(batches))
+        if len(sent[name]) > WARM_UP_STEPS and link is not None:
+            link.after(name, taken)
+        return taken
+
+    first = 0 if link is None else 1
+    found = ranks.in_turns(list(made), seconds, given, task["rounds"], task["turn"], first)
+    result: Figures = {"seconds": found, "sent": {k: median(v) for k, v in sent.items()}}
+    result["rates"] = None if link is None else link.rates
+    if not task["compute_only"]:
+        if task["memory"]:
+            batch = [given()]
+            for name, variant in made.items():
+                dist.barrier()
+                held[name] = tensor_peak(lambda v=variant: v.run(batch))
+        result["peak"] = held
+        result["state"] = {n: state_bytes(v) for n, v in made.items() if hasattr(v, "optimizer")}
+        result["differences"] = differences(made)
+    return result
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor."""
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
+
+
+def state_bytes(variant: Any) -> tuple[int, int]:
+    """Bytes of parameters, and of the optimizer's state, that a rank keeps."""
+    optimizer = getattr(variant.optimizer, "optim", variant.optimizer)
+    states = [v for state in optimizer.state.values() for v in state.values()]
+    return (
+        sum(local(p).nbytes for p in variant.model.parameters()),
+        sum(local(v).nbytes for v in states if isinstance(v, Tensor)),
+    )
+
+
+def differences(made: dict[str, Any]) -> dict[str, float]:
+    """The largest difference of any parameter to DDP's, by variant."""
+    reference = next((v for n, v in made.items() if n.startswith("DDP,")), None)
+    if reference is None:
+        return {}
+    found = {}
+    for name, variant in made.items():
+        if not hasattr(variant, "model") or name == COMPUTE:
+            continue
+        pairs = zip(variant.model.parameters(), reference.model.parameters(), strict=True)
+        found[name] = max(float((whole(a) - whole(b)).abs().max()) for a, b in pairs)
+    return found
+
+
+def whole(tensor: Any) -> Tensor:
+    """All of a tensor, on all ranks."""
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found.detach()
+
+
+@record
+def work(task: Figures, folder: Path) -> None:
+    """What an emulated host does."""
+    reporter = Reporter(folder)
+    with ranks.process_group(folder, reporter):
+        reporter.send("turns", **turns(task))
+
+
+def measure(options: argparse.Namespace) -> Iterator[Figures]:
+    """One row of figures for each model and ratio."""
+    for model in options.models:
+        names = ["sweep", "rounds", "turn", "batch", "variants", "memory"]
+        task = {"model": model, "form": "plain"} | {n: getattr(options, n) for n in names}
+        task |= {"compute_only": False, "ratio": 0.0, "bits_per_second": None}
+        few = task | {"compute_only": True, "rounds": 3}
+        alone = min(slowest(ranks.run_work(__file__, few, options.ranks))[COMPUTE])
+        for ratio in options.ratios:
+            rate = link_rate(link_bits(model, options.ranks), alone, ratio)
+            shaped = task | {"ratio": ratio, "bits_per_second": rate}
+            yield figures(shaped, ranks.run_work(__file__, shaped, options.ranks, rate))
+
+
+def figures(task: Figures, results: list[Event]) -> Figures:
+    """Medians, and ratios to the best of each kind in each round."""
+    seconds = slowest(results)
+
+    def best(kind: str) -> str | None:
+        found = [name for name in seconds if name.startswith(kind)]
+        return min(found, key=lambda name: median(seconds[name]), default=None)
+
+    def per(other: str | None) -> Figures:
+        if other is None:
+            return {}
+        return {name: spread(paired(times, seconds[other])) for name, times in seconds.items()}
+
+    found = {
+        "model": task["model"],
+        "ratio": task["ratio"],
+        "rates": results[0]["rates"],
+        "seconds": seconds,
+        "best": {kind: best(kind) for kind in ("DDP,", OPTIMIZER, PLAIN, TUNED)},
+    }
+    found["per"] = {kind: per(name) for kind, name in found["best"].items()}
+    for key in ("sent", "peak", "state", "differences"):
+        found[key] = results[0][key]
+    return found
+
+
+def table(row: Figures) -> Table:
+    """For people."""
+    rate = median(row["rates"]) / 1e6
+    made = Table(title=f"{row['model']}, ratio {row['ratio']:g}, link {rate:.0f} Mbit/s")
+    columns = ("", "ms", "/ DDP", "/ DDP+ZeRO", "/ FSDP2", "/ tuned", "MB sent", "peak", "state MB")
+    for column in (*columns, "differs"):
+        made.add_column(column, justify="left" if not column else "right")
+    for name, times in row["seconds"].items():
+        ratios = [row["per"][kind].get(name) for kind in ("DDP,", OPTIMIZER, PLAIN, TUNED)]
+        parameters, state = row["state"].get(name, (0, 0))
+        made.add_row(
+            name,
+            f"{1e3 * median(times):.0f}",
+            *("" if r is None else f"{r['median']:.2f}" for r in ratios),
+            f"{row['sent'][name] / 1e6:.2f}",
+            f"{row['peak'].get(name, 0) / 1e6:.1f}",
+            f"{parameters / 1e6:.1f} + {state / 1e6:.1f}",
+            f"{row['differences'].get(name, 0):.1g}",
+        )
+    return made
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = ranks.parser(__doc__)
+    parser.add_argument("--ranks", type=int, default=2, help="emulated hosts")
+    parser.add_argument("--models", nargs="+", choices=OVERLAP_MODELS, default=["stack"])
+    parser.add_argument("--ratios", nargs="+", type=float, default=[1.0])
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="N times the batch")
+    parser.add_argument("--sweep", nargs="+", type=float, default=[0.5, 1, 2, 25], help="MB")
+    parser.add_argument("--turn", type=int, default=6, help="steps of a turn")
+    parser.add_argument("--rounds", type=int, default=6, help="turns, at least 2")
+    parser.add_argument("--variants", nargs="*", default=[], help="parts of names; all")
+    parser.add_argument("--memory", action="store_true", help="profile one step of each for it")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print tables, write a file."""
+    options = parse()
+    if ranks.works(options, work):
+        return
+    rows = []
+    with ranks.failures_shown():
+        for row in measure(options):
+            Console(width=150).print(table(row))
+            rows.append(row)
+    if options.json:
+        options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Sharded trainings that take turns in `sharded.py`."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from overlap_models import FORMS, OVERLAP_MODELS, Block
+from spread import Figures
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import graphopt
+from graphopt.demo.model import Block as GPTBlock
+from graphopt.demo.replica import RandomState
+
+PLAIN, TUNED = "FSDP2, plain", "FSDP2, tuned"
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "fused": True}
+
+
+class ShardedTraining:
+    """A model in training by a step function; subclasses shard it."""
+
+    def __init__(self, task: Figures) -> None:
+        torch.manual_seed(0)
+        self.model = OVERLAP_MODELS[task["model"]]()
+        self.trained: nn.Module = self.model
+        self.step: Any = FORMS[task["form"]].step
+        self._random = RandomState(1, torch.device("cpu"))
+
+    def run(self, batches: Any) -> None:
+        """One step for each batch, with random numbers of its own."""
+        self._random.restore()
+        for inputs, targets in batches:
+            self.step(self.trained, self.optimizer, inputs, targets)
+        if isinstance(self.step, graphopt.TrainStep):
+            self.step.flush()
+        self._random.save()
+
+
+class ZeroOptimizer(ShardedTraining):
+    """DistributedDataParallel with the sharded optimizer of `torch.distributed.optim`."""
+
+    def __init__(self, task: Figures, buckets_mb: float) -> None:
+        super().__init__(task)
+        self.trained = DistributedDataParallel(
+            self.model, bucket_cap_mb=buckets_mb, gradient_as_bucket_view=True, static_graph=True
+        )
+        self.optimizer = ZeroRedundancyOptimizer(
+            self.model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **OPTIONS
+        )
+
+
+class FullySharded(ShardedTraining):
+    """FSDP2, a group for each block.
+
+    Args:
+        tuned: gathers run beside compute and one block ahead, and scatters send half of what
+            gloo's own do.
+        reshard: parameters are gathered again for the backward.
+    """
+
+    def __init__(self, task: Figures, *, tuned: bool = False, reshard: bool = True) -> None:
+        super().__init__(task)
+        blocks = [m for m in self.model.modules() if isinstance(m, (Block, GPTBlock))]
+        for block in blocks:
+            fully_shard(block, reshard_after_forward=reshard)
+        root: Any = fully_shard(self.model, reshard_after_forward=reshard)
+        if tuned:
+            self._tune(root, blocks)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **OPTIONS)
+
+    def _tune(self, root: Any, blocks: list[Any]) -> None:
+        root._set_unshard_async_op(True)
+        for one, following in zip([root, *blocks], blocks, strict=False):
+            one.set_modules_to_forward_prefetch([following])
+        for before, one in zip(blocks, blocks[1:], strict=False):
+            one.set_modules_to_backward_prefetch([before])
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(_exchange())
+
+
+def _exchange() -> Any:
+    """A reduce-scatter for FSDP2 that exchanges what is summed, which is half the bytes of gloo's.
+    These classes are private to torch, and FSDP2's way to be given another one."""
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
+
+    class Exchange(DefaultAllocMixin, ReduceScatter):  # type: ignore[misc]
+        def __call__(
+            self,
+            output_tensor: Tensor,
+            input_tensor: Tensor,
+            group: dist.ProcessGroup,
+            op: Any,
+            async_op: bool = False,
+        ) -> None:
+            got = torch.empty_like(input_tensor)
+            dist.all_to_all_single(got, input_tensor, group=group)
+            parts = got.view(group.size(), -1)
+            torch.add(parts[0], parts[1], out=output_tensor)
+            for part in parts[2:]:
+                output_tensor.add_(part)
+            with contextlib.suppress(TypeError):
+                if op == dist.ReduceOp.AVG:
+                    output_tensor.mul_(1 / group.size())
+
+    return Exchange()
+
+
+class Sharded(ShardedTraining):
+    """An unchanged step under `graphopt.ZeRO`."""
+
+    def __init__(self, task: Figures, stage: int, keep_mb: float | None = None) -> None:
+        super().__init__(task)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **OPTIONS)
+        kind = graphopt.ZeRO(stage=stage, keep_mb=keep_mb)
+        self.step = graphopt.compile(self.step, parallel=kind)

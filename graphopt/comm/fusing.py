@@ -1,0 +1,83 @@
+"""The nodes that every bucket of collectives needs, whatever it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from graphopt.comm.blocks import CommBlock
+from graphopt.comm.buckets import Scaled, communicating, scaled_input
+from graphopt.graph_utils import is_collective
+from graphopt.ir.metadata import fake_value, sent_names, set_sent_names
+
+aten = torch.ops.aten
+
+
+def first_reader(last: fx.Node, first_wait: fx.Node, overtaken: set[fx.Node]) -> fx.Node:
+    """Where the fused wait has to stand: before the first old wait, but after `last` and the
+    launches that follow it and do not need a member."""
+    if last < first_wait:
+        return first_wait
+    node = last.next
+    while is_collective(node) and overtaken.isdisjoint(node.all_input_nodes):
+        node = node.next
+    return node
+
+
+def flat_members(
+    graph: fx.Graph, blocks: Sequence[CommBlock]
+) -> tuple[list[fx.Node], float | None]:
+    """What each member sends, as 1-D tensors, and a constant to multiply all of them by."""
+    scaled = [scaled_input(block.inputs[0]) for block in blocks]
+    factors = {None if entry is None else entry.factor for entry in scaled}
+    if len(factors) == 1 and None not in factors:
+        return [
+            flat(graph, _unscaled(graph, entry, block.comm_node), block.comm_node)
+            for entry, block in zip(scaled, blocks, strict=True)
+            if entry is not None
+        ], factors.pop()
+    return [flat(graph, block.inputs[0], block.comm_node) for block in blocks], None
+
+
+def _unscaled(graph: fx.Graph, scaled: Scaled, like: fx.Node) -> fx.Node:
+    node = scaled.tensor
+    if not scaled.views and not fake_value(node).is_contiguous():
+        options = {"memory_format": torch.contiguous_format}
+        return communicating(graph, aten.clone.default, (node,), like, options)
+    for view in scaled.views:
+        node = communicating(graph, view.target, (node, *view.args[1:]), like)
+    return node
+
+
+def flat(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
+    """All elements of a contiguous tensor in one dimension."""
+    value = fake_value(node)
+    if value.dim() == 1:
+        return node
+    return communicating(graph, aten.view.default, (node, [value.numel()]), like)
+
+
+def copy_out(graph: fx.Graph, result: fx.Node, wait: fx.Node) -> fx.Node:
+    """A copy of `result`, made just before the first node that reads `wait`."""
+    with graph.inserting_before(min(wait.users)):
+        return communicating(graph, aten.clone.default, (result,), result)
+
+
+def replace_all(replacements: Mapping[fx.Node, fx.Node]) -> None:
+    """Exchange nodes in all their users. One at a time it would be quadratic for long lists."""
+
+    def replaced(node: fx.Node) -> fx.Node:
+        return replacements.get(node, node)
+
+    for user in dict.fromkeys(user for node in replacements for user in node.users):
+        user.args = fx.map_arg(user.args, replaced)
+        user.kwargs = fx.map_arg(user.kwargs, replaced)
+
+
+def name_what_is_sent(blocks: Sequence[CommBlock], launch: fx.Node) -> None:
+    """Let a fused collective and its wait say what its members said."""
+    names = [name for block in blocks for name in sent_names(block.comm_node)]
+    for node in (launch, *launch.users):
+        set_sent_names(node, names)
