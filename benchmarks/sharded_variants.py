@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class FullySharded(ShardedTraining):
         root._set_unshard_async_op(True)
         for one, following in zip([root, *blocks], blocks, strict=False):
             one.set_modules_to_forward_prefetch([following])
-        for before, one in zip(blocks, blocks[1:], strict=False):
+        for before, one in pairwise(blocks):
             one.set_modules_to_backward_prefetch([before])
         for module in self.model.modules():
             if isinstance(module, FSDPModule):

@@ -144,6 +144,17 @@ class CollectiveError(GraphOptError, RuntimeError):
         super().__init__(reason if hint is None else f"{reason}\n  hint:  {hint}")
 
 
+class ParallelismError(GraphOptError, ValueError):
+    """A kind of parallelism that cannot be: its options say so, or its groups do.
+
+    >>> import graphopt
+    >>> graphopt.ZeRO(stage=4)
+    Traceback (most recent call last):
+        ...
+    graphopt.errors.ParallelismError: stage=4: ZeRO has the stages 1, 2 and 3
+    """
+
+
 class PassDefinitionError(GraphOptError, TypeError):
     """A pass is declared wrongly.
 

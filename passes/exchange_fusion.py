@@ -11,8 +11,8 @@ Before:                                        After:
     w_1 = wait_tensor(e_1)                         …    = rows[0]
     s_1 = sum_of_ranks(w_1, 2)                     …    = rows[1]
 
-`graphopt.ZeRO` writes such exchanges on CPUs. What is meant for one rank stands together, and behind
-it what is meant for the next one: so a bucket is an exchange as well, and one sum for all members.
+`graphopt.ZeRO` writes such exchanges on CPUs. What is meant for one rank stands together, behind
+it what is meant for the next one: so a bucket is an exchange as well, with one sum for all members.
 Sizes of buckets and their order are those of `comm_fusion_with_concat`, and members begin at
 multiples of 64 bytes likewise. What GPUs scatter with `reduce_scatter_tensor` goes into lists that
 nothing is copied into, see `schedule_overlap`.

@@ -1,4 +1,4 @@
-"""Gather updated parameters early, many in one collective, and wait for them late.
+"""Gather parameters early, many in one collective, and wait for them late.
 
     s  = wait(scattered g)                    s   = wait(scattered g)
     r  = update(window(w), s)                 r   = update(window(w), s)
@@ -8,12 +8,18 @@
     …                                         w'  = copy_(w, view(wait(g[0])))
     v' = copy_(v, view(wait(g2)))             v'  = copy_(v, view(wait(g[1])))
 
-For `graphopt.ZeRO(stage=1)`, whose parameters are updated in rows. Gathers whose updates need one
-bucket of gradients become one collective, in a list that nothing is copied into. It is launched in
-the backward where what it needs has arrived by then, and else behind the backward, in the order in
-which the next forward reads parameters: `graphopt.schedule.gathers` says when. What follows from a
-gather stands at the end of the step, where `iter_move_grads_and_optimizers` can leave it to the
-next iteration. Nodes are only reordered and collectives put together: bitwise.
+For `graphopt.ZeRO`. With stage 1 parameters are updated in rows and then gathered. Gathers whose
+updates need one bucket of gradients become one collective, in a list that nothing is copied into.
+It is launched in the backward where what it needs has arrived by then, and else behind the
+backward, in the order in which the next forward reads parameters (`graphopt.schedule.gathers`).
+What follows from a gather stands at the end of the step, where `iter_move_grads_and_optimizers` can
+leave it to the next iteration.
+
+With stage 3 parameters are gathered for the forward and for the backward. Such gathers become few
+as well, by the order of their use, and each is launched two buckets ahead of its use
+(`graphopt.schedule.prefetch`).
+
+Nodes are only reordered and collectives put together: bitwise.
 """
 
 from __future__ import annotations
@@ -21,13 +27,16 @@ from __future__ import annotations
 from torch import fx
 
 from graphopt.comm import get_all_comm_blocks
+from graphopt.cost import default_cost_model
 from graphopt.errors import ScheduleError
 from graphopt.ir.metadata import is_launch_kept
 from graphopt.manager import PassArgumentError, graph_optimization_pass
 from graphopt.optim import split_updates
-from graphopt.schedule import apply_schedule
-from graphopt.schedule.constraints import predecessors
-from graphopt.schedule.gathers import GatherOrder, gathers_of_parameters, grouped
+from graphopt.schedule import Schedule, apply_schedule, collectives_by_cost
+from graphopt.schedule.bucket_sizes import SMALLEST_BUCKET_BYTES
+from graphopt.schedule.constraints import Predecessors, predecessors
+from graphopt.schedule.gathers import gathers_of_parameters, grouped, order_of_gathers
+from graphopt.schedule.prefetch import buckets_of, order_of_prefetch, uses_of_gathers
 
 _REDUCTIONS = ("all_to_all_single", "reduce_scatter_tensor", "all_reduce")
 
@@ -37,26 +46,44 @@ _REDUCTIONS = ("all_to_all_single", "reduce_scatter_tensor", "all_reduce")
     apply_after=["comm_fusion_with_concat", "fuse_exchanges", "schedule_comm_wait"],
 )
 def schedule_gathers(gm: fx.GraphModule) -> int:
-    """Gather updated parameters early, many in one collective.
+    """Gather parameters early, many in one collective.
 
     Returns:
         How many nodes had to move, and collectives became fewer.
     """
+    return _of_uses(gm) + _of_updates(gm)
+
+
+def _of_uses(gm: fx.GraphModule) -> int:
+    """Gathers of what the forward and the backward read."""
+    graph = gm.graph
+    uses = uses_of_gathers(graph)
+    if not uses or any(is_launch_kept(use.launch) for use in uses):
+        return 0
+    once = {use.launch.all_input_nodes[0]: use for use in uses}.values()
+    count = collectives_by_cost(graph, [use.launch for use in once], default_cost_model(graph))
+    size = sum(use.nbytes for use in once) / count
+    before = predecessors(graph)
+    buckets = buckets_of(uses, max(size, SMALLEST_BUCKET_BYTES))
+    return _applied(graph, order_of_prefetch(graph, before, buckets), before)
+
+
+def _of_updates(gm: fx.GraphModule) -> int:
+    """Gathers of updated parameters."""
     gathers = gathers_of_parameters(gm.graph)
     if not gathers or any(map(is_launch_kept, gathers)):
         return 0
     found = get_all_comm_blocks(gm, _REDUCTIONS)
-    blocks = [block for block in found if not _leads_nowhere(block.outputs)]
+    blocks = [block for block in found if any(node.users for node in block.outputs)]
     updates = split_updates(gm, [block.outputs for block in blocks])
     groups = grouped(gathers_of_parameters(gm.graph), blocks, updates)
     before = predecessors(gm.graph)
-    schedule = GatherOrder(gm.graph, before, groups).schedule()
+    return _applied(gm.graph, order_of_gathers(gm.graph, before, groups), before)
+
+
+def _applied(graph: fx.Graph, schedule: Schedule, before: Predecessors) -> int:
     try:
         schedule.check(before)
     except ScheduleError as error:
         raise PassArgumentError(str(error)) from error
-    return apply_schedule(gm.graph, schedule)
-
-
-def _leads_nowhere(outputs: list[fx.Node]) -> bool:
-    return not any(node.users for node in outputs)
+    return apply_schedule(graph, schedule)

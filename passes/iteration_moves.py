@@ -276,13 +276,14 @@ def _merged(blocks: Sequence[CommBlock], updates: Sequence[list[fx.Node]]) -> li
 
 
 def _destinations(graph: fx.Graph, moved: Sequence[Sequence[fx.Node]]) -> list[fx.Node]:
-    """Per set of nodes, the first read of what it or a later set updates."""
+    """Per set of nodes, the first read of what it or a later set updates; only of what it updates,
+    where that is gathered: what is gathered first must not stand behind other updates."""
     position = {node: index for index, node in enumerate(graph.nodes)}
     earliest = get_output(graph)
     found: list[fx.Node] = []
     for read in reversed(_first_reads(graph, moved)):
         earliest = min(read, earliest, key=position.__getitem__)
-        found.insert(0, earliest)
+        found.insert(0, read if is_collective(read) else earliest)
     return found
 
 

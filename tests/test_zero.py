@@ -115,6 +115,7 @@ def test_a_group_of_one(one_rank: None) -> None:
 def test_bad_stage() -> None:
     with pytest.raises(ValueError, match="stages 1, 2 and 3"):
         graphopt.ZeRO(stage=4)
-    with pytest.raises(ValueError, match="not there yet"):
-        graphopt.ZeRO(stage=3, keep_mb=1.0)
+    for wrong in (-1, "much", True):
+        with pytest.raises(graphopt.ParallelismError, match="keep_mb"):
+            graphopt.ZeRO(stage=3, keep_mb=wrong)
     assert graphopt.ZeRO(stage=2) == graphopt.ZeRO(stage=1)

@@ -52,12 +52,12 @@ def place_launches(graph: fx.Graph) -> None:
 
 def _private_inputs(collective: fx.Node) -> list[fx.Node]:
     """`collective` and the communication nodes that exist for it alone."""
-    chain = [collective]
+    chain = {collective}
     pending = list(collective.all_input_nodes)
     while pending:
-        node = pending.pop()
-        private = phase_of(node) == "communication" and len(node.users) == 1
-        if node.op == "call_function" and private and not is_wait(node):
-            chain.append(node)
+        node = pending.pop()  # once for each of its users: at the last all of them are known
+        private = phase_of(node) == "communication" and chain.issuperset(node.users)
+        if node.op == "call_function" and private and node not in chain and not is_wait(node):
+            chain.add(node)
             pending += node.all_input_nodes
-    return chain
+    return list(chain)

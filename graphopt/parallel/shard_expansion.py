@@ -40,11 +40,13 @@ class Expansion:
 
     Args:
         group: the ranks over which values are sharded.
-        keep: whether what the forward has gathered is kept for the backward.
+        keep_bytes: of parameters that the backward does not gather again: of those that the forward
+            reads last.
     """
 
-    def __init__(self, graph: fx.Graph, group: Group, *, keep: bool) -> None:
-        self._graph, self._group, self._keep = graph, group, keep
+    def __init__(self, graph: fx.Graph, group: Group, keep_bytes: float = 0) -> None:
+        self._graph, self._group = graph, group
+        self._kept = _kept(graph, keep_bytes)
         self._rows: dict[fx.Node, RowShards] = {}
         self._items: dict[fx.Node, Any] = {}
         self._wholes: dict[tuple[fx.Node, str], fx.Node] = {}
@@ -286,12 +288,16 @@ class Expansion:
         """The whole of a value, where a node reads it."""
         if node not in self._rows:
             return node
-        phase = "all" if self._keep else str(phase_of(reader))
+        phase = "all" if self._is_kept(node) else str(phase_of(reader))
         found = self._wholes.get((node, phase))
         if found is None:
             found = gathered(At(reader), node, self._rows[node], self._group)
             self._wholes[node, phase] = found
         return found
+
+    def _is_kept(self, node: fx.Node) -> bool:
+        """Whether what is gathered of a parameter, or of a cast of one, stays for the backward."""
+        return node in self._kept or any(map(self._kept.__contains__, node.all_input_nodes))
 
     def _part(self, node: fx.Node, shards: RowShards, reader: fx.Node) -> fx.Node:
         """This rank's window of a value that all ranks have, where a node reads it."""
@@ -303,7 +309,7 @@ class Expansion:
     def _again(self, node: fx.Node) -> None:
         """Give a node of the backward its own views of gathered parameters."""
         for source in node.all_input_nodes:
-            if source in self._derived and phase_of(source) == "forward":
+            if self._is_gathered_again(source):
                 node.replace_input_with(source, self._view_again(source, node))
 
     def _view_again(self, view: fx.Node, reader: fx.Node) -> fx.Node:
@@ -322,9 +328,34 @@ class Expansion:
     def _recomputes(self, node: fx.Node) -> bool:
         """Whether a node of the backward reads a view that the forward has made of a gathered
         parameter."""
-        if self._keep or phase_of(node) == "forward" or node.op != "call_function":
+        if phase_of(node) == "forward" or node.op != "call_function":
             return False
-        return any(s in self._derived and phase_of(s) == "forward" for s in node.all_input_nodes)
+        return any(map(self._is_gathered_again, node.all_input_nodes))
+
+    def _is_gathered_again(self, view: fx.Node) -> bool:
+        """Whether a value is a view that the forward has made of a parameter that is not kept."""
+        if view not in self._derived or phase_of(view) != "forward":
+            return False
+        source = view
+        while source in self._sources:
+            source = self._sources[source]
+        return not self._is_kept(source)
+
+
+def _kept(graph: fx.Graph, keep_bytes: float) -> set[fx.Node]:
+    """The sharded parameters that the forward reads last, up to so many bytes."""
+    last: dict[fx.Node, int] = {}
+    for place, node in enumerate(graph.nodes):
+        for source in node.all_input_nodes if phase_of(node) == "forward" else ():
+            if source.op == "placeholder" and placement_of(source).rows is not None:
+                last[source] = place
+    found: set[fx.Node] = set()
+    for node in sorted(last, key=last.__getitem__, reverse=True):
+        keep_bytes -= fake_value(node).nbytes
+        if keep_bytes < 0:
+            break
+        found.add(node)
+    return found
 
 
 def _window_like(value: torch.Tensor, shards: RowShards) -> torch.Tensor:

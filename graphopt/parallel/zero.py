@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from graphopt.errors import ParallelismError
 from graphopt.ir.placement import Placement
 from graphopt.parallel.kinds import OverRanks
 from graphopt.parallel.sharding import OF_ROWS, shards_of
@@ -32,7 +33,9 @@ class ZeRO(OverRanks):
         group: the process group over whose ranks it is sharded; None is the default group.
         stage: 1: the optimizer's state is sharded. 2 is 1: in a graph a gradient dies where it is
             scattered. 3: parameters are sharded as well.
-        keep_mb, replicate_over: not there yet; anything but None is refused.
+        keep_mb: with stage 3, so many MiB of the parameters that the forward reads last stay whole
+            until the backward, which does not gather them again; None: none do.
+        replicate_over: not there yet; anything but None is refused.
         broadcast, broadcast_buffers, timeout: as of `DataParallel`.
 
     >>> import graphopt
@@ -48,10 +51,11 @@ class ZeRO(OverRanks):
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2, 3):
-            raise ValueError(f"stage={self.stage!r}: ZeRO has the stages 1, 2 and 3")
-        for name in ("keep_mb", "replicate_over"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"ZeRO({name}=...) is not there yet: leave it out")
+            raise ParallelismError(f"stage={self.stage!r}: ZeRO has the stages 1, 2 and 3")
+        if self.keep_mb is not None and not _is_size(self.keep_mb):
+            raise ParallelismError(f"keep_mb={self.keep_mb!r}: give a number of MiB, from 0")
+        if self.replicate_over is not None:
+            raise ParallelismError("ZeRO(replicate_over=...) is not there yet: leave it out")
         if self.stage == 2:
             object.__setattr__(self, "stage", 1)
 
@@ -80,5 +84,9 @@ class ZeRO(OverRanks):
         from graphopt.parallel.shard_expansion import Expansion
 
         group = _compat.group_or_default(self.group)
-        keep = self.stage == 1
-        return Expansion(graph, Group(group.group_name, group.size()), keep=keep).run()
+        keep = (self.keep_mb or 0.0) * 2**20
+        return Expansion(graph, Group(group.group_name, group.size()), keep).run()
+
+
+def _is_size(number: object) -> bool:
+    return isinstance(number, (int, float)) and not isinstance(number, bool) and number >= 0

@@ -20,6 +20,7 @@ from graphopt.errors import CollectiveError, GraphOptError
 from graphopt.graph_utils import is_collective, is_random, is_wait, without_autocast
 from graphopt.host import is_host_call
 from graphopt.ir.operators import arguments_by_name
+from graphopt.parallel.shard_operators import acting_as
 from graphopt.replicas.exchange import exchange
 from graphopt.replicas.generators import ReplicaGenerators
 
@@ -115,7 +116,11 @@ class Lockstep:
             return [function(*calls[0][0], **calls[0][1])] + [None] * (self.count - 1)
         if is_random(node):
             return [self._draw(function, replica, *calls[replica]) for replica in range(self.count)]
-        return [function(*args, **kwargs) for args, kwargs in calls]
+        results = []
+        for replica, (args, kwargs) in enumerate(calls):
+            with acting_as(replica):
+                results.append(function(*args, **kwargs))
+        return results
 
     def _constants(self, graph_module: fx.GraphModule, node: fx.Node) -> list[Any]:
         """The same for all replicas, in tensors of their own: a graph may write to them."""

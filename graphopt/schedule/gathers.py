@@ -18,7 +18,7 @@ with clipping by the norm of all gradients, has its gathers at the end, in as ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -27,8 +27,9 @@ from graphopt.comm import CommBlock
 from graphopt.graph_utils import get_output, is_collective, is_wait, readers_through_views
 from graphopt.ir.metadata import fake_value, input_kind, phase_of
 from graphopt.ir.operators import is_copy
-from graphopt.schedule.bucketing import bucket_kind
+from graphopt.schedule.bucketing import GATHER, bucket_kind
 from graphopt.schedule.constraints import Predecessors
+from graphopt.schedule.emitting import Emitter
 from graphopt.schedule.order import Schedule
 
 LAG = 2 / 3
@@ -53,11 +54,11 @@ class Gather:
 
 
 @dataclass
-class Group:
+class GatherGroup:
     """Gathers that are launched at one place.
 
     Attributes:
-        gathers: of updates that need nothing else of this graph than one bucket of gradients.
+        gathers: of updates that need one bucket of gradients, or all.
         after: the launch behind which they may stand in the backward; None: at the end.
     """
 
@@ -69,21 +70,30 @@ class Group:
         """When the first of them is needed."""
         return min(gather.due for gather in self.gathers)
 
+    @property
+    def launches(self) -> list[fx.Node]:
+        """Of all its members."""
+        return [gather.launch for gather in self.gathers]
+
+
+def is_gather(node: fx.Node) -> bool:
+    """Whether a node launches a gather that can be one of several in one call."""
+    return is_collective(node) and (bucket_kind(node) or ("",))[0] == GATHER
+
 
 def gathers_of_parameters(graph: fx.Graph) -> dict[fx.Node, Gather]:
     """The gathers that do nothing but complete a parameter, by launch."""
     position = {node: index for index, node in enumerate(graph.nodes)}
     found = {}
-    for node in graph.nodes:
-        if is_collective(node) and (bucket_kind(node) or ("",))[0] == "all_gather_into_tensor":
-            tail = _tail(node)
-            copies = [member for member in tail or () if is_copy(member)]
-            if tail is None or len(copies) != 1:
-                continue
-            parameter: fx.Node = copies[0].args[0]  # type: ignore[assignment]
-            readers = (r for r in readers_through_views(parameter) if r is not copies[0])
-            due = min((position[r] for r in readers), default=len(position))
-            found[node] = Gather(node, tail, due, fake_value(parameter).nbytes)
+    for node in filter(is_gather, graph.nodes):
+        tail = _tail(node)
+        copies = [member for member in tail or () if is_copy(member)]
+        if tail is None or len(copies) != 1:
+            continue
+        parameter: fx.Node = copies[0].args[0]  # type: ignore[assignment]
+        readers = (r for r in readers_through_views(parameter) if r is not copies[0])
+        due = min((position[r] for r in readers), default=len(position))
+        found[node] = Gather(node, tail, due, fake_value(parameter).nbytes)
     return found
 
 
@@ -106,8 +116,8 @@ def _tail(launch: fx.Node) -> list[fx.Node] | None:
 
 
 def grouped(
-    gathers: dict[fx.Node, Gather], blocks: Sequence[CommBlock], updates: Sequence[list[fx.Node]]
-) -> list[Group]:
+    gathers: Mapping[fx.Node, Gather], blocks: Sequence[CommBlock], updates: Sequence[list[fx.Node]]
+) -> list[GatherGroup]:
     """Gathers by the bucket of gradients that their update needs; where updates need all of them,
     in as many groups, by when they are needed.
 
@@ -115,154 +125,93 @@ def grouped(
         blocks: the collectives of gradients, in launch order.
         updates: of each the nodes of its update; one list for several that share one.
     """
-    total = sum(block.nbytes for block in blocks)
-    sent, launched = 0, []
-    for block in blocks:
-        sent += block.nbytes
-        launched.append(sent)
-    found: list[Group] = []
-    seen: set[int] = set()
-    for index, nodes in enumerate(updates):
+    shared = {id(nodes) for nodes in updates if sum(other is nodes for other in updates) > 1}
+    found: list[GatherGroup] = []
+    for nodes, block in zip(updates, blocks, strict=True):
         mine = [gathers[node] for node in nodes if node in gathers]
-        if not mine or id(nodes) in seen:
-            continue
-        seen.add(id(nodes))
-        if sum(other is nodes for other in updates) > 1:
-            found += _by_size(mine, max(len(blocks), 1))
-            continue
-        later = (
-            b for b, at in zip(blocks, launched, strict=True) if at - launched[index] >= LAG * total
-        )
-        block = next(later, None)
-        found.append(Group(mine, None if block is None else block.comm_node))
-    return found
+        if mine and id(nodes) not in shared:
+            found.append(GatherGroup(mine, _later(block, blocks)))
+    together = {node: None for nodes in updates if id(nodes) in shared for node in nodes}
+    mine = [gathers[node] for node in together if node in gathers]
+    return found + _by_size(mine, len(blocks))
 
 
-def _by_size(gathers: list[Gather], count: int) -> list[Group]:
+def _later(block: CommBlock, blocks: Sequence[CommBlock]) -> fx.Node | None:
+    """The launch by which so much was sent after a block that it has arrived."""
+    passed = sum(other.nbytes for other in blocks) * LAG
+    for other in blocks[blocks.index(block) + 1 :]:
+        passed -= other.nbytes
+        if passed <= 0:
+            return other.comm_node
+    return None
+
+
+def _by_size(gathers: list[Gather], count: int) -> list[GatherGroup]:
     """Gathers in the order in which they are needed, in groups of about one size."""
-    limit = sum(gather.nbytes for gather in gathers) / count
-    groups: list[Group] = []
+    limit = sum(gather.nbytes for gather in gathers) / max(count, 1)
+    groups: list[GatherGroup] = []
     room = 0.0
     for gather in sorted(gathers, key=lambda each: each.due):
         if room <= 0:
-            groups.append(Group([]))
+            groups.append(GatherGroup([]))
             room = limit
         groups[-1].gathers.append(gather)
         room -= gather.nbytes
     return groups
 
 
-class GatherOrder:
-    """Puts the nodes of a graph into the order in which groups of gathers are launched.
+def order_of_gathers(graph: fx.Graph, before: Predecessors, groups: Sequence[GatherGroup]) -> Schedule:
+    """The order in which groups are launched where they may be, most urgent first at the end, and
+    what follows from gathers comes last.
 
     Args:
         before: what each node needs (`graphopt.schedule.constraints`).
     """
+    emitter, end = Emitter(graph.nodes, before), get_output(graph)
+    launches = {launch for group in groups for launch in group.launches}
+    held = launches | {node for group in groups for g in group.gathers for node in g.tail}
+    held |= _only_for(graph, launches)
+    early = {group.after: group for group in groups if group.after is not None}
+    late = [group for group in groups if group.after is None]
+    gradients = {node for node in graph.nodes if is_collective(node)} - launches
+    for node in graph.nodes:
+        if node in held or node is end:
+            continue
+        if is_wait(node) and phase_of(node) == "communication" and gradients <= emitter.done:
+            _launch_all(emitter, late)
+        emitter.emit(node)
+        group = early.pop(node, None)
+        if group is not None and _is_independent(emitter, group):
+            emitter.launch(group.launches)
+        elif group is not None:
+            late.append(group)
+    _launch_all(emitter, late)
+    for node in graph.nodes:
+        emitter.emit(node)
+    return emitter.schedule
 
-    def __init__(self, graph: fx.Graph, before: Predecessors, groups: Sequence[Group]) -> None:
-        self._nodes, self._before, self._groups = list(graph.nodes), before, groups
-        self._position = {node: index for index, node in enumerate(self._nodes)}
-        self._end = get_output(graph)
-        self._order: list[fx.Node] = []
-        self._done: set[fx.Node] = set()
-        self._buckets: list[tuple[fx.Node, ...]] = []
 
-    def schedule(self) -> Schedule:
-        """The order, and the gathers that become one collective each."""
-        launches = {gather.launch for group in self._groups for gather in group.gathers}
-        tails = {node for group in self._groups for g in group.gathers for node in g.tail}
-        held = launches | tails | self._only_for(launches)
-        at = {group.after: group for group in self._groups if group.after is not None}
-        at_end = [group for group in self._groups if group.after is None]
-        ended = False
-        for node in self._nodes:
-            if node in held or node is self._end:
-                continue
-            if not ended and is_wait(node) and phase_of(node) != "forward" and self._is_last(node):
-                ended = True
-                self._launch_all(at_end)
-            self._emit(node)
-            group = at.pop(node, None)
-            if group is not None and not self._launch_now(group):
-                at_end.append(group)
-        self._launch_all(at_end)
-        for node in self._nodes:
-            self._emit(node)
-        return Schedule(tuple(self._order), tuple(self._buckets))
+def _launch_all(emitter: Emitter, groups: list[GatherGroup]) -> None:
+    for group in sorted(groups, key=lambda each: each.due):
+        emitter.launch(group.launches)
+    groups.clear()
 
-    def _is_last(self, node: fx.Node) -> bool:
-        """Whether the backward is over where a node stands."""
-        return all(launch in self._done for launch in self._reductions)
 
-    @property
-    def _reductions(self) -> list[fx.Node]:
-        return [
-            node
-            for node in self._nodes
-            if is_collective(node)
-            and not any(g.launch is node for gr in self._groups for g in gr.gathers)
-        ]
+def _is_independent(emitter: Emitter, group: GatherGroup) -> bool:
+    """Whether the update of a group needs nothing of what stands behind its place."""
+    needed = emitter.needed(group.launches)
+    phases = ("forward", "backward")
+    return not any(is_collective(node) or phase_of(node) in phases for node in needed)
 
-    def _only_for(self, launches: set[fx.Node]) -> set[fx.Node]:
-        """Nodes of the optimizer that lead to the gathers: they move with them."""
-        found = set(launches)
-        for node in reversed(self._nodes):
-            if node in found or node.op != "call_function":
-                continue
-            users = [user for user in node.users if user.op != "output"]
-            mine = phase_of(node) in ("optimizer", "communication") and not is_collective(node)
-            if mine and users and found.issuperset(users):
-                found.add(node)
-        return found - launches
 
-    def _launch_all(self, groups: list[Group]) -> None:
-        for group in sorted(groups, key=lambda each: each.due):
-            self._launch(group)
-        groups.clear()
-
-    def _launch_now(self, group: Group) -> bool:
-        """Launch a group in the middle of the backward, unless its update needs what comes later."""
-        needed = self._needed(gather.launch for gather in group.gathers)
-        if any(is_collective(node) or phase_of(node) in ("forward", "backward") for node in needed):
-            return False
-        self._launch(group)
-        return True
-
-    def _needed(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        """What has to run before some nodes, and has not."""
-        found: set[fx.Node] = set()
-        pending = [source for node in nodes for source in self._before[node]]
-        while pending:
-            node = pending.pop()
-            if node not in found and node not in self._done:
-                found.add(node)
-                pending += self._before[node]
-        return found
-
-    def _launch(self, group: Group) -> None:
-        launches = [gather.launch for gather in group.gathers]
-        for node in sorted(self._needed(launches), key=self._position.__getitem__):
-            self._emit(node)
-        kinds: dict[object, list[fx.Node]] = {}
-        for launch in launches:
-            kinds.setdefault(bucket_kind(launch), []).append(launch)
-        for alike in kinds.values():
-            for launch in alike:
-                self._emit(launch)
-            if len(alike) > 1:
-                self._buckets.append(tuple(alike))
-
-    def _emit(self, node: fx.Node) -> None:
-        """Put a node into the order, and what it needs before it."""
-        pending = [node]
-        while pending:
-            last = pending[-1]
-            if last in self._done:
-                pending.pop()
-                continue
-            missing = [source for source in self._before[last] if source not in self._done]
-            if missing:
-                pending += sorted(missing, key=self._position.__getitem__, reverse=True)
-            else:
-                self._done.add(last)
-                self._order.append(pending.pop())
+def _only_for(graph: fx.Graph, launches: set[fx.Node]) -> set[fx.Node]:
+    """Nodes of the optimizer that lead to gathers alone: they move with them."""
+    found = set(launches)
+    for node in reversed(graph.nodes):
+        if node in found or node.op != "call_function" or is_collective(node):
+            continue
+        users = [user for user in node.users if user.op != "output"]
+        mine = phase_of(node) in ("optimizer", "communication")
+        if mine and users and found.issuperset(users):
+            found.add(node)
+    return found - launches

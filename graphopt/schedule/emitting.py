@@ -1,0 +1,75 @@
+"""Builds an order of nodes in which gathers are launched where a plan says, many in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import fx
+
+from graphopt.schedule.bucketing import bucket_kind
+from graphopt.schedule.constraints import Predecessors
+from graphopt.schedule.order import Schedule
+
+
+class Emitter:
+    """An order in the making.
+
+    Args:
+        nodes: in the order that they have.
+        before: what each of them needs (`graphopt.schedule.constraints`).
+
+    Attributes:
+        done: the nodes that have their place.
+    """
+
+    def __init__(self, nodes: Iterable[fx.Node], before: Predecessors) -> None:
+        self._before = before
+        self._position = {node: index for index, node in enumerate(nodes)}
+        self._order: list[fx.Node] = []
+        self._buckets: list[tuple[fx.Node, ...]] = []
+        self.done: set[fx.Node] = set()
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order so far, and the launches that become one collective each."""
+        return Schedule(tuple(self._order), tuple(self._buckets))
+
+    def emit(self, node: fx.Node) -> None:
+        """Put a node into the order, and what it needs before it."""
+        pending = [node]
+        while pending:
+            last = pending[-1]
+            if last in self.done:
+                pending.pop()
+                continue
+            missing = [source for source in self._before[last] if source not in self.done]
+            if missing:
+                pending += sorted(missing, key=self._position.__getitem__, reverse=True)
+            else:
+                self.done.add(last)
+                self._order.append(pending.pop())
+
+    def needed(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        """What has to run before some nodes, and has no place yet."""
+        found: set[fx.Node] = set()
+        pending = [source for node in nodes for source in self._before[node]]
+        while pending:
+            node = pending.pop()
+            if node not in found and node not in self.done:
+                found.add(node)
+                pending += self._before[node]
+        return found
+
+    def launch(self, launches: Sequence[fx.Node]) -> None:
+        """Launch gathers, those of one kind in one call, and compute before that what they send."""
+        for node in sorted(self.needed(launches), key=self._position.__getitem__):
+            self.emit(node)
+        kinds: dict[object, list[fx.Node]] = {}
+        for launch in launches:
+            if launch not in self.done:
+                kinds.setdefault(bucket_kind(launch), []).append(launch)
+        for alike in kinds.values():
+            for launch in alike:
+                self.emit(launch)
+            if len(alike) > 1:
+                self._buckets.append(tuple(alike))

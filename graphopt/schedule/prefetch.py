@@ -1,0 +1,103 @@
+"""When sharded parameters are gathered for a computation: some buckets ahead of their use.
+
+    gather 1  gather 2  gather 3 | wait 1, compute 1 | gather 4 | wait 2, compute 2 | gather 5 | …
+
+Gathers go into buckets in the order of their first use, for the forward and then for the backward.
+Each bucket is launched where the one `AHEAD` places before it is waited for. So the link has always
+something to send while there is something to compute, and no rank holds more than `AHEAD + 1`
+buckets of parameters whole. A bucket is at most as large as those in which gradients are scattered:
+a share that does not depend on the speed of the link (`graphopt.schedule.granularity`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from graphopt.graph_utils import is_wait
+from graphopt.ir.metadata import fake_value, phase_of
+from graphopt.ir.views import view_tail
+from graphopt.schedule.bucketing import bucket_kind
+from graphopt.schedule.constraints import Predecessors
+from graphopt.schedule.emitting import Emitter
+from graphopt.schedule.gathers import is_gather
+from graphopt.schedule.order import Schedule
+
+AHEAD = 2
+"""Buckets that are under way, or there, before their first use."""
+
+_PHASES = ("forward", "backward")
+
+
+@dataclass(eq=False)
+class Use:
+    """A gather of what a computation reads.
+
+    Attributes:
+        launch: its node.
+        tail: its wait, and views of it.
+        reader: the first node that computes with it.
+        nbytes: of the whole.
+    """
+
+    launch: fx.Node
+    tail: list[fx.Node]
+    reader: fx.Node
+    nbytes: int
+
+
+def uses_of_gathers(graph: fx.Graph) -> list[Use]:
+    """The gathers of what the forward and the backward read, by first use."""
+    found = []
+    for node in filter(is_gather, graph.nodes):
+        (wait,) = node.users
+        tail = sorted(view_tail(wait))
+        inside = set(tail)
+        readers = {user for member in tail for user in member.users} - inside
+        if is_wait(wait) and readers and phase_of(min(readers)) in _PHASES:
+            found.append(Use(node, tail, min(readers), fake_value(node).nbytes))
+    return sorted(found, key=lambda use: use.reader)
+
+
+def buckets_of(uses: Sequence[Use], limit: float) -> list[list[Use]]:
+    """Uses in buckets of at most so many bytes, of one kind and phase each."""
+    buckets: list[list[Use]] = []
+    last: object = None
+    for use in uses:
+        kind = (bucket_kind(use.launch), phase_of(use.reader))
+        full = buckets and sum(each.nbytes for each in buckets[-1]) + use.nbytes > limit
+        if kind != last or full:
+            buckets.append([])
+        buckets[-1].append(use)
+        last = kind
+    return buckets
+
+
+def order_of_prefetch(
+    graph: fx.Graph, before: Predecessors, buckets: Sequence[Sequence[Use]]
+) -> Schedule:
+    """The order in which each bucket is launched ahead of its first use.
+
+    Args:
+        before: what each node needs (`graphopt.schedule.constraints`).
+    """
+    emitter = Emitter(graph.nodes, before)
+    waiting = list(buckets)
+    starts = {bucket[0].reader: index for index, bucket in enumerate(buckets)}
+    held = {use.launch for bucket in buckets for use in bucket}
+    held |= {node for bucket in buckets for use in bucket for node in use.tail}
+    launched = 0
+    for node in graph.nodes:
+        if node in held:
+            continue
+        if node in starts:
+            until = min(starts[node] + AHEAD + 1, len(waiting))
+            while launched < until:
+                emitter.launch([use.launch for use in waiting[launched]])
+                launched += 1
+        emitter.emit(node)
+    for node in graph.nodes:
+        emitter.emit(node)
+    return emitter.schedule
