@@ -19,6 +19,7 @@ MODELS = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("size", [0.02, 25])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("model", MODELS)

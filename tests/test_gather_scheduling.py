@@ -30,6 +30,7 @@ FUSED = "remove_copy_from_optimizer -> fuse_exchanges(bucket_size_mb=0.5) -> sch
 PIPELINE = f"{FUSED} -> schedule_gathers -> iter_move_grads_and_optimizers"
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)

@@ -160,7 +160,9 @@ def _by_size(gathers: list[Gather], count: int) -> list[GatherGroup]:
     return groups
 
 
-def order_of_gathers(graph: fx.Graph, before: Predecessors, groups: Sequence[GatherGroup]) -> Schedule:
+def order_of_gathers(
+    graph: fx.Graph, before: Predecessors, groups: Sequence[GatherGroup]
+) -> Schedule:
     """The order in which groups are launched where they may be, most urgent first at the end, and
     what follows from gathers comes last.
 
