@@ -56,6 +56,7 @@ PUBLIC = {
         "IterationError",
         "LoweringError",
         "Manual",
+        "ParallelismError",
         "PartitionError",
         "PassDefinitionError",
         "PassError",
