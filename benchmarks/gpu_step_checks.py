@@ -1,4 +1,4 @@
-"""What `gpu_step.py` checks before it measures: that the figures are those of the same training."""
+"""Checks on a CUDA device: graphopt trains as eager code does, and the tests that need one pass."""
 
 from __future__ import annotations
 
@@ -132,17 +132,24 @@ def check_numerics(device: str) -> Iterator[Check]:
         yield Check(f"{variant}: nothing falls back", not found, "; ".join(found) or "0 parts")
 
 
-def check_tests(quick: bool, timeout: float) -> Check:
-    """The tests of CUDA graphs; only those that need a device where it has to be quick."""
+def check_programs(quick: bool) -> Iterator[Check]:
+    """The tests of CUDA graphs, and the coverage set; where it has to be quick, only the tests that
+    need a device."""
     pattern = "test_cudagraphs_gpu.py" if quick else "test_cudagraphs*.py"
     files = sorted(map(str, (REPOSITORY / "tests").glob(pattern)))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
-    try:
-        done = subprocess.run(
-            command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return Check("tests of CUDA graphs", False, f"not done after {timeout:.0f} s")
+    yield check_program(
+        "tests of CUDA graphs", "-m", "pytest", "-q", "-p", "no:cacheprovider", *files
+    )
+    if not quick:
+        coverage = REPOSITORY / "benchmarks" / "coverage.py"
+        yield check_program("coverage", str(coverage), "--device", "cuda", "--jobs", "4")
+
+
+def check_program(name: str, *arguments: str) -> Check:
+    """Run a Python program in a process of its own: it has to end with status 0."""
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     last = (done.stdout.strip().splitlines() or [done.stderr.strip()])[-1]
-    return Check("tests of CUDA graphs", done.returncode == 0, "; ".join([last, *failed]))
+    return Check(name, done.returncode == 0, "; ".join([last, *failed]))

@@ -1,15 +1,13 @@
-"""What `gpu_step.py` compares: one step of GPT-2 in several ways, and clocks for it."""
+"""One training step of GPT-2 in several ways, which `gpu_step.py` compares, and clocks for them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from spread import Figures
 from torch import Tensor, nn
 
 import graphopt
@@ -133,28 +131,3 @@ def seconds_of(device: str, work: Callable[[], None]) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
-
-
-@contextmanager
-def wall_clock(device: str, figures: Figures, name: str) -> Iterator[None]:
-    """Note the seconds that pass until the device has done what is asked for inside."""
-    synchronize(device)
-    start = time.perf_counter()
-    yield
-    synchronize(device)
-    figures[name] = time.perf_counter() - start
-
-
-@contextmanager
-def peak_memory(device: str, figures: Figures, name: str) -> Iterator[None]:
-    """Note the bytes of tensors that are alive at once inside, beyond those that were before."""
-    if device != "cuda":
-        yield
-        figures[name] = None
-        return
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    yield
-    torch.cuda.synchronize()
-    figures[name] = torch.cuda.max_memory_allocated() - before

@@ -2,8 +2,7 @@
 
     python benchmarks/overlap.py
     python benchmarks/overlap.py --models stack gpt --ratios 0.5 1 2 --ranks 4 --json overlap.json
-    python benchmarks/overlap.py --models gpt --forms plain people accumulate --plot overlap.png
-    torchrun --nproc-per-node=8 benchmarks/overlap.py --models gpt
+    python benchmarks/overlap.py --models gpt --forms plain people accumulate
 
 What the figures mean and how they are taken: benchmarks/README.md.
 """
@@ -15,13 +14,12 @@ import inspect
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import ranks
 import torch
@@ -29,23 +27,20 @@ import torch.distributed as dist
 from emulated_link import set_rate
 from overlap_bound import calibrated, preemptive_bound
 from overlap_models import FORMS, OVERLAP_MODELS, average_of, overlap_batch
-from overlap_show import COMMUNICATION, COMPUTE, UNRELATED, plot, table
 from ranks import WARM_UP_STEPS, paired, slowest
 from rich.console import Console
+from rich.table import Table
 from spread import Figures, spread
 from torch import Tensor, nn
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
-from usage import Usage, summed_up
 
 import graphopt
 from graphopt.demo.launch import Event, Reporter
 from graphopt.demo.replica import RandomState
-from graphopt.stages.pipelines import HELD_BACK, default_pipeline, pipeline_with
 
-DDP_DEFAULT, DEFAULT, AUTO = "DDP, 25 MB", "graphopt, default", "graphopt, auto"
-BY_HAND = (1, 2, 4, 8, 16, 32)
+COMPUTE, COMMUNICATION = "compute alone", "communication alone"
+UNRELATED, DDP_DEFAULT = "both, unrelated", "DDP, 25 MB"
 _OF_NEWER_VERSIONS = {"batched_grad_copy": True}
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 DDP_OPTIONS = {name: value for name, value in _OF_NEWER_VERSIONS.items() if name in _KNOWN}
@@ -66,15 +61,10 @@ class Training:
     Args:
         buckets_mb: of DistributedDataParallel; None: the bare model.
         pipeline: of graphopt; None: the step as it is.
-        compiled: by Inductor: the regions of graphopt's graph, or else the model.
     """
 
     def __init__(
-        self,
-        task: Figures,
-        buckets_mb: float | None = None,
-        pipeline: Any | None = None,
-        compiled: bool = False,
+        self, task: Figures, buckets_mb: float | None = None, pipeline: Any | None = None
     ) -> None:
         torch.manual_seed(0)
         self.model = OVERLAP_MODELS[task["model"]]().to(device())
@@ -89,14 +79,11 @@ class Training:
             )
         self.form = FORMS[task["form"]]
         self.besides = (average_of(self.model),) if self.form.averaged else ()
-        if compiled and pipeline is None:
-            self.trained = cast(nn.Module, torch.compile(self.trained))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self._schedule = LambdaLR(self.optimizer, lambda number: 1 / (1 + number))
         self.step: Callable[..., Tensor] = self.form.step
         if pipeline is not None:
-            lower = "inductor" if compiled else None
-            self.step = graphopt.compile(self.step, pipeline=pipeline, lower=lower)
+            self.step = graphopt.compile(self.step, pipeline=pipeline)
         self._random = RandomState(1, device())
 
     def run(self, batches: Batches) -> None:
@@ -163,8 +150,6 @@ def gradient_bytes(model: str) -> int:
 
 def variants(task: Figures) -> dict[str, Variant]:
     """All that take turns, by name."""
-    plain = [entry[0] if isinstance(entry, tuple) else entry for entry in default_pipeline()]
-    buckets = (plain[1], {"min_buckets": None})
     made: dict[str, Variant] = {
         COMPUTE: Training(task),
         COMMUNICATION: Communication(task),
@@ -173,27 +158,9 @@ def variants(task: Figures) -> dict[str, Variant]:
     }
     for size in task["sweep"]:
         made[f"DDP, {size:g} MB"] = Training(task, buckets_mb=size)
-    made[DEFAULT] = Training(task, pipeline="default")
-    if task["compiled"]:
-        made["DDP, 1 MB, compiled"] = Training(task, buckets_mb=1, compiled=True)
-        made["graphopt, compiled"] = Training(task, pipeline="default", compiled=True)
-    if task["others"]:
-        made["graphopt, 25 MB"] = Training(task, pipeline=plain)
-        made["graphopt, as they come"] = Training(task, pipeline=[plain[0], buckets, *plain[2:]])
-    if task["options"]:
-        made |= {AUTO: Training(task, pipeline="auto"), **by_hand(task)}
+    for name in ("default", "auto"):
+        made[f"graphopt, {name}"] = Training(task, pipeline=name)
     return made | {text: Training(task, pipeline=text) for text in task["pipelines"]}
-
-
-def by_hand(task: Figures) -> dict[str, Variant]:
-    """The default passes with options that `pipeline="auto"` chooses among: numbers of buckets, and
-    shares of the gradients that are held back, and of large ones in two parts."""
-    options = [(count, HELD_BACK) for count in BY_HAND] + [(8, 0.0), (8, 0.2), (8, 0.6)]
-    found: dict[str, Variant] = {
-        f"{count} buckets, {share:g}": Training(task, pipeline=pipeline_with(count, share))
-        for count, share in options
-    }
-    return found | {"two parts": Training(task, pipeline=pipeline_with(None, HELD_BACK, True))}
 
 
 # -------------------------------------------------------------------------------- on each rank
@@ -230,11 +197,11 @@ class AdjustedLink:
 
 
 def turns(task: Figures, folder: Path) -> Figures:
-    """Seconds per step of each turn by variant, what it uses, the preemptive bounds, and how far
-    parameters are from DDP's."""
+    """Seconds per step of each turn by variant, the preemptive bounds, and how far parameters are
+    from DDP's."""
     made = {COMPUTE: Training(task)} if task["compute_only"] else variants(task)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    usage = Usage()
+    calls: Counter[str] = Counter()
 
     def given() -> tuple[Tensor, Tensor]:
         inputs, targets = overlap_batch(task["model"], generator, task["batch"])
@@ -243,15 +210,15 @@ def turns(task: Figures, folder: Path) -> Figures:
     link = AdjustedLink(task) if task["bits_per_second"] else None
 
     def seconds(name: str, batches: Batches) -> float:
-        taken = usage.of(name, len(batches), lambda: timed(made[name], batches))
-        warm = len(usage.found[name]) > WARM_UP_STEPS
-        if warm and link is not None:
+        taken = timed(made[name], batches)
+        calls[name] += 1
+        if calls[name] > WARM_UP_STEPS and link is not None:
             link.after(name, taken)
         return taken
 
     first = 0 if link is None else 1
     found = ranks.in_turns(list(made), seconds, given, task["rounds"], task["turn"], first)
-    result = {"seconds": found, "usage": usage.found, "differences": differences(made)}
+    result = {"seconds": found, "differences": differences(made)}
     result["rates"] = None if link is None else link.rates
     if task["compute_only"]:
         return result
@@ -295,7 +262,6 @@ def differences(made: dict[str, Variant]) -> dict[str, float]:
     return found
 
 
-@record
 def work(task: Figures, folder: Path) -> None:
     """What an emulated host does."""
     reporter = Reporter(folder)
@@ -318,7 +284,7 @@ def link_bits(model: str, hosts: int) -> float:
 
 def task_of(model: str, form: str, options: argparse.Namespace) -> Figures:
     """What a rank is to do, as JSON."""
-    names = ["sweep", "pipelines", "others", "options", "compiled", "rounds", "turn", "batch"]
+    names = ["sweep", "pipelines", "rounds", "turn", "batch"]
     chosen = {name: getattr(options, name) for name in names}
     unshaped = {"compute_only": False, "ratio": 0.0, "bits_per_second": None}
     return {"model": model, "form": form, **unshaped, **chosen}
@@ -355,38 +321,39 @@ def figures(task: Figures, results: list[Event]) -> Figures:
         "in_order_bound": max(result["in_order"] for result in results),
         "per_bound": {name: spread(paired(times, bound)) for name, times in seconds.items()},
         "per_best": {name: spread(paired(times, seconds[best])) for name, times in seconds.items()},
-        "usage": summed_up([result["usage"] for result in results], WARM_UP_STEPS),
         "differences": results[0]["differences"],
     }
 
 
+def table(row: Figures) -> Table:
+    """One model on one link."""
+    rate = row["bits_per_second"]
+    link = "no shaped link" if rate is None else f"{rate / 1e6:.0f} Mbit/s"
+    made = Table(
+        *("variant", "ms", "/ bound", "/ best DDP", "|Δ|"),
+        title=f"{row['model']}, {row['form']}, batch x {row['batch']}, communication / compute set"
+        f" to {row['ratio']:g} ({link}); preemptive bound {1e3 * row['preemptive_bound']:.1f} ms,"
+        f" with compute in its order {1e3 * row['in_order_bound']:.1f} ms",
+    )
+    for name, times in row["seconds"].items():
+        difference = row["differences"].get(name)
+        made.add_row(
+            name + (" (best)" if name == row["best_ddp"] else ""),
+            f"{1e3 * median(times):.1f}",
+            shown(row["per_bound"][name]),
+            shown(row["per_best"][name]),
+            "" if difference is None else f"{difference:g}",
+        )
+    return made
+
+
+def shown(found: Figures) -> str:
+    """Median and quartiles."""
+    low, high = found["quartiles"]
+    return f"{found['median']:.3f} [{low:.3f}-{high:.3f}]"
+
+
 # ------------------------------------------------------------------------------- command line
-
-
-@contextmanager
-def torchrun_group() -> Iterator[None]:
-    """The group that torchrun's environment describes."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(device())
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def on_real_hosts(options: argparse.Namespace) -> list[Figures]:
-    """Under torchrun: the link is what it is; rank 0 has the figures."""
-    rows = []
-    with torchrun_group(), TemporaryDirectory(prefix="graphopt-") as folder:
-        for model, form in product(options.models, options.forms):
-            task = task_of(model, form, options)
-            mine = turns(task, Path(folder))
-            everyone: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, mine)
-            if dist.get_rank() == 0:
-                rows.append(figures(task, everyone))
-    return rows
 
 
 def parse() -> argparse.Namespace:
@@ -414,15 +381,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--turn", type=int, default=20, help="steps of one variant before the next one's turn"
     )
-    parser.add_argument("--others", action="store_true", help="variants of the default as well")
-    parser.add_argument(
-        "--options", action="store_true", help="auto, and options that it chooses among"
-    )
-    parser.add_argument("--compiled", action="store_true", help="DDP and the default with Inductor")
     parser.add_argument("--rounds", type=int, default=10, help="turns, at least 2")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw step time against the bound"
-    )
     return parser.parse_args()
 
 
@@ -433,21 +392,11 @@ def main() -> None:
         return
     rows: list[Figures] = []
     with ranks.failures_shown():
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            rows = on_real_hosts(options)
-        else:
-            for row in measure(options):
-                Console().print(table(row))
-                rows.append(row)
-    if not rows:
-        return
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        for row in rows:
+        for row in measure(options):
             Console().print(table(row))
+            rows.append(row)
     if options.json:
         options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2))
-    if options.plot:
-        plot(rows, options.plot)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,14 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from emulated_link import SlowLink, parse_rate
+from emulated_link import SlowLink
 from spread import Figures
 
 from graphopt.demo import DemoError
@@ -36,24 +36,6 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made.add_argument("--work", nargs=2, metavar=("TASK", "FOLDER"), help=argparse.SUPPRESS)
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures as well")
     return made
-
-
-def training_parser(doc: str | None, models: Iterable[str]) -> argparse.ArgumentParser:
-    """`parser`, with the options of trainings that take turns."""
-    made = parser(doc)
-    made.add_argument("--ranks", type=int, default=2)
-    made.add_argument("--link", metavar="RATE", help="emulate a slow link, such as 200mbit")
-    made.add_argument("--model", choices=models, default="gpt")
-    made.add_argument("--rounds", type=int, default=12, help="turns of six steps, at least 2")
-    return made
-
-
-def run_trainings(script: str, options: argparse.Namespace, **task: Any) -> dict[str, list[float]]:
-    """`slowest` of what ranks report that run `script --work`, with options and a task."""
-    task |= {"model": options.model, "rounds": options.rounds}
-    with failures_shown():
-        rate = parse_rate(options.link) if options.link else None
-        return slowest(run_work(script, task, options.ranks, rate))
 
 
 def works(options: argparse.Namespace, work: Callable[[Figures, Path], None]) -> bool:
@@ -74,33 +56,20 @@ def failures_shown() -> Iterator[None]:
         sys.exit(str(error))
 
 
-def run_work(
-    script: str,
-    task: Figures,
-    ranks: int,
-    rate: float | None = None,
-    *,
-    one_thread: bool = True,
-    on_event: Callable[[int, Event], None] | None = None,
-) -> list[Event]:
+def run_work(script: str, task: Figures, ranks: int, rate: float | None = None) -> list[Event]:
     """Run `script --work` with a task in fresh processes; all that they report.
 
     Args:
         rate: in bit/s, of a link between emulated hosts, one for each rank; None: no such link.
-        one_thread: for each rank, unless OMP_NUM_THREADS says otherwise.
-        on_event: called with a rank and what it has just reported.
     """
     events: list[Event] = []
 
-    def note(rank: int, event: Event) -> None:
+    def note(_: int, event: Event) -> None:
         events.append(event)
-        if on_event is not None:
-            on_event(rank, event)
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="graphopt-")))
-        threads = os.environ.get("OMP_NUM_THREADS", "1" if one_thread else None)
-        environment = {} if threads is None else {"OMP_NUM_THREADS": threads}
+        environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         prefixes = None
         if rate is not None:
             link = stack.enter_context(SlowLink(round(rate), ranks))

@@ -1,10 +1,9 @@
-"""What the benchmarks train: models, optimizers, batches of random data, and one step for all."""
+"""Models that the benchmarks train, with batches of random data, and one step for all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,15 +51,6 @@ def convnet() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "gpt": gpt, "convnet": convnet}
-
-OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {"lr": 1e-3, "fused": True}),
-    "adamw-foreach": (torch.optim.AdamW, {"lr": 1e-3, "foreach": True}),
-    "adamw-loop": (torch.optim.AdamW, {"lr": 1e-3, "foreach": False, "fused": False}),
-    "adam": (torch.optim.Adam, {"lr": 1e-3, "fused": True}),
-    "sgd": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "fused": True}),
-    "sgd-foreach": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "foreach": True}),
-}
 
 
 def batch(model: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -10,9 +10,9 @@ gradients are so large that the allocator gives their memory back to the system.
 move before the last read of the values that it replaces, so that it still happens in place.
 
 Other parameters keep one update at the end: among the matrix products it would only displace what
-these have in the processor's cache (`benchmarks/compute.py`: no gain up to 1 MiB, some loss at
-256 KiB). So do parameters on other devices than the CPU, where one launch for all is what counts,
-and all of a graph with collectives: what stands before a launch delays it.
+these have in the processor's cache (no gain up to 1 MiB, some loss at 256 KiB). So do parameters on
+other devices than the CPU, where one launch for all is what counts, and all of a graph with
+collectives: what stands before a launch delays it.
 
 Where updates go is found entry by entry, in the graph as it is. A call is then divided for those
 that move, and only if something computes between two parts of it: what stays is one call as before.

@@ -68,7 +68,7 @@ def run_model(rank: int, model: str) -> dict[str, int]:
     }
 
 
-# All models: benchmarks/exactness.py. A GPT: test_pipelines_ranks.py.
+# A GPT: test_pipelines_ranks.py.
 @pytest.mark.parametrize(
     "model", ["partial", "reused", "convnet", "checkpointed", "shared-storage"]
 )
@@ -93,7 +93,6 @@ def run_optimizer(rank: int, optimizer: str) -> None:
     twins.finish()
 
 
-# Each averages the same way; benchmarks/exactness.py trains with all of them on several ranks.
 @pytest.mark.parametrize("optimizer", SEVERAL)
 def test_optimizer(two_ranks: Pool, optimizer: str) -> None:
     two_ranks.run(run_optimizer, optimizer)

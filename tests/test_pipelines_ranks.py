@@ -32,7 +32,6 @@ def run_scenario(rank: int, model: str, optimizer: str, pipeline: str, accumulat
     return scenario.run(accumulates=accumulates)
 
 
-# All models, and all optimizers: benchmarks/exactness.py --pipeline.
 @pytest.mark.parametrize("model", ["partial", "gpt", "convnet", "recurrent", "shared-storage"])
 def test_model(two_ranks: Pool, model: str) -> None:
     accumulates = model not in NO_ACCUMULATION

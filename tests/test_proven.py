@@ -12,7 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from cases import cases
-from proven import OPTIMIZERS, RANKS, Captures, group_of, judged, looping_as
+
+from proven_cases import OPTIMIZERS, RANKS, Captures, group_of, judged, looping_as
 
 NAMES = sorted(cases())
 
@@ -55,8 +56,7 @@ def test_a_capture_says_of_other_ranks_how_many_there_are_alone(name: str) -> No
 @pytest.mark.parametrize("name", NAMES)
 def test_all(name: str, seed: int) -> None:
     """On each number of ranks. Several ranks share a capture with one way through the parameters,
-    and one rank has another way: which, case and seed say. benchmarks/proven.py has all
-    combinations."""
+    and one rank has another way: which, case and seed say."""
     captures, first = Captures(), NAMES.index(name) + seed
     for ranks in RANKS:
         optimizers = OPTIMIZERS[(first + (ranks > 1)) % len(OPTIMIZERS)]

@@ -2,8 +2,8 @@
 
 The allocator of the C library gives memory back to the system: each tensor above a size that it
 learns (at most 32 MB), and the end of its heap above twice that. The next step then gets fresh
-pages, which the kernel fills with zeros one by one: 6 to 10 % of a small step
-(`benchmarks/host_memory.py`). A step of training needs the same memory each time, so from the first
+pages, which the kernel fills with zeros one by one: 6 to 10 % of a small step.
+A step of training needs the same memory each time, so from the first
 captured one on the process keeps it. What it holds at its fullest does not grow by that.
 
 Only glibc is told so. A process whose environment says something about its allocator

@@ -13,7 +13,7 @@ others, which the next forward needs first, or long after the link was free. In 
 travels while the rest of the backward computes, and the second behind what is more urgent.
 
 On a link as slow as compute that gains up to 6 % of a step of such a net, on one twice as fast it
-loses 1 to 5 % (`benchmarks/overlap.py --models convnet --options`): gloo sends two messages of a
+loses 1 to 5 % (`benchmarks/overlap.py --models convnet`): gloo sends two messages of a
 group at once, so that the last and most urgent one shares the link with what was held back. So it
 is for those who know theirs.
 

@@ -1,40 +1,27 @@
-"""Is every pass and every stage proven on what people train?
+"""Training loops of the coverage set, taken through all passes and stages: is each step proven?
 
-    python benchmarks/proven.py                            all cases of benchmarks/cases
-    python benchmarks/proven.py vision optimizers.lookahead --ranks 2 --optimizers fused
-    python benchmarks/proven.py --json proven.json
-
-Each training loop of the coverage set is captured as it is in its second call, once for each number
-of ranks (of a group in which nothing is communicated) and each way in which optimizers go through
-their parameters, and taken through the default pipeline and the stages behind it, all of which are
-verified at level "equivalence". A combination is *proven* if nothing was refused and no graph was
-left without a comparison; *not decided* if terms could not speak of some graph; *not proven* if a
-pass or a stage was refused; *not captured* if there is no graph at all, of which
-benchmarks/coverage.py tells.
+A loop is captured as it is in its second call, for a number of ranks (of a group in which nothing
+is communicated) and a way in which optimizers go through their parameters, and taken through the
+default pipeline and the stages behind it, which are verified at level "equivalence". It is *proven*
+if nothing was refused and no graph was left without a comparison; *not decided* if terms could not
+speak of some graph; *not proven* if a pass or a stage was refused; *not captured* if there is no
+graph at all.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
-import multiprocessing
 import os
-import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from itertools import product
-from multiprocessing.connection import Connection
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from cases import Build, Case, cases
+from cases import Build, Case
 from torch import fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -52,7 +39,6 @@ from graphopt.tracing.capture import CapturedStep, capture_call, communication_f
 
 RANKS = (1, 2, 4)
 OPTIMIZERS = ("fused", "foreach", "loop")
-TIMEOUT = 120.0
 
 
 @dataclass
@@ -187,71 +173,3 @@ def looping_as(kind: str) -> Iterator[None]:
         yield
     finally:
         torch.optim.Optimizer.__init__ = original  # type: ignore[method-assign]
-
-
-def _child(name: str, build: Build, wanted: Sequence[tuple[int, str]], end: Connection) -> None:
-    torch.set_num_threads(1)
-    captures = Captures()
-    for ranks, optimizers in wanted:
-        end.send(asdict(judged(name, build, ranks, optimizers, captures)))
-
-
-def in_process(name: str, build: Build, wanted: Sequence[tuple[int, str]]) -> list[Outcome]:
-    """`judged` for all combinations, in a forked process."""
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(name, build, wanted, there))
-    process.start()
-    there.close()
-    found: list[Outcome] = []
-    for ranks, optimizers in wanted:
-        try:
-            if not here.poll(TIMEOUT):
-                raise EOFError
-            found.append(Outcome(**here.recv()))
-        except EOFError:
-            found.append(Outcome(name, ranks, optimizers, "failed", "the process ended"))
-            break
-    process.kill()
-    process.join()
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="families or cases")
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    parser.add_argument("--optimizers", choices=OPTIMIZERS, nargs="+", default=OPTIMIZERS)
-    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="K N: each Nth, from K")
-    parser.add_argument("--json", type=Path, help="write the outcomes there")
-    options = parser.parse_args()
-    wanted = list(product(options.ranks, options.optimizers))
-    first, every = options.part
-    outcomes: list[Outcome] = []
-    for name in chosen(options.names)[first::every]:
-        for outcome in in_process(name, cases()[name], wanted):
-            outcomes.append(outcome)
-            if outcome.verdict not in ("proven", "not captured"):
-                print(f"{outcome.name} on {outcome.ranks}, {outcome.optimizers}:", outcome.verdict)
-                print("    " + outcome.reason.strip().replace("\n", "\n    "), flush=True)
-        if options.json:
-            options.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
-    print(summary(outcomes))
-
-
-def chosen(names: Sequence[str]) -> list[str]:
-    """The cases of these families, or with these names; all where there are none."""
-    wanted = {*names}
-    return [n for n in cases() if not names or {n, n.partition(".")[0]} & wanted]
-
-
-def summary(outcomes: Sequence[Outcome]) -> str:
-    """All verdicts in one sentence."""
-    counts = Counter(each.verdict for each in outcomes)
-    stages = sum(each.stages for each in outcomes)
-    text = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
-    return f"{len(outcomes)} combinations: {text}; {stages} passes and stages that left a graph"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
