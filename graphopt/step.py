@@ -104,7 +104,6 @@ class TrainStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from graphopt.tracing.call import Call
-        from graphopt.tracing.casts import check_casts
 
         if _compat.is_traced():  # by the step that calls it, whose graph has it
             return self._fn(*args, **kwargs)
@@ -112,7 +111,6 @@ class TrainStep:
         call = Call(self._fn, args, kwargs)
         if self._fallback.active:
             return self._run_eagerly(call)
-        check_casts(call)
         try:
             with _compat.named_in_profile(STEP):
                 return self._run_or_captured(call)
@@ -150,15 +148,12 @@ class TrainStep:
         begun: Begun | None = None,
         sent: SentBefore | None = None,
     ) -> Any:
-        from graphopt.tracing.casts import note_casts
-
         call = call.using(entry.captured.besides) or call
         try:
             result = entry(call, self._calls, begun, sent)
         except AssumptionFailedError as error:
             failed = error.with_traceback(None)  # whose frames hold all that was computed
         else:
-            note_casts(call, entry.captured.casts, bool(entry.captured.signature.stepped))
             self._entries.state_made(entry)
             return result
         result = self._run_other_branch(entry, call, failed)

@@ -19,7 +19,8 @@ import graphopt
 from graphopt.tracing.call import Call
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range)
-_NOT_ENTERED = ("graphopt", "_pytest", "logging", "threading", "torch.fx", "torch._sub", "sympy")
+_NOT_ENTERED = ("graphopt", "_pytest", "logging", "threading", "torch.fx", "torch._sub", "sympy",
+                "torch.amp")  # fmt: skip
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 

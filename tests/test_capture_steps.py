@@ -162,7 +162,7 @@ def test_autocast_inside_the_step(model: str) -> None:
 def test_autocast_around_the_step(model: str) -> None:
     twins = Twins(lambda: world(model=model))
     for i in range(STEPS):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
             twins.step(*MODELS[model].batch(i))
     twins.finish(captures=1)
 

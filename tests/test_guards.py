@@ -174,7 +174,7 @@ def test_autocast_and_grad_mode_are_guarded() -> None:
             return train_step(model, optimizer, x, y)
 
     run = Run(step)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
         first = run(*CASE.batch(2))
     assert run.captures() == 2
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):

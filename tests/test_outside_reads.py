@@ -494,67 +494,6 @@ def test_equal_numbers_are_no_change() -> None:
     assert trained.captures == 1
 
 
-# Autocast around the call
-
-
-def around_each_call(call: Callable[[], Tensor], **options: Any) -> list[Tensor]:
-    results = []
-    for _ in range(3):
-        with torch.autocast("cpu", torch.bfloat16, **options):
-            results.append(call())
-    return results
-
-
-def evaluates_after(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    """With autocast's cache, the second forward sees the weights of before the update."""
-    train(model, optimizer, x, y)
-    with torch.no_grad():
-        return F.cross_entropy(model(x), y)
-
-
-@pytest.mark.parametrize("cache_enabled", [True, False])
-def test_weight_cache_of_autocast_around_the_call(cache_enabled: bool) -> None:
-    eager, captured = Trainer(), Trainer()
-    compiled = graphopt.compile(evaluates_after)
-    expected = around_each_call(
-        lambda: evaluates_after(eager.model, eager.optimizer, X, Y), cache_enabled=cache_enabled
-    )
-    results = around_each_call(
-        lambda: compiled(captured.model, captured.optimizer, X, Y), cache_enabled=cache_enabled
-    )
-    assert all(map(torch.equal, results, expected))
-
-
-def test_autocast_region_of_several_updates_is_refused() -> None:
-    trainer = Trainer()
-    compiled = graphopt.compile(train, pipeline="none")
-    with torch.autocast("cpu", torch.bfloat16):
-        compiled(trainer.model, trainer.optimizer, X, Y)
-        with pytest.raises(graphopt.CaptureError, match="autocast"):
-            compiled(trainer.model, trainer.optimizer, X, Y)
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        for _ in range(3):
-            compiled(trainer.model, trainer.optimizer, X, Y)
-    with torch.autocast("cpu", enabled=False):
-        for _ in range(3):
-            compiled(trainer.model, trainer.optimizer, X, Y)
-    around_each_call(lambda: compiled(trainer.model, trainer.optimizer, X, Y))
-
-
-def test_autocast_region_of_two_steps_that_share_a_model() -> None:
-    trainer, other = Trainer(), Trainer()
-    trained = graphopt.compile(train, pipeline="none")
-    evaluated = graphopt.compile(lambda model, x, y: F.cross_entropy(model(x), y), pipeline="none")
-    with torch.autocast("cpu", torch.bfloat16):
-        evaluated(trainer.model, X, Y)
-        trained(trainer.model, trainer.optimizer, X, Y)
-        evaluated(other.model, X, Y)
-        with pytest.raises(graphopt.CaptureError, match="autocast"):
-            evaluated(nn.Sequential(trainer.model), X, Y)
-    with torch.autocast("cpu", torch.bfloat16):
-        evaluated(trainer.model, X, Y)
-
-
 # What is made anew for every call
 
 

@@ -94,7 +94,13 @@ from graphopt._compat.operators import (
 )
 from graphopt._compat.optimizers import StandInOptimizer, has_stepped, mark_stepped
 from graphopt._compat.plain_fakes import are_plain_fakes, detached, is_ruled_in_python, plain_view
-from graphopt._compat.settings import global_settings, is_profiling, without_dispatch, without_modes
+from graphopt._compat.settings import (
+    autocast_regions,
+    global_settings,
+    is_profiling,
+    without_dispatch,
+    without_modes,
+)
 from graphopt._compat.tensors import (
     as_parameter,
     attributes_changed,

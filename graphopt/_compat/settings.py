@@ -48,6 +48,13 @@ def global_settings() -> tuple[Any, ...]:
     )
 
 
+def autocast_regions() -> int:
+    """The number of autocast regions that this thread has entered."""
+    entered = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return entered
+
+
 def is_profiling() -> bool:
     """Whether a profiler records this thread."""
     return bool(torch.autograd._profiler_enabled())

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from graphopt import _compat
 from graphopt.graph_utils import environment
 from graphopt.guards.arguments import ArgumentGuards
 from graphopt.guards.modules import ModeChange, ModuleGuards
@@ -53,7 +54,7 @@ class Guards:
         self.besides, self.inputs = call.besides, inputs
         self._outside, self._slot = outside, call.slot
         self._slot.clear()
-        self._environment = environment()
+        self._environment, self._keeps_casts = environment(), signature.keeps_casts
         assigned, placed = _assigned(signature), _placed(inputs, call.besides)
         moving = {
             (id(table), key)
@@ -143,6 +144,8 @@ class Guards:
             return
         if environment() != self._environment:
             yield "grad mode, autocast or another mode of torch changed"
+        if self._keeps_casts and _compat.autocast_regions():
+            yield "it enters autocast, and is called in an autocast region"
         for (root, body), position in zip(self._roots, call.modules, strict=True):
             if call.leaves[position] is not root() or not is_body(call.leaves[position], body):
                 yield f"{call.names[position]} is another module"

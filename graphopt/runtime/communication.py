@@ -100,8 +100,7 @@ class Communication:
         if self._sharded_models is None:
             from graphopt.runtime.sharded_models import ShardedModels
 
-            topic = f"{self._fn.__module__}.{self._fn.__qualname__}"
-            self._sharded_models = ShardedModels(topic, parallel)
+            self._sharded_models = ShardedModels(self._topic, parallel)
         return self._sharded_models
 
     @contextmanager
@@ -158,6 +157,14 @@ class Communication:
         if self._joint_capture is None:
             from graphopt.runtime.joint_capture import JointCapture
 
-            topic = f"{self._fn.__module__}.{self._fn.__qualname__}"
-            self._joint_capture = JointCapture(topic)
+            self._joint_capture = JointCapture(self._topic)
         return self._joint_capture
+
+    @property
+    def _topic(self) -> str:
+        """The name of the step, by which ranks find one another."""
+        function = self._fn
+        while isinstance(function, partial):
+            function = function.func
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        return f"{function.__module__}.{name}"

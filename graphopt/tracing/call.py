@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -59,6 +60,10 @@ class Call:
     def __init__(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        while isinstance(fn, functools.partial):  # whose arguments are the step's as well
+            partial: functools.partial[Any] = fn
+            fn, args = partial.func, (*partial.args, *args)
+            kwargs = {**partial.keywords, **kwargs}
         self.fn = fn
         self.given = args, kwargs
         try:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
 from graphopt import _compat
@@ -27,6 +26,7 @@ from graphopt.runtime.collector import collector_paused
 from graphopt.tracing.alike import first_own, own_inputs
 from graphopt.tracing.besides import Besides, MoreInputs
 from graphopt.tracing.call import Call, check_supported, is_array
+from graphopt.tracing.casts import refuse_kept_casts
 from graphopt.tracing.collecting import collect
 from graphopt.tracing.decisions import another_on_each_rank
 from graphopt.tracing.failures import definition_of, explained, is_raised
@@ -73,7 +73,6 @@ class CapturedStep:
         effects: what else an eager call would have changed; see `leftovers`. Not done yet.
         lasting: whether the graph holds for further calls as well, after the effects.
         outside: holds what the step read outside its arguments.
-        casts: it makes tensors of half precision, as autocast does.
         besides: modules, optimizers and tensors that it works on besides its arguments.
         state: optimizer state among the inputs, to be put into the optimizers when the graph has
             run for the first time; None where there is none.
@@ -96,7 +95,6 @@ class CapturedStep:
     effects: OutsideChanges
     lasting: bool
     outside: OutsideGuard
-    casts: bool
     besides: Besides
     state: NewState | None = None
     parallel: Parallel = field(default_factory=Manual)
@@ -218,7 +216,6 @@ def _rewritten(
         found.effects,
         found.lasting,
         guard,
-        _casts(functional.graph_module.graph),
         replace(call.besides, rounds=0),
         made,
         parallel,
@@ -242,10 +239,6 @@ def _made_beforehand(call: Call, state: NewState | None) -> NewState | None:
         return state
     state = state or NewState([], [], [])
     return replace(state, constants=[*state.constants, *call.besides.made])
-
-
-def _casts(graph: fx.Graph) -> bool:
-    return any(n.kwargs.get("dtype") in (torch.bfloat16, torch.float16) for n in graph.nodes)
 
 
 def capture(
@@ -310,6 +303,7 @@ def first_trace(
     Raises:
         CaptureError: the step cannot be captured.
     """
+    refuse_kept_casts()
     while True:
         try:
             inputs = prepare(call)

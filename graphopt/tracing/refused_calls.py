@@ -10,6 +10,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 from graphopt.ir.user_frames import is_library_file
+from graphopt.tracing.casts import refuse_switched
 from graphopt.tracing.generators import draw_of
 from graphopt.tracing.host_reads import read_by
 from graphopt.tracing.host_writes import written_by
@@ -34,6 +35,7 @@ class RefusedCalls:
             args: positional values, the object of a method first, and those of keywords.
         """
         callee = original(callee)
+        refuse_switched(callee)
         drawn = draw_of(callee, args, self._is_outside)
         if drawn is not None:
             raise HostWork.DRAW.refused(drawn)

@@ -213,6 +213,7 @@ class Signature:
         restored: those of them in which it leaves what it has found there.
         dead_gradients: module tensors whose gradient is dropped before anyone reads it.
         found_by_functions: objects outside that functions on the host hold.
+        keeps_casts: whether the step enters autocast; see `casts`.
     """
 
     output_spec: Any
@@ -235,6 +236,7 @@ class Signature:
     stamps: dict[Hashable, int] = field(default_factory=dict)
     restored: dict[Hashable, int] = field(default_factory=dict)
     found_by_functions: list[FoundObject] = field(default_factory=list)
+    keeps_casts: bool = False
 
     def stay(self) -> None:
         """The graph is for one call, which leaves what it does in the very containers in which the

@@ -21,7 +21,7 @@ from graphopt.tracing.asked import answered_as_in_eager
 from graphopt.tracing.besides import Finder
 from graphopt.tracing.caches import CachedFunctions
 from graphopt.tracing.call import Call
-from graphopt.tracing.casts import cached_casts
+from graphopt.tracing.casts import StepCasts
 from graphopt.tracing.changed import refuse_changed_containers
 from graphopt.tracing.classes_asked import asking
 from graphopt.tracing.collecting import found_twice
@@ -89,7 +89,7 @@ class StepRun:
         self._call, self._inputs, self._communication = call, inputs, communication
         self.mode, self._values = mode, values
         self.state, self._keyed = state, state.keyed_by_tensors()
-        self._caching = torch.is_autocast_cache_enabled()
+        self._casts = StepCasts()
         self._alone = communication is None and _compat.rank_among_several() is None
         self._tagger = Tagger({module: name for name, module in call.named_submodules()})
         self._shared: SharedByRanks | None = None
@@ -154,7 +154,7 @@ class StepRun:
         """What is so while stand-ins are made, the step runs and its results are collected."""
         yield remembered()
         yield tagged(_compat.current_tracer(), self._tagger.tag)
-        yield cached_casts(self._caching)
+        yield self._casts.active()
         yield torch.autograd.set_multithreading_enabled(self._on_one_device())
         if self._alone and not self._is_told():
             yield answered_as_in_eager(self._notice_question)
@@ -358,6 +358,7 @@ class StepRun:
         signature.data.update(recipes.computed(rebinding.given))
         signature.reshaped = rebinding.reshaping.reshaped
         signature.shrunk = rebinding.reshaping.shrunk
+        signature.keeps_casts = self._casts.kept
         signature.rebound.update(recipes.computed(rebinding.rebound))
         marks.put_back()
         self.kept_numbers = recipes.numbers
