@@ -28,10 +28,14 @@ def _described(entry: GuardedPlace, holder: Any, snapshot: StateSnapshot) -> boo
         return _item_described(entry, holder, snapshot)
     if entry.kind == "attribute":
         return _attribute_described(entry, snapshot)
+    if entry.kind == "cell":
+        return _cell_described(entry, holder, snapshot)
     if entry.kind == "has":
         snapshot.has_key(holder, entry.key, bool(entry.value))
     elif entry.kind == "size":
         snapshot.has_length(holder, entry.expected())
+    elif entry.kind == "keys" and type(holder) is dict and tuple(holder) == entry.expected():
+        snapshot.has_keys(holder)
     elif entry.kind == "type":
         snapshot.has_class(entry.holder.get, entry.expected())
     else:
@@ -57,14 +61,33 @@ def _item_described(entry: GuardedPlace, holder: Any, snapshot: StateSnapshot) -
 
 def _attribute_described(entry: GuardedPlace, snapshot: StateSnapshot) -> bool:
     held = entry.held
-    if not entry.holder.weak or _is_part(entry) or _is_computed(entry):
+    if _is_part(entry) or _is_computed(entry):
         return False
-    if held is None:
+    if not entry.holder.weak:
+        if entry.holder.owner is not None:
+            return False
+        owner = entry.holder.get()
+        if held is not None and held.weak:
+            snapshot.has_attribute_of_referred(owner, entry.key, entry.reference)
+        else:
+            snapshot.has_attribute_of(owner, entry.key, entry.expected())
+    elif held is None:
         snapshot.has_attribute(entry.holder.reference, entry.key, entry.value)
     elif held.weak:
         snapshot.has_attribute_referred(entry.holder.reference, entry.key, entry.reference)
     else:
         return False
+    return True
+
+
+def _cell_described(entry: GuardedPlace, holder: Any, snapshot: StateSnapshot) -> bool:
+    held, expected = entry.held, entry.expected()
+    if expected is MISSING or _is_part(entry):
+        return False
+    if held is not None and held.weak:
+        snapshot.has_cell_referred(holder, entry.reference)
+    else:
+        snapshot.has_cell(holder, expected)
     return True
 
 

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
 from itertools import chain
 from operator import contains, getitem
+from types import CellType
 from typing import Any, Protocol
 
 import torch
@@ -71,6 +72,16 @@ class StateSnapshot:
         self._there: list[bool] = []
         self._typed: list[Callable[[], Any]] = []
         self._types: list[type] = []
+        self._cells: list[CellType] = []
+        self._cell_values: list[Any] = []
+        self._referring_cells: list[CellType] = []
+        self._cell_references: list[Callable[[], Any]] = []
+        self._owners: list[Any] = []
+        self._owned_names: list[str] = []
+        self._owned_values: list[Any] = []
+        self._referring_owners: list[Any] = []
+        self._owned_references: list[Callable[[], Any]] = []
+        self._names_of_references: list[str] = []
         self._holders: list[Callable[[], Any]] = []
         self._attribute_names: list[str] = []
         self._attribute_values: list[Any] = []
@@ -134,6 +145,31 @@ class StateSnapshot:
         """What `holder` gives is of this very class."""
         self._typed.append(holder)
         self._types.append(kind)
+
+    def has_cell(self, cell: CellType, value: object) -> None:
+        """`value` is in a variable of a closure."""
+        self._cells.append(cell)
+        self._cell_values.append(value)
+
+    def has_cell_referred(self, cell: CellType, reference: Callable[[], Any]) -> None:
+        """What `reference` gives is in a variable of a closure."""
+        self._referring_cells.append(cell)
+        self._cell_references.append(reference)
+
+    def has_attribute_of(self, owner: object, name: str, value: object) -> None:
+        """`value` is an attribute of an object to which there are no weak references."""
+        self._owners.append(owner)
+        self._owned_names.append(name)
+        self._owned_values.append(value)
+
+    def has_attribute_of_referred(
+        self, owner: object, name: str, reference: Callable[[], Any]
+    ) -> None:
+        """What `reference` gives is an attribute of an object to which there are no weak
+        references."""
+        self._referring_owners.append(owner)
+        self._names_of_references.append(name)
+        self._owned_references.append(reference)
 
     def has_attribute(self, holder: Callable[[], Any], name: str, value: object) -> None:
         """`value` is an attribute of what `holder` gives."""
@@ -212,11 +248,18 @@ class StateSnapshot:
                 and (not self._tensors or self._same_tensors())
                 and list(map(contains, self._asked, self._asked_keys)) == self._there
                 and (not self._typed or [type(of()) for of in self._typed] == self._types)
+                and self._same_cells()
+                and self._same_owned()
                 and (not self._holders or self._same_attributes())
                 and (not self._referring_holders or self._same_referred())
                 and all(check() for check in self._checks)
             )
-        except (KeyError, IndexError, AttributeError):  # something is no longer where it was
+        except (
+            KeyError,
+            IndexError,
+            AttributeError,
+            ValueError,
+        ):  # something is no longer where it was
             return False
 
     def _same_contents(self) -> bool:
@@ -239,6 +282,17 @@ class StateSnapshot:
         if any(chain.from_iterable(map(_compat.hook_tables, self._tensors))):
             return list(map(_compat.hooks_of, self._tensors)) == self._hooks
         return not any(self._hooks)
+
+    def _same_cells(self) -> bool:
+        now = [cell.cell_contents for cell in chain(self._cells, self._referring_cells)]
+        referred = [reference() for reference in self._cell_references]
+        return identities(now) == identities(chain(self._cell_values, referred))
+
+    def _same_owned(self) -> bool:
+        now = map(getattr, self._owners, self._owned_names)
+        others = map(getattr, self._referring_owners, self._names_of_references)
+        referred = [reference() for reference in self._owned_references]
+        return identities(chain(now, others)) == identities(chain(self._owned_values, referred))
 
     def _same_attributes(self) -> bool:
         now = map(getattr, [of() for of in self._holders], self._attribute_names)
