@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         parse_pipeline,
         registry,
     )
+    from graphopt.manager.notes import note
     from graphopt.parallel import DataParallel, Manual
     from graphopt.rewriting import rewrite
     from graphopt.schedule import simulate
@@ -80,6 +81,7 @@ __all__ = [
     "compile",
     "enable_graph_optimization_dump",
     "graph_optimization_pass",
+    "note",
     "parse_pipeline",
     "registry",
     "rewrite",
@@ -106,6 +108,7 @@ _HOMES = {
     "compile": "graphopt.step",
     "enable_graph_optimization_dump": "graphopt.manager.discovery",
     "graph_optimization_pass": "graphopt.manager.discovery",
+    "note": "graphopt.manager.notes",
     "parse_pipeline": "graphopt.manager.discovery",
     "registry": "graphopt.manager.discovery",
     "rewrite": "graphopt.rewriting",

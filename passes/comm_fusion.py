@@ -71,10 +71,12 @@ from graphopt.comm.fusing import (
     name_what_is_sent,
     replace_all,
 )
+from graphopt.comm.unfused import why_unfused
 from graphopt.graph_utils import move_after
 from graphopt.ir.effects import Effects
 from graphopt.ir.metadata import fake_value
 from graphopt.manager import PassArgumentError, graph_optimization_pass
+from graphopt.manager.notes import note
 from graphopt.schedule.bucket_sizes import bucket_limits
 
 aten = torch.ops.aten
@@ -102,6 +104,8 @@ def comm_fusion_with_concat(
     changed = 0
     while changed_now := _fuse_all(gm, limits):  # each bucket may let more launches move up
         changed += changed_now
+    if not changed:
+        note(why_unfused(gm, limits))
     return changed
 
 

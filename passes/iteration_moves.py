@@ -38,28 +38,28 @@ Flushing then communicates, so that all ranks have to do it together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torch import fx
 
 from graphopt.comm import CommBlock, get_all_comm_blocks, get_comm_block
+from graphopt.cost import default_cost_model
 from graphopt.errors import IterationError
 from graphopt.graph_utils import (
     get_output,
-    get_outputs,
     is_collective,
     is_wait,
     move_before,
     readers_through_views,
     written,
 )
-from graphopt.host import host_calls
-from graphopt.ir.metadata import is_held, is_held_somewhere, is_launch_kept
-from graphopt.ir.operators import calls_of, writers
-from graphopt.iter_graph import IterGraph, IterGraphModule
-from graphopt.iter_graph.rules import why_now_everywhere
+from graphopt.ir.metadata import NAME, is_held, is_held_somewhere, is_launch_kept, sent_names
+from graphopt.iter_graph import IterGraphModule
+from graphopt.iter_graph.staying import staying_nodes
+from graphopt.listing.text import readable_bytes
 from graphopt.manager import PassArgumentError, graph_optimization_pass
+from graphopt.manager.notes import note
 from graphopt.optim import split_updates
 from graphopt.schedule import (
     LaunchOrder,
@@ -186,7 +186,11 @@ def _unheld(moved: list[list[fx.Node]]) -> list[list[fx.Node]]:
     """Those behind the last whose parameters are held on this rank. The order of launches, which
     all ranks share, does not depend on it."""
     for index in reversed(range(len(moved))):
-        if any(map(is_held, _states(moved[index]))):
+        held = next(filter(is_held, _states(moved[index])), None)
+        if held is not None:
+            name = held.meta.get(NAME, held.name)
+            stay = f"{index + 1} of {len(moved)} updates stay in their iteration"
+            note(f"{stay}: {name} is held where nobody sees its use")
             return moved[index + 1 :]
     return moved
 
@@ -221,45 +225,28 @@ def _blocks_to_move(gm: IterGraphModule) -> list[CommBlock]:
         for block in get_all_comm_blocks(gm, kinds=REDUCTIONS + GATHERS)
         if not any(graph.is_late(wait) for wait in block.wait_nodes)
     ]
-    blocked = _blocked(graph)
+    if not blocks:
+        note("the graph has no all-reduce or reduce-scatter that is waited for in its iteration")
+    staying = staying_nodes(graph)
     chosen: list[CommBlock] = []
-    for block in reversed(blocks):
-        if not blocked.isdisjoint(block.outputs):
+    for index, block in reversed(list(enumerate(blocks))):
+        held = next((node for node in block.outputs if node in staying), None)
+        if held is not None:
+            note(_what_stays(graph, blocks, index, staying[held][1]))
             break
         chosen.insert(0, block)
     return chosen
 
 
-def _blocked(graph: IterGraph) -> set[fx.Node]:
-    """Nodes that must run in this iteration, and all that they need."""
-    outputs = get_outputs(graph)
-    pending = [n for n in (*outputs.results, *outputs.carried) if isinstance(n, fx.Node)]
-    pending += host_calls(graph)
-    pending += calls_of(graph, lambda known: known.random or known.collective)
-    pending += [node for node in writers(graph) if _updates_what_stays(node)]
-    pending += _before_calls(graph)
-    blocked = set(pending)
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source not in blocked:
-                blocked.add(source)
-                pending.append(source)
-    return blocked
-
-
-def _updates_what_stays(node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return False
-    return any(why_now_everywhere(state) is not None for state in written(node))
-
-
-def _before_calls(graph: IterGraph) -> Iterator[fx.Node]:
-    """Updates with a call of a function of the program's behind them, and updates behind that: if
-    it raises, these have been done and those have not."""
-    calls = [call for call in host_calls(graph) if not getattr(call.target, "last", False)]
-    for node in writers(graph) if calls else ():
-        if not calls[-1] < node and written(node):
-            yield node
+def _what_stays(graph: fx.Graph, blocks: Sequence[CommBlock], last: int, reason: str) -> str:
+    """Says which buckets are waited for in their own iteration, why, and what that costs."""
+    costs = default_cost_model(graph)
+    seconds = sum(costs.transfer(block.comm_node).seconds for block in blocks[: last + 1])
+    size = readable_bytes(sum(block.nbytes for block in blocks[: last + 1]))
+    head = f"{last + 1} of {len(blocks)} buckets ({size}) are waited for in their own iteration"
+    cost = f"up to {1e3 * seconds:.2g} ms of communication per step, by the cost tables"
+    name = ", ".join(sent_names(blocks[last].comm_node)[:2])
+    return f"{head}, which costs {cost}: {reason}" + (f" (gradient of {name})" if name else "")
 
 
 def _merged(blocks: Sequence[CommBlock], updates: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:

@@ -27,12 +27,13 @@ from graphopt.graph_utils import get_output, move_before
 from graphopt.ir.metadata import provenance_of
 from graphopt.ir.views import view_tail
 from graphopt.manager import graph_optimization_pass
+from graphopt.manager.notes import note
 
 
 @graph_optimization_pass(apply_after=["comm_fusion_with_concat"])
 def schedule_comm_wait(gm: fx.GraphModule) -> int:
     """Delay each wait to just before its first real user. Returns how many waits moved."""
-    late = late_nodes(gm.graph)
+    late = late_nodes(gm)
     tails: dict[fx.Node, list[list[fx.Node]]] = {}
     for block in get_all_comm_blocks(gm):
         if not late.keys().isdisjoint(block.node_list):
@@ -40,7 +41,12 @@ def schedule_comm_wait(gm: fx.GraphModule) -> int:
         for wait in block.wait_nodes:
             tail = sorted(view_tail(wait))
             tails.setdefault(_first_user(block, tail), []).append(tail)
-    return sum(_place(waits, user) for user, waits in tails.items())
+    moved = sum(_place(waits, user) for user, waits in tails.items())
+    if not tails:
+        note("the graph has no collective that is waited for in its own iteration")
+    elif not moved:
+        note("each wait stands just before the first node that reads what was received")
+    return moved
 
 
 def _first_user(block: CommBlock, tail: list[fx.Node]) -> fx.Node:

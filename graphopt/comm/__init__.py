@@ -12,6 +12,7 @@ from graphopt.comm.blocks import (
     wait_of,
 )
 from graphopt.comm.editing import replace_collective, updates_of
+from graphopt.comm.members import BucketMember, bucket_members
 from graphopt.ir.metadata import SENT as SENDS
 from graphopt.ir.operators import argument
 from graphopt.ir.views import view_tail
@@ -19,8 +20,10 @@ from graphopt.ir.views import view_tail
 __all__ = [
     "MAX_WAIT_DISTANCE",
     "SENDS",
+    "BucketMember",
     "CommBlock",
     "argument",
+    "bucket_members",
     "get_all_comm_blocks",
     "get_comm_block",
     "kind_of",

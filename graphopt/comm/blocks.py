@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from graphopt import _compat
@@ -56,6 +57,25 @@ class CommBlock:
         """Name of the process group."""
         name: str = argument(self.comm_node, "group_name")
         return name
+
+    @property
+    def group_size(self) -> int:
+        """How many ranks the process group has.
+
+        Raises:
+            VerificationError: the collective does not say so, and there is no such group here.
+        """
+        said = argument(self.comm_node, "group_size")
+        if said is not None:
+            return int(said)
+        ranks = _compat.ranks_of_group(self.group) if dist.is_initialized() else None
+        if ranks is None:
+            raise VerificationError(
+                f"there is no process group {self.group!r} here, whose size is asked for\n"
+                f"{located(self.comm_node)}\n"
+                "  hint:  run under torchrun, or in graphopt.testing.fake_ranks(n)"
+            )
+        return len(ranks)
 
     @property
     def reduce_op(self) -> str | None:
@@ -197,14 +217,23 @@ def parameters_of(gm: fx.GraphModule, block: CommBlock) -> tuple[str, ...]:
     return sent_names(block.comm_node)
 
 
-def late_nodes(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
+def late_nodes(graph_module: fx.GraphModule | fx.Graph) -> Mapping[fx.Node, fx.Node]:
     """Nodes that run one iteration late, with their destinations; none in a plain graph.
 
+    Args:
+        graph_module: the graph module, or its graph.
+
+    Raises:
+        TypeError: it is neither.
+
     >>> from graphopt.comm import late_nodes
-    >>> len(late_nodes(gm.graph))
+    >>> len(late_nodes(gm))
     0
     """
-    return graph.late if isinstance(graph, IterGraph) else {}
+    found = graph_module.graph if isinstance(graph_module, fx.GraphModule) else graph_module
+    if not isinstance(found, fx.Graph):
+        raise TypeError(f"late_nodes takes a graph module, not {type(found).__name__}")
+    return found.late if isinstance(found, IterGraph) else {}
 
 
 def located(node: fx.Node) -> str:

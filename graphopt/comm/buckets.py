@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.comm import CommBlock, get_all_comm_blocks, late_nodes
+from graphopt.comm.blocks import CommBlock, get_all_comm_blocks, late_nodes
 from graphopt.graph_utils import (
     call_function_with_meta,
     is_collective,
@@ -69,24 +69,25 @@ def _is_fusable(block: CommBlock, pinned: set[fx.Node]) -> bool:
     values = [known_value(node) for node in (*block.inputs, *block.wait_nodes)]
     if len(values) != 2 or list(block.comm_node.users) != block.wait_nodes:
         return False
-    if not all(_has_place(value) for value in values):
+    if not all(has_place(value) for value in values):
         return False
     if not block.nbytes or is_launch_kept(block.comm_node):
         return False
     users = block.users
     if any(user in pinned for user in (*block.node_list, *users)):
         return False
-    return not any(_has_absolute_offset(node) for node in (*block.tail, *users))
+    return not any(has_absolute_offset(node) for node in (*block.tail, *users))
 
 
-def _has_place(value: object) -> bool:
+def has_place(value: object) -> bool:
     """Whether the place of a tensor in a bucket can be computed now."""
     if not isinstance(value, torch.Tensor) or _compat.has_symbolic_shape(value):
         return False
     return value.is_contiguous()
 
 
-def _has_absolute_offset(node: fx.Node) -> bool:
+def has_absolute_offset(node: fx.Node) -> bool:
+    """Whether a node reads at a place that is counted from the beginning of a storage."""
     target = node.target
     return isinstance(target, _compat.OpOverload) and "as_strided" in _compat.operator_name(target)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from html import escape
@@ -11,6 +12,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.ir.operators import is_operator, row
+from graphopt.listing.text import readable_bytes
 from graphopt.manager.literals import literal
 
 META_KEY = "graphopt_passes"
@@ -35,6 +37,8 @@ class PassRecord:
         nodes_before, nodes_after: number of nodes.
         collectives_before, collectives_after: number of launched collectives.
         copies_before, copies_after: number of `aten.copy_`.
+        peak_bytes_before, peak_bytes_after: the most bytes of values that the step holds at once,
+            its inputs left out, by the simulator's account; 0 for a stage.
         seconds: for the pass, and for cleaning up after it; without verification and dumps.
         changes: how many changes the pass says it made, None if it does not say.
         changed: whether the graph is another than before.
@@ -59,6 +63,8 @@ class PassRecord:
     collectives_after: int = 0
     copies_before: int = 0
     copies_after: int = 0
+    peak_bytes_before: int = 0
+    peak_bytes_after: int = 0
     seconds: float = 0.0
     changes: int | None = None
     changed: bool = False
@@ -118,8 +124,11 @@ class PassRecord:
             f"{what} {old}" if old == new else f"{what} {old} -> {new}"
             for what, old, new in zip(Counts._fields, self.before, self.after, strict=True)
         )
+        if self.peak_bytes_before != self.peak_bytes_after:
+            peaks = self.peak_bytes_before, self.peak_bytes_after
+            counts += ", peak {} -> {}".format(*map(readable_bytes, peaks))
         numerics = "; may change numerics" if self.changes_numerics else ""
-        note = f"\n  {self.note}" if self.note else ""
+        note = "".join(f"\n  note: {line}" for line in self.note.splitlines())
         return f"{head}: {self.outcome} in {self.seconds:.3f} s; {counts}{numerics}{note}"
 
     def _repr_html_(self) -> str:
@@ -145,39 +154,54 @@ class Report(list[PassRecord]):
     """
 
     def __str__(self) -> str:
-        rows = [["pass", "outcome", "ms", *Counts._fields]]
-        for record in self:
-            name, _, *rest = _values(record)
-            rows.append([name, *rest])
+        rows = [_COLUMNS, *map(_columns, self)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        texts = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        lines = texts[:1]
-        for text, record in zip(texts[1:], self, strict=True):
-            lines += [text, *([f"    {record.note}"] if record.note else [])]
+        lines = []
+        for texts, record in zip(rows, [None, *self], strict=True):
+            cells = (cell.ljust(width) for cell, width in zip(texts, widths, strict=True))
+            lines.append("  ".join(cells).rstrip())
+            notes = record.note.splitlines() if record is not None else ()
+            for note in notes:
+                wrapped = textwrap.wrap(note, 76, break_long_words=False, break_on_hyphens=False)
+                lines += [f"    {line}" for line in wrapped]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        heads = ["pass", "options", "outcome", "ms", *Counts._fields]
-        head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-        body = "".join(f"<tr>{''.join(map(_cell, _values(record)))}</tr>" for record in self)
+        head = "".join(f"<th>{escape(text)}</th>" for text in [*_HEADS, "options", "note"])
+        rows = ([*_values(record), _options(record), record.note] for record in self)
+        body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+_COLUMNS = ["pass", "changes", "ms", "nodes", "launches", "peak MiB"]
+_HEADS = ["pass", "outcome", "ms", *Counts._fields, "peak MiB"]
 
 
 def _cell(text: str) -> str:
     return f"<td>{escape(text)}</td>"
 
 
-def _values(record: PassRecord) -> list[str]:
-    options = ", ".join(f"{name}={value!r}" for name, value in record.arguments.items())
-    counts = [
-        str(old) if old == new else f"{old} → {new}"
-        for old, new in zip(record.before, record.after, strict=True)
-    ]
+def _options(record: PassRecord) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in record.arguments.items())
+
+
+def _columns(record: PassRecord) -> list[str]:
+    """What the table of 80 columns says of a pass."""
+    name, _, milliseconds, nodes, collectives, _, peak = _values(record, "→")
+    changes = "some" if record.changes is None else str(record.changes)
+    changes = "skipped" if record.skipped else changes if record.changed else "none"
+    return [name, changes, milliseconds, nodes, collectives, peak]
+
+
+def _values(record: PassRecord, arrow: str = " → ") -> list[str]:
+    """What a table says of a pass, without options and note."""
+    peaks = [f"{n / 2**20:.1f}" for n in (record.peak_bytes_before, record.peak_bytes_after)]
+    counts = zip(map(str, record.before), map(str, record.after), strict=True)
+    values = [old if old == new else f"{old}{arrow}{new}" for old, new in [*counts, tuple(peaks)]]
+    if not record.peak_bytes_after:
+        values[-1] = ""
     outcome = "skipped" if record.skipped else record.outcome
-    return [record.name, options, outcome, f"{1e3 * record.seconds:.1f}", *counts]
+    return [record.name, outcome, f"{1e3 * record.seconds:.1f}", *values]
 
 
 def applied_passes(gm: fx.GraphModule) -> list[str]:

@@ -23,6 +23,7 @@ from graphopt.manager.callbacks import PassCallback, PassContext, Timing, Verifi
 from graphopt.manager.declaration import Pass
 from graphopt.manager.differences import difference
 from graphopt.manager.failures import crash, refusal
+from graphopt.manager.notes import collected
 from graphopt.manager.options import bind
 from graphopt.manager.order import check_order
 from graphopt.manager.problems import Refused, refusing_what_fails
@@ -41,6 +42,7 @@ from graphopt.manager.text import Pipeline, Step, parse_pipeline
 from graphopt.manager.wellformed import find_problem
 from graphopt.ranks.spmd import launches_digest
 from graphopt.runtime.collector import collector_paused
+from graphopt.schedule.program import step_peak_bytes
 from graphopt.verify import Problem
 from graphopt.verify.equivalence import Proof
 from graphopt.verify.trial import module_of, verdict
@@ -161,11 +163,12 @@ class PassManager:
             gm.recompile()
         before = Snapshot(gm)
         records = []
-        counts = count(gm.graph)
+        counts, peak = count(gm.graph), step_peak_bytes(gm.graph)
         for index in indices:
             context = self._context(gm, index, before, counts)
+            context.record.peak_bytes_before = peak
             self._apply(context, callbacks)
-            counts = context.record.after
+            counts, peak = context.record.after, context.record.peak_bytes_after
             records.append(context.record)
             if context.record.changed and index != indices[-1]:
                 before = Snapshot(gm)
@@ -252,9 +255,11 @@ def run_alone(
 def _call(context: PassContext) -> None:
     """Run the function of a pass, and take what it returns."""
     try:
-        changes = context.pass_.function(context.gm, **context.arguments)
+        with collected() as notes:
+            changes = context.pass_.function(context.gm, **context.arguments)
     except Exception as error:
         raise _Raised(error) from error
+    context.record.note = "\n".join(notes)
     if changes is None or (type(changes) is int and changes >= 0):
         context.record.changes = changes
         return
@@ -285,6 +290,9 @@ def _settle(context: PassContext) -> None:
         context.changed = before.changed_nodes()
         record.difference = difference(before, gm, record.name, context.changed)
     record.after = count(gm.graph) if record.changed else record.before
+    record.peak_bytes_after = record.peak_bytes_before
+    if record.changed:
+        record.peak_bytes_after = step_peak_bytes(gm.graph)
     record.launches = launches_digest(gm.graph)
     add_record(gm, record)
 

@@ -20,12 +20,11 @@ from operator import attrgetter
 from torch import fx
 
 from graphopt import _compat
-from graphopt.comm import late_nodes
 from graphopt.graph_utils import is_collective, is_needed, is_random, is_wait, written
 from graphopt.ir.effects import Effects
 from graphopt.ir.operators import calls_of, writers
 from graphopt.schedule.order import Schedule, apply_schedule
-from graphopt.schedule.program import Program, Storages, peak_bytes, steady_order
+from graphopt.schedule.program import Storages, step_peak_bytes
 
 
 def defer_products(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
@@ -44,11 +43,11 @@ def defer_products(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
     """
     order = Schedule(tuple(graph.nodes))
     storages = Storages()
-    most = _peak(graph, storages)
+    most = step_peak_bytes(graph, storages)
     chosen = list(launches)
     while chosen:
         moved = _defer(graph, chosen)
-        if not moved or _peak(graph, storages) <= most:
+        if not moved or step_peak_bytes(graph, storages) <= most:
             return moved
         apply_schedule(graph, order)
         chosen = chosen[: len(chosen) // 2]
@@ -87,11 +86,6 @@ def _raised(node: fx.Node, previous: fx.Node | None) -> bool:
         return False
     anchor.append(node)
     return True
-
-
-def _peak(graph: fx.Graph, storages: Storages) -> int:
-    late = frozenset(late_nodes(graph))
-    return peak_bytes(Program(list(steady_order(graph)), late, {}, []), storages)
 
 
 def _defer(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:

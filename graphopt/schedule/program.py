@@ -224,6 +224,18 @@ def peak_bytes(program: Program, storages: Storages | None = None) -> int:
     return int(held_bytes(program, storages).max(initial=0))
 
 
+def step_peak_bytes(graph: fx.Graph, storages: Storages | None = None) -> int:
+    """The most bytes of values that one iteration of a graph holds at once, in the steady state and
+    in the order of the graph; inputs of the step are left out.
+
+    >>> from graphopt.schedule.program import step_peak_bytes
+    >>> step_peak_bytes(gm.graph) > 0
+    True
+    """
+    order = list(steady_order(graph))
+    return peak_bytes(Program(order, frozenset(late_nodes(graph)), {}, []), storages)
+
+
 def held_bytes(program: Program, storages: Storages | None = None) -> NDArray[np.int64]:
     """Bytes of values that are held while each node of the order runs, inputs left out.
 

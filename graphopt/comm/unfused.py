@@ -1,0 +1,74 @@
+"""The reason why all-reduces stay as they are where they might have become buckets."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import fx
+
+from graphopt import _compat
+from graphopt.comm.blocks import CommBlock, get_all_comm_blocks
+from graphopt.comm.buckets import has_absolute_offset, has_place, pinned_nodes
+from graphopt.ir.metadata import is_launch_kept, known_value
+from graphopt.listing.text import readable_bytes
+
+
+def why_unfused(gm: fx.GraphModule, limits: tuple[int, int]) -> str:
+    """Says why no all-reduce of a graph was fused.
+
+    Args:
+        limits: bytes at which the first bucket closes, and at which later ones do.
+
+    >>> from graphopt.comm.unfused import why_unfused
+    >>> why_unfused(gm, (1, 1))
+    'each of 2 all-reduces fills a bucket by itself: 8 B and more, where buckets close at 1 B'
+    """
+    blocks = get_all_comm_blocks(gm, "all_reduce")
+    if not blocks:
+        return "the graph has no all-reduce: several ranks, or graphopt.testing.fake_ranks, have"
+    if len(blocks) == 1:
+        return "there is one all-reduce, and nothing to fuse it with"
+    pinned = pinned_nodes(gm.graph)
+    reasons = [_why_not(block, pinned) for block in blocks]
+    left = [block for block, reason in zip(blocks, reasons, strict=True) if reason is None]
+    if len(left) > 1:
+        return _why_apart(left, limits)
+    reason, count = Counter(filter(None, reasons)).most_common(1)[0]
+    return f"{count} of {len(blocks)} all-reduces cannot be fused: {reason}"
+
+
+def _why_apart(blocks: list[CommBlock], limits: tuple[int, int]) -> str:
+    """Why all-reduces of which each could be fused are no buckets."""
+    kinds = {(b.group, b.reduce_op, b.dtype, b.device) for b in blocks}
+    if len(kinds) == len(blocks):
+        return f"each of {len(blocks)} all-reduces has another group, reduction, dtype or device"
+    least = min(block.nbytes for block in blocks)
+    if least >= limits[0]:
+        return (
+            f"each of {len(blocks)} all-reduces fills a bucket by itself: {readable_bytes(least)}"
+            f" and more, where buckets close at {readable_bytes(limits[0])}"
+        )
+    return (
+        f"between {len(blocks)} all-reduces stand nodes that keep their order: collectives or"
+        " updates of state that need one of them, or large gradients that are sent alone"
+    )
+
+
+def _why_not(block: CommBlock, pinned: set[fx.Node]) -> str | None:
+    """What keeps one all-reduce out of buckets; None where nothing does."""
+    values = [known_value(node) for node in (*block.inputs, *block.wait_nodes)]
+    if any(_compat.has_symbolic_shape(value) for value in values):
+        return "the size of what is sent depends on values or changes"
+    if not all(map(has_place, values)):
+        return "what is sent is not contiguous"
+    if not block.nbytes:
+        return "what is sent is empty"
+    if is_launch_kept(block.comm_node):
+        return "other ranks may launch it in a graph of another branch"
+    if any(user in pinned for user in (*block.node_list, *block.users)):
+        return "it is waited for one iteration late, or what is late runs before it"
+    if any(has_absolute_offset(node) for node in (*block.tail, *block.users)):
+        return "the result is read through as_strided"
+    if len(values) != 2 or list(block.comm_node.users) != block.wait_nodes:
+        return "it sends several tensors, or others than its wait read its launch"
+    return None
