@@ -17,9 +17,9 @@ import graphopt
 from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta, find_nodes, get_output, is_collective
 from graphopt.iter_graph import IterGraphModule
-from graphopt.listing.terminal import print_diff, print_listing
 from graphopt.readable import compact_text, graph_diff, graph_text, listing_of, readable_bytes
 from graphopt.readable.diff import text_diff
+from graphopt.readable.terminal import print_diff, print_listing
 from graphopt.tracing import SourceLine
 from zoo import MODELS, OPTIMIZERS, train_step
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,8 +25,8 @@ from graphopt.pipelining.timeline import (
     StageDurations,
     predict_schedule,
 )
-from graphopt.pipelining.timeline.html import page
 from graphopt.pipelining.timeline.orders import find_schedule
+from graphopt.pipelining.timeline.pages import schedules_page
 
 
 def predicted(
@@ -275,67 +275,45 @@ def test_chrome_trace(tmp_path: Path) -> None:
     assert trace["otherData"]["bubble_share"] == timeline.bubble_share
 
 
-class Reader(HTMLParser):
-    """Open tags, those left open, and the text of table cells."""
-
-    VOID = ("meta", "input")
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.cells: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in ("td", "th"):
-            self.cells.append(data)
+def contents(page: str) -> dict[str, Any]:
+    """What a page shows, as JSON."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    assert found is not None
+    result: dict[str, Any] = json.loads(found.group(1))
+    return result
 
 
 def test_page(tmp_path: Path) -> None:
     timeline = predicted("zbv", 2, 4)
     timeline.to_html(tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text()
-    reader = Reader(text)
-    assert reader.open == []
-    hovers = [attributes["title"] for tag, attributes in reader.tags if "title" in attributes]
-    assert len(hovers) == len(timeline.slots)
-    assert hovers[0] == "0F0: forward of microbatch 0 in stage 0, rank 0\n0 s to 500 ms: 500 ms"
-    first = [tag for tag, attributes in reader.tags].index("table")
-    assert first and "bubble share <b>4.0 %</b>" in text
-    assert reader.cells[8:13] == ["0", "0, 3", "12 s", "500 ms", "4.0 %"]
-    labels = [a["aria-label"] for _, a in reader.tags if a.get("role") == "img"]
-    assert labels == [
-        "zbv, predicted: 2 ranks, 4 microbatches, step 12.5 s, bubble share 4.0 %;"
-        " the table has the figures"
-    ]
+    found = contents((tmp_path / "page.html").read_text())
+    blocks = [block for lane in found["lanes"] for block in lane["blocks"]]
+    assert [lane["name"] for lane in found["lanes"]] == ["0 zbv predicted", "1 zbv predicted"]
+    assert len(blocks) == len(timeline.slots)
+    assert blocks[0][3] == "0F0: forward of microbatch 0 in stage 0, rank 0\n0 s to 500 ms: 500 ms"
+    assert found["summary"] == (
+        "zbv, predicted: 2 ranks, 4 microbatches, step 12.5 s, bubble share 4.0 %"
+    )
+    cells = found["collectives"][0]["cells"]
+    assert cells[:6] == ["zbv, predicted", "0", "0, 3", "12 s", "500 ms", "4.0 %"]
+    assert found["table"] == "ranks" and len(found["heads"]) == len(cells)
 
 
 def test_page_needs_nothing_else_and_stays_small() -> None:
-    text = page([predicted("zbv", 16, 64)])
-    assert "http" not in text and "<script" not in text and "<link" not in text
-    assert len(text) < 2_000_000
+    text = schedules_page([predicted("zbv", 16, 64)])
+    assert "http" not in text and "<link" not in text and len(text) < 2_000_000
 
 
 def test_pictures_of_one_page_share_their_scale() -> None:
     short, long = predicted("gpipe", 2, 2), predicted("gpipe", 2, 5)
-    reader = Reader(page([short, long]))
-    widths = [str(a["style"]).split("width:")[1] for _, a in reader.tags if "width:" in str(a)]
-    assert {"5.556%", "11.11%"} == set(widths)
+    found = contents(schedules_page([short, long]))
+    assert found["seconds"] == long.step_seconds > short.step_seconds
 
 
 def test_names_are_escaped() -> None:
     slots = (Slot(0, 0, "F", 0, 0.0, 1.0),)
-    timeline = ScheduleTimeline("<b>&", "measured", 1, slots)
-    assert "<b>&," not in page([timeline]) and "&lt;b&gt;&amp;" in page([timeline])
+    page = schedules_page([ScheduleTimeline("<b>&", "measured", 1, slots)])
+    assert "<b>&" not in page and contents(page)["title"].endswith("<b>&")
 
 
 def test_a_step_of_no_length() -> None:
@@ -344,7 +322,7 @@ def test_a_step_of_no_length() -> None:
     )
     assert timeline.bubble_share == timeline.imbalance_share == 0
     assert "step 0 s, bubble share 0.0 %" in str(timeline)
-    assert Reader(page([timeline])).open == []
+    assert contents(schedules_page([timeline]))["seconds"] == 0
 
 
 def test_the_documentation(

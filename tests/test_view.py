@@ -25,7 +25,7 @@ from graphopt.manager import records_of
 from graphopt.saved import load_description, load_graph, save_graph
 from graphopt.testing import fake_ranks
 from graphopt.viewing import dot_text, trace_page, view_page
-from graphopt.viewing.contents import contents_of
+from graphopt.viewing.graph_contents import contents_of
 from steps import mean_square
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from graphopt.commands.declared import CannotReadError, shipped_passes
-
-if TYPE_CHECKING:
-    from graphopt.manager import Pass
-
-GROUP = "graphopt.passes"
+from graphopt.commands.errors import reported
+from graphopt.commands.imports import import_passes
+from graphopt.manager import Pass, default_registry, discovery
 
 
 def run_passes(modules: Sequence[str], as_json: bool) -> None:
@@ -29,22 +25,7 @@ def run_passes(modules: Sequence[str], as_json: bool) -> None:
     Console().print(_table(known))
 
 
-def _known(modules: Sequence[str]) -> Sequence[Mapping[str, Any]]:
-    """All passes, without importing those of graphopt where there are no others."""
-    if not modules and not entry_points(group=GROUP):
-        try:
-            return shipped_passes()
-        except CannotReadError:
-            pass
-    return _imported(modules)
-
-
-def _imported(modules: Sequence[str]) -> list[dict[str, Any]]:
-    # These take as long as torch.
-    from graphopt.commands.errors import reported
-    from graphopt.commands.imports import import_passes
-    from graphopt.manager import default_registry, discovery
-
+def _known(modules: Sequence[str]) -> list[dict[str, Any]]:
     discovery.install()
     registry = default_registry()
     with reported("passes"):

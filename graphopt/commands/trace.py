@@ -27,9 +27,9 @@ from graphopt.pipelining.timeline import (
     measure_durations,
     predict_schedule,
 )
-from graphopt.pipelining.timeline.html import page
 from graphopt.pipelining.timeline.orders import ScheduleKind, find_schedule
-from graphopt.pipelining.timeline.text import percent, seconds_text
+from graphopt.pipelining.timeline.pages import schedules_page
+from graphopt.pipelining.timeline.terminal_picture import percent, seconds_text
 from graphopt.runtime.places import make_folder, place, write
 
 _USUAL_RANKS = 4
@@ -268,7 +268,7 @@ def _write(rows: Sequence[SchedulePictures], out: Path) -> None:
         for picture in row.pictures:
             picture.save_chrome_trace(out / f"{row.name}.{picture.origin}.json")
         if row.pictures:
-            write(out / f"{row.name}.html", page(row.pictures))
+            write(out / f"{row.name}.html", schedules_page(row.pictures))
     every: list[Any] = [picture for row in rows for picture in row.pictures]
     if len(rows) > 1:
-        write(out / "schedules.html", page(every))
+        write(out / "schedules.html", schedules_page(every))

@@ -15,8 +15,8 @@ from torch import fx
 from graphopt.iter_graph import IterGraph
 from graphopt.manager.snapshot import NodeRecord, Snapshot, copy_of, noted
 from graphopt.readable.diff import ChangedLine, graph_diff, sequence_changes, written_out
+from graphopt.readable.plain_text import compact_line
 from graphopt.readable.rows import argument, row_of
-from graphopt.readable.text import compact_line
 
 
 @dataclass(frozen=True, eq=False, slots=True)

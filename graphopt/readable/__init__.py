@@ -1,12 +1,12 @@
 """Graphs as text that a person wants to read: one graph, or two compared.
 
-`graphopt.listing.terminal` prints both in colour.
+`graphopt.readable.terminal` prints both in colour.
 """
 
-from graphopt.listing import readable_bytes
+from graphopt.readable.columns import readable_bytes
 from graphopt.readable.diff import graph_diff, text_diff
+from graphopt.readable.plain_text import compact_text, graph_text, listing_of
 from graphopt.readable.rows import sent_bytes
-from graphopt.readable.text import compact_text, graph_text, listing_of
 
 __all__ = [
     "compact_text",

@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 
 from torch import fx
 
-from graphopt.readable.text import compact_text
+from graphopt.readable.plain_text import compact_text
 
 _CONTEXT = 3
 

@@ -32,7 +32,7 @@ from graphopt.ir.metadata import (
     source_line,
 )
 from graphopt.iter_graph import IterGraph
-from graphopt.listing import LATE, LAUNCH, UPDATE, WAIT, ListingRow, Section
+from graphopt.readable.listing import LATE, LAUNCH, UPDATE, WAIT, ListingRow, Section
 
 _SHORT = {
     torch.float64: "f64",

@@ -2,6 +2,5 @@
 
 from graphopt.saved.errors import SavedGraphError
 from graphopt.saved.files import load_description, load_graph, save_graph
-from graphopt.saved.listing import full_listing
 
-__all__ = ["SavedGraphError", "full_listing", "load_description", "load_graph", "save_graph"]
+__all__ = ["SavedGraphError", "load_description", "load_graph", "save_graph"]

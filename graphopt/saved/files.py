@@ -15,15 +15,15 @@ from torch import fx, nn
 
 from graphopt import _compat
 from graphopt.iter_graph import IterGraph, IterGraphModule
-from graphopt.listing import FORMAT, VERSION, packed
 from graphopt.runtime.places import place, read_bytes, write
 from graphopt.saved.arguments import decode, encode
 from graphopt.saved.errors import SavedGraphError
-from graphopt.saved.listing import listing_if_possible
 from graphopt.saved.nodes import decode_graph, encode_graph
 from graphopt.saved.values import DescriptionDecoder, ValueDecoder, ValueEncoder
 from graphopt.verify.groups import sizes_of_groups
 
+FORMAT, VERSION = "graphopt graph", 1
+"""What a file says that it is."""
 APPLIED = "graphopt_passes"
 """Key of `GraphModule.meta` under which the records of applied passes are kept."""
 
@@ -33,8 +33,8 @@ def save_graph(graph_module: fx.GraphModule, path: str | Path) -> None:
 
     Kept are nodes, their order and names, what they compute (shapes, dtypes, devices, which of
     them share storage), phases, source lines with their text, module paths, provenance, late nodes,
-    applied passes, constants with their values, and what `graphopt show` prints. The model's
-    parameters are not part of a graph.
+    applied passes, and constants with their values. The model's parameters are not part of a
+    graph.
 
     Args:
         graph_module: a `torch.fx.GraphModule` or an `IterGraphModule`, such as
@@ -59,8 +59,6 @@ def save_graph(graph_module: fx.GraphModule, path: str | Path) -> None:
         "content": json.dumps(content, separators=(",", ":")),
         "tensors": tensors,
     }
-    if (listing := listing_if_possible(graph_module)) is not None:
-        saved["listing"] = packed(listing)
     buffer = io.BytesIO()
     torch.save(saved, buffer)
     write(place(path), buffer.getvalue())

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from graphopt.errors import ScheduleError
+from graphopt.schedule.collectives_table import collectives_text
 from graphopt.schedule.deferral import defer_products, hasten
 from graphopt.schedule.granularity import collectives_by_cost
 from graphopt.schedule.launch_order import LaunchOrder, Send, apply_launch_order, hold_back
@@ -16,7 +17,6 @@ from graphopt.schedule.parts import divide, in_two_parts
 from graphopt.schedule.program import Message, Program, program_of
 from graphopt.schedule.simulator import simulate, simulate_program
 from graphopt.schedule.steps import CollectiveSlot, ComputeSlot
-from graphopt.schedule.text import collectives_text
 from graphopt.schedule.timeline import Timeline
 
 __all__ = [

@@ -36,7 +36,7 @@ from torch import fx
 
 from graphopt.cost import CostModel
 from graphopt.errors import ScheduleError
-from graphopt.listing import readable_bytes
+from graphopt.readable.columns import readable_bytes
 from graphopt.runtime.collector import collector_paused
 from graphopt.schedule.bounds import communication_bound
 from graphopt.schedule.buckets import BucketChooser, Buckets, crowded, side_by_side

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import Any, NamedTuple
 
 from torch import fx
 
 from graphopt.ir.metadata import phase_of, source_line
-from graphopt.listing import readable_bytes
+from graphopt.readable.columns import readable_bytes
+from graphopt.readable.html_page import lanes_page
 from graphopt.schedule.measured import MeasuredSlot, MeasuredStep
 from graphopt.schedule.steps import CollectiveSlot, ComputeSlot, SimulatedStep
 
@@ -48,38 +48,21 @@ def chrome_trace(timeline: SimulatedStep, measured: MeasuredStep | None = None) 
 def page(timeline: SimulatedStep, measured: MeasuredStep | None = None) -> str:
     """HTML with a lane for compute and one for each group, each over the one that was measured, and
     a table of the collectives."""
-    width = max([timeline.end, *(slot.end for slot in timeline.collectives)]) - timeline.begin
     lanes = list(_lanes(timeline))
     if measured is not None:
-        width = max([width, measured.step_seconds, *(s.end for s in measured.collectives)])
         lanes = _beside(lanes, dict(_measured_lanes(timeline, measured)))
-    rows = "\n".join(_lane(name, blocks, width) for name, blocks in lanes)
     figures = str(timeline) if measured is None else f"{timeline}; measured: {measured}"
-    end = 100 * (timeline.end - timeline.begin) / width if width else 100
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Simulated step</title>
-<style>{_STYLE}</style>
-</head>
-<body>
-<h1>Simulated step</h1>
-<p>{escape(figures)}; with due dates {1e3 * timeline.preemptive_bound_seconds:.3f} ms.
-In flight at most {readable_bytes(timeline.peak_bytes_in_flight)}. What has to become shorter for
-the step to become shorter: {escape(_critical(timeline))}.</p>
-<div class="scroll" tabindex="0" role="region" aria-label="lanes">
-<div class="chart" style="--end:{end:.4g}%">
-{rows}
-</div>
-</div>
-{_table(timeline, measured)}
-<p class="note">Gaps in the first lane are waits. What stands right of the dashed line arrives while
-the next step computes. Pointing at a block shows what it is.</p>
-</body>
-</html>
-"""
+    summary = (
+        f"{figures}; with due dates {1e3 * timeline.preemptive_bound_seconds:.3f} ms. In flight at"
+        f" most {readable_bytes(timeline.peak_bytes_in_flight)}. What has to become shorter for the"
+        f" step to become shorter: {_critical(timeline)}. Gaps in the first lane are waits."
+    )
+    drawn = [
+        {"name": name, "blocks": [[b.kind, b.start, b.seconds, b.hover, None, ""] for b in blocks]}
+        for name, blocks in lanes
+    ]
+    heads, rows = _table(timeline, measured)
+    return lanes_page("Simulated step", summary, drawn, table="collectives", heads=heads, rows=rows)
 
 
 def _critical(timeline: SimulatedStep) -> str:
@@ -237,27 +220,18 @@ def reader_text(slot: CollectiveSlot) -> str:
     return f"%{reader.name}" + (", one iteration later" if slot.message.lag else "")
 
 
-def _lane(name: str, blocks: Sequence[_Block], width: float) -> str:
-    drawn = "".join(
-        f'<i class="{escape(block.kind)}" style="left:{_share(block.start, width)};'
-        f'width:{_share(block.seconds, width)}" title="{escape(block.hover)}"></i>'
-        for block in blocks
-    )
-    return f'<div class="row"><span>{escape(name)}</span><div class="time">{drawn}</div></div>'
-
-
-def _table(timeline: SimulatedStep, measured: MeasuredStep | None) -> str:
+def _table(
+    timeline: SimulatedStep, measured: MeasuredStep | None
+) -> tuple[list[str], list[list[str]]]:
     heads = ["launch", "collective", "bytes", "parameters", "time", "queued", "exposed", "reader"]
+    rows = [
+        [f"%{slot.message.launch.name}", *(value for _, value in _facts(slot))]
+        for slot in timeline.collectives
+    ]
     times = [] if measured is None else [m.seconds for _, m in _pairs(timeline, measured)]
-    heads += [MEASURED] if times else []
-    head = "".join(f'<th scope="col">{text}</th>' for text in heads)
-    rows = []
-    for index, slot in enumerate(timeline.collectives):
-        values = [f"%{slot.message.launch.name}", *(value for _, value in _facts(slot))]
-        values += [_milliseconds(times[index])] if times else []
-        rows.append("<tr>" + "".join(f"<td>{escape(v)}</td>" for v in values) + "</tr>")
-    body = "\n".join(rows)
-    return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+    for row, seconds in zip(rows, times, strict=False):
+        row.append(_milliseconds(seconds))
+    return heads + [MEASURED] * bool(times), rows
 
 
 def _groups(timeline: SimulatedStep) -> dict[str, int]:
@@ -277,33 +251,3 @@ def _named(tid: int, name: str) -> dict[str, Any]:
 
 def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3f} ms"
-
-
-def _share(seconds: float, width: float) -> str:
-    return f"{100 * seconds / width:.4g}%" if width else "0%"
-
-
-_STYLE = """
-:root{color-scheme:light dark;--paper:#fff;--ink:#1b2430;--soft:#5b6675;--line:#d8dde4;
---forward:#9cc3f5;--backward:#8fd6a8;--optimizer:#f5c77e;--late:#c7a6ec;--other:#b9c2ce;
---hidden:#7fd4cf;--exposed:#e58a7d;--measured:#8a94a3}
-@media (prefers-color-scheme:dark){:root{--paper:#14181e;--ink:#e5e9ef;--soft:#a0abb9;
---line:#39414c}}
-body{background:var(--paper);color:var(--ink);margin:0 auto;padding:1.5rem;max-width:110rem;
-font:15px/1.5 system-ui,sans-serif}
-h1{font-size:1.4rem}.note{color:var(--soft)}
-.scroll{overflow-x:auto;border:1px solid var(--line);border-radius:6px;padding:.4rem 0}
-.chart{min-width:60rem}
-.row{display:flex;height:32px;margin:4px 0}
-.row span{flex:0 0 8rem;padding:0 .6rem;line-height:32px;font-size:12px;overflow:hidden}
-.time{position:relative;flex:1;margin-right:.6rem}
-.time::after{content:"";position:absolute;top:-4px;bottom:-4px;left:var(--end);
-border-left:1px dashed var(--soft)}
-.time i{position:absolute;top:0;bottom:0;min-width:1px;background:var(--other)}
-.forward{background:var(--forward)!important}.backward{background:var(--backward)!important}
-.optimizer{background:var(--optimizer)!important}.late{background:var(--late)!important}
-.measured{background:var(--measured)!important}
-.hidden{background:var(--hidden)!important}.exposed{background:var(--exposed)!important}
-table{border-collapse:collapse;margin:1rem 0;font-variant-numeric:tabular-nums;font-size:13px}
-th,td{text-align:left;padding:.15rem .9rem .15rem 0;border-bottom:1px solid var(--line)}
-"""

@@ -7,7 +7,7 @@ from html import escape
 from torch import fx
 
 from graphopt.iter_graph.module import register_notebook_view
-from graphopt.readable.text import summary
+from graphopt.readable.plain_text import summary
 from graphopt.viewing.page import view_page
 
 _MOST_NODES = 20_000

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from graphopt.pipelining.timeline.chrome import chrome_trace
-from graphopt.pipelining.timeline.html import page
+from graphopt.pipelining.timeline.pages import schedules_page
 from graphopt.pipelining.timeline.slots import ScheduleTimes
-from graphopt.pipelining.timeline.text import terminal_picture
+from graphopt.pipelining.timeline.terminal_picture import terminal_picture
 from graphopt.runtime.places import place, write
 
 
@@ -31,7 +31,7 @@ class ScheduleTimeline(ScheduleTimes):
         Raises:
             FileError: the file cannot be written.
         """
-        write(place(path), page([self]))
+        write(place(path), schedules_page([self]))
 
     def __str__(self) -> str:
         return terminal_picture(self)

@@ -1,4 +1,4 @@
-"""What a page shows of a graph, as values that JSON can hold."""
+"""Contents of the page of a graph, as values that JSON can hold."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import fx
 from graphopt.graph_utils import is_collective
 from graphopt.ir.metadata import has_value, input_name, modules_of, provenance_of, source_line
 from graphopt.iter_graph import IterGraph
-from graphopt.listing import MARKS, readable_bytes
 from graphopt.manager import PassRecord, records_of
+from graphopt.readable.columns import readable_bytes
+from graphopt.readable.listing import MARKS
+from graphopt.readable.plain_text import summary
 from graphopt.readable.rows import row_of, target_text, title_of
-from graphopt.readable.text import summary
 from graphopt.schedule.pictures import lanes_of, parameters_text, reader_text
 from graphopt.schedule.simulator import simulate
 from graphopt.schedule.steps import CollectiveSlot
@@ -50,6 +51,7 @@ def contents_of(
         "collectives": [] if timeline is None else list(_collectives(timeline, nodes.index)),
         "heads": HEADS,
         "wide": _PARAMETERS,
+        "table": "",
         "passes": list(_passes(records_of(gm), diffs or {})),
         "lanes": [] if timeline is None else list(lanes_of(timeline, nodes.index)),
         "seconds": 0.0 if timeline is None else timeline.end - timeline.begin,

@@ -1,4 +1,4 @@
-"""What there is to say about each node."""
+"""A graph as rows that say of each node what it computes, and where it comes from."""
 
 from __future__ import annotations
 
@@ -45,14 +45,7 @@ class Listing:
     Attributes:
         summary: lines above: how large the graph is, and what the marks mean.
         sections: in the order of the graph, a new one where the phase changes.
-        collectives: a table of them with their predicted times; empty where there are none.
     """
 
     summary: list[str]
     sections: list[Section]
-    collectives: str = ""
-
-    def of_phase(self, phase: str) -> Listing:
-        """The calls of one phase under one heading, without collectives."""
-        rows = [row for title, rows in self.sections if title == phase for row in rows]
-        return Listing(self.summary, [(phase, rows)] if rows else [])

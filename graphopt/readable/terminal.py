@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from graphopt.listing.rows import LATE, LAUNCH, UPDATE, WAIT, Listing, ListingRow
-from graphopt.listing.text import cells, heading, listing_text
+from graphopt.readable.columns import cells, heading, listing_text
+from graphopt.readable.listing import LATE, LAUNCH, UPDATE, WAIT, Listing, ListingRow
 
 _STYLES = {"shape": "cyan", "size": "dim", "note": "magenta", "place": "dim"}
 _MARK_STYLES = {LAUNCH: "bold green", WAIT: "bold yellow", UPDATE: "blue", LATE: "bold magenta"}
@@ -19,7 +19,6 @@ def print_listing(listing: Listing, console: Console) -> None:
         console.out(listing_text(listing), end="", highlight=False)
     else:
         _print_coloured(listing, console)
-    console.out(listing.collectives, end="", highlight=False)
 
 
 def _print_coloured(listing: Listing, console: Console) -> None:

@@ -9,7 +9,8 @@ from torch import fx
 from graphopt.graph_utils import is_collective, is_operator
 from graphopt.graph_utils.nodes import graph_of
 from graphopt.iter_graph import IterGraph
-from graphopt.listing import MARKS, Listing, ListingRow, heading, listing_text, readable_bytes
+from graphopt.readable.columns import heading, listing_text, readable_bytes
+from graphopt.readable.listing import MARKS, Listing, ListingRow
 from graphopt.readable.rows import sections, sent_bytes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphopt.listing import readable_bytes
+from graphopt.readable.columns import readable_bytes
 from graphopt.schedule.pictures import parameters_text, reader_text
 from graphopt.schedule.steps import CollectiveSlot, SimulatedStep
 

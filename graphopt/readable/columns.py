@@ -1,10 +1,10 @@
-"""A listing as plain text."""
+"""Rows of a listing as columns of plain text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphopt.listing.rows import Listing, ListingRow
+from graphopt.readable.listing import Listing, ListingRow
 
 _TEXT_WIDTH = 64
 _SHAPE_WIDTH = 16
