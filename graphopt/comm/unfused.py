@@ -10,7 +10,7 @@ from graphopt import _compat
 from graphopt.comm.blocks import CommBlock, get_all_comm_blocks
 from graphopt.comm.buckets import has_absolute_offset, has_place, pinned_nodes
 from graphopt.ir.metadata import is_launch_kept, known_value
-from graphopt.listing.text import readable_bytes
+from graphopt.readable.columns import readable_bytes
 
 
 def why_unfused(gm: fx.GraphModule, limits: tuple[int, int]) -> str:

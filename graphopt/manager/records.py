@@ -12,8 +12,8 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.ir.operators import is_operator, row
-from graphopt.listing.text import readable_bytes
 from graphopt.manager.literals import literal
+from graphopt.readable.columns import readable_bytes
 
 META_KEY = "graphopt_passes"
 """Where `gm.meta` holds the list of records."""
