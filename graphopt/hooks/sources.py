@@ -12,6 +12,7 @@ import dis
 import hashlib
 import importlib.util
 import logging
+import pkgutil
 import sys
 import sysconfig
 from collections import deque
@@ -259,14 +260,11 @@ def _find(name: str) -> ModuleSpec | None:
     if loaded is not None:
         return loaded.__spec__
     parent, _, _ = name.rpartition(".")
-    path = None
-    if parent:
-        spec = _find(parent)
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        path = list(spec.submodule_search_locations)
-    for finder in sys.meta_path:
-        found = finder.find_spec(name, path)
-        if found is not None:
-            return found
-    return None
+    if not parent:
+        return next(filter(None, (finder.find_spec(name, None) for finder in sys.meta_path)), None)
+    spec = _find(parent)
+    if spec is None or spec.submodule_search_locations is None:
+        return None
+    # Not by `sys.meta_path`: for a folder without `__init__` that asks for the loaded parent.
+    finders = map(pkgutil.get_importer, spec.submodule_search_locations)
+    return next(filter(None, (each.find_spec(name) for each in finders if each is not None)), None)
