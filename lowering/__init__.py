@@ -1,4 +1,4 @@
-"""From graph to compiled code. Import as ``graphopt.lowering``."""
+"""Compilation of graphs by Inductor. Import as ``graphopt.lowering``."""
 
 from __future__ import annotations
 

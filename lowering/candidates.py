@@ -1,4 +1,4 @@
-"""Which nodes of a graph may be compiled, looked at in their graph."""
+"""Nodes of a graph that may be compiled, by their place in the graph."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _whole_list(node: fx.Node) -> str | None:
 
 
 def _updates_whole(node: fx.Node) -> bool:
-    """Whether a state update gives all of an input a value of its kind."""
+    """True if a state update gives all of an input a value of its kind."""
     if not is_operator(node.target, "aten::copy_") or len(node.all_input_nodes) != 2:
         return False
     state, value = node.all_input_nodes

@@ -1,4 +1,4 @@
-"""From the graph of one region to compiled code."""
+"""Compilation of the graph of one region."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class RowSums:
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
 
     def handles(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether `call` knows another way to do this."""
+        """True if `call` knows another way to do this."""
         if kwargs:
             return False
         if is_operator(target, "aten::nll_loss_backward"):

@@ -1,4 +1,4 @@
-"""What is logged of nodes that are left out."""
+"""Log messages about nodes that are left out of compiled code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nodes Inductor may compile, and why not the others."""
+"""Operators and tensors that Inductor may compile, with the reason against the others."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def reason_to_keep(node: fx.Node, *, random: bool = False) -> str | None:
 
 
 def _selects_by_values(node: fx.Node) -> bool:
-    """Whether values decide how many elements a node works on. Where a graph holds for one number
+    """True if values decide how many elements a node works on. Where a graph holds for one number
     of them, which it has checked, Inductor would check it again in its own way."""
     target: Any = node.target
     if takes_indices(node):
@@ -84,12 +84,12 @@ def _selects_by_values(node: fx.Node) -> bool:
 
 
 def takes_indices(node: fx.Node) -> bool:
-    """Whether a node is given a list of indices, each of which may be a mask."""
+    """True if a node is given a list of indices, each of which may be a mask."""
     return is_operator(node.target, *_INDEXING)
 
 
 def has_mask(node: fx.Node) -> bool:
-    """Whether one of the indices of such a node is a mask, whose values say how many there are."""
+    """True if one of the indices of such a node is a mask, whose values say how many there are."""
     indices: Any = argument(node, "indices")
     values = [known_value(index) for index in indices if isinstance(index, fx.Node)]
     return any(value.dtype in (torch.bool, torch.uint8) for value in tensors_in(values))
@@ -139,12 +139,12 @@ def unsuitable_tensor(tensor: torch.Tensor) -> str | None:
 
 
 def reads_metadata_only(node: fx.Node) -> bool:
-    """Whether a node needs nothing of its tensor arguments but what is known of them."""
+    """True if a node needs nothing of its tensor arguments but what is known of them."""
     return operator_of(node).metadata_only and as_factory(node) is not None
 
 
 def is_free(node: fx.Node, stays: Callable[[fx.Node], bool]) -> bool:
-    """Whether computing a node where it is needed costs nothing: constants, and views of values
+    """True if computing a node where it is needed costs nothing: constants, and views of values
     that exist outside compiled code.
 
     Args:

@@ -63,7 +63,7 @@ class Number:
 
 
 def is_listed(node: fx.Node) -> bool:
-    """Whether a node is a list of independent operations that can be written one by one."""
+    """True if a node is a list of independent operations that can be written one by one."""
     name, target = _name(node.target), node.target
     if not name.startswith("_foreach_") or name.removeprefix("_foreach_") not in _LISTED:
         return False
@@ -72,13 +72,13 @@ def is_listed(node: fx.Node) -> bool:
 
 
 def counts_steps(node: fx.Node) -> bool:
-    """Whether a list operator works on single numbers, such as the step counters of an optimizer:
+    """True if a list operator works on single numbers, such as the step counters of an optimizer:
     what it returns is read as Python numbers."""
     return is_listed(node) and all(not tensor.dim() for tensor in tensors_in(known_value(node)))
 
 
 def takes_numbers(node: fx.Node) -> bool:
-    """Whether a node may take numbers of the graph, and its result is not one of them."""
+    """True if a node may take numbers of the graph, and its result is not one of them."""
     name = _name(node.target).removeprefix("_foreach_")
     first = node.args[0] if node.args else None
     return name in _WITH_NUMBERS and not _is_number(first) and not counts_steps(node)

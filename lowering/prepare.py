@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 def can_change_layout(graph: fx.Graph) -> bool:
-    """Whether every result of a graph, and every gradient, has a layout that can be restored."""
+    """True if every result of a graph, and every gradient, has a layout that can be restored."""
     updates = [node for node in graph.nodes if is_fused_optimizer(node)]
     kept = [*_returned(graph), *(gradient for node in updates for gradient in gradients(node))]
     return all(_memory_format(fake_value(node)) is not None for node in kept)
@@ -105,7 +105,7 @@ class PreparedRegion(fx.Interpreter):
 
 
 def _has_factor(node: fx.Node) -> bool:
-    """Whether a sum scales its second operand. Inductor forgets that where the other operand is a
+    """True if a sum scales its second operand. Inductor forgets that where the other operand is a
     matrix product (seen in torch 2.13)."""
     if not is_operator(node.target, "aten::add", "aten::sub"):
         return False

@@ -156,7 +156,7 @@ def _placed(
 
 
 def _goes(node: fx.Node, levels: dict[fx.Node, int], lowerable: set[fx.Node]) -> bool:
-    """Whether a node is in the region of those that it must be with."""
+    """True if a node is in the region of those that it must be with."""
 
     def together(other: object) -> bool:
         return other in lowerable and levels[other] == levels[node]

@@ -75,7 +75,7 @@ class LoweredSubgraph(nn.Module):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether there is compiled code for the last call, or for one to come."""
+        """True if there is compiled code for the last call, or for one to come."""
         return self.failure is None and bool(self._compiled)
 
     def forward(self, *args: torch.Tensor, tag: str = "") -> Sequence[torch.Tensor]:

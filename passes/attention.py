@@ -67,7 +67,7 @@ def _is_softmax(node: fx.Node) -> bool:
 
 
 def _can_be_fused(match: Match) -> bool:
-    """Whether torch has a fused kernel for it; the others write attention out themselves."""
+    """True if torch has a fused kernel for it; the others write attention out themselves."""
     q, k, v = (fake_value(match.inputs[name]) for name in "qkv")
     if len({t.shape[-1] for t in (q, k, v)}) > 1 or any(t.stride(-1) != 1 for t in (q, k, v)):
         return False

@@ -85,7 +85,7 @@ def fuse_exchanges(
 
 
 def _is_scatter(block: CommBlock) -> bool:
-    """Whether ranks exchange parts of one size, and each sums what it gets."""
+    """True if ranks exchange parts of one size, and each sums what it gets."""
     given, received = (
         argument(block.comm_node, name) for name in ("input_split_sizes", "output_split_sizes")
     )

@@ -94,7 +94,7 @@ def _unread(graph: fx.Graph, orphans: set[fx.Node]) -> list[fx.Node]:
 
 
 def _is_private(effects: Effects, copy: fx.Node, destination: fx.Node) -> bool:
-    """Whether nobody can see that `copy` writes into a value computed by the step."""
+    """True if nobody can see that `copy` writes into a value computed by the step."""
     if effects.leaves_the_graph(destination):
         return False
     return not effects.read_after(destination, copy)

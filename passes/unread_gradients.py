@@ -40,7 +40,7 @@ def drop_unread_gradients(gm: fx.GraphModule) -> int:
 
 
 def _is_read(nodes: list[fx.Node]) -> bool:
-    """Whether anything that the step returns or does depends on nodes."""
+    """True if anything that the step returns or does depends on nodes."""
     pending, seen = list(nodes), set(nodes)
     while pending:
         for user in pending.pop().users:

@@ -143,7 +143,7 @@ class _Plan:
                     self.owners[element] = index
 
     def _separates(self, last: int, owners: Mapping[int, int]) -> bool:
-        """Whether something computes between updates and their place, or would between two parts of
+        """True if something computes between updates and their place, or would between two parts of
         a call that is divided for them."""
         end = max((self._first[element] for element in owners), default=last)
         before: int | None = -1

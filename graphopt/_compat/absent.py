@@ -1,4 +1,4 @@
-"""What torch answers about a device that is not there; for `graphopt.testing.pretended`."""
+"""torch's answers about a device that is not there, for `graphopt.testing.pretended`."""
 
 from __future__ import annotations
 

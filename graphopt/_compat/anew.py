@@ -118,7 +118,7 @@ def _opened_object(value: Any) -> tuple[list[Any], _Kind] | None:
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether a class of the program's adds nothing to its objects but attributes."""
+    """True if a class of the program's adds nothing to its objects but attributes."""
     if not is_made_by_statement(kind):
         return kind is types.SimpleNamespace
     package = kind.__module__.partition(".")[0]

@@ -1,4 +1,4 @@
-"""Where a backward is, on this thread, and where one through a tensor would go."""
+"""The backward that runs on this thread, and the leaves that one through a tensor would reach."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def is_in_backward() -> bool:
-    """Whether autograd is running a backward on this thread."""
+    """True if autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -24,7 +24,7 @@ def after_backward(function: Callable[[], None]) -> None:
 
 
 def ends_in_hidden_leaves(tensor: torch.Tensor) -> bool:
-    """Whether any number of backwards through a computed tensor change nothing that anybody holds:
+    """True if any number of backwards through a computed tensor change nothing that anybody holds:
     one function that keeps no values has made it of leaves that are gone but for that.
 
     >>> torch.tensor([0.5], dtype=torch.float64, requires_grad=True).float()
@@ -47,7 +47,7 @@ _KEEPING_NOTHING = frozenset(
 
 
 def _is_hidden(function: Any) -> bool:
-    """Whether a function accumulates the gradient of a leaf that nothing else holds, and that has
+    """True if a function accumulates the gradient of a leaf that nothing else holds, and that has
     no hooks."""
     if type(function).__name__ != "AccumulateGrad":
         return False

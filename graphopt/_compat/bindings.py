@@ -58,7 +58,7 @@ class DirectCalls(CodeGen):
 
 
 def is_operator_overload(target: Any) -> TypeGuard[torch._ops.OpOverload]:
-    """Whether a target is an operator that is called without further ado."""
+    """True if a target is an operator that is called without further ado."""
     return type(target) is torch._ops.OpOverload
 
 
@@ -194,7 +194,7 @@ def _dispatched(function: Any, given: Any, result: Kind) -> _Call | None:
 
 
 def _is_same(one: _Call, other: _Call) -> bool:
-    """Whether two calls are one, but for options of new tensors that one of them says and that hold
+    """True if two calls are one, but for options of new tensors that one of them says and that hold
     anyway."""
     if one[0] is not other[0]:
         return False
@@ -205,7 +205,7 @@ def _is_same(one: _Call, other: _Call) -> bool:
 
 
 def _are_of_first(call: _Call, options: dict[str, Any]) -> bool:
-    """Whether a new tensor has these options anyway: those of the tensor like which it is made."""
+    """True if a new tensor has these options anyway: those of the tensor like which it is made."""
     name = call[0]._schema.name.removeprefix("aten::")
     if not name.startswith("new_") and not name.endswith("_like"):
         return False

@@ -1,4 +1,4 @@
-"""What CPython says of classes."""
+"""Private facts of CPython about classes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 
 
 def is_made_by_statement(kind: type) -> bool:
-    """Whether a class may have been made by a class statement: its attributes can be set, and its
+    """True if a class may have been made by a class statement: its attributes can be set, and its
     objects can get another class. More and more classes of C, such as `deque` from Python 3.12 on,
     are on the heap like those, but cannot be changed.
 

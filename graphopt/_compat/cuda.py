@@ -21,7 +21,7 @@ def clear_cublas_workspaces() -> None:
 def same_addresses(
     values: Sequence[Any], addresses: Sequence[int | None], indices: Sequence[int]
 ) -> bool:
-    """Whether the tensors at `indices` of `values` have the `addresses` at the same indices."""
+    """True if the tensors at `indices` of `values` have the `addresses` at the same indices."""
     # Builds without CUDA lack the function.
     compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
     if compare is None:
@@ -41,7 +41,7 @@ def end_allocation(device: torch.device, pool: tuple[int, int]) -> None:
 
 
 def uses_nccl(group_name: str) -> bool:
-    """Whether a process group sends CUDA tensors by NCCL."""
+    """True if a process group sends CUDA tensors by NCCL."""
     if not dist.is_available() or not dist.is_initialized():
         return False
     from torch.distributed import distributed_c10d

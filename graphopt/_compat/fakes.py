@@ -123,7 +123,7 @@ def _plain_number(value: Any) -> Any:
 
 
 def gives_unknown_sizes(func: Any, args: Any) -> bool:
-    """Whether the sizes of what an operator gives depend on values, or it gives an integer."""
+    """True if the sizes of what an operator gives depend on values, or it gives an integer."""
     if func is torch.ops.aten._local_scalar_dense.default:
         kind: torch.dtype = args[0].dtype
         return not (kind is torch.bool or kind.is_floating_point or kind.is_complex)
@@ -164,7 +164,7 @@ def truths_of_fakes(truth: Callable[[torch.Tensor], bool]) -> Iterator[None]:
 
 
 def met_sizes(mode: Any) -> bool:
-    """Whether an operator has given what has a size that depends on values."""
+    """True if an operator has given what has a size that depends on values."""
     return getattr(mode, "met_sizes", False)
 
 
@@ -193,14 +193,14 @@ def fake_laid_out(
 
 
 def is_fake(value: object) -> bool:
-    """Whether a value is a FakeTensor."""
+    """True if a value is a FakeTensor."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(value, FakeTensor)
 
 
 def is_fake_class(kind: type) -> bool:
-    """Whether tensors of a class are FakeTensors."""
+    """True if tensors of a class are FakeTensors."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return issubclass(kind, FakeTensor)
@@ -262,7 +262,7 @@ def errors_raised_once() -> Iterator[None]:
 
 
 def is_fake_mode_on() -> bool:
-    """Whether what this thread computes is fake tensors."""
+    """True if what this thread computes is fake tensors."""
     key = torch._C._TorchDispatchModeKey.FAKE
     return torch._C._get_dispatch_mode(key) is not None
 
@@ -319,7 +319,7 @@ def _has_unknown_sizes(value: Any) -> bool:
 
 
 def has_symbolic_shape(tensor: torch.Tensor) -> bool:
-    """Whether sizes, strides or offset of a tensor are not plain numbers."""
+    """True if sizes, strides or offset of a tensor are not plain numbers."""
     if not tensor._has_symbolic_sizes_strides:
         return False
     numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())

@@ -76,7 +76,7 @@ class Operands:
 
 
 def can_read(frame: FrameType) -> bool:
-    """Whether this interpreter keeps its frames where this module looks for them."""
+    """True if this interpreter keeps its frames where this module looks for them."""
     if sys.implementation.name != "cpython" or not (3, 10) <= _VERSION <= (3, 13):
         return False
     if not getattr(sys, "_is_gil_enabled", lambda: True)():

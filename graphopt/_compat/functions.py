@@ -102,7 +102,7 @@ def tracing_paused() -> Iterator[None]:
 
 
 def is_tracing() -> bool:
-    """Whether what is computed becomes nodes."""
+    """True if what is computed becomes nodes."""
     return proxy_tensor.get_proxy_mode() is not None
 
 
@@ -124,14 +124,14 @@ def record_call(index: int, name: str, tensors: Sequence[torch.Tensor], result: 
 
 
 def is_function(cls: type) -> bool:
-    """Whether a class is a user's function: not what a transform of `torch.func` makes of one."""
+    """True if a class is a user's function: not what a transform of `torch.func` makes of one."""
     return issubclass(cls, torch.autograd.Function) and cls.__module__ != (
         AutogradFunctionApply.__module__
     )
 
 
 def is_reentrant_checkpoint(cls: type) -> bool:
-    """Whether a class is that of `torch.utils.checkpoint` with `use_reentrant=True`."""
+    """True if a class is that of `torch.utils.checkpoint` with `use_reentrant=True`."""
     return cls.__module__ == "torch.utils.checkpoint"
 
 
@@ -141,14 +141,14 @@ def calls(graph: fx.Graph) -> list[fx.Node]:
 
 
 def saved_tensor_hooks_are_foreign() -> bool:
-    """Whether hooks on what autograd saves are in effect that are not torch's own, such as those of
+    """True if hooks on what autograd saves are in effect that are not torch's own, such as those of
     checkpoints, which give back the very values."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and not str(hooks[0].__module__).startswith("torch.")
 
 
 def module_backward_hooks(module: nn.Module) -> bool:
-    """Whether a module's own backward hooks are set, or those of all modules."""
+    """True if a module's own backward hooks are set, or those of all modules."""
     everywhere = torch.nn.modules.module
     return bool(
         module._backward_hooks

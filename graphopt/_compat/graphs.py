@@ -97,7 +97,7 @@ def node_at_line(graph_module: fx.GraphModule, line: int) -> fx.Node | None:
 
 
 def inserts_at_end(graph: fx.Graph) -> bool:
-    """Whether no insertion point is active in a graph."""
+    """True if no insertion point is active in a graph."""
     return bool(graph._insert == graph._root.prepend)
 
 

@@ -41,7 +41,7 @@ def _aot_kind() -> str | None:
 
 
 def averages_outside_graphs() -> bool:
-    """Whether what is compiled now is the forward of a `DistributedDataParallel` whose reducer in
+    """True if what is compiled now is the forward of a `DistributedDataParallel` whose reducer in
     C++ averages the gradients; not so with ``optimize_ddp="python_reducer"``."""
     if not torch.distributed.is_available():
         return False
@@ -64,7 +64,7 @@ def complete_metadata(graph: fx.Graph) -> None:
 
 
 def has_decomposition(target: Any) -> bool:
-    """Whether Inductor expects that tracing has written an operator in terms of others."""
+    """True if Inductor expects that tracing has written an operator in terms of others."""
     from torch._inductor.decomposition import select_decomp_table
 
     return target in select_decomp_table()

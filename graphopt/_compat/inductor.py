@@ -74,7 +74,7 @@ def order_after_reads(operator: _compat.OpOverload) -> None:
 
 
 def prefers_channels_last(gm: fx.GraphModule) -> bool:
-    """Whether Inductor would compute the convolutions of a graph on channels-last images."""
+    """True if Inductor would compute the convolutions of a graph on channels-last images."""
     from torch._inductor.graph import GraphLowering
 
     return bool(GraphLowering.decide_layout_opt(gm, is_inference=False))
@@ -119,7 +119,7 @@ def patched_config(options: dict[str, Any]) -> AbstractContextManager[Any]:
 
 
 def is_missing_compiler(error: BaseException) -> bool:
-    """Whether an error says that there is no working C++ compiler."""
+    """True if an error says that there is no working C++ compiler."""
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
     seen: BaseException | None = error

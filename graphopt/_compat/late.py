@@ -1,4 +1,4 @@
-"""What is private about tensors whose every use is seen: their classes, and who else has them."""
+"""Private parts of tensors that notice their first use: their classes, and their use counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether very many tensors are of the kinds that they were."""
+"""A fast check that many tensors still have the kinds that they had."""
 
 from __future__ import annotations
 

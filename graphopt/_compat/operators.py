@@ -30,7 +30,7 @@ def flop_formula(target: Any) -> Callable[..., int] | None:
 
 
 def has_functionalization(target: Any) -> bool:
-    """Whether an operator says itself how it is written without changing its arguments."""
+    """True if an operator says itself how it is written without changing its arguments."""
     key: Any = getattr(torch._C.DispatchKey, "Functionalize")  # noqa: B009 - not in the stubs
     return key in target.py_kernels or bool(
         torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key)

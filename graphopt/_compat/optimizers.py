@@ -14,7 +14,7 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether schedulers take it that the optimizer has stepped."""
+    """True if schedulers take it that the optimizer has stepped."""
     return getattr(optimizer, "_opt_called", False) is True
 
 

@@ -55,7 +55,7 @@ def _expression(number: torch.SymInt) -> Any | None:
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
-    """Whether a buffer is part of the module's `state_dict`."""
+    """True if a buffer is part of the module's `state_dict`."""
     return buffer not in module._non_persistent_buffers_set
 
 

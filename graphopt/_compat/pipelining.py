@@ -18,12 +18,12 @@ def keep_calls_of(target: Any) -> None:
 
 
 def is_torch_mark(target: object) -> bool:
-    """Whether a node target is what `torch.distributed.pipelining.pipe_split` calls."""
+    """True if a node target is what `torch.distributed.pipelining.pipe_split` calls."""
     return isinstance(target, torch._ops.OpOverload) and target.name() == "pippy::_pipe_split"
 
 
 def is_torch_split_point(value: object) -> TypeGuard[Enum]:
-    """Whether a value is a `SplitPoint` of torch."""
+    """True if a value is a `SplitPoint` of torch."""
     pipelining = sys.modules.get("torch.distributed.pipelining")
     return pipelining is not None and isinstance(value, pipelining.SplitPoint)
 
@@ -51,7 +51,7 @@ def pytree_specs(exported: fx.GraphModule) -> tuple[Any, Any]:
 
 
 def is_higher_order(target: object) -> bool:
-    """Whether a node target is an operator that calls graphs, such as an autocast region."""
+    """True if a node target is an operator that calls graphs, such as an autocast region."""
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 

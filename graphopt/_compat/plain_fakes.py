@@ -10,7 +10,7 @@ import torch
 
 
 def are_plain_fakes(mode: Any, tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether all tensors are of a mode, without a value that is known and without marks that
+    """True if all tensors are of a mode, without a value that is known and without marks that
     change what operators do with them."""
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -77,7 +77,7 @@ _SPLIT = torch.ops.aten.split_with_sizes.default
 
 
 def is_ruled_in_python(func: Any) -> bool:
-    """Whether the shape rule of an operator is Python, and nothing that it gives is of a size that
+    """True if the shape rule of an operator is Python, and nothing that it gives is of a size that
     depends on values."""
     from torch._decomp import decomposition_table, meta_table
 

@@ -1,5 +1,4 @@
-"""What is asked about an operator that is recorded: its name and the kinds of its arguments; and
-what it gives then."""
+"""Questions about a recorded operator (its name, the kinds of its arguments) and their answers."""
 
 from __future__ import annotations
 
@@ -235,7 +234,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _share(results: Sequence[Any], found: Sequence[_Result]) -> bool:
-    """Whether two results lie in one storage, which is none of the tensors given."""
+    """True if two results lie in one storage, which is none of the tensors given."""
     pairs = zip(results, found, strict=True)
     storages = [_storage(one) for one, f in pairs if isinstance(f, _Fresh) and f.shares is None]
     return len(set(storages)) < len(storages)

@@ -125,7 +125,7 @@ def remembered() -> Iterator[None]:
 
 
 def _is_usual(mode: Any) -> bool:
-    """Whether a mode is torch's own, and records operators as they are."""
+    """True if a mode is torch's own, and records operators as they are."""
     if type(mode) is not ProxyTorchDispatchMode or type(mode.tracer) is not PythonKeyTracer:
         return False
     return not mode.pre_dispatch and not getattr(mode, "emulate_precision_casts", False)
@@ -133,7 +133,7 @@ def _is_usual(mode: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def _is_remembered(func: Any) -> bool:
-    """Whether what an operator gives may follow from the kinds of its arguments."""
+    """True if what an operator gives may follow from the kinds of its arguments."""
     if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
         return False
     if func in _ASKING or any(tag in func.tags for tag in _OWN_WAY):
@@ -146,7 +146,7 @@ def _is_remembered(func: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def written_as_it_is(func: Any) -> bool:
-    """Whether functionalization leaves an operator as it is, in a graph in which nobody writes to
+    """True if functionalization leaves an operator as it is, in a graph in which nobody writes to
     the memory of a view."""
     if not _is_remembered(func) or func._schema.is_mutable:
         return False

@@ -56,7 +56,7 @@ def autocast_regions() -> int:
 
 
 def is_profiling() -> bool:
-    """Whether a profiler records this thread."""
+    """True if a profiler records this thread."""
     return bool(torch.autograd._profiler_enabled())
 
 

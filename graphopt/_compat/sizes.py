@@ -161,7 +161,7 @@ class AnsweredQuestions:
             self._sizes.add(symbol)
 
     def hold(self, order: int, numbers: Mapping[Any, int]) -> bool:
-        """Whether all that becomes known with check `order` is as it was answered.
+        """True if all that becomes known with check `order` is as it was answered.
 
         Args:
             numbers: of all symbols up to that.
@@ -219,7 +219,7 @@ def symbolic_layout(tensor: torch.Tensor) -> tuple[tuple[int | str, ...], tuple[
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is contiguous, whatever its symbolic sizes are: none is asked for."""
+    """True if a tensor is contiguous, whatever its symbolic sizes are: none is asked for."""
     if not any(isinstance(number, torch.SymInt) for number in (*tensor.shape, *tensor.stride())):
         return tensor.is_contiguous()
     return symbolic_layout(tensor) == symbolic_layout(tensor.new_empty(tensor.shape))

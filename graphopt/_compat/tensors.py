@@ -1,4 +1,4 @@
-"""What a tensor is made of: its storage, version, hooks, and subclasses of it."""
+"""Private parts of a tensor: its storage, version, hooks, and subclasses of it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def read_as(tensor: torch.Tensor, conjugated: bool, negated: bool) -> torch.Tens
 
 
 def may_be_written(tensor: torch.Tensor) -> bool:
-    """Whether somebody may have written to a tensor since it was made."""
+    """True if somebody may have written to a tensor since it was made."""
     return tensor.is_inference() or tensor._version > 0
 
 
@@ -121,7 +121,7 @@ def functions_of_hooks(tensor: torch.Tensor) -> list[Any]:
 
 
 def has_hooks_on_sum(tensor: torch.Tensor) -> bool:
-    """Whether autograd calls a hook when it has added to the gradient of a tensor."""
+    """True if autograd calls a hook when it has added to the gradient of a tensor."""
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
@@ -152,7 +152,7 @@ def attributes_changed(tensor: torch.Tensor, before: dict[str, Any]) -> dict[str
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of `torch.func`'s, around another one, while its transforms run."""
+    """True if a tensor is one of `torch.func`'s, around another one, while its transforms run."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
@@ -181,7 +181,7 @@ def described_tensor(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def results_are_plain(kind: type) -> bool:
-    """Whether what torch computes of tensors of a class is of no such class, as of parameters, and
+    """True if what torch computes of tensors of a class is of no such class, as of parameters, and
     computed as of plain tensors."""
     return (
         kind.__torch_function__ is torch._C._disabled_torch_function_impl  # type: ignore[attr-defined]

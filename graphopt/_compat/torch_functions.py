@@ -36,7 +36,7 @@ _READABLE = frozenset(getattr(torch.Tensor, name).__get__ for name in _PROPERTIE
 
 
 def reads_metadata(func: Any) -> bool:
-    """Whether a function of torch asks for the layout of a tensor, and not for its values."""
+    """True if a function of torch asks for the layout of a tensor, and not for its values."""
     return func in _READABLE or getattr(func, "__name__", "") in _METADATA
 
 
@@ -82,7 +82,7 @@ def modes_of_program() -> tuple[type, ...]:
 
 
 def runs_mode(frame: FrameType) -> bool:
-    """Whether a frame is of a method by which such a mode sees what is called."""
+    """True if a frame is of a method by which such a mode sees what is called."""
     if frame.f_code.co_name not in ("__torch_function__", "__torch_dispatch__"):
         return False
     return _is_of_program(frame.f_locals.get("self"))

@@ -48,7 +48,7 @@ def named_in_profile(name: str) -> AbstractContextManager[Any]:
 
 
 def is_traced() -> bool:
-    """Whether `make_fx` records what this thread computes."""
+    """True if `make_fx` records what this thread computes."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     return get_proxy_mode() is not None
@@ -77,7 +77,7 @@ def node_of(tracer: Any, value: Any) -> fx.Node | None:
 
 
 def is_constant(tracer: Any, tensor: torch.Tensor) -> bool:
-    """Whether the value of a traced tensor is known, as after `torch.tensor(1.0)`."""
+    """True if the value of a traced tensor is known, as after `torch.tensor(1.0)`."""
     if not is_fake(tensor):
         return False
     slot = _slot(tracer, tensor)
@@ -175,7 +175,7 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 def is_recording() -> bool:
-    """Whether a tracer of this thread records what is called, `torch.export` included."""
+    """True if a tracer of this thread records what is called, `torch.export` included."""
     before_autograd = _get_dispatch_mode_pre_dispatch(_PROXY)
     return before_autograd is not None or torch._C._get_dispatch_mode(_PROXY) is not None
 

@@ -64,7 +64,7 @@ _pytree.register_pytree_node(
 
 
 def is_applied(spec: Any) -> bool:
-    """Whether what makes a nest anew calls functions."""
+    """True if what makes a nest anew calls functions."""
     return spec.type is Applied or any(map(is_applied, spec.children()))
 
 

@@ -1,4 +1,4 @@
-"""From the source of a Triton kernel to machine code, with Triton's own assembler.
+"""Machine code of a Triton kernel from its source, by Triton's own assembler.
 
 Written for Triton 3.6 to 3.9, which torch 2.11 to 2.15 are used with.
 """
@@ -38,7 +38,7 @@ class Binary(NamedTuple):
 
 
 def is_installed() -> bool:
-    """Whether Triton can be imported."""
+    """True if Triton can be imported."""
     try:
         import triton  # noqa: F401
     except ImportError:

@@ -1,4 +1,4 @@
-"""Which reductions become one, and which nodes then have to move.
+"""Buckets of reductions: the ones that become one collective, and the nodes that have to move.
 
 Decided from the order of the graph alone, in one walk: near-linear, and the same on every rank
 whose collectives have the same order, sizes and kinds.
@@ -80,14 +80,14 @@ def _is_fusable(block: CommBlock, pinned: set[fx.Node]) -> bool:
 
 
 def has_place(value: object) -> bool:
-    """Whether the place of a tensor in a bucket can be computed now."""
+    """True if the place of a tensor in a bucket can be computed now."""
     if not isinstance(value, torch.Tensor) or _compat.has_symbolic_shape(value):
         return False
     return value.is_contiguous()
 
 
 def has_absolute_offset(node: fx.Node) -> bool:
-    """Whether a node reads at a place that is counted from the beginning of a storage."""
+    """True if a node reads at a place that is counted from the beginning of a storage."""
     target = node.target
     return isinstance(target, _compat.OpOverload) and "as_strided" in _compat.operator_name(target)
 
@@ -113,7 +113,7 @@ def raise_launches(
 def may_change(
     fusable: Mapping[fx.Node, CommBlock], graph: fx.Graph, limits: tuple[int, int]
 ) -> bool:
-    """Whether a launch might move up, or a bucket get two members, if nothing were in the way: what
+    """True if a launch might move up, or a bucket get two members, if nothing were in the way: what
     is in the way closes buckets, and one that is closed gets no more members."""
     previous: dict[Any, fx.Node] = {}
     for node in calls_of(graph, attrgetter("collective")):
@@ -264,7 +264,7 @@ class Planner:
             self._close([bucket])
 
     def _joins(self, key: Any, nbytes: int) -> bool:
-        """Whether a large gradient goes into the bucket that is filled beside such. That closes
+        """True if a large gradient goes into the bucket that is filled beside such. That closes
         each time that a few times its limit has gone by, with this one or without."""
         before = self._alone.get(key, 0)
         self._alone[key] = before + nbytes

@@ -1,4 +1,4 @@
-"""What passes do with a collective: replace it, and find what it is for."""
+"""Editing of collectives: replace one, or find the gradients and parameters that it is for."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def replace_collective(
 
 
 def _leads_to_wait(block: CommBlock, member: fx.Node) -> bool:
-    """Whether a member of a block is a wait, or a view between the launch and one."""
+    """True if a member of a block is a wait, or a view between the launch and one."""
     return member in block.wait_nodes or member not in block.tail
 
 

@@ -1,4 +1,4 @@
-"""One wait for each tensor: what all parts of graphopt expect.
+"""Normalization of waits: one wait for each tensor, which all parts of graphopt expect.
 
     launch = all_reduce_coalesced([x, y])    launch = all_reduce_coalesced([x, y])
     waits  = wait_tensors(launch)            item   = launch[0]

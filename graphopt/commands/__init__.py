@@ -1,1 +1,1 @@
-"""What the commands do that `graphopt.cli` declares; `graphopt demo` is in `graphopt.demo`."""
+"""Implementations of the commands that `graphopt.cli` declares; the demo is in `graphopt.demo`."""

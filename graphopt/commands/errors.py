@@ -1,4 +1,4 @@
-"""How commands say that something is wrong: one message on standard error, and a status."""
+"""Errors of commands: one message on standard error, and an exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of `graphopt trace --measure`: `python -m graphopt.commands.trace_rank FOLDER`."""
+"""A rank of `graphopt trace --measure`: `python -m graphopt.commands.trace_rank FOLDER`."""
 
 from __future__ import annotations
 

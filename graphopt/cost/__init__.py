@@ -1,4 +1,4 @@
-"""What a step costs: seconds of its operators, and of its collectives.
+"""Cost models: seconds of a step's operators, and of its collectives.
 
 A `CostModel` answers two questions, for a node of a graph: how long does the device compute, and
 what does a collective ask of a link. Operators by a roofline, which needs no device, or as measured

@@ -295,7 +295,7 @@ def _with_group(
 
 
 def _shares_cores(channel: Channel, device: torch.device) -> bool:
-    """Whether the threads of a backend find no core that does not compute, on some rank."""
+    """True if the threads of a backend find no core that does not compute, on some rank."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     mine = {"host": platform.node(), "threads": torch.get_num_threads(), "cores": cores}
     everyone = channel.exchange(mine)

@@ -1,4 +1,4 @@
-"""What is wrong with costs that were given or saved."""
+"""Errors about costs that were given or saved."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class OperatorTable:
         return self._roofline(node) if known is None else known
 
     def lacks(self, graph: fx.Graph) -> bool:
-        """Whether a call in a graph was not measured."""
+        """True if a call in a graph was not measured."""
         return any(not is_free(n) and operator_key(n) not in self.seconds for n in graph.nodes)
 
 

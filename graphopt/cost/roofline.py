@@ -169,7 +169,7 @@ def _call_of(node: fx.Node) -> object | None:
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether a node takes the device no time: it moves no data, or others move it."""
+    """True if a node takes the device no time: it moves no data, or others move it."""
     if node.op not in ("call_function", "call_module", "call_method"):
         return True
     known = operator_of(node)
@@ -188,7 +188,7 @@ def is_free(node: fx.Node) -> bool:
 
 
 def _stands_already(copy: fx.Node) -> bool:
-    """Whether a graph in its executable form has no such `copy_`: what is copied is computed from
+    """True if a graph in its executable form has no such `copy_`: what is copied is computed from
     the destination itself, by operators that write in place there."""
     destination: Any = copy.args[0]
     value: Any = copy.args[1]

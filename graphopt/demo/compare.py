@@ -1,4 +1,4 @@
-"""Whether two replicas hold the same bits: parameters, buffers, optimizer state."""
+"""Bitwise comparison of two replicas: parameters, buffers, optimizer state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo shows of its measurement: progress while it trains, and the tables afterwards."""
+"""Output of the demo: progress while it trains, and tables afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank does: `python -m graphopt.demo.worker FOLDER`, with RANK and WORLD_SIZE set."""
+"""A rank of the demo: `python -m graphopt.demo.worker FOLDER`, with RANK and WORLD_SIZE set."""
 
 from __future__ import annotations
 

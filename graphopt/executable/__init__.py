@@ -153,7 +153,7 @@ class _Reuse:
         return self._counted[1]
 
     def _becomes(self, value: fx.Node, owner: fx.Node) -> bool:
-        """Whether `value`, perhaps after more overwriting, is what `owner` is updated to."""
+        """True if `value`, perhaps after more overwriting, is what `owner` is updated to."""
         while True:
             if self._finals.get(value) is owner:
                 return True
@@ -278,7 +278,7 @@ class _Reuse:
 
 
 def _is_whole(value: torch.Tensor) -> bool:
-    """Whether a tensor is all of its storage, so that keeping it keeps nothing else."""
+    """True if a tensor is all of its storage, so that keeping it keeps nothing else."""
     if value.layout is not torch.strided:
         return True
     if _compat.has_symbolic_shape(value):

@@ -151,7 +151,7 @@ def _written_on_lists(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _is_like(node: Any, value: torch.Tensor) -> bool:
-    """Whether a tensor is of the shape, dtype and device of a result, so that nothing is cast or
+    """True if a tensor is of the shape, dtype and device of a result, so that nothing is cast or
     expanded."""
     given = known_value(node) if isinstance(node, fx.Node) else None
     if not isinstance(given, torch.Tensor) or given.layout is not torch.strided:

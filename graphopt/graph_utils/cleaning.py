@@ -9,7 +9,7 @@ from graphopt.ir.operators import is_operator, operator_of, written
 
 
 def is_needed(node: fx.Node) -> bool:
-    """Whether a node must stay although nobody uses its result: it updates state, other ranks join
+    """True if a node must stay although nobody uses its result: it updates state, other ranks join
     it, or later random numbers depend on it.
 
     >>> from graphopt.graph_utils import find_nodes, is_needed

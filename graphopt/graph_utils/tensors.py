@@ -1,4 +1,4 @@
-"""What the metadata of nodes says of tensors."""
+"""Tensor metadata of nodes: shapes, dtypes, devices and sizes in bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor lie side by side in memory, each once.
+    """True if the elements of a tensor lie side by side in memory, each once.
 
     >>> from graphopt.graph_utils import is_dense
     >>> is_dense(torch.ones(2, 3).t()), is_dense(torch.ones(3)[::2])
@@ -49,7 +49,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def lies_apart(tensor: torch.Tensor) -> bool:
-    """Whether each element of a tensor has a place of its own in memory, perhaps with gaps.
+    """True if each element of a tensor has a place of its own in memory, perhaps with gaps.
 
     >>> from graphopt.graph_utils import lies_apart
     >>> lies_apart(torch.ones(4, 3)[:, ::2]), lies_apart(torch.ones(1).expand(3))
@@ -66,7 +66,7 @@ def lies_apart(tensor: torch.Tensor) -> bool:
 
 
 def same_kind(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two nodes hold tensors of one shape, stride, dtype and device.
+    """True if two nodes hold tensors of one shape, stride, dtype and device.
 
     >>> from graphopt.graph_utils import find_nodes, is_copy, same_kind
     >>> update = find_nodes(gm.graph, is_copy)[0]

@@ -1,4 +1,4 @@
-"""What stands for a pipeline in the keys of Inductor's caches.
+"""Identities of pipelines, by which Inductor's caches know them.
 
 Two pipelines with one identity leave the same graphs. So the identity has the code and the options
 of each pass, all of graphopt's own code, the version of torch, and the rank where a pass says that

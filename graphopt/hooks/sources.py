@@ -75,7 +75,7 @@ def source_digest(function: Callable[..., Any]) -> str | None:
 
 
 def _elsewhere(module: str) -> bool:
-    """Whether a module belongs to graphopt, torch or Python. `__main__` is the user's."""
+    """True if a module belongs to graphopt, torch or Python. `__main__` is the user's."""
     return module != "__main__" and module.partition(".")[0] in _ELSEWHERE
 
 
@@ -139,7 +139,7 @@ def _is_container(value: object) -> bool:
 
 
 def _is_changed(name: str, value: object, code: CodeType) -> bool:
-    """Whether code puts something else behind a global name, or changes the container there."""
+    """True if code puts something else behind a global name, or changes the container there."""
     return name in _rebound_names(code) or (_is_container(value) and name in _changed_names(code))
 
 

@@ -1,1 +1,1 @@
-"""What every stage stands on: what operators do, and who reads, writes and aliases what."""
+"""Facts of the graph that every stage uses: operators, memory effects, aliases, metadata."""

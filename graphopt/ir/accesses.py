@@ -1,4 +1,4 @@
-"""Which reads and writes of one storage must keep their order.
+"""Pairs of reads and writes of one storage that must keep their order.
 
 In the captured dialect nothing depends on the order of reads: what reads after a `copy_` reads its
 result. A raw trace has operators that write in place and readers that use another name for what
@@ -63,7 +63,7 @@ class Accesses:
         return found
 
     def _may_access(self, node: fx.Node) -> bool:
-        """Whether a node takes something that is written, or waits: answered at once for most."""
+        """True if a node takes something that is written, or waits: answered at once for most."""
         return is_wait(node) or not self._watched.keys().isdisjoint(node.all_input_nodes)
 
     def last_write(self, node: fx.Node) -> Entry | None:

@@ -1,4 +1,4 @@
-"""When two tensors hold the same bits."""
+"""Bitwise equality of tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from graphopt import _compat
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have one dtype, shape and device, and the same bits in every element.
+    """True if two tensors have one dtype, shape and device, and the same bits in every element.
 
     0.0 and -0.0 differ, and what is not a number is equal to itself, which `torch.equal` sees
     otherwise. Strides are not compared. A fake tensor is like no other.

@@ -1,4 +1,4 @@
-"""Who shares memory in one graph, and who reads and writes it.
+"""Memory effects of a graph: the nodes that share a storage, and those that read and write it.
 
     x = placeholder      ┐
     t = t(x)             │ one alias class: t reads nothing, and whoever reads it reads x
@@ -148,7 +148,7 @@ class Effects:
         self._join(a, b)
 
     def same(self, a: fx.Node, b: fx.Node) -> bool:
-        """Whether two nodes may share storage."""
+        """True if two nodes may share storage."""
         return self._find(a) == self._find(b)
 
     def input_of(self, node: fx.Node) -> fx.Node | None:
@@ -180,13 +180,13 @@ class Effects:
                 self.reads.forget_last(self._find(source))
 
     def read_after(self, node: fx.Node, place: fx.Node) -> bool:
-        """Whether anything reads the storage of `node` after `place`."""
+        """True if anything reads the storage of `node` after `place`."""
         return self.reads.after(self._find(node), place, renewed=True) or self.old_read_after(
             node, place
         )
 
     def old_read_after(self, node: fx.Node, place: fx.Node) -> bool:
-        """Whether anything reads what is in the storage of `node` now after `place`.
+        """True if anything reads what is in the storage of `node` now after `place`.
 
         Who reads what a later `copy_` puts there does not.
         """
@@ -196,11 +196,11 @@ class Effects:
         return self.reads.after(root, place, renewed=False)
 
     def is_in_flight(self, node: fx.Node) -> bool:
-        """Whether a collective reads the storage of `node` when the graph has ended."""
+        """True if a collective reads the storage of `node` when the graph has ended."""
         return self._find(node) in self.reads.in_flight
 
     def leaves_the_graph(self, node: fx.Node) -> bool:
-        """Whether the storage of `node` is returned, or is a constant of the module."""
+        """True if the storage of `node` is returned, or is a constant of the module."""
         return self._find(node) in self._fixed
 
 

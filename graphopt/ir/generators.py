@@ -1,4 +1,4 @@
-"""Which random number generators an operator may draw from."""
+"""Random number generators that an operator may draw from."""
 
 from __future__ import annotations
 

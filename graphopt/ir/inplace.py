@@ -186,7 +186,7 @@ def functional_form(target: Any, args: Sequence[Any]) -> _compat.OpOverload | No
 
 
 def torch_gives_the_same(target: Any, written: torch.Tensor) -> bool:
-    """Whether torch's functional form of one of these in-place operators gives the bits that it
+    """True if torch's functional form of one of these in-place operators gives the bits that it
     writes."""
     if rounds_in_place(target, written.dtype):
         return False

@@ -1,4 +1,4 @@
-"""What is known of a node besides what it calls: one accessor for each key of its metadata.
+"""Metadata of a node besides what it calls, with one accessor for each key.
 
 docs/ir.md says what the keys mean. Their texts stand here alone: a key that one module alone writes
 and reads is a constant of that module.
@@ -56,7 +56,7 @@ def storages_of(node: fx.Node) -> set[Any]:
 
 
 def has_value(node: fx.Node) -> bool:
-    """Whether it is known what a node computes."""
+    """True if it is known what a node computes."""
     return VALUE in node.meta
 
 
@@ -106,17 +106,17 @@ def input_name(node: fx.Node) -> str | None:
 
 
 def is_state(node: fx.Node) -> bool:
-    """Whether a node stands for a tensor of a model or an optimizer, the same in each call."""
+    """True if a node stands for a tensor of a model or an optimizer, the same in each call."""
     return node.op == "placeholder" and input_kind(node) in STATE_KINDS
 
 
 def is_returned(placeholder: fx.Node) -> bool:
-    """Whether the step returns the live tensor itself, or is given it twice."""
+    """True if the step returns the live tensor itself, or is given it twice."""
     return bool(placeholder.meta.get(RETURNED))
 
 
 def is_held(placeholder: fx.Node) -> bool:
-    """Whether somebody on this rank holds a state in a way in which its use is not seen."""
+    """True if somebody on this rank holds a state in a way in which its use is not seen."""
     return bool(placeholder.meta.get(HELD))
 
 
@@ -138,7 +138,7 @@ def set_sent_names(node: fx.Node, names: Sequence[str]) -> None:
 
 
 def is_launch_kept(node: fx.Node) -> bool:
-    """Whether a collective is launched by itself, and in the order of the program within its group:
+    """True if a collective is launched by itself, and in the order of the program within its group:
     other ranks of the group may run another graph."""
     return bool(node.meta.get(KEPT))
 
@@ -175,7 +175,7 @@ def set_late_group(node: fx.Node, group: int | None) -> None:
 
 
 def has_late_work(graph: fx.Graph) -> bool:
-    """Whether some of a derived graph is the work of the last iteration, or takes values of it."""
+    """True if some of a derived graph is the work of the last iteration, or takes values of it."""
     return any(LATE_GROUP in node.meta or CARRIED_INDEX in node.meta for node in graph.nodes)
 
 

@@ -1,4 +1,4 @@
-"""What a graph returns, by the output convention of docs/ir.md."""
+"""Outputs of a graph by the output convention of docs/ir.md."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def get_outputs(graph: fx.Graph) -> Outputs:
 
 
 def follows_output_convention(graph: fx.Graph) -> bool:
-    """Whether a graph returns ``(user results, state updates, carried values)``, each a list.
+    """True if a graph returns ``(user results, state updates, carried values)``, each a list.
 
     >>> from graphopt.graph_utils import follows_output_convention
     >>> follows_output_convention(gm.graph)

@@ -1,4 +1,4 @@
-"""One tensor as several that lie in its memory, and those as one again, with nothing copied.
+"""A tensor divided into several that lie in its memory, and joined again, without a copy.
 
     captured dialect                                executable dialect
     a, b  = split_with_sizes_copy(whole, …)         a, b  = take_apart(whole, …)
@@ -49,7 +49,7 @@ def _put_together(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 
 def _follows(before: torch.Tensor, part: torch.Tensor) -> bool:
-    """Whether two are dense vectors, of which one begins in memory where the other ends."""
+    """True if two are dense vectors, of which one begins in memory where the other ends."""
     if not all(each.dim() == 1 and each.is_contiguous() for each in (before, part)):
         return False
     if part.dtype != before.dtype:
@@ -79,7 +79,7 @@ CAPTURED: dict[Any, Any] = {TAKE_APART: _SPLIT, PUT_TOGETHER: _JOIN}
 
 
 def can_be_taken_apart(node: fx.Node) -> bool:
-    """Whether a node copies parts of a dense vector that are only sent; not whether anybody else
+    """True if a node copies parts of a dense vector that are only sent; not whether anybody else
     reads that."""
     if node.target is not _SPLIT:
         return False
@@ -89,7 +89,7 @@ def can_be_taken_apart(node: fx.Node) -> bool:
 
 
 def can_be_put_together(node: fx.Node) -> bool:
-    """Whether a node joins vectors that have arrived, each of which it reads once; not whether
+    """True if a node joins vectors that have arrived, each of which it reads once; not whether
     anybody else reads them by another name."""
     if node.target is not _JOIN:
         return False
@@ -103,7 +103,7 @@ def can_be_put_together(node: fx.Node) -> bool:
 
 
 def is_flat(node: fx.Node) -> bool:
-    """Whether the value of a node is a dense vector of known size."""
+    """True if the value of a node is a dense vector of known size."""
     value = known_value(node)
     if not isinstance(value, torch.Tensor) or _compat.has_symbolic_shape(value):
         return False

@@ -1,4 +1,4 @@
-"""How the ranks hold what a placeholder stands for: placements as data.
+"""Placements as data: the ranks hold a placeholder's value whole, or in rows.
 
     full            all of it is on every rank
     rows 0          each rank has its rows: the first ones are the first rank's, and so on

@@ -1,4 +1,4 @@
-"""What calls above the level of operators do to memory: functions, methods and modules of torch.
+"""Memory effects of calls above operators: functions, methods and modules of torch.
 
 Names say what is written and viewed there. Which functions are random is not known.
 """

@@ -1,4 +1,4 @@
-"""Who reads the memory of a node, and until when."""
+"""Readers of a node's memory, and the last of them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class ReadersOfClasses:
         self._last.pop((root, True), None)
 
     def after(self, root: object, place: fx.Node, *, renewed: bool) -> bool:
-        """Whether a class is read after `place`; by nodes that are not renewed, or by those."""
+        """True if a class is read after `place`; by nodes that are not renewed, or by those."""
         if root in self.in_flight:
             return True
         readers = self._readers.get((root, renewed))

@@ -1,4 +1,4 @@
-"""Which parts of a graph were exchanged by `graphopt.rewrite`, for those who check the result."""
+"""Records of the parts of a graph that `graphopt.rewrite` exchanged, for checks of the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a tensor is cut into rows, of which each rank has some.
+"""Division of a tensor into rows, of which each rank holds some.
 
 A tensor is cut into rows, as DTensor cuts it: the first rank *owns* the first rows, and so on, and
 the last one may own fewer. What a rank *holds* is a window of the flattened tensor, with its rows
@@ -55,7 +55,7 @@ class RowShards:
 
     @cached_property
     def is_even(self) -> bool:
-        """Whether the windows are what the ranks own, one beside the other."""
+        """True if the windows are what the ranks own, one beside the other."""
         return self.shape[0] % self.ranks == 0 and self.rows * self.row % ALIGNED == 0
 
     @cached_property

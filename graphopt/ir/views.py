@@ -1,4 +1,4 @@
-"""Which nodes share memory because one is a view of the other, and who reads through views."""
+"""Views in a graph: nodes that share memory, and readers through them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from graphopt.ir.operators import (
 
 
 def is_pure_view(node: fx.Node) -> bool:
-    """Whether a node computes nothing: its result, or each of several, is a view for certain."""
+    """True if a node computes nothing: its result, or each of several, is a view for certain."""
     known = operator_of(node)
     if known.item:
         source = node.all_input_nodes[0]
@@ -38,7 +38,7 @@ def is_pure_view(node: fx.Node) -> bool:
 
 
 def may_be_view(node: fx.Node) -> bool:
-    """Whether nothing says if the result of a node is a view."""
+    """True if nothing says if the result of a node is a view."""
     known = operator_of(node)
     if not known.may_alias or known.item or known.writes or known.wait or known.collective:
         return False
@@ -46,7 +46,7 @@ def may_be_view(node: fx.Node) -> bool:
 
 
 def is_update(node: fx.Node) -> bool:
-    """Whether a node updates its first argument, and is that."""
+    """True if a node updates its first argument, and is that."""
     updated = written(node) if node.op == "call_function" else []
     return bool(updated) and node.args[0] is updated[0]
 
@@ -145,7 +145,7 @@ def view_tail(node: fx.Node) -> list[fx.Node]:
 
 
 def is_only_view(user: fx.Node, node: fx.Node) -> bool:
-    """Whether `user` is nothing but a view of `node`."""
+    """True if `user` is nothing but a view of `node`."""
     return may_alias(user) and not written(user) and user.all_input_nodes == [node]
 
 
@@ -190,12 +190,12 @@ def launch_of(wait: fx.Node) -> fx.Node | None:
 
 
 def is_awaited(launch: fx.Node) -> bool:
-    """Whether a wait of the same graph ends a collective, read directly or through items."""
+    """True if a wait of the same graph ends a collective, read directly or through items."""
     return any(is_wait(u) or (is_item(u) and any(map(is_wait, u.users))) for u in launch.users)
 
 
 def holds_several(node: fx.Node) -> bool:
-    """Whether an operator gives a list or tuple."""
+    """True if an operator gives a list or tuple."""
     return isinstance(known_value(node), (list, tuple))
 
 

@@ -51,18 +51,18 @@ class FunctionalForm(NamedTuple):
 
     @property
     def single(self) -> bool:
-        """Whether the form gives one value, instead of several."""
+        """True if the form gives one value, instead of several."""
         return len(self.fresh) + len(self.written) == 1
 
     @property
     def is_callable_again(self) -> bool:
-        """Whether a graph may call the original in place of the form: results with memory of their
+        """True if a graph may call the original in place of the form: results with memory of their
         own come first, so that items keep their numbers."""
         return self.fresh == tuple(range(len(self.fresh)))
 
     @property
     def gives_one(self) -> bool:
-        """Whether the original gives one value, of its own memory."""
+        """True if the original gives one value, of its own memory."""
         return len(self.fresh) == 1 and not self.returned
 
     def split(self, results: Any) -> tuple[list[Any], list[Any]]:
@@ -121,7 +121,7 @@ class FunctionalForm(NamedTuple):
         return found
 
     def is_read_by_entry(self, node: fx.Node) -> bool:
-        """Whether whoever reads results of a call of the form picks single tensors."""
+        """True if whoever reads results of a call of the form picks single tensors."""
         if self.single and not _is_listed(self.original, self.written[0]):
             return True
         lists = [node] if self.single else list(node.users)
@@ -255,7 +255,7 @@ def _copied(value: Any) -> Any:
 
 
 def _is_listed(original: _compat.OpOverload, position: int) -> bool:
-    """Whether an argument is a list of tensors, or one that may be left out."""
+    """True if an argument is a list of tensors, or one that may be left out."""
     return str(_compat.schema_of(original).arguments[position].type) != "Tensor"
 
 

@@ -119,7 +119,7 @@ def plan(graph: IterGraph) -> LatePlan:
 
 
 def _takes_item_of_early_list(node: fx.Node, marked: Any, early: set[fx.Node]) -> bool:
-    """Whether a late node only picks from several results of a node that is not late.
+    """True if a late node only picks from several results of a node that is not late.
 
     It is picked early then, so that what is carried are tensors.
     """

@@ -40,7 +40,7 @@ class IterGraph(fx.Graph):
         return MappingProxyType(self._late)
 
     def is_late(self, node: fx.Node) -> bool:
-        """Whether `node` runs one iteration late."""
+        """True if `node` runs one iteration late."""
         return node in self._late
 
     def can_move_late(

@@ -88,7 +88,7 @@ class IterGraphModule(fx.GraphModule):
 
     @property
     def frozen(self) -> bool:
-        """Whether the graph is final: passes refuse it."""
+        """True if the graph is final: passes refuse it."""
         return self._frozen
 
     def finalize_setup(
@@ -155,18 +155,18 @@ class IterGraphModule(fx.GraphModule):
 
     @property
     def in_flight(self) -> bool:
-        """Whether late work of the last iteration is still to be done."""
+        """True if late work of the last iteration is still to be done."""
         return self._flight is not None
 
     @property
     def resumable(self) -> bool:
-        """Whether late work in flight can still be done; False where it failed in the middle."""
+        """True if late work in flight can still be done; False where it failed in the middle."""
         flight = self._flight
         return flight is None or (not flight.begun and self._can_resume(flight))
 
     @property
     def flush_communicates(self) -> bool:
-        """Whether `flush` launches collectives, so that all ranks have to call it together."""
+        """True if `flush` launches collectives, so that all ranks have to call it together."""
         return any(is_collective(node) for node in self.graph.late)
 
     def forward(self, *args: Any, last_iter: bool = False) -> Any:
@@ -262,7 +262,7 @@ class IterGraphModule(fx.GraphModule):
             raise
 
     def _can_resume(self, flight: WorkInFlight) -> bool:
-        """Whether the groups that are left need nothing of those that are done."""
+        """True if the groups that are left need nothing of those that are done."""
         plan = self._current_plan()
         return plan.separate or flight.done in (0, len(plan.groups))
 

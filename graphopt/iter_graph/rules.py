@@ -1,4 +1,4 @@
-"""Which nodes may run one iteration late, and what is said of those that may not.
+"""Rules for late nodes: which may run one iteration late, and the errors about the others.
 
 Let *late* be the nodes that run in the next iteration. Then nothing of this iteration may need
 them; they may not draw random numbers, whose order is fixed; and what they update must not be read

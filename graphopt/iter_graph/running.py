@@ -68,7 +68,7 @@ class WorkInFlight:
 
     @property
     def lost(self) -> bool:
-        """Whether nothing was updated, and nothing can be any more: state is one step behind."""
+        """True if nothing was updated, and nothing can be any more: state is one step behind."""
         return self.begun and not self.writing and not self.done
 
     def check(self, can_resume: bool) -> None:

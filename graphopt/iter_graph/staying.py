@@ -1,4 +1,4 @@
-"""Which nodes have to run in their own iteration, and what for.
+"""Nodes that have to run in their own iteration, each with the reason.
 
 Values that the step returns or keeps in `.grad`, that a callback is given or that another
 collective sends, random numbers, updates of what is read between two steps: they, and all that they

@@ -1,4 +1,4 @@
-"""Which graph modules a pipeline runs on: asked before anything is changed."""
+"""Checks of a graph module before a pipeline runs on it and changes anything."""
 
 from __future__ import annotations
 

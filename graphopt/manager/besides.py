@@ -1,5 +1,5 @@
-"""What decides what a graph does, and is none of its nodes: constants and parts of its module,
-callbacks, hooks, lists of metadata, what is known of who holds its inputs, how it becomes code."""
+"""State of a graph module outside its nodes that a pass must keep: constants, submodules,
+callbacks, hooks, lists in metadata, and code generation."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class BesidesNodes:
         ]
 
     def _has_its_code(self) -> bool:
-        """Whether the graph becomes code as it did: for a graph that was put in place of it, by
+        """True if the graph becomes code as it did: for a graph that was put in place of it, by
         what does so for all graphs."""
         (maker, then), (was, had) = _compat.code_maker(self._gm.graph), self._code_maker
         same = maker is was or (self._gm.graph is not self._graph and type(maker) is type(was))

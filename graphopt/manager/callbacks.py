@@ -1,4 +1,4 @@
-"""What runs around each pass: a `PassManager` calls these, passes know nothing of them."""
+"""Callbacks that a `PassManager` calls around each pass; passes know nothing of them."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class Verification(PassCallback):
         return self._dependencies_lost(context) or problems
 
     def _is_proven(self, context: PassContext) -> bool:
-        """Whether a graph computes the same though dependencies do not show it: what is proven is
+        """True if a graph computes the same though dependencies do not show it: what is proven is
         accepted whatever a pass declares, and whatever is asked for."""
         gm, before = context.gm, context.before
         if not before.annotated or self._badly_typed(context):

@@ -1,4 +1,4 @@
-"""What a pass is: a function on a graph module, with a name, options and constraints."""
+"""The declaration of a pass: a function on a graph module, with a name, options and constraints."""
 
 from __future__ import annotations
 

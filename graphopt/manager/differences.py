@@ -1,4 +1,4 @@
-"""What a pass changed, kept with its record: the page of a step shows it.
+"""The difference that a pass made, kept with its record for the page of a step.
 
 Every pass of every step leaves one, and nearly nobody asks for it: what differs is noted at once,
 and written out as text when it is read.

@@ -18,7 +18,7 @@ def literal(value: Any) -> str:
 
 
 def has_literal(value: Any) -> bool:
-    """Whether `literal` gives text that means the value."""
+    """True if `literal` gives text that means the value."""
     if type(value) in (list, tuple):
         return all(map(has_literal, value))
     return value is None or type(value) in (bool, int, float, str)

@@ -1,4 +1,4 @@
-"""What one writes for an unknown name: the nearest known one."""
+"""Suggestions for unknown names: the nearest known one."""
 
 from __future__ import annotations
 

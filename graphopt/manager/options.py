@@ -48,7 +48,7 @@ class Option:
 
     @property
     def required(self) -> bool:
-        """Whether a value has to be given."""
+        """True if a value has to be given."""
         return self.default is REQUIRED
 
     @property
@@ -134,7 +134,7 @@ def bind(options: Mapping[str, Option], given: Mapping[str, Any], pass_name: str
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """Whether a value is what an annotation says. Annotations it cannot read accept anything."""
+    """True if a value is what an annotation says. Annotations it cannot read accept anything."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is None or annotation is type(None):
         return value is None
@@ -154,7 +154,7 @@ def fits(value: Any, annotation: Any) -> bool:
 
 
 def is_class(annotation: Any) -> bool:
-    """Whether an annotation is a class that `isinstance` takes; protocols and `Any` are not."""
+    """True if an annotation is a class that `isinstance` takes; protocols and `Any` are not."""
     if annotation is Any or not isinstance(annotation, type):
         return False
     try:

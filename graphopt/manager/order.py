@@ -1,4 +1,4 @@
-"""Which passes may run on a graph, and in which order: checked before anything is changed."""
+"""Order constraints between passes, checked before anything is changed."""
 
 from __future__ import annotations
 

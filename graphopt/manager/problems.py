@@ -1,4 +1,4 @@
-"""How a check says that a pass is refused."""
+"""The problem by which a check refuses a pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of the passes that were applied to a graph: kept on the graph module itself."""
+"""Records of the passes that were applied to a graph, kept on the graph module itself."""
 
 from __future__ import annotations
 

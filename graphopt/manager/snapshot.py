@@ -100,7 +100,7 @@ class Snapshot:
 
     @property
     def is_of_the_same_graph(self) -> bool:
-        """Whether the graph module still has the graph object that it had."""
+        """True if the graph module still has the graph object that it had."""
         return self._gm.graph is self._original
 
     @property
@@ -109,7 +109,7 @@ class Snapshot:
         return dict(self.copies) if self.is_of_the_same_graph else None
 
     def unchanged(self) -> bool:
-        """Whether the graph is still the same: nodes, arguments, metadata, late marks."""
+        """True if the graph is still the same: nodes, arguments, metadata, late marks."""
         graph = self._gm.graph
         if graph is not self._original or len(graph.nodes) != len(self.nodes):
             return False
@@ -205,7 +205,7 @@ def copy_of(
 
 
 def _same(content: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether all is equal, and written alike: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    """True if all is equal, and written alike: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
     a, b, c, d = content
     w, x, y, z = other
     if a is w and b is x and c is y and d is z:

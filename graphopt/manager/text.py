@@ -76,7 +76,7 @@ def parse_pipeline(text: str, registry: PassRegistry | None = None) -> Pipeline:
 
 
 def is_text(pipeline: Pipeline) -> bool:
-    """Whether all options have literals, so that the pipeline's text means the same."""
+    """True if all options have literals, so that the pipeline's text means the same."""
     return all(has_literal(value) for step in pipeline for value in step.options.values())
 
 

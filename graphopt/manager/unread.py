@@ -1,4 +1,4 @@
-"""Does a pass leave collectives running whose results nobody reads any more?
+"""A check for collectives that a pass leaves running though nobody reads their results.
 
     %launch = all_reduce(%g)                   %launch = all_reduce(%g)
     %wait   = wait_tensor(%launch)     ==>     %wait   = wait_tensor(%launch)      nobody reads it

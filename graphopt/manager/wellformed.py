@@ -1,4 +1,4 @@
-"""Is the graph that a pass leaves a graph at all? Meaning is for `graphopt.verify`."""
+"""A check that a pass leaves a well-formed graph; `graphopt.verify` checks its meaning."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _missing(graph: fx.Graph, node: fx.Node, source: fx.Node, before: Snapshot) 
 
 
 def _was_moved(node: fx.Node, before: Snapshot) -> bool:
-    """Whether a node stands between two others than before."""
+    """True if a node stands between two others than before."""
     copy = before.copies.get(node)
     if copy is None:
         return False
@@ -129,7 +129,7 @@ def _lint(gm: fx.GraphModule) -> Problem | Exception | None:
 
 
 def _is_well_formed(graph: fx.Graph) -> bool:
-    """Whether `lint` would find nothing, in a third of its time. Not decided for constants and
+    """True if `lint` would find nothing, in a third of its time. Not decided for constants and
     modules, whose names it looks up.
 
     The table of calls by target holds the very nodes of the graph, each in its place: passes and

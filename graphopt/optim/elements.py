@@ -1,4 +1,4 @@
-"""What a graph computes, with each entry of a list operator on its own.
+"""Dependencies of a graph with each entry of a list operator as a vertex of its own.
 
 `Elements` numbers everything that a graph computes: a node, or one entry of a list operator that
 can be divided. The nodes that pick an entry have the number of that entry. An element only depends
@@ -127,6 +127,6 @@ class Elements:
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether a placeholder of unknown kind can only be a hyperparameter."""
+    """True if a placeholder of unknown kind can only be a hyperparameter."""
     value = known_value(node)
     return not isinstance(value, torch.Tensor) or value.dim() == 0

@@ -156,7 +156,7 @@ def _gradients(
 
 
 def _counts_steps(node: fx.Node) -> bool:
-    """Whether a `_foreach_add` adds one number to state of no dimension, and stores the sum."""
+    """True if a `_foreach_add` adds one number to state of no dimension, and stores the sum."""
     if not is_operator(node.target, "aten::_foreach_add"):
         return False
     assert isinstance(node.target, _compat.OpOverload)

@@ -1,4 +1,4 @@
-"""Which gradient an optimizer takes for which parameter."""
+"""Pairs of gradient and parameter in the optimizers of a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a step communicates: kinds of parallelism, and what each makes of a captured step.
+"""Kinds of parallelism: how a step communicates, and how each expands a captured step.
 
     capture       writes markers: this gradient, these buffers are to be the same on all ranks
     parallelize   lets the kind expand them: `DataParallel` averages gradients, copies buffers

@@ -1,4 +1,5 @@
-"""What every kind of parallelism has: `Parallel`, and `OverRanks` for those that communicate."""
+"""Base classes of all kinds of parallelism: `Parallel`, and `OverRanks` for those that
+communicate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where collectives of a captured step are launched: as soon as there is something to send.
+"""Launches of collectives in a captured step: as soon as their tensors are computed.
 
 g1 = …                            g1 = …
 g2 = …                            s1 = mul(g1, 0.5); launch1 = all_reduce(s1)

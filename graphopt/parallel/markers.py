@@ -1,4 +1,4 @@
-"""What a capture writes where ranks have to share a value: marker operators.
+"""Marker operators that a capture writes where ranks have to share a value.
 
     reduce_gradient(g, "layer.weight", ranks, group)     the gradient that all ranks are to have
     sync_buffers([b, …], ["bn.mean", …], ranks, group)   the buffers that all ranks are to have
@@ -88,7 +88,7 @@ def markers_of(graph: fx.Graph) -> list[fx.Node]:
 
 
 def marks_gradient(marker: fx.Node) -> bool:
-    """Whether a marker is that of a gradient; else it is one of buffers."""
+    """True if a marker is that of a gradient; else it is one of buffers."""
     return is_operator(marker.target, "graphopt::reduce_gradient")
 
 

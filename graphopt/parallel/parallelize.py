@@ -18,7 +18,7 @@ from graphopt.parallel.markers import forget_unread
 
 
 def communicates(graph: fx.Graph) -> bool:
-    """Whether a captured graph has anything to do with other ranks: markers, or collectives of the
+    """True if a captured graph has anything to do with other ranks: markers, or collectives of the
     program's own."""
     return bool(calls_of(graph, attrgetter("marker")) or calls_of(graph, attrgetter("collective")))
 

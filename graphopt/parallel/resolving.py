@@ -1,4 +1,4 @@
-"""Which kind of parallelism `parallel=` stands for."""
+"""Resolution of `parallel=` to a kind of parallelism."""
 
 from __future__ import annotations
 

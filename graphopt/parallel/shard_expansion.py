@@ -83,7 +83,7 @@ class Expansion:
             self._parameters.add(node)
 
     def _computes_with_parameters(self, node: fx.Node) -> bool:
-        """Whether a node of the forward or the backward reads parameters, which it reads whole;
+        """True if a node of the forward or the backward reads parameters, which it reads whole;
         a cast is one of rows, which are then gathered in fewer bytes."""
         if phase_of(node) not in ("forward", "backward"):
             return False
@@ -296,7 +296,7 @@ class Expansion:
         return found
 
     def _is_kept(self, node: fx.Node) -> bool:
-        """Whether what is gathered of a parameter, or of a cast of one, stays for the backward."""
+        """True if what is gathered of a parameter, or of a cast of one, stays for the backward."""
         return node in self._kept or any(map(self._kept.__contains__, node.all_input_nodes))
 
     def _part(self, node: fx.Node, shards: RowShards, reader: fx.Node) -> fx.Node:
@@ -326,14 +326,14 @@ class Expansion:
         return self._wholes[key]
 
     def _recomputes(self, node: fx.Node) -> bool:
-        """Whether a node of the backward reads a view that the forward has made of a gathered
+        """True if a node of the backward reads a view that the forward has made of a gathered
         parameter."""
         if phase_of(node) == "forward" or node.op != "call_function":
             return False
         return any(map(self._is_gathered_again, node.all_input_nodes))
 
     def _is_gathered_again(self, view: fx.Node) -> bool:
-        """Whether a value is a view that the forward has made of a parameter that is not kept."""
+        """True if a value is a view that the forward has made of a parameter that is not kept."""
         if view not in self._derived or phase_of(view) != "forward":
             return False
         source = view
@@ -364,13 +364,13 @@ def _window_like(value: torch.Tensor, shards: RowShards) -> torch.Tensor:
 
 
 def _is_of(node: fx.Node, shards: RowShards) -> bool:
-    """Whether a value has an element for each of a whole."""
+    """True if a value has an element for each of a whole."""
     value = known_value(node)
     return isinstance(value, torch.Tensor) and tuple(value.shape) == shards.shape
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether a value is one number for all elements."""
+    """True if a value is one number for all elements."""
     value = known_value(node)
     return not isinstance(value, torch.Tensor) or tuple(value.shape) in ((), (1,))
 
@@ -392,7 +392,7 @@ _KEEP_ELEMENTS = frozenset({aten.clone.default, aten._to_copy.default, aten.alia
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    """Whether an element of the result is computed of one of each operand."""
+    """True if an element of the result is computed of one of each operand."""
     if operator_of(node).random:
         return False
     like = operator_of(node).metadata_only

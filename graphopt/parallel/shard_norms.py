@@ -37,7 +37,7 @@ class Norms:
         self._lists: dict[fx.Node, tuple[float, list[bool]]] = {}
 
     def is_norm(self, node: fx.Node) -> bool:
-        """Whether a node computes one number of all elements, as a sum of powers or a maximum."""
+        """True if a node computes one number of all elements, as a sum of powers or a maximum."""
         if is_operator(node.target, "aten::linalg_vector_norm"):
             args = dict(enumerate(node.args))
             whole = args.get(2, node.kwargs.get("dim")) is None and not args.get(3)
@@ -110,5 +110,5 @@ def _order(node: fx.Node) -> Any:
 
 
 def _known(order: Any) -> bool:
-    """Whether the parts of a norm of this order, zeros among them, make up the whole."""
+    """True if the parts of a norm of this order, zeros among them, make up the whole."""
     return isinstance(order, (int, float)) and order >= 1

@@ -1,4 +1,4 @@
-"""Which nodes go into which partition, and which partition has to run before which."""
+"""Assignment of nodes to partitions, and the dependencies between these."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Dependencies = dict[tuple[Partition, Partition], Reason]
 
 
 def is_call(node: fx.Node) -> bool:
-    """Whether a node goes into a partition: it is no input, constant or output of the graph."""
+    """True if a node goes into a partition: it is no input, constant or output of the graph."""
     return node.op in ("call_function", "call_method", "call_module")
 
 

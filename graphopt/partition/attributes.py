@@ -1,4 +1,4 @@
-"""What the targets of nodes name."""
+"""Attributes of modules that the targets of nodes name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Attributes:
         return self._found[target]
 
     def holds_module(self, node: fx.Node) -> bool:
-        """Whether a node reads a module, such as a branch of `torch.cond`."""
+        """True if a node reads a module, such as a branch of `torch.cond`."""
         return node.op == "get_attr" and isinstance(self.find(node), nn.Module)
 
     def owner(self, path: str) -> nn.Module | None:

@@ -1,4 +1,4 @@
-"""Which values cross the boundaries of partitions."""
+"""Values that cross the boundaries of partitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a split callback to partitions in the order in which they run."""
+"""The plan of a split: from a callback to partitions in the order in which they run."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def _problems(before: fx.Graph, after: fx.Graph, objects: Objects) -> Iterator[P
 
 
 def _is_known(node: fx.Node) -> bool:
-    """Whether terms can say what a node does."""
+    """True if terms can say what a node does."""
     if node.op == "call_function":
         return isinstance(node.target, _compat.OpOverload) or node.target is operator.getitem
     return node.op != "placeholder" or isinstance(known_value(node), torch.Tensor)

@@ -1,4 +1,4 @@
-"""What pipelining raises beyond `PartitionError`."""
+"""Errors of pipelining beyond `PartitionError`."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Questions:
         weakref.finalize(group, self._channels.clear)  # its threads end where the group's do
 
     def alike(self, number: int, step: int) -> bool:
-        """Whether all ranks say the same number, and not 0. Waits for all of them.
+        """True if all ranks say the same number, and not 0. Waits for all of them.
 
         Args:
             number: at least 0.

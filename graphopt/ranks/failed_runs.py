@@ -1,4 +1,4 @@
-"""What a call of a captured step raises where the run of its graph failed.
+"""Errors of a call in which the graph of a captured step failed.
 
 Costs nothing where nothing fails: the node that ran is found from the traceback.
 """
@@ -142,7 +142,7 @@ def _launch_of(module: IterGraphModule, node: fx.Node) -> fx.Node | None:
 
 
 def _is_between_launches(node: fx.Node) -> bool:
-    """Whether collectives are launched both before a node and after it, or by it."""
+    """True if collectives are launched both before a node and after it, or by it."""
     if is_collective(node):
         return True
     launches = find_nodes(node.graph, is_collective)
@@ -150,7 +150,7 @@ def _is_between_launches(node: fx.Node) -> bool:
 
 
 def _is_behind_launches(node: fx.Node) -> bool:
-    """Whether a node, which makes ranks agree on nothing itself, follows all collectives."""
+    """True if a node, which makes ranks agree on nothing itself, follows all collectives."""
     if node.target in (agree, hear):
         return False
     return all(launch < node for launch in find_nodes(node.graph, is_collective))

@@ -1,4 +1,4 @@
-"""Where the ranks of a group meet to agree, through the store of the process group.
+"""Agreement of a group's ranks through the store of their process group.
 
 All ranks of a group come to a *meeting* together. It has rounds; in each of them every rank says
 something and learns what all the others said:
@@ -137,7 +137,7 @@ class Meeting:
         return [json.loads(theirs) for theirs in self._store.multi_get(said)]
 
     def _is_late(self, verdict: dict[str, Any]) -> bool:
-        """Whether the others gave up on this rank before it came to their meeting."""
+        """True if the others gave up on this rank before it came to their meeting."""
         return self._round == 1 and self._rank in verdict.get("missing", ())
 
     def _wait(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which process each rank is, and whether it still runs.
+"""Processes of the ranks: their identities, and a test that they still run.
 
 Only a process of the same machine and the same process namespace can be asked about. Of any other
 nothing is known, and it counts as running.
@@ -46,7 +46,7 @@ class Process:
 
     @property
     def ended(self) -> bool:
-        """Whether it is known to have ended."""
+        """True if it is known to have ended."""
         if not self.machine or self.machine != _machine():
             return False
         found = _look_up(self.pid)
@@ -72,7 +72,7 @@ def announce(group: dist.ProcessGroup | None) -> None:
 
 
 def is_registered(store: dist.Store, group: dist.ProcessGroup, rank: int) -> bool:
-    """Whether a rank of a group has said which process it is."""
+    """True if a rank of a group has said which process it is."""
     return store.check([_key(group, rank)])
 
 

@@ -68,7 +68,7 @@ def collective_plan(graph: fx.Graph, ranks: Set[int]) -> list[str]:
 
 
 def asks(node: fx.Node) -> bool:
-    """Whether the ranks ask one another on the host where this node runs."""
+    """True if the ranks ask one another on the host where this node runs."""
     return isinstance(node.target, SizeAssumption) and node.target.voted
 
 

@@ -1,4 +1,4 @@
-"""Which ranks leave parameters unused in a call, told through the store of the process group.
+"""Parameters that ranks leave unused in a call, told through the store of the process group.
 
 All ranks send gradients of the parameters that they have agreed on, zeros for those that they do
 not use. A parameter that some rank uses gets the average; one that no rank uses has no gradient.

@@ -1,4 +1,4 @@
-"""What a pass changed, as a unified diff of two graphs in close to linear time.
+"""The change that a pass made, as a unified diff of two graphs in close to linear time.
 
 Nearly every line of a graph's text begins with a name of its own, so the lines that occur once in
 both texts are matched, the longest sequence of them in the same order is kept (Bram Cohen's

@@ -1,4 +1,4 @@
-"""What there is to say about each node of a graph, row by row, before it is laid out as text."""
+"""Rows of text for the nodes of a graph, before they are laid out in columns."""
 
 from __future__ import annotations
 

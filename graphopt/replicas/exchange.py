@@ -1,4 +1,4 @@
-"""What functional collectives give, computed from the values of all ranks.
+"""Results of functional collectives, computed from the values of all ranks in one process.
 
     rank 0: all_reduce(1, "sum")  ─┐          ┌─ 3
                                    ├─ exchange ┤

@@ -1,4 +1,4 @@
-"""What a rule stands for in a graph: places where its pattern is and its replacement may go."""
+"""Places in a graph where a rule's pattern is and its replacement may go."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def _example_arguments(
 
 
 def _can_go(graph: fx.Graph, match: Match) -> bool:
-    """Whether nobody outside needs what stands within, and all of it runs at one time."""
+    """True if nobody outside needs what stands within, and all of it runs at one time."""
     nodes, outputs = set(match.nodes), set(match.outputs)
     if not outputs <= nodes or nodes & set(match.inputs.values()):
         return False
@@ -285,7 +285,7 @@ def names_of(rule: Rule, match: Match) -> list[str]:
 
 
 def _is_in_reach(match: Match, new: Pattern) -> bool:
-    """Whether each side of the replacement has its inputs where it is to stand."""
+    """True if each side of the replacement has its inputs where it is to stand."""
     forward = needed_for(new.results, new.calls)
     stands_for = {new.inputs[name]: match.inputs[name] for name in new.inputs}
     stands_for.update(zip(new.incoming, match.incoming, strict=True))

@@ -1,4 +1,4 @@
-"""Where a pattern stands in a graph.
+"""Matching of a pattern against a graph.
 
 A search on nodes: it begins at the operator of the pattern that is rarest in the graph, goes to
 arguments and to readers, and takes a step back where two do not agree. It is run twice:

@@ -1,4 +1,4 @@
-"""What nodes call and with what, as JSON.
+"""Targets and arguments of nodes as JSON.
 
 Only what a table or a check of its own names is ever looked up, so that a file can call nothing but
 operators.

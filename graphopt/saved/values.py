@@ -1,4 +1,4 @@
-"""What nodes compute (`meta["val"]`) as JSON: tensors without data, and symbolic numbers.
+"""Values of nodes (`meta["val"]`) as JSON: tensors without data, and symbolic numbers.
 
 Tensors that share a storage share one again after loading. A symbolic number becomes an unknown of
 its own; equal expressions become the same unknown.

@@ -1,4 +1,4 @@
-"""How short a step can be at best, with any order of its compute, launches and waits.
+"""Lower bounds of a step's seconds for any order of its compute, launches and waits.
 
 **Communication.** What a group sends passes its queue, and what links carry passes them: the sum of
 the busiest is a bound.

@@ -1,4 +1,4 @@
-"""Which all-gathers and reduce-scatters can be one collective, and making one of them.
+"""Fusing of all-gathers and reduce-scatters: those that may be one collective, made into one.
 
 Before:                                      After:
 

@@ -1,4 +1,4 @@
-"""Which all-gathers and reduce-scatters should be one: by what starting them takes.
+"""Choice of buckets of all-gathers and reduce-scatters, by the cost of starting them.
 
 Each collective takes time to start that depends on no size (latency, a launch), and then time for
 its bytes. A bucket takes members until starting it is no more than a share of its time. The fewer

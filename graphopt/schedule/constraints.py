@@ -1,4 +1,4 @@
-"""What must come before what, when nodes of a step are put into another order.
+"""Constraints on the order of a step's nodes: pairs of which the first must come first.
 
 Beside values these are: updates in place and those who read what they overwrite, random numbers,
 functions of the user's on the host, and what a collective reads until its wait. The order of
@@ -58,7 +58,7 @@ def _read(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _is_opaque(node: fx.Node) -> bool:
-    """Whether a node has effects of which only its being there is known."""
+    """True if a node has effects of which only its being there is known."""
     if node.op in ("placeholder", "output", "get_attr"):
         return False
     known = is_collective(node) or is_wait(node) or is_random(node) or is_host_call(node)

@@ -1,4 +1,5 @@
-"""When updated parameters are gathered: early, so that a link is not idle, and most urgent first.
+"""Launch times of gathers of updated parameters: early, so that a link is not idle, and most urgent
+first.
 
     backward                                      | end               | next forward
     scatter 6  scatter 5  scatter 4  …  scatter 1 | gather 1  gather 2  gather 3  gather 4
@@ -77,7 +78,7 @@ class GatherGroup:
 
 
 def is_gather(node: fx.Node) -> bool:
-    """Whether a node launches a gather that can be one of several in one call."""
+    """True if a node launches a gather that can be one of several in one call."""
     return is_collective(node) and (bucket_kind(node) or ("",))[0] == GATHER
 
 
@@ -200,7 +201,7 @@ def _launch_all(emitter: Emitter, groups: list[GatherGroup]) -> None:
 
 
 def _is_independent(emitter: Emitter, group: GatherGroup) -> bool:
-    """Whether the update of a group needs nothing of what stands behind its place."""
+    """True if the update of a group needs nothing of what stands behind its place."""
     needed = emitter.needed(group.launches)
     phases = ("forward", "backward")
     return not any(is_collective(node) or phase_of(node) in phases for node in needed)

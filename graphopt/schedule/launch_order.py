@@ -1,4 +1,4 @@
-"""In which order the gradients of a step are sent.
+"""The order in which the gradients of a step are sent.
 
 A link is one machine. A gradient can be sent from the moment the backward has made it (its
 release), and has to have arrived when the next forward reads its parameters (its due date). The

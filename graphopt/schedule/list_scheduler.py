@@ -1,4 +1,4 @@
-"""One run of list scheduling along a simulated clock; `graphopt.schedule.overlap` says what for."""
+"""A run of list scheduling along a simulated clock; see `graphopt.schedule.overlap`."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ class ListScheduler:
         return 0.0 if message is None else self._ends[message] - self._now
 
     def _has_room(self, index: int) -> bool:
-        """Whether there is room for what a node makes: now, and, if it overtakes others, until the
+        """True if there is room for what a node makes: now, and, if it overtakes others, until the
         place that it had in the given order."""
         made = self._makes(index)
         if not made:
@@ -314,7 +314,7 @@ class ListScheduler:
         return None
 
     def _fits(self, message: Message) -> bool:
-        """Whether there is room for a message until it would be launched in the given order."""
+        """True if there is room for a message until it would be launched in the given order."""
         growth = self._growth(self._tables.number[message.launch])
         while not self._within(self._live + message.nbytes + growth, self._early_budget):
             wait = self._arrived()

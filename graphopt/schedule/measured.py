@@ -1,4 +1,4 @@
-"""One step as torch's profiler has seen it, to lay over a predicted one.
+"""A step as torch's profiler recorded it, to lay over a predicted one.
 
     with torch.profiler.profile() as profile:
         for batch in batches:

@@ -1,4 +1,4 @@
-"""When sharded parameters are gathered for a computation: some buckets ahead of their use.
+"""Prefetch of sharded parameters: each is gathered some buckets ahead of its use.
 
     gather 1  gather 2  gather 3 | wait 1, compute 1 | gather 4 | wait 2, compute 2 | gather 5 | …
 

@@ -1,4 +1,4 @@
-"""What one iteration does in the steady state, in order: compute, launch, wait.
+"""The program of one steady-state iteration, in order: compute, launch, wait.
 
     graph with late nodes            program
     ---------------------            -------

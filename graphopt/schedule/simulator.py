@@ -1,4 +1,4 @@
-"""How long a step takes: discrete events, iteration after iteration, until they are all alike.
+"""A simulator of steps: discrete events, iteration after iteration, until they are all alike.
 
 One stream computes in the order of the program and stops at a wait until its message has arrived;
 messages travel meanwhile (`graphopt.schedule.links`). Where late work hangs over into the next

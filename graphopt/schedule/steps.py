@@ -1,4 +1,4 @@
-"""What a simulated step looks like: who computes, sends and waits, and how short it could be."""
+"""A simulated step: slots of compute and collectives, exposed seconds, and lower bounds."""
 
 from __future__ import annotations
 

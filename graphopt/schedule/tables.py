@@ -1,4 +1,4 @@
-"""What list scheduling asks about a program, by the numbers of its nodes in the given order.
+"""Tables of a program for list scheduling, by the numbers of its nodes in the given order.
 
 Computed once for a program, and the same for all policies that are tried.
 """

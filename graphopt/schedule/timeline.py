@@ -1,4 +1,4 @@
-"""What `graphopt.simulate` gives: a simulated step that can be drawn."""
+"""The timeline that `graphopt.simulate` returns: a simulated step that can be drawn."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ class Stages:
 
     @property
     def hands_out(self) -> bool:
-        """Whether graphs leave what they compute to other graphs: recordings write to the same
+        """True if graphs leave what they compute to other graphs: recordings write to the same
         memory again."""
         return self.options is None or not self.options.cudagraphs
 
@@ -358,7 +358,7 @@ class Executables:
 
 
 def creates_state(call: Call, captured: CapturedStep) -> bool:
-    """Whether a step creates optimizer state, so that the next one is captured again."""
+    """True if a step creates optimizer state, so that the next one is captured again."""
     optimizers, tensors = call.optimizer_objects(), captured.live.module_tensors
     return any(
         not has(optimizers[state.optimizer].state, state.stands_at(tensors), state.key)

@@ -1,4 +1,4 @@
-"""What the stages are told: which passes run, and how regions are compiled."""
+"""Settings of the stages: the passes to run, and how regions are compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are the values that a rewritten graph leaves those of the untouched graph, bit for bit?"""
+"""Bitwise comparison of the values that a rewritten graph leaves with the untouched graph's."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Experiments:
 
     @property
     def _are_large(self) -> bool:
-        """Whether a run takes long enough to have few of them, and samples enough to do so."""
+        """True if a run takes long enough to have few of them, and samples enough to do so."""
         tensors = (v for v in self._inputs if isinstance(v, torch.Tensor))
         return sum(tensor.nbytes for tensor in tensors) > _LARGE_BYTES
 

@@ -1,4 +1,4 @@
-"""By which factor is a tensor multiplied, as far as that shows in the noise of rounding?
+"""The factor by which a tensor is multiplied, as far as the noise of rounding shows it.
 
 Rounding moves each element by an amount of its own, about as often up as down. A mistake (a factor
 of 1.002 in a decay) moves all alike. So the mean of the ratios of elements, now to before, is
@@ -44,7 +44,7 @@ class Factor(NamedTuple):
 
     @property
     def is_one(self) -> bool:
-        """Whether rounding explains how far the factor is from one."""
+        """True if rounding explains how far the factor is from one."""
         return abs(self.value - 1) <= self.allowed
 
     def __str__(self) -> str:

@@ -118,7 +118,7 @@ def inputs_of_rank(nodes: Sequence[fx.Node], values: Sequence[Any], rank: int) -
 
 
 def _is_writable(tensor: torch.Tensor) -> bool:
-    """Whether no two elements share memory, as those of an expanded tensor do."""
+    """True if no two elements share memory, as those of an expanded tensor do."""
     pairs = zip(tensor.stride(), tensor.shape, strict=True)
     return all(stride or size < 2 for stride, size in pairs)
 

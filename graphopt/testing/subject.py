@@ -66,7 +66,7 @@ def prepared(
 
 
 def _works_on_arguments(call: Call) -> bool:
-    """Whether a step has optimizers, and all their parameters are of modules, among its arguments:
+    """True if a step has optimizers, and all their parameters are of modules, among its arguments:
     copies of these are all that it changes."""
     leaves = call.leaves
     own = {id(p) for at in call.modules for p in leaves[at].parameters()}

@@ -1,4 +1,4 @@
-"""Where elements stand that a view or a concatenation has put in another order.
+"""Positions of elements that a view or a concatenation has put in another order.
 
     permuted   x[i, j] at [j, i]                 transposes, permutations
     beside     of each row some columns          slices and splits of inner dimensions, and what is

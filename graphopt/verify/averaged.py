@@ -1,4 +1,4 @@
-"""Whether what stands in place of the markers of a capture is what they mean.
+"""A proof that the collectives in place of a capture's markers do what the markers mean.
 
 A marked graph is the step of one device that says where ranks share a value. What that means is
 written out here, in collectives of single tensors, and nothing of `graphopt.parallel` is used for
@@ -70,7 +70,7 @@ def _mean(graph: fx.Graph, marker: fx.Node) -> fx.Node:
 
 
 def _lies_in_order(value: torch.Tensor) -> bool:
-    """Whether strides are those of a new tensor, sizes of one included: arithmetic keeps them."""
+    """True if strides are those of a new tensor, sizes of one included: arithmetic keeps them."""
     strides, step = [], 1
     for size in reversed(value.shape):
         strides.append(step)

@@ -71,19 +71,19 @@ class Axiom:
 
 
 def _is_usual(value: Any) -> bool:
-    """Whether an option such as `pin_memory`, `non_blocking` or `layout` means nothing special."""
+    """True if an option such as `pin_memory`, `non_blocking` or `layout` means nothing special."""
     return value is None or value is False or value is torch.strided
 
 
 def _is_by_value(given: Any) -> bool:
-    """Whether an argument is a number that the graph computes, or has one among its entries."""
+    """True if an argument is a number that the graph computes, or has one among its entries."""
     if type(given) is tuple:
         return any(type(entry) is ScalarValue for entry in given)
     return type(given) is ScalarValue
 
 
 def _has_sizes(fake: Any) -> bool:
-    """Whether the sizes of a result are numbers: rules compute with them."""
+    """True if the sizes of a result are numbers: rules compute with them."""
     if isinstance(fake, torch.Tensor):
         return not _compat.has_symbolic_shape(fake)
     return not any(map(_compat.has_symbolic_shape, tensors_in(fake)))

@@ -1,4 +1,4 @@
-"""What is known of the targets of calls, found out once for each."""
+"""Facts about the targets of calls, found out once for each."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Callee(NamedTuple):
     itself: Callee | None = None
 
     def does_more(self, node: fx.Node) -> bool:
-        """Whether a call of it does more than to give a value."""
+        """True if a call of it does more than to give a value."""
         return node.is_impure() if self.impure is None else self.impure
 
 

@@ -1,4 +1,4 @@
-"""What calls of operators are in terms: arguments by name, entries of lists, unknown values."""
+"""Calls of operators as terms: arguments by name, entries of lists, unknown values."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def fresh(terms: Terms, key: tuple[Any, ...], fake: Any, *, even_empty: bool = F
 
 
 def has_empty(value: Any) -> bool:
-    """Whether a value is, or has, a tensor without elements."""
+    """True if a value is, or has, a tensor without elements."""
     if isinstance(value, tuple):
         return any(map(has_empty, value))
     return isinstance(value, TensorValue) and not value.segments

@@ -1,4 +1,4 @@
-"""Does a graph keep the contract of the captured dialect (docs/ir.md)?"""
+"""A check that a graph keeps the contract of the captured dialect (docs/ir.md)."""
 
 from __future__ import annotations
 

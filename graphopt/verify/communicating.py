@@ -1,4 +1,4 @@
-"""What collectives give, and what is noted of what they send, while a graph is evaluated."""
+"""Results of collectives while a graph is evaluated, and notes of the elements that they send."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class CollectiveTerms:
             self._found.places[kind, tuple(canonical(row) for row in rows)] += 1
 
     def _completes(self, kind: Any, rows: Any) -> bool:
-        """Whether it gathers what was scattered."""
+        """True if it gathers what was scattered."""
         terms = (s.term for row in rows if isinstance(row, TensorValue) for s in row.segments)
         return kind[0] == GATHERS and any(is_share(self._terms, term, kind) for term in terms)
 

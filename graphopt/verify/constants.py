@@ -1,4 +1,4 @@
-"""Which constants of a graph are sent to other ranks, and are not just padding of this one.
+"""Constants of a graph that are sent to other ranks, and are not just padding of this one.
 
 A rank sends zeros for a parameter that it does not use; what comes back is what the others send for
 that parameter. Two such reductions are two values, though this rank sends the same for both.

@@ -1,4 +1,4 @@
-"""What the storages of a graph hold while it runs: updates in place, seen through all aliases.
+"""Contents of a graph's storages while it runs: updates in place, seen through all aliases.
 
 A node is the owner of its storage, or an alias of another node: a view, the result of an update in
 place, a wait. What an alias reads is what its owner holds at that moment, taken through the chain
@@ -85,7 +85,7 @@ class Contents:
         return self.possible.owners(self.owner(node))
 
     def has(self, node: fx.Node) -> bool:
-        """Whether a node was taken in."""
+        """True if a node was taken in."""
         return node in self.current or node in self._base
 
     def owner(self, node: fx.Node) -> fx.Node:
@@ -93,11 +93,11 @@ class Contents:
         return self._owner.get(node, node)
 
     def is_alias(self, node: fx.Node) -> bool:
-        """Whether a node shares the storage of another one that stands before it."""
+        """True if a node shares the storage of another one that stands before it."""
         return node in self._base
 
     def overlap(self, one: fx.Node, other: fx.Node) -> bool:
-        """Whether two nodes may hold an element in common."""
+        """True if two nodes may hold an element in common."""
         owner = self.owner(one)
         if owner is not self.owner(other):
             return False
@@ -267,7 +267,7 @@ def _with_offsets(segments: tuple[Segment, ...]) -> Iterator[tuple[Segment, int]
 
 
 def _may_overlap(value: TensorValue) -> bool:
-    """Whether two elements may lie in one place, so that what they hold is not what was written to
+    """True if two elements may lie in one place, so that what they hold is not what was written to
     each."""
     steps = [(s, n) for s, n in zip(value.stride, value.shape, strict=True) if n != 1]
     if not all(isinstance(stride, int) for stride, _ in steps):

@@ -1,4 +1,4 @@
-"""Does a rewritten graph keep every dependency of the graph it was made from?
+"""A check that a rewritten graph keeps every dependency of the graph it was made from.
 
     g0 ─ all_reduce ─ wait ─ adamw          g0 ─ cat ─ all_reduce ─ wait ─ split ─ adamw
                                      ──>    g1 ─┘                            └──── adamw

@@ -1,4 +1,4 @@
-"""Where two values begin to differ: the smallest slices of both graphs, side by side."""
+"""The place where two values begin to differ: the smallest slices of both graphs, side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators and collectives do that treat each element for itself, run by run."""
+"""Elementwise operators and collectives as terms, evaluated run by run of elements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Arguments = dict[str, Any]
 
 
 def is_static(value: Any) -> bool:
-    """Whether a value is a tensor all sizes of which are numbers."""
+    """True if a value is a tensor all sizes of which are numbers."""
     return isinstance(value, TensorValue) and value.is_static
 
 
@@ -98,7 +98,7 @@ _COMMUTING = {
 
 
 def _mixes_halves(dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether numbers of half precision meet others: kernels do not round a single element of
+    """True if numbers of half precision meet others: kernels do not round a single element of
     these, as they do several."""
     return len(set(dtypes)) > 1 and any(d.is_floating_point and d.itemsize < 4 for d in dtypes)
 

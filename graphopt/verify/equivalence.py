@@ -1,4 +1,4 @@
-"""Does a rewritten graph compute the same, bit for bit?
+"""A proof that a rewritten graph computes the same, bit for bit.
 
 Translation validation by value numbering (Necula, "Translation validation for an optimizing
 compiler", PLDI 2000): both graphs are evaluated on arbitrary inputs to canonical terms
@@ -62,7 +62,7 @@ class EquivalenceReport(CheckReport):
 def check_equivalence(
     before: fx.GraphModule | fx.Graph, after: fx.GraphModule | fx.Graph
 ) -> EquivalenceReport:
-    """Whether `after` computes what `before` does, for all inputs.
+    """True if `after` computes what `before` does, for all inputs.
 
     Graphs may update storages in place; what is seen through views of them is followed. Of an
     `IterGraphModule` the step is compared, and if it has late nodes, the graphs that run them are
@@ -102,7 +102,7 @@ class Proof:
         return self._known
 
     def knows(self, graph: fx.Graph) -> bool:
-        """Whether `known` is of this graph, as it was left by who changed it last."""
+        """True if `known` is of this graph, as it was left by who changed it last."""
         return self._known is not None and self._graph is graph
 
     def learn(self, graph: fx.GraphModule | fx.Graph) -> None:

@@ -1,4 +1,4 @@
-"""What the evaluation of a graph leaves, or why there is none; and arbitrary inputs."""
+"""Outcomes of an evaluation, or the reason why there is none; and arbitrary inputs."""
 
 from __future__ import annotations
 

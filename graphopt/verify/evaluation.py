@@ -1,4 +1,4 @@
-"""What a graph computes, as terms: one walk over its nodes."""
+"""Evaluation of a graph to terms, in one walk over its nodes."""
 
 from __future__ import annotations
 
@@ -415,6 +415,6 @@ class _Evaluator:
 
 
 def _is_looked_at(node: fx.Node) -> bool:
-    """Whether the host sees what a node gives, or an item of it: as where a size is assumed."""
+    """True if the host sees what a node gives, or an item of it: as where a size is assumed."""
     items = (user for user in node.users if user.target is operator.getitem)
     return any(is_host_call(user) for n in (node, *items) for user in n.users)

@@ -62,7 +62,7 @@ class ReadGraph(NamedTuple):
 
 
 def works_in_place(graph: fx.Graph) -> bool:
-    """Whether a graph has operators of the executable dialect."""
+    """True if a graph has operators of the executable dialect."""
     return any(map(_is_of_the_dialect, graph.nodes))
 
 
@@ -72,7 +72,7 @@ def _is_of_the_dialect(node: fx.Node) -> bool:
 
 
 def is_finalized(graph: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]) -> bool:
-    """Whether a graph may have been made by finalizing another one: what works in place in it did
+    """True if a graph may have been made by finalizing another one: what works in place in it did
     so out of place there, or stands on lists."""
     writers = filter(_is_of_the_dialect, graph.nodes)
     return all(node in correspondence or operator_of(node).listed for node in writers)
@@ -146,7 +146,7 @@ class _Storages:
         return self._values.get(tensor) if self._last.get(self.key(node)) is tensor else None
 
     def is_written(self, node: fx.Node) -> bool:
-        """Whether the storage of a node has been written since that was there."""
+        """True if the storage of a node has been written since that was there."""
         return self.counts(node) != self._born[node]
 
     def overwriting(self, node: fx.Node) -> fx.Node | None:
@@ -324,7 +324,7 @@ class _Reading:
 
     @staticmethod
     def _gives_other_than(node: fx.Node, source: fx.Node) -> bool:
-        """Whether the result of a node, which is what it writes, is of another kind than that."""
+        """True if the result of a node, which is what it writes, is of another kind than that."""
         one = isinstance(known_value(node), torch.Tensor) and form_of(node.target) is None
         return one and not same_kind(node, source)
 
@@ -381,7 +381,7 @@ class _Reading:
 
 
 def _is_all_of(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a view is of the same elements in the same places."""
+    """True if a view is of the same elements in the same places."""
     if not same_kind(node, source):
         return False
     value, whole = known_value(node), known_value(source)

@@ -1,4 +1,4 @@
-"""From where each value of a graph comes, element by element.
+"""The origin of each value of a graph, element by element.
 
 A list operator (`_fused_adamw`, `_foreach_add`) is a tuple of independent operations, and the parts
 that `split` takes from a `cat` are what went into it, also with a collective and pointwise

@@ -39,7 +39,7 @@ def functional_form_for(target: Any, written: torch.Tensor) -> Any | None:
 
 
 def is_standard(target: Any, value: Any) -> bool:
-    """Whether a call that gives `value` gives what `standard_form` of its target does."""
+    """True if a call that gives `value` gives what `standard_form` of its target does."""
     written = inplace.INPLACE.get(target)
     return written is None or (
         isinstance(value, torch.Tensor) and inplace.torch_gives_the_same(written, value)

@@ -1,4 +1,4 @@
-"""What a rank gets of a reduction that is scattered, and what is gathered of all ranks.
+"""Terms of a rank's share of a scattered reduction, and of values gathered from all ranks.
 
 Of the rank that a graph runs on nothing is known but that it is one of a group. So what
 `reduce_scatter_tensor` gives is, element by element, the one of as many values of the reduction
@@ -116,7 +116,7 @@ def _of_ranks(
 
 
 def is_share(terms: Terms, term: int, kind: tuple[Any, ...]) -> bool:
-    """Whether a term is what a rank has of a reduction that is scattered over the ranks that gather
+    """True if a term is what a rank has of a reduction that is scattered over the ranks that gather
     it."""
     key = terms[term].key
     if key[:3] != ("each", _SHARE, _group(kind)):

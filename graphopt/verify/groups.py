@@ -1,4 +1,4 @@
-"""Do collectives name groups that exist, with as many ranks as these have?
+"""A check that collectives name groups that exist, with as many ranks as these have.
 
 A rank that calls another group than it means, or one of another size, waits for ever or dies in the
 transport.

@@ -41,7 +41,7 @@ def call_of(node: fx.Node) -> tuple[fx.GraphModule | None, tuple[Any, ...]] | No
 
 
 def _takes(graph: fx.Graph, call: fx.Node) -> bool:
-    """Whether a graph gets each of its inputs from a call, by position. A text by name (the name
+    """True if a graph gets each of its inputs from a call, by position. A text by name (the name
     of a range for the profiler) is none."""
     inputs = len(graph.find_nodes(op="placeholder"))
     plain = all(isinstance(value, str) for value in call.kwargs.values())

@@ -1,4 +1,4 @@
-"""What a rewritten graph shows to the outside, and what it keeps of the graph before: cheap checks.
+"""Cheap checks of a rewritten graph's interface: inputs, outputs, and parts kept from before.
 
 They need no evaluation: each looks at nodes, one by one, and at those that stand for them before.
 """

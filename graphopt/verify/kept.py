@@ -1,5 +1,4 @@
-"""What a stage that finalizes a graph has to leave as it was: who reads what, and what results lie
-in.
+"""Checks of a stage that finalizes a graph: readers and storages of results stay as they were.
 
 A finalizer does not compute anything anew: what it keeps reads the very values that it read, which
 is more than that it depends on them.

@@ -1,4 +1,4 @@
-"""Which collectives a value passes through on its way from one node to another."""
+"""Labels of a value: the collectives that it passes through on its way between two nodes."""
 
 from __future__ import annotations
 

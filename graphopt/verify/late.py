@@ -69,7 +69,7 @@ def _is_step_after_drain(
     carried: dict[str, Any],
     kept: DerivedEvaluations,
 ) -> bool:
-    """Whether main and a flush do what the step does after drain, for whatever state drain leaves.
+    """True if main and a flush do what the step does after drain, for whatever state drain leaves.
 
     As soon as main has brought state to what drain makes of it, that is taken for an unknown: for
     the one that the step begins with, so that all that follows is what was evaluated with the step.

@@ -1,4 +1,4 @@
-"""In which order a graph launches collectives: what the ranks have agreed on."""
+"""The order in which a graph launches collectives, on which the ranks have agreed."""
 
 from __future__ import annotations
 

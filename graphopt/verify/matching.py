@@ -1,4 +1,4 @@
-"""Which parts of two graphs correspond, and which of those have to be compared.
+"""Correspondence between the parts of two graphs, and the parts that have to be compared.
 
 *Anchors* are nodes that both graphs have: a pass left them in place. What a pass removed or made,
 and what it may rebuild from other pieces (lists and their items, collectives, buckets), lies
@@ -99,7 +99,7 @@ class Matching:
         return self.same.get(new) is old and (new in self.anchors or new in self._settled)
 
     def _equal(self, new: Any, old: Any) -> bool:
-        """Whether arguments are equal, nodes by correspondence."""
+        """True if arguments are equal, nodes by correspondence."""
         if isinstance(new, fx.Node):
             return self.same.get(new) is old
         if isinstance(new, (list, tuple)):
@@ -149,6 +149,6 @@ def same_nodes(
 
 
 def _is_between_anchors(node: fx.Node) -> bool:
-    """Whether a pass may rebuild a node from other pieces without naming it anew."""
+    """True if a pass may rebuild a node from other pieces without naming it anew."""
     traits = operator_of(node)
     return traits.item or traits.listed or traits.wait or traits.collective

@@ -1,4 +1,4 @@
-"""Is what a pass wrote well-typed: known targets, no new updates, metadata that is true?"""
+"""A type check of the nodes that a pass wrote: known targets, no new updates, true metadata."""
 
 from __future__ import annotations
 

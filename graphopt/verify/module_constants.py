@@ -36,7 +36,7 @@ def attribute(module: nn.Module | None, node: fx.Node) -> Any:
 
 
 def same_object(one: Any, other: Any) -> bool:
-    """Whether two constants of modules are the same, bit for bit."""
+    """True if two constants of modules are the same, bit for bit."""
     if one is other:
         return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):

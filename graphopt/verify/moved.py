@@ -1,4 +1,4 @@
-"""Which elements of a value stand where others of the same value stood.
+"""Elements of a value that stand where others of the same value stood.
 
 cat([a[:4], a[4:]])  ->  cat([a[4:], a[:4]])        element 0 is a[4], before it was a[0]
 """

@@ -1,4 +1,4 @@
-"""Where two graphs leave something else: values, random numbers, what others see or are sent."""
+"""Differences in what two graphs leave: values, random numbers, state, sent elements."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def of_errors(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
 
 
 def reorders_sums(old: Evaluation, new: Evaluation) -> bool:
-    """Whether elements are reduced in another place of what is sent: which ranks begin a sum may
+    """True if elements are reduced in another place of what is sent: which ranks begin a sum may
     follow from it."""
     return old.places != new.places
 

@@ -1,4 +1,4 @@
-"""What a graph leaves when it has run: results, carried values, state, and who shares storage."""
+"""Outcomes of a graph when it has run: results, carried values, state, and shared storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check of a rewritten graph has to say: problems, and the report that holds them."""
+"""Problems that a check of a rewritten graph finds, and the report that holds them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether there are no problems."""
+        """True if there are no problems."""
         return not self.problems
 
     def _says(self) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Which of many sources each vertex is computed from, as bits of an integer."""
+"""Reachability from many sources at once, as bits of an integer for each vertex."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nodes give when others read them, while a graph is evaluated."""
+"""Values that nodes give to their readers while a graph is evaluated."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Reading:
         return self.contents.read(node)
 
     def gives(self, node: fx.Node, known: Any) -> bool:
-        """Whether a node holds a value."""
+        """True if a node holds a value."""
         if self.in_flight:
             given = self.read_node(node)
         else:
@@ -81,6 +81,6 @@ def _is_pending(value: Any) -> bool:
 
 
 def is_itself(node: fx.Node) -> bool:
-    """Whether a node gives its first argument, by another name."""
+    """True if a node gives its first argument, by another name."""
     traits = operator_of(node)
     return traits.wait or (bool(traits.writes) and isinstance(first_argument(node), fx.Node))

@@ -1,4 +1,4 @@
-"""What calls gave before: with the very same arguments they give the same.
+"""A memory of evaluated calls: with the very same arguments they give the same.
 
 Most of a graph is not touched by a pass, and the graphs that are derived from it have copies of its
 nodes. To find that a call is one that was evaluated is many times cheaper than to evaluate it.
@@ -95,7 +95,7 @@ def _are_given(
 
 
 def same_arguments(given: Any, known: Any, same: Same) -> bool:
-    """Whether arguments of a call are what they were: nodes by `same`, constants as written (0.0
+    """True if arguments of a call are what they were: nodes by `same`, constants as written (0.0
     and -0.0 differ, and so do 1 and True)."""
     if isinstance(given, fx.Node):
         return same(given, known)
@@ -119,7 +119,7 @@ def _ends(value: slice) -> tuple[Any, ...]:
 
 
 def same_constant(given: Any, known: Any) -> bool:
-    """Whether arguments that are no nodes are equal, and written alike: 1, 1.0 and True differ, and
+    """True if arguments that are no nodes are equal, and written alike: 1, 1.0 and True differ, and
     so do 0.0 and -0.0. No tensors are compared."""
     if given is known:
         return True

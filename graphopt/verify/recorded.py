@@ -1,5 +1,6 @@
-"""Whether what is recorded as a CUDA graph may be played again: a replay writes where the recording
-has written, so that
+"""A check that what is recorded as a CUDA graph may be replayed.
+
+A replay writes where the recording has written, so that
 
 - a result which leaves the graph is handed out as a copy, since the next replay overwrites it;
 - an input which the recording updates is read where it is: of a copy the update would be lost.

@@ -1,4 +1,4 @@
-"""Does a graph make the very same calls as another one, in an order that does as well?
+"""A check that a graph makes the very same calls as another one, in an order that is as good.
 
 Where terms cannot speak of a graph (calls of modules and of functions in Python, tensors of which
 nothing is known), and where more is asked for than equal values: that autograd sees the same. Each

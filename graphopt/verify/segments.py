@@ -79,7 +79,7 @@ def segmented(graph: fx.Graph) -> set[fx.Node]:
 
 
 def concatenates_vectors(node: fx.Node) -> bool:
-    """Whether a `cat` puts tensors of one dimension and known sizes side by side."""
+    """True if a `cat` puts tensors of one dimension and known sizes side by side."""
     value = known_value(node)
     return isinstance(value, torch.Tensor) and value.ndim == 1 and size_of(value) is not None
 

@@ -1,4 +1,4 @@
-"""What collectives are about: which storages they still read, and which constants they send."""
+"""Collectives in flight: the storages that they still read, and the constants that they send."""
 
 from __future__ import annotations
 

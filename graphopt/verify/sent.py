@@ -1,4 +1,5 @@
-"""Do collectives send what they sent: as many elements, of the same dtype, reduced the same way?"""
+"""A check that collectives send what they sent: as many elements, of the same dtype, reduced
+alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a sharded step compute together, as the graph of one device.
+"""The graph of one device that stands for all ranks of a sharded step together.
 
 The graph of a sharded step is one rank's. Here it is read for all ranks at once: in place of what a
 rank holds of a value stand the *blocks* of all ranks beside one another.

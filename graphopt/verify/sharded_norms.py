@@ -1,4 +1,4 @@
-"""From the norms of what ranks hold to the norms of wholes: powers are summed, and a root taken."""
+"""Norms of whole values from those of the ranks' rows: powers are summed, and a root taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sinks of one of two graphs are computed from."""
+"""Sources from which the sinks of one of two compared graphs are computed."""
 
 from __future__ import annotations
 

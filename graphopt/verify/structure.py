@@ -1,4 +1,4 @@
-"""What must hold of a rewritten graph as it stands: order, random numbers, collectives, state."""
+"""Structural checks of a rewritten graph: order, random numbers, collectives, state."""
 
 from __future__ import annotations
 

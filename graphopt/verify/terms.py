@@ -61,7 +61,7 @@ class TensorValue:
 
     @property
     def is_static(self) -> bool:
-        """Whether all sizes are numbers."""
+        """True if all sizes are numbers."""
         return all(isinstance(size, int) for size in self.shape)
 
 

@@ -1,4 +1,5 @@
-"""Do two graphs give other numbers? Both are run on random inputs, for all replicas.
+"""A trial of two graphs on random inputs, for all replicas, that shows whether their numbers
+differ.
 
 A trial decides nothing. It tells the author of a pass that was refused whether the pass is wrong or
 a rule of the proof is missing.

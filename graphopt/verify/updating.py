@@ -1,4 +1,4 @@
-"""What updates leave in storages, while a graph is evaluated."""
+"""Updates of storages while a graph is evaluated."""
 
 from __future__ import annotations
 

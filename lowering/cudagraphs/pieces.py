@@ -199,7 +199,7 @@ class _Scan:
         self._add(node)
 
     def _continues(self, node: fx.Node, device: torch.device | None, numbered: bool) -> bool:
-        """Whether a node can stand in one piece with the run so far.
+        """True if a node can stand in one piece with the run so far.
 
         A number that changes calls for a new recording. So that it is a short one, nodes that take
         numbers begin a piece, of optimizer operators alone.
@@ -213,7 +213,7 @@ class _Scan:
         return not numbered
 
     def _may_update(self, node: fx.Node) -> bool:
-        """Whether what a node updates is where the recording will find it."""
+        """True if what a node updates is where the recording will find it."""
         for target in written(node):
             base = base_of(target)
             if may_be_view(base):

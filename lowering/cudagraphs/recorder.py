@@ -1,4 +1,4 @@
-"""Which nodes of an executable graph can be recorded into a CUDA graph, and who records them."""
+"""Nodes of an executable graph that can be recorded into a CUDA graph, and their recorders."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def is_unknown_number(value: object) -> bool:
 
 
 def takes_numbers(node: fx.Node) -> bool:
-    """Whether a node takes Python numbers that are computed in the graph."""
+    """True if a node takes Python numbers that are computed in the graph."""
     return any(is_unknown_number(known_value(source)) for source in node.all_input_nodes)
 
 
 def is_learning_rate(node: fx.Node, user: fx.Node) -> bool:
-    """Whether `user` is a fused optimizer, and `node` the tensor with its learning rate."""
+    """True if `user` is a fused optimizer, and `node` the tensor with its learning rate."""
     return fused_optimizer(user.target) is not None and argument(user, "lr") is node
 
 
@@ -139,7 +139,7 @@ class Recordable:
         return None
 
     def _is_baked_in(self, source: fx.Node, user: fx.Node, tensor: torch.Tensor) -> bool:
-        """Whether a tensor on the CPU may stay there: a constant number, or a learning rate."""
+        """True if a tensor on the CPU may stay there: a constant number, or a learning rate."""
         if tensor.device.type != "cpu" or self.device_type == "cpu" or tensor.dim() > 0:
             return False
         if is_learning_rate(source, user):
@@ -216,7 +216,7 @@ class Recorder(Protocol):
     device_type: str
 
     def records_group(self, name: str) -> bool:
-        """Whether collectives of the process group of that name can be recorded."""
+        """True if collectives of the process group of that name can be recorded."""
 
     def new_pool(self) -> Any:
         """Memory for recordings that are replayed in the order in which they were made."""

@@ -109,7 +109,7 @@ class PieceInputs:
         return [self._inputs[index].name for index in indices]
 
     def is_buffer(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in one of the buffers, which the next replay overwrites."""
+        """True if a tensor lies in one of the buffers, which the next replay overwrites."""
         storage = tensor.untyped_storage().data_ptr()
         return any(
             buffer.untyped_storage().data_ptr() == storage for buffer in self._buffers.values()
@@ -160,7 +160,7 @@ def copy_of(value: Any) -> Any:
 
 
 def _fits(buffer: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a buffer can hold a value, whose strides may be others."""
+    """True if a buffer can hold a value, whose strides may be others."""
     if buffer.shape != value.shape or buffer.dtype != value.dtype:
         return False
     return all(value.stride(dimension) == 0 for dimension in _expanded(buffer))
@@ -184,7 +184,7 @@ def _first(value: torch.Tensor, dimensions: Sequence[int]) -> torch.Tensor:
 
 
 def _overlaps(value: torch.Tensor) -> bool:
-    """Whether two indices, not along expanded dimensions, may name one element."""
+    """True if two indices, not along expanded dimensions, may name one element."""
     reach = 0
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size <= 1 or stride == 0:
@@ -285,7 +285,7 @@ class CudaGraphPiece(nn.Module):
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the next call replays, as long as its inputs are where they were."""
+        """True if the next call replays, as long as its inputs are where they were."""
         return self._recorded is not None
 
     def forward(self, *values: Any) -> Values:

@@ -1,4 +1,4 @@
-"""What a call does with its arguments, and the calls of a graph that do something."""
+"""Effects of a call on its arguments, and the calls of a graph that have any."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def first_argument(node: fx.Node) -> Any:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a node draws random numbers, or touches a generator: attention without dropout does
+    """True if a node draws random numbers, or touches a generator: attention without dropout does
     not, although its operator may."""
     if not is_random(node):
         return False

@@ -1,4 +1,4 @@
-"""Of which kind the operator of a node is."""
+"""Kinds of operators: collective, wait, view, random, and the like."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphopt.ir.operators.table import operator_of, row
 
 
 def is_operator(target: object, *names: str) -> bool:
-    """Whether a node target is an overload of one of the operators, such as ``aten::copy_``.
+    """True if a node target is an overload of one of the operators, such as ``aten::copy_``.
 
     >>> from graphopt.graph_utils import find_nodes, is_operator
     >>> find_nodes(gm.graph, lambda node: is_operator(node.target, "aten::sum", "aten::mean"))
@@ -24,7 +24,7 @@ def is_operator(target: object, *names: str) -> bool:
 
 
 def is_copy(node: fx.Node) -> bool:
-    """Whether a node replaces the whole value of its first argument by that of its second.
+    """True if a node replaces the whole value of its first argument by that of its second.
 
     >>> from graphopt.graph_utils import find_nodes, is_copy
     >>> [str(node.args[0]) for node in find_nodes(gm.graph, is_copy)][:2]
@@ -34,7 +34,7 @@ def is_copy(node: fx.Node) -> bool:
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a functional collective.
+    """True if a node waits for a functional collective.
 
     >>> from graphopt.graph_utils import find_nodes, is_wait
     >>> find_nodes(gm.graph, is_wait)
@@ -44,7 +44,7 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node launches a functional collective.
+    """True if a node launches a functional collective.
 
     >>> from graphopt.graph_utils import find_nodes, is_collective
     >>> find_nodes(gm.graph, is_collective)
@@ -54,12 +54,12 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def is_marker(node: fx.Node) -> bool:
-    """Whether a node stands for communication that a kind of parallelism is to insert."""
+    """True if a node stands for communication that a kind of parallelism is to insert."""
     return operator_of(node).marker
 
 
 def is_item(node: fx.Node) -> bool:
-    """Whether a node picks one of several results.
+    """True if a node picks one of several results.
 
     >>> from graphopt.graph_utils import find_nodes, is_item
     >>> all(is_item(n) for n in gm.graph.nodes if n.name.startswith('getitem'))
@@ -69,7 +69,7 @@ def is_item(node: fx.Node) -> bool:
 
 
 def is_pointwise(target: object) -> bool:
-    """Whether a node target computes each element of its result from one of each operand.
+    """True if a node target computes each element of its result from one of each operand.
 
     >>> from graphopt.graph_utils import is_pointwise
     >>> is_pointwise(torch.ops.aten.add.Tensor), is_pointwise(torch.ops.aten.mm.default)
@@ -79,7 +79,7 @@ def is_pointwise(target: object) -> bool:
 
 
 def rounds_in_place(target: object, dtype: torch.dtype) -> bool:
-    """Whether an in-place operator gives other bits than torch's functional form of it.
+    """True if an in-place operator gives other bits than torch's functional form of it.
 
     >>> from graphopt.ir.operators import rounds_in_place
     >>> times = torch.ops.aten.mul_.Scalar
@@ -91,7 +91,7 @@ def rounds_in_place(target: object, dtype: torch.dtype) -> bool:
 
 
 def rounds_a_list_in_place(target: object, entries: Iterable[Any]) -> bool:
-    """Whether a list operator that works in place gives other bits of some entry than its
+    """True if a list operator that works in place gives other bits of some entry than its
     functional form: on CPUs.
 
     Args:
@@ -107,7 +107,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def may_alias(node: fx.Node) -> bool:
-    """Whether the result, or an item of it, may share memory with an argument.
+    """True if the result, or an item of it, may share memory with an argument.
 
     >>> from graphopt.graph_utils import find_nodes, may_alias
     >>> find_nodes(gm.graph, may_alias)[0]
@@ -117,7 +117,7 @@ def may_alias(node: fx.Node) -> bool:
 
 
 def is_list_operator(node: fx.Node) -> bool:
-    """Whether a node computes, in place or not, one thing for each entry of lists of tensors.
+    """True if a node computes, in place or not, one thing for each entry of lists of tensors.
 
     >>> from graphopt.graph_utils import find_nodes, is_list_operator
     >>> find_nodes(gm.graph, is_list_operator)
@@ -142,7 +142,7 @@ def fused_in_place(target: Any) -> Any:
 
 
 def is_fused_optimizer(node: fx.Node) -> bool:
-    """Whether a node is a fused optimizer, in place or not."""
+    """True if a node is a fused optimizer, in place or not."""
     return fused_optimizer(node.target) is not None
 
 
@@ -154,7 +154,7 @@ def updated_lists(name: str, grad_scale: object) -> tuple[int, ...]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node may draw from a random number generator, or reads or writes its state.
+    """True if a node may draw from a random number generator, or reads or writes its state.
 
     >>> from graphopt.graph_utils import find_nodes, is_random
     >>> dropout = torch.nn.Dropout(0.5)

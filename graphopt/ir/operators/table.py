@@ -1,4 +1,4 @@
-"""One row per operator: what it does besides computing its result."""
+"""The table of operators: one row for each that does more than compute its result."""
 
 from __future__ import annotations
 
@@ -91,17 +91,17 @@ class Operator:
 
     @cached_property
     def may_alias(self) -> bool:
-        """Whether a result may share memory with an argument."""
+        """True if a result may share memory with an argument."""
         return any(self.aliases)
 
     @cached_property
     def own_memory(self) -> bool:
-        """Whether no result shares memory with an argument, nor another result."""
+        """True if no result shares memory with an argument, nor another result."""
         return not (self.may_alias or self.one_tensor_twice)
 
     @cached_property
     def only_computes(self) -> bool:
-        """Whether calls do nothing but give a value of their own, which is no item of another."""
+        """True if calls do nothing but give a value of their own, which is no item of another."""
         shares = self.item or self.may_alias or self.writes or self.workspaces
         return not (shares or self.copies or self.wait or self.collective)
 
@@ -232,7 +232,7 @@ def _is_listed(schema: Any, communicates: bool) -> bool:
 
 
 def is_list_of_tensors(kind: Any) -> bool:
-    """Whether the type of an argument in a schema is a list of tensors."""
+    """True if the type of an argument in a schema is a list of tensors."""
     return isinstance(kind, torch.ListType) and isinstance(kind.getElementType(), torch.TensorType)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def is_block_mask(value: object) -> bool:
-    """Whether a value is a `BlockMask`."""
+    """True if a value is a `BlockMask`."""
     # Whoever has one has imported the module, which costs a second.
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return module is not None and isinstance(value, module.BlockMask)

@@ -1,4 +1,4 @@
-"""How one argument or output is divided into microbatches, and put together again."""
+"""Chunk specs: how an argument or output is divided into microbatches and merged again."""
 
 from __future__ import annotations
 

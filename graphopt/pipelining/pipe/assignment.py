@@ -1,4 +1,4 @@
-"""Which stage each node of an exported graph belongs to."""
+"""Assignment of the nodes of an exported graph to stages."""
 
 from __future__ import annotations
 

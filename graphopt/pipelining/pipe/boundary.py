@@ -1,4 +1,4 @@
-"""What a stage does to the tensors it receives from and sends to its neighbours."""
+"""Autograd functions on the tensors that a stage receives from and sends to its neighbours."""
 
 from __future__ import annotations
 

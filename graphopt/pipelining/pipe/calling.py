@@ -1,4 +1,4 @@
-"""How a model is called: arguments and defaults bound, flattened, compared with the example's."""
+"""Calls of a model: arguments and defaults bound, flattened, compared with the example's."""
 
 from __future__ import annotations
 

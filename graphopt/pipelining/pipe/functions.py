@@ -168,7 +168,7 @@ def _check_arguments(cls: Any, leaves: list[Any]) -> None:
 
 
 def _holds_tensors(value: Any, depth: int = 3) -> bool:
-    """Whether a value that is no tensor is a module or a function with tensors of its own."""
+    """True if a value that is no tensor is a module or a function with tensors of its own."""
     if isinstance(value, nn.Module):
         return True
     if isinstance(value, MethodType):

@@ -1,4 +1,4 @@
-"""What changes gradients and would be lost in an exported graph: seen while a model is exported.
+"""A watch, while a model is exported, for changes of gradients that the graph would lose.
 
 Hooks on activations, on nodes of autograd and on what autograd saves, and backwards inside of
 forward, run when autograd runs. The graph has no node for them.

@@ -45,7 +45,7 @@ def pipe_split() -> None:
 
 
 def is_mark(node: fx.Node) -> bool:
-    """Whether a node marks a boundary, also by torch's own `pipe_split`."""
+    """True if a node marks a boundary, also by torch's own `pipe_split`."""
     return node.target is _PIPE_SPLIT or _compat.is_torch_mark(node.target)
 
 

@@ -123,7 +123,7 @@ def _copy_for_stage(family: list[fx.Node], stage: int, stage_of: dict[fx.Node, i
 
 
 def _is_used_from(user: fx.Node, stage: int, stage_of: dict[fx.Node, int]) -> bool:
-    """Whether a user is in `stage` or later; the output is after all stages."""
+    """True if a user is in `stage` or later; the output is after all stages."""
     return user.op == "output" or stage_of.get(user, -1) >= stage
 
 

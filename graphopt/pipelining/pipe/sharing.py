@@ -103,7 +103,7 @@ def _config_of(
 
 
 def _check_updates(name: str, owner: int, stages: set[int]) -> bool:
-    """Whether the owner is among the stages that update the buffer; nobody else may be."""
+    """True if the owner is among the stages that update the buffer; nobody else may be."""
     for stage in sorted(stages - {owner}):
         raise PartitionError(
             f"buffer '{name}' is updated by stage {stage} and used by stage {owner} before it; a"

@@ -1,1 +1,1 @@
-"""One stage of a pipeline: what schedules run, its graphs, and its gradients."""
+"""Stages of a pipeline: the class that schedules run, its graphs, and its gradients."""

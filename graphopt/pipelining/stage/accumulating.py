@@ -1,4 +1,4 @@
-"""How the gradient of a parameter is added up over microbatches, found in a captured stage."""
+"""Sums of a parameter's gradient over microbatches, found in a captured stage."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def chain_stage(module: nn.Module, call: fx.Node, stage: int, plan: ChainPlan) -
 def weights_meet_inputs(
     graph: fx.Graph, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]
 ) -> bool:
-    """Whether every gradient of a stage comes from where a received value was read.
+    """True if every gradient of a stage comes from where a received value was read.
 
     Schedules that divide the backward find the weight gradients to compute later between outputs
     and inputs. They would miss a parameter that is sent without having met an input, because a

@@ -1,4 +1,4 @@
-"""What every stage of a pipeline does: it runs its module, or the graphs that `compile` makes."""
+"""The base class of stages, which run their module or the graphs that `compile` makes."""
 
 from __future__ import annotations
 

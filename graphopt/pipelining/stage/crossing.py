@@ -77,7 +77,7 @@ def with_items(nodes: set[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _is_free(node: fx.Node) -> bool:
-    """Whether a value costs nothing to make again: views, and constants of the module."""
+    """True if a value costs nothing to make again: views, and constants of the module."""
     return node.op == "get_attr" or is_pure_view(node)
 
 

@@ -273,7 +273,7 @@ class StageDivision:
 
 
 def _runs_early(node: fx.Node) -> bool:
-    """Whether a node that depends on no gradient was computed by the forward."""
+    """True if a node that depends on no gradient was computed by the forward."""
     phase = phase_of(node)
     return phase == "forward" or (phase != "backward" and is_needed(node))
 

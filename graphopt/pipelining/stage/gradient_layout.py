@@ -1,4 +1,4 @@
-"""How gradients lie in memory: graphs are captured for one layout, on which their bits depend."""
+"""Strides of gradients: graphs are captured for one layout, on which their bits depend."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def laid_out(
 
 
 def _overlaps(stride: tuple[int, ...], like: torch.Tensor) -> bool:
-    """Whether several elements of a tensor are one place in memory, so that it cannot be filled."""
+    """True if several elements of a tensor are one place in memory, so that it cannot be filled."""
     return any(step == 0 and size > 1 for step, size in zip(stride, like.shape, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What a captured microbatch leaves, as far as single graphs of its stage take part in it.
+"""Results and updates of a captured microbatch, by the graphs of its stage that make them.
 
 Made of the captured graph alone, without its division: another microbatch than the last does not
 average its gradients, and the first one has none to add to.

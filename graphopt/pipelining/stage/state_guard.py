@@ -1,4 +1,4 @@
-"""Whether a stage's parameters and buffers are still those that its graphs were captured with."""
+"""A guard that a stage's parameters and buffers are those that its graphs were captured with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One time for all ranks: marks of a device, and how far the clocks of hosts are apart."""
+"""A common clock of all ranks: events of a device, and the offsets between hosts."""
 
 from __future__ import annotations
 

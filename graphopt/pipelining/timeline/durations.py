@@ -1,4 +1,4 @@
-"""How long the actions of each stage take: given, or measured in one process."""
+"""Durations of each stage's actions: given, or measured in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pictures of schedules raise."""
+"""Errors of pictures of schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a schedule takes, from its order and how long each action takes."""
+"""Prediction of a schedule's length from its order and the durations of its actions."""
 
 from __future__ import annotations
 

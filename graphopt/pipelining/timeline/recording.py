@@ -1,4 +1,4 @@
-"""When the stages of a real schedule ran what.
+"""Recording of the actions of a real schedule, with their times.
 
 The ranges that torch's schedules give to its profiler (`record_function`) would not do: those of a
 forward or backward begin before what other ranks send has arrived, so that waiting would count as

@@ -1,4 +1,4 @@
-"""When which rank runs what: the slots of a schedule, and figures about them."""
+"""Slots of a schedule: the action that each rank runs at each time, and figures about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the process with the pretended device does, once torch is there."""
+"""Work of the process with the pretended device, once torch is imported."""
 
 from __future__ import annotations
 
