@@ -107,22 +107,25 @@ def own_location() -> str | None:
 
 
 def current_modules() -> list[torch.nn.Module]:
-    """Modules whose forward is running, outermost first."""
-    found = [
-        frame.f_locals["self"]
-        for frame in frames(sys._getframe(1))
-        if frame.f_code is _FORWARD_CODE
-    ]
+    """Modules whose forward the running step is in, outermost first."""
+    found = []
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and not is_around_step(frame):
+        if frame.f_code is _FORWARD_CODE:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
     return found[::-1]
 
 
 def inside_step(frame: types.FrameType | None) -> SourceLine | None:
     """The innermost user frame from `frame` outwards that the traced step is running."""
-    for current in frames(frame):
-        if is_around_step(current):
+    while frame is not None:  # asked for each node, over some forty frames
+        file = frame.f_code.co_filename
+        if file == _STEP_RUN:
             return None
-        if not is_library_file(current.f_code.co_filename):
-            return SourceLine(current.f_code.co_filename, current.f_lineno, current.f_code.co_name)
+        if not is_library_file(file):
+            return SourceLine(file, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
     return None
 
 
