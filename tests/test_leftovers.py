@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import graphopt
-from deep import assert_same_as, deep
 from graphopt import _compat
 from steps import with_hidden_states
 from twins import Twins, World, world
@@ -245,29 +244,6 @@ def test_a_refused_step_leaves_nothing(ends: Callable[..., Any]) -> None:
         assert torch.is_grad_enabled() and torch.get_default_dtype() is torch.float32
 
 
-def test_a_capture_alone_leaves_nothing() -> None:
-    trainer, w = Trainer(), world()
-    step = touching(trainer, lambda trainer, loss: loss)
-    before = deep(step, [w.model, w.optimizer])
-    graphopt.capture(step, w.model, w.optimizer, *CASE.batch(0))
-    assert_same_as(before, step, [w.model, w.optimizer])
-
-
-def test_a_first_call_leaves_what_an_eager_one_does() -> None:
-    global total
-    states = []
-    for wrap in (lambda step: step, graphopt.compile):
-        total, Registry.last = 0, ""
-        names.clear()
-        Registry.seen.clear()
-        trainer, w = Trainer(), world(optimizer="sgd-foreach")
-        wrap(touching(trainer, lambda trainer, loss: loss))(w.model, w.optimizer, *CASE.batch(0))
-        tables = [len(vars(w.model)[table]) for table in TABLES]
-        tables.append(len(w.model.head._backward_hooks))
-        states.append((trainer.state(), tables, w.optimizer.defaults["lr"]))
-    assert states[0] == states[1]
-
-
 def test_a_first_call_that_computes_something_else() -> None:
     """Its graph serves that call alone."""
     notes = []
@@ -420,20 +396,6 @@ def test_large_and_cyclic_containers(number: Callable[[Tensor], Any]) -> None:
     with pytest.raises(graphopt.CaptureError):
         graphopt.compile(growing)(w.model, w.optimizer, *CASE.batch(0))
     assert len(large) == 20_001
-
-
-def test_a_list_that_contains_itself_is_added_to() -> None:
-    seen: list[Any] = [1]
-    seen.append(seen)
-
-    def adding(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-        seen.append(None)
-        return step(model, optimizer, x, y)
-
-    w = world()
-    graphopt.compile(adding)(w.model, w.optimizer, *CASE.batch(0))
-    assert len(seen) == 3
-    assert seen[1] is seen
 
 
 def test_what_other_threads_work_with_is_left_alone() -> None:

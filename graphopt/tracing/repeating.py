@@ -7,7 +7,7 @@ from collections.abc import Callable
 from graphopt.errors import CaptureError
 from graphopt.tracing.besides import MoreInputs
 from graphopt.tracing.call import Call
-from graphopt.tracing.compare import GraphDifference, first_difference
+from graphopt.tracing.compare import first_difference
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.first_call import gives_alike
 from graphopt.tracing.leftovers import check_left
@@ -28,43 +28,35 @@ def leaves_something(raw: RawTrace) -> bool:
 def repeated(
     raw: RawTrace, retrace: Callable[[], RawTrace], call: Call
 ) -> tuple[RawTrace, Record, bool]:
-    """A trace that the next one repeats, what that one has read outside the arguments, and whether
-    further calls do the same.
+    """The trace of a step that leaves something on the host, what its next call reads outside the
+    arguments, and whether its graph holds for that call, too.
 
-    The next one is traced as the effects of this one leave the host.
+    The next call is traced as the effects of this one leave the host. Where it does something else,
+    as where a model finishes its construction in its first forward, it is captured for itself.
+
+    Raises:
+        CaptureError: each call would leave something that no later one repeats.
     """
     second = _next_call(raw, retrace)
     if second is not None and _repeats(raw, second):
         return raw, unchanged(second.outside), complete(raw)
-    if raw.effects and _leaves_else(raw, second):
-        check_left(raw.effects, raw.outside)
-        return raw, raw.outside, False
-    third = retrace()
-    if _repeats(third, second):
-        return third, _read_next(third, retrace), complete(third)
-    if second is not None:
-        unchanged(second.outside)
-    if raw.effects and (second is None or not second.effects):
-        difference = _difference_once(raw, second, third, retrace)
-        if difference is None:
-            check_left(third.effects, third.outside)
-            return third, third.outside, False
-    else:
-        assert second is not None
-        unchanged(third.outside)
-        difference = first_difference(second.graph_module, third.graph_module)
-        if difference is None:
-            raise _leaves_another(call)
-    raise CaptureError(
-        f"two traces of it differ ({difference.what}): it reads something that changes between"
-        " calls, which would be baked in",
-        location=str(difference.source or definition_of(call)),
-        hint="pass what changes as an argument of the step (a tensor, if it changes every step),"
-        " or keep it in a buffer of the model",
-    )
+    if not raw.effects:
+        raise _differs(call, raw, second)
+    check_left(raw.effects, raw.outside)
+    return raw, raw.outside, False
 
 
-def _leaves_another(call: Call) -> CaptureError:
+def _differs(call: Call, first: RawTrace, second: RawTrace | None) -> CaptureError:
+    """Why a step is refused that leaves nothing behind, and of which two traces differ."""
+    difference = second and first_difference(first.graph_module, second.graph_module)
+    if difference:
+        return CaptureError(
+            f"two traces of it differ ({difference.what}): it reads something that changes between"
+            " calls, which would be baked in",
+            location=str(difference.source or definition_of(call)),
+            hint="pass what changes as an argument of the step (a tensor, if it changes every"
+            " step), or keep it in a buffer of the model",
+        )
     return CaptureError(
         "it leaves a number or text outside its arguments that is another one in two traces of it,"
         " such as the time, which would be baked in",
@@ -103,44 +95,9 @@ def works_on_what_is_left(raw: RawTrace, error: MoreInputs) -> bool:
     return any(not raw.outside.is_outside(holder) for holder in holders)
 
 
-def _read_next(raw: RawTrace, retrace: Callable[[], RawTrace]) -> Record:
-    """What the call after `raw` reads outside the arguments."""
-    if not raw.effects:
-        return unchanged(raw.outside)
-    following = _next_call(raw, retrace)
-    # Where that call is refused, no guard may hold what its effects change.
-    if following is None:
-        raw.outside.unrepeated.first = None
-        return unchanged(raw.outside)
-    return unchanged(following.outside)
-
-
 def _repeats(first: RawTrace, second: RawTrace | None) -> bool:
     return (
         second is not None
         and first_difference(first.graph_module, second.graph_module) is None
         and gives_alike(first, second)
     )
-
-
-def _leaves_else(first: RawTrace, second: RawTrace | None) -> bool:
-    """Whether the second call differs from the first one only in what it returns or leaves."""
-    return (
-        second is not None
-        and not gives_alike(first, second)
-        and first_difference(first.graph_module, second.graph_module) is None
-    )
-
-
-def _difference_once(
-    first: RawTrace, after: RawTrace | None, again: RawTrace, retrace: Callable[[], RawTrace]
-) -> GraphDifference | None:
-    """Of a step whose first call alone does something else (a model that finishes its construction
-    in its first forward): what differs between two first calls, or between two later ones."""
-    difference = first_difference(first.graph_module, again.graph_module)
-    if difference is not None:
-        difference = first_difference(again.graph_module, retrace().graph_module)
-    if difference is not None or after is None:
-        return difference
-    with first.effects.applied():
-        return first_difference(after.graph_module, retrace().graph_module)
