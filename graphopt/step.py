@@ -325,7 +325,8 @@ class TrainStep:
 
     @property
     def report(self) -> Report:
-        """What each stage did to the graph of the latest call: capture, passes, and all behind.
+        """Records of the stages that the graph of the latest call went through: capture, passes,
+        lowering.
 
         Raises:
             GraphOptError: the step has not been called.

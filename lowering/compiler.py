@@ -22,7 +22,7 @@ from graphopt.lowering.updates import FUSED_UPDATE
 
 
 class Kind(NamedTuple):
-    """What compiled code relies on of one input."""
+    """Facts about one input on which compiled code relies."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -40,7 +40,8 @@ NUMBER = Kind(torch.float64, (), (), torch.device("cpu"))
 
 
 def number_dtypes(body: fx.Graph, kinds: Sequence[Kind]) -> dict[int, torch.dtype]:
-    """How numbers enter code for inputs of these kinds: in the precision that it computes in.
+    """Dtypes by which numbers enter code for inputs of these kinds: the precision that it computes
+    in.
 
     Code that converts them for each element is several times slower. ATen's optimizers take Python
     floats.
@@ -73,7 +74,7 @@ _COMPILING = threading.RLock()
 
 @dataclass(frozen=True)
 class Options:
-    """How a graph is lowered.
+    """Options of lowering.
 
     Attributes:
         random: lower random operators too. The numbers they draw are then not eager's.
@@ -168,7 +169,7 @@ def _explained(error: Exception) -> str:
 
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
-    """What is drawn inside is drawn again afterwards."""
+    """Draw inside the same random numbers again afterwards."""
     state = random.getstate()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:

@@ -37,7 +37,7 @@ class RowSums:
         return False
 
     def call(self, target: _compat.OpOverload, args: tuple[Any, ...]) -> torch.Tensor:
-        """What the operator computes."""
+        """Compute the operator."""
         if is_operator(target, "aten::nll_loss_backward"):
             gradient: torch.Tensor = target(*args)
             self._sums[gradient] = _row_sums(*args)

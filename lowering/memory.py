@@ -28,7 +28,7 @@ _LEAST = 4096
 
 
 class Lifetime(NamedTuple):
-    """When memory is in use.
+    """The first and last use of memory.
 
     Attributes:
         size: bytes.
@@ -42,7 +42,7 @@ class Lifetime(NamedTuple):
 
 
 def place(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
-    """Where to put what is in use at the same time so that it does not overlap.
+    """Offsets for memory that is in use at the same time, so that it does not overlap.
 
     The largest first, each into the smallest gap that holds it ("greedy by size" of Pisarchyk and
     Lee, https://arxiv.org/abs/2001.03288).

@@ -95,7 +95,7 @@ def _name(target: object) -> str:
 
 
 def written_out(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What an operator computes, one operator for each tensor and with tensors for numbers.
+    """The computation of an operator, as one operator for each tensor and with tensors for numbers.
 
     Args:
         target: a list operator, or one that is given a `Number`.

@@ -24,7 +24,7 @@ MARK = "lowering"
 
 
 class Mark(NamedTuple):
-    """Where a call runs.
+    """The place where a call runs: in a region, or outside of all.
 
     Attributes:
         level: see `graphopt.lowering.levels`.

@@ -24,7 +24,7 @@ _LOWERED_FROM = "lowered_from"
 
 @dataclass(frozen=True)
 class Code:
-    """What Inductor makes of a graph.
+    """Code that Inductor makes of a graph.
 
     Attributes:
         kernels: name and source of each Triton kernel.

@@ -71,7 +71,7 @@ class Failure:
 
 @dataclass
 class TritonReport:
-    """What became of a graph.
+    """The outcome of compiling a graph to Triton kernels.
 
     Attributes:
         target: such as ``"cuda:90"``.

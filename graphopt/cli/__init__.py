@@ -36,7 +36,7 @@ def main(
         ),
     ] = False,
 ) -> None:
-    """What all commands share."""
+    """Options that all commands share."""
 
 
 app.command(epilog=demo.EXAMPLES)(demo.demo)

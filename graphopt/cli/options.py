@@ -10,14 +10,14 @@ import typer
 
 
 class DeviceOption(str, Enum):
-    """Where ranks compute."""
+    """The device on which ranks compute."""
 
     cpu = "cpu"
     cuda = "cuda"
 
 
 class Backend(str, Enum):
-    """What carries collectives."""
+    """The backend of process groups that carries collectives."""
 
     gloo = "gloo"
     nccl = "nccl"
@@ -33,7 +33,7 @@ class Phase(str, Enum):
 
 
 class Verify(str, Enum):
-    """How much of each pass is checked."""
+    """The level at which each pass is checked."""
 
     off = "off"
     dependencies = "dependencies"

@@ -60,7 +60,7 @@ class CommBlock:
 
     @property
     def group_size(self) -> int:
-        """How many ranks the process group has.
+        """Number of ranks in the process group.
 
         Raises:
             VerificationError: the collective does not say so, and there is no such group here.
@@ -85,12 +85,12 @@ class CommBlock:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is sent; of the first tensor, where there are several."""
+        """Dtype of the tensor that is sent; of the first one, where there are several."""
         return self._sent()[0].dtype
 
     @property
     def device(self) -> torch.device:
-        """Of what is sent; of the first tensor, where there are several."""
+        """Device of the tensor that is sent; of the first one, where there are several."""
         return self._sent()[0].device
 
     @property

@@ -135,7 +135,8 @@ def _anchor(launch: fx.Node, previous: fx.Node | None) -> fx.Node:
 
 @dataclass
 class Scaled:
-    """What an all-reduce sends, if that is a tensor times a constant, perhaps in other dimensions.
+    """The operand of an all-reduce that sends a tensor times a constant, perhaps in other
+    dimensions.
 
     Attributes:
         tensor: the factor that is a tensor.

@@ -29,7 +29,7 @@ def first_reader(last: fx.Node, first_wait: fx.Node, overtaken: set[fx.Node]) ->
 def flat_members(
     graph: fx.Graph, blocks: Sequence[CommBlock]
 ) -> tuple[list[fx.Node], float | None]:
-    """What each member sends, as 1-D tensors, and a constant to multiply all of them by."""
+    """Operands of all members as 1-D tensors, and a constant to multiply all of them by."""
     scaled = [scaled_input(block.inputs[0]) for block in blocks]
     factors = {None if entry is None else entry.factor for entry in scaled}
     if len(factors) == 1 and None not in factors:

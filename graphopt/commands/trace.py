@@ -38,7 +38,7 @@ _FORWARD, _BACKWARD = (1.0,), (2.0,)
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for.
+    """Arguments of the command line.
 
     Attributes:
         pipe: `module_or_file.py:function`, or None.
@@ -72,7 +72,7 @@ class SchedulePictures:
 
     @property
     def pictures(self) -> list[ScheduleTimeline]:
-        """Those that there are: predicted, measured."""
+        """The pictures that there are: predicted, measured."""
         return [picture for picture in (self.predicted, self.measured) if picture is not None]
 
 

@@ -24,7 +24,7 @@ _TIMEOUT = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class TraceTask(RankTask):
-    """What all ranks run.
+    """Arguments of the ranks of `graphopt trace --measure`.
 
     Attributes:
         pipe: `module_or_file.py:function`.

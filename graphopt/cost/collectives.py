@@ -50,7 +50,7 @@ SHARED_LINK = "network"
 
 
 class Collective(NamedTuple):
-    """What the time of a collective depends on.
+    """A collective, by the facts that its time depends on.
 
     Attributes:
         kind: such as ``"all_reduce"``.
@@ -73,7 +73,7 @@ class Collective(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """What a collective asks for.
+    """The time and the share of a link that a collective takes.
 
     Attributes:
         latency: seconds before anything is on the link.
@@ -99,7 +99,8 @@ class Transfer(NamedTuple):
 
 
 def collective_of(node: fx.Node, ranks: int | None = None) -> Collective:
-    """What a launch asks for; a list of tensors in one call is a collective of the same kind.
+    """The collective that a launch starts; a list of tensors in one call is a collective of the
+    same kind.
 
     Args:
         ranks: of its group, where the group itself is not there to be asked (a saved graph).

@@ -64,7 +64,7 @@ class CostModel:
         return _checked(self.compute(node), f"%{node.name}")
 
     def transfer(self, node: fx.Node, world_size: int | None = None) -> Transfer:
-        """What the launch of a collective asks for.
+        """The transfer that the launch of a collective starts.
 
         Args:
             world_size: ranks of its group, where the group is not there to be asked.
@@ -72,7 +72,7 @@ class CostModel:
         return self._asked(collective_of(node, world_size), f"%{node.name}")
 
     def transfer_of(self, collective: Collective) -> Transfer:
-        """What a collective that is planned asks for.
+        """The transfer of a collective that is planned.
 
         >>> from graphopt.cost import Collective, CostModel
         >>> CostModel.preset().transfer_of(Collective("all_reduce", 1 << 20, 2, "0")).seconds > 0
@@ -134,7 +134,7 @@ class CostModel:
 
     @classmethod
     def from_text(cls, text: str) -> CostModel:
-        """From what `to_text` gave."""
+        """The model that `to_text` wrote."""
         try:
             content = json.loads(text)
             if (content["format"], content["version"]) != (_FORMAT, _VERSION):

@@ -27,7 +27,7 @@ _LONGEST_KEY = 160
 
 
 def operator_key(node: fx.Node) -> str:
-    """What the time of a call depends on, as text: operator, dtypes, shapes, strides, options.
+    """The facts that a call's time depends on, as text: operator, dtypes, shapes, strides, options.
 
     >>> from graphopt.cost import operator_key
     >>> (total,) = graphopt.graph_utils.get_outputs(gm.graph).results
@@ -186,7 +186,7 @@ def _synchronize(node: fx.Node) -> None:
 
 
 def machine_name(device: torch.device) -> str:
-    """What measurements hold for: processor or GPU, threads, release of torch."""
+    """The machine that measurements hold for: processor or GPU, threads, release of torch."""
     if device.type == "cuda":
         kind = torch.cuda.get_device_name(device) if torch.cuda.is_available() else "no GPU"
     else:

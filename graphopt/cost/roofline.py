@@ -39,7 +39,7 @@ _LONGEST_UPDATE = 16
 
 @dataclass(frozen=True)
 class Device:
-    """What a device can do.
+    """Peak rates of a device.
 
     Attributes:
         name: for messages.

@@ -46,15 +46,15 @@ class RankFailedError(DemoError):
 
 @dataclass(frozen=True)
 class RankTask:
-    """What all ranks of one start are to do, as a subclass says in fields that are JSON."""
+    """The task of all ranks of one start, which a subclass describes in fields that are JSON."""
 
     def save(self, folder: Path) -> None:
-        """Where `load` of every rank finds it."""
+        """Write the task where `load` of every rank finds it."""
         (folder / "task.json").write_text(json.dumps(asdict(self)))
 
     @classmethod
     def load(cls: type[_Task], folder: Path) -> _Task:
-        """What `save` wrote."""
+        """Read the task that `save` wrote."""
         return cls(**json.loads((folder / "task.json").read_text()))
 
 
@@ -126,7 +126,7 @@ class Reporter:
 
 
 def threads_per_rank(ranks: int) -> int:
-    """What OMP_NUM_THREADS says, otherwise the cores this process may use, divided evenly."""
+    """OMP_NUM_THREADS, or the cores that this process may use, divided evenly between ranks."""
     if "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()
     return max(1, torch.get_num_threads() // ranks)

@@ -144,7 +144,7 @@ def step_table(results: Results, ranks: int) -> Table:
 
 
 def cost_table(results: Results) -> Table:
-    """What a variant costs by itself: first call and memory; and the loss that was compared."""
+    """A table of first calls and memory by variant, and of the loss that was compared."""
     table = Table(title="By itself", title_style="bold", box=None, padding=(0, 2, 0, 0))
     table.add_column("")
     for name in results.alone:
@@ -166,7 +166,7 @@ def _cost_rows(results: Results) -> Iterator[list[str]]:
 
 
 def difference_text(results: Results) -> str:
-    """What the largest difference means, in one sentence."""
+    """One sentence about the largest difference."""
     tensors = sum(int(event["tensors"]) for event in results.compared.values())
     compared = "parameters, buffers and optimizer state of every rank"
     if not results.differing:

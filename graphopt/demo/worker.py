@@ -36,7 +36,7 @@ _TIMEOUT = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class DemoTask(RankTask):
-    """What every rank of one start is to do.
+    """The task of every rank of the demo.
 
     Attributes:
         turn: steps of one variant before the next one's turn: steps of graphopt overlap.

@@ -78,7 +78,7 @@ def measurement_table(found: MeasuredVariants) -> Table:
 
 
 def measurement_advice(found: MeasuredVariants) -> str:
-    """Which variant to use, in one sentence."""
+    """The variant to use, in one sentence."""
     ours = {name: v for name, v in found.variants.items() if name.startswith("graphopt")}
     others = {n: v for n, v in found.variants.items() if n not in ours and n != COMPUTE}
     fastest = min(ours, key=lambda name: median(ours[name].seconds))

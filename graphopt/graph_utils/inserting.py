@@ -118,7 +118,7 @@ _COMPUTED = frozenset({"val", "tensor_meta", "unbacked_bindings", "eager_input_v
 
 
 def evaluate(target: Callable[..., Any], args: Any, kwargs: Any, mode: Any = None) -> Any:
-    """What `target` gives for nodes' `meta["val"]`: fake tensors, symbolic numbers or nests.
+    """Result of `target` for nodes' `meta["val"]`: fake tensors, symbolic numbers or nests.
 
     Args:
         mode: the FakeTensorMode of what is made from no tensor, as by ``aten.scalar_tensor``.

@@ -17,7 +17,7 @@ from graphopt.ir.metadata import fake_value
 
 
 def targets_of(graph: fx.Graph) -> dict[str, Any]:
-    """What each node calls, by its name: a graph that is restored consists of copies."""
+    """Targets of nodes by their names: a graph that is restored consists of copies."""
     return {node.name: node.target for node in graph.nodes}
 
 

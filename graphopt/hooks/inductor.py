@@ -60,7 +60,7 @@ class PassSequence(_torch.CustomGraphPass):
             _torch.apply_graph_pass(graph_pass, module.graph)
 
     def uuid(self) -> Any:
-        """Those of all passes; None if one of them has none."""
+        """Identities of all passes; None if one of them has none."""
         identities = tuple(map(_torch.identity_of, self.passes))
         return None if any(one is None for one in identities) else identities
 

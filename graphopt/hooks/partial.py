@@ -28,7 +28,7 @@ _KIND = "graphopt_graph"
 
 
 def graph_kind(gm: fx.GraphModule) -> str | None:
-    """Which graph of `torch.compile` a pass is given.
+    """The kind of `torch.compile`'s graph that a pass is given.
 
     Returns:
         "joint" (forward and backward in one), "forward", "backward" or "inference" (nothing needs

@@ -28,8 +28,8 @@ class Hazard(NamedTuple):
 
 
 class Accesses:
-    """What accesses to storages that a graph writes have to follow, asked for in any order in which
-    the nodes may run.
+    """Accesses to storages that a graph writes, added one by one in any order in which the nodes
+    may run.
 
     Attributes:
         implicit: for a node, those of its inputs that another node wrote meanwhile: the value that
@@ -46,7 +46,7 @@ class Accesses:
         self._readers: dict[object, list[fx.Node]] = {}
 
     def add(self, node: fx.Node) -> list[Hazard]:
-        """What has to keep its place before `node`, among the nodes added so far.
+        """Add a node; returns the nodes added so far that have to keep their place before it.
 
         Chained: each read belongs to the write before and the write after it, so that there are not
         more than accesses.

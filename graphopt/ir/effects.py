@@ -27,7 +27,7 @@ from graphopt.ir.reads import ReadersOfClasses, read_by
 
 
 class Calls(Protocol):
-    """What the calls of a graph do to memory."""
+    """Effects of a graph's calls on memory."""
 
     def shared_with(self, node: fx.Node) -> Iterable[fx.Node]:
         """Nodes whose memory the value of `node` may share."""
@@ -164,7 +164,7 @@ class Effects:
 
     @property
     def reads(self) -> ReadersOfClasses:
-        """Who reads each class; found when it is first asked for."""
+        """Readers of each alias class; found when it is first asked for."""
         if self._reads is None:
             self._reads = ReadersOfClasses(self._graph, self._find)
         return self._reads

@@ -30,13 +30,14 @@ from graphopt.ir.operators import (
 
 
 class Entry(NamedTuple):
-    """What a node computes or writes; `item`: of a list operator, which of its entries does."""
+    """A value that a node computes or writes; `item`: the entry, where the node is a list
+    operator."""
 
     node: fx.Node
     item: int | None = None
 
     def of_copy(self, copies: Mapping[fx.Node, fx.Node]) -> Entry:
-        """The same in a copy of the graph."""
+        """The same entry in a copy of the graph."""
         return Entry(copies[self.node], self.item)
 
 
@@ -86,7 +87,7 @@ class ListCall:
         return {**found, **dict.fromkeys(self.shared, range(self.count))}
 
     def writes(self, item: int) -> list[fx.Node]:
-        """What one entry updates in place."""
+        """Nodes that one entry updates in place."""
         values = (v if isinstance(v, fx.Node) else v[item] for v in self._updated)
         return [node for value in values for node in nodes_in(value)]
 

@@ -131,7 +131,7 @@ LISTED_FAMILIES = ("aten::_foreach_", "aten::_fused_")
 
 
 class CollectiveKind(NamedTuple):
-    """What a kind of collective does besides sending; the same of its variants.
+    """Effects of a kind of collective besides sending; its variants have the same.
 
     Attributes:
         copies: it works on a copy of what it sends, or in its in-place form on the tensor itself.

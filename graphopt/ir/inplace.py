@@ -170,7 +170,8 @@ def _inplace_form(target: Any) -> Any | None:
 
 
 def functional_form(target: Any, args: Sequence[Any]) -> _compat.OpOverload | None:
-    """What gives the numbers that the in-place operator `target` writes into its first argument.
+    """The functional operator with the results that in-place `target` writes into its first
+    argument.
 
     Returns:
         None where torch's own functional form does, and for other operators.

@@ -36,7 +36,7 @@ STATE_KINDS = frozenset({"parameter", "buffer", "optimizer_state"})
 
 
 def fake_value(node: fx.Node) -> Any:
-    """What a node computes: a FakeTensor, a symbolic number or a nest of them.
+    """The value of a node: a FakeTensor, a symbolic number or a nest of them.
 
     Raises:
         KeyError: that is not known.
@@ -94,7 +94,8 @@ def provenance_of(node: fx.Node) -> tuple[str, ...]:
 
 
 def input_kind(node: fx.Node) -> str | None:
-    """What kind of input a placeholder is; None of other nodes, and of graphs of other origin."""
+    """The kind of input that a placeholder is; None of other nodes, and of graphs of other
+    origin."""
     kind: str | None = node.meta.get(KIND)
     return kind
 
@@ -180,7 +181,7 @@ def has_late_work(graph: fx.Graph) -> bool:
 
 
 def carried_index(node: fx.Node) -> int | None:
-    """Which of the values carried from the last iteration a placeholder is; None: none of them."""
+    """The index of a placeholder among the values carried from the last iteration, or None."""
     index: int | None = node.meta.get(CARRIED_INDEX)
     return index
 

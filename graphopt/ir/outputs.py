@@ -35,7 +35,7 @@ class Outputs(NamedTuple):
 
 
 def get_outputs(graph: fx.Graph) -> Outputs:
-    """What a graph returns, in the output convention of docs/ir.md.
+    """Outputs of a graph, in the output convention of docs/ir.md.
 
     Of a graph that has another output, every `copy_` returned is a state update, and every other
     leaf a result.

@@ -60,7 +60,7 @@ Axis = Replicate | Rows | Partial
 
 @dataclass(frozen=True)
 class Placement:
-    """What of a value is on this rank.
+    """The part of a value that is on this rank.
 
     Attributes:
         axes: one entry for each axis of the mesh.

@@ -28,7 +28,7 @@ ALIGNED = 64
 
 @dataclass(frozen=True)
 class RowShards:
-    """How a tensor is cut into rows.
+    """The division of a tensor into rows over ranks.
 
     Attributes:
         shape: of the whole tensor.
@@ -75,19 +75,19 @@ class RowShards:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where the window of each rank begins."""
+        """Begin of each rank's window."""
         last = self.numel - self.length
         return tuple(min(owns.start // ALIGNED * ALIGNED, last) for owns in self.owns)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where in its window the elements begin that a rank owns."""
+        """Begin of the elements that each rank owns, within its window."""
         pairs = zip(self.owns, self.starts, strict=True)
         return tuple(min(owns.start - start, self.length) for owns, start in pairs)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """How many elements each rank owns."""
+        """Number of elements that each rank owns."""
         return tuple(map(len, self.owns))
 
     def shape_of(self, rank: int) -> tuple[int, ...]:

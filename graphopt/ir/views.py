@@ -107,7 +107,7 @@ def viewed(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def inner_bases(node: fx.Node, inside: Collection[fx.Node]) -> Iterator[fx.Node]:
-    """Which of the nodes `inside` have to be returned so that `node`, one of them, is there."""
+    """Nodes `inside` that have to be returned so that `node`, one of them, is there."""
     if node not in inside:
         return
     if is_pure_view(node) or is_update(node) or is_wait(node):
@@ -118,7 +118,7 @@ def inner_bases(node: fx.Node, inside: Collection[fx.Node]) -> Iterator[fx.Node]
 
 
 def outer_bases(node: fx.Node, inside: Collection[fx.Node]) -> Iterator[fx.Node]:
-    """What has to come from outside so that `node` is there among the nodes `inside`."""
+    """Nodes that have to come from outside so that `node` is there among the nodes `inside`."""
     if is_pure_view(node):
         for source in node.all_input_nodes:
             yield from outer_bases(source, inside)

@@ -66,7 +66,8 @@ class FunctionalForm(NamedTuple):
         return len(self.fresh) == 1 and not self.returned
 
     def split(self, results: Any) -> tuple[list[Any], list[Any]]:
-        """What the form gives: results of their own memory, and what written arguments hold."""
+        """Divide the form's results: those with memory of their own, and the new contents of
+        written arguments."""
         several = [results] if self.single else list(results)
         return several[: len(self.fresh)], several[len(self.fresh) :]
 
@@ -77,7 +78,7 @@ class FunctionalForm(NamedTuple):
         return kwargs.get(_compat.schema_of(self.original).arguments[position].name)
 
     def results(self, fresh: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What the original gives, made of `fresh` and of arguments."""
+        """Results of the original operator, made of `fresh` and of arguments."""
         own = iter(fresh)
         count = len(self.fresh) + len(self.returned)
         found = tuple(
@@ -87,7 +88,7 @@ class FunctionalForm(NamedTuple):
         return found if count > 1 else next(iter(found), None)
 
     def value_for(self, node: fx.Node) -> Any:
-        """What the form would give in place of a call of the original."""
+        """The value that the form would compute in place of a call of the original."""
         known = known_value(node)
         several = [known] if len(self.fresh) + len(self.returned) == 1 else list(known or ())
         found = [several[i] for i in self.fresh]

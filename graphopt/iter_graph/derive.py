@@ -54,7 +54,7 @@ aten = torch.ops.aten
 
 @dataclass
 class LatePlan:
-    """What late nodes mean for one graph.
+    """The plan of a graph's late nodes: the carried values, and the nodes of each derived graph.
 
     Attributes:
         late: late nodes in graph order.

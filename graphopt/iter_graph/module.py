@@ -135,17 +135,17 @@ class IterGraphModule(fx.GraphModule):
 
     @property
     def setup_gm(self) -> fx.GraphModule:
-        """What the first iteration runs."""
+        """The graph of the first iteration."""
         return self._derived("setup")
 
     @property
     def main_gm(self) -> fx.GraphModule:
-        """What every iteration but the first runs. Takes the carried values after the inputs."""
+        """The graph of every iteration but the first. Takes the carried values after the inputs."""
         return self._derived("main")
 
     @property
     def drain_gm(self) -> fx.GraphModule:
-        """What `flush` runs: late nodes alone."""
+        """The graph that `flush` runs: late nodes alone."""
         return self._derived("drain")
 
     @property
@@ -293,7 +293,7 @@ class IterGraphModule(fx.GraphModule):
 
     @property
     def first_executable(self) -> fx.Graph:
-        """What runs where nothing is in flight, after all stages."""
+        """The graph that runs where nothing is in flight, after all stages."""
         return self._program("setup").graph
 
     def _derived(self, name: str, *options: Any) -> fx.GraphModule:

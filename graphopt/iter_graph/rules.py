@@ -24,7 +24,7 @@ None: the graph was made by hand and does not say."""
 
 
 def why_now(state: fx.Node) -> str | None:
-    """What keeps a state from being updated in the next iteration; None if nothing does."""
+    """The reason why a state cannot be updated in the next iteration; None if there is none."""
     if is_held(state):
         return f"{_named(state)}, which is held where its use is not seen"
     return why_now_everywhere(state)
@@ -41,7 +41,7 @@ def why_now_everywhere(state: fx.Node) -> str | None:
 
 
 def check_late(graph_module: fx.GraphModule) -> list[str]:
-    """What is wrong with the late nodes of a graph, one text each; none for a plain GraphModule.
+    """Problems with the late nodes of a graph, one text each; none for a plain GraphModule.
 
     >>> from graphopt.iter_graph import check_late
     >>> check_late(gm)

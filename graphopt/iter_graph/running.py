@@ -180,7 +180,7 @@ class DerivedProgram:
 
     @property
     def graph(self) -> fx.Graph:
-        """What it runs."""
+        """The graph that it runs."""
         return self._graph_module.graph
 
     def node_at(self, code: CodeType, line: int) -> fx.Node | None:

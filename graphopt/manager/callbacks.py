@@ -345,7 +345,7 @@ def _files(name: str, before: fx.Graph | None, gm: fx.GraphModule) -> Iterator[t
 
 
 def dump_of(settings: Settings) -> Dump | None:
-    """What writes graphs, if they are to be written."""
+    """The writer of graphs, if they are to be written."""
     if settings.dump_dir is None:
         return None
     return Dump(settings.dump_dir, required=settings.dump_required)

@@ -36,7 +36,7 @@ class NotedNode:
 
 @dataclass(frozen=True, eq=False)
 class PassDifference:
-    """What a pass has changed, to be written out. Copies are the text: nodes belong to their graph.
+    """The change of a pass, to be written out. Copies are the text: nodes belong to their graph.
 
     Attributes:
         name: of the pass.

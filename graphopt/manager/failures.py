@@ -80,7 +80,7 @@ class StageAttempt:
         return f"stage {self.done[-1]!r}" + (f" of {self.graph!r}" if self.graph else "")
 
     def lines(self) -> dict[str, str]:
-        """What an error says of the place in the list."""
+        """Lines of an error about the place in the list."""
         marked = [f"[{name}]" if name == self.done[-1] else name for name in self.names]
         return {"stages:": " -> ".join(marked), "reproduce:": self._reproduce()}
 

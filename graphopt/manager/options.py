@@ -78,7 +78,7 @@ def options_of(function: Callable[..., Any], name: str) -> dict[str, Option]:
 
 
 def graph_annotation(function: Callable[..., Any]) -> Any:
-    """What the first parameter of a pass is annotated with; `typing.Any` where nothing says."""
+    """Annotation of a pass's first parameter; `typing.Any` where there is none."""
     return _annotation(next(iter(inspect.signature(function).parameters.values())), function)
 
 

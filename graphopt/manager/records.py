@@ -77,7 +77,7 @@ class PassRecord:
 
     @property
     def difference(self) -> str:
-        """What has changed in the graph, as text."""
+        """The change of the graph, as text."""
         return str(self._difference)
 
     @difference.setter
@@ -136,7 +136,7 @@ class PassRecord:
 
     @property
     def outcome(self) -> str:
-        """How much changed, in words."""
+        """The number of changes, in words."""
         if not self.changed:
             return "no change"
         if self.changes is None:

@@ -120,7 +120,7 @@ class PassManager:
 
     @property
     def settings(self) -> Settings:
-        """How passes, and the stages around them, are run."""
+        """Settings by which passes, and the stages around them, are run."""
         return self._settings
 
     def run(self, gm: fx.GraphModule, proof: Proof | None = None) -> list[PassRecord]:
@@ -242,7 +242,8 @@ def _trial(context: PassContext, refused: Refused) -> str | None:
 def run_alone(
     pass_: Pass, gm: fx.GraphModule, options: Mapping[str, Any], registry: PassRegistry
 ) -> PassRecord:
-    """What calling a pass does. A pass that is disabled does not run, and its record says so."""
+    """Run a pass that is called directly. A pass that is disabled does not run, and its record says
+    so."""
     manager = PassManager([(pass_, options)], registry=registry)
     records = manager.run(gm)
     if records:

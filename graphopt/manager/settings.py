@@ -25,7 +25,7 @@ LEVELS = ("off", "dependencies", "equivalence")
 
 @dataclass(frozen=True)
 class Settings:
-    """How pipelines run.
+    """Settings by which pipelines run.
 
     Attributes:
         verify: one of `LEVELS`.
@@ -74,7 +74,7 @@ def read_settings(
 
 
 def level_of(verify: str | None) -> str:
-    """How graphs are checked, one of `LEVELS`: an argument, else what `GRAPHOPT_VERIFY` says.
+    """The level of checks, one of `LEVELS`: an argument, else `GRAPHOPT_VERIFY`.
 
     Raises:
         PipelineSyntaxError: there is no such level; says where it comes from.

@@ -29,14 +29,14 @@ would compute."""
 
 
 class NodeRecord(NamedTuple):
-    """What a node held: all that a copy of it is made of."""
+    """The content of a node, of which a copy of it is made."""
 
     content: tuple[Any, ...]
     meta: dict[str, Any]
 
 
 def noted(node: fx.Node) -> NodeRecord:
-    """What a node holds now."""
+    """The content of a node as it is now."""
     # as `NodeRecord(...)` does it, without the detour through a function written in Python
     return tuple.__new__(NodeRecord, (_compat.content_of(node), node.meta.copy()))
 
@@ -181,7 +181,7 @@ class Snapshot:
         return found
 
     def former_arguments(self, node: fx.Node) -> Any:
-        """What a node called that was there, and what it got, positional and by name."""
+        """Former target of a node, and its arguments, positional and by name."""
         _, target, args, kwargs = self.nodes[cast(fx.Node, self.was(node))].content
 
         def given(source: fx.Node) -> Any:
@@ -200,7 +200,7 @@ class Snapshot:
 def copy_of(
     node: fx.Node, held: NodeRecord, graph: fx.Graph, value_of: Callable[[fx.Node], fx.Node]
 ) -> fx.Node:
-    """What a node was, at the end of another graph."""
+    """A copy of a former node, at the end of another graph."""
     return _compat.copy_node(graph, node, value_of, (*held.content, held.meta))
 
 

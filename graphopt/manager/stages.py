@@ -38,7 +38,7 @@ logger = logging.getLogger("graphopt")
 
 @dataclass(frozen=True)
 class DerivedGraph:
-    """Which graph a stage is given.
+    """The graph that a stage is given.
 
     Attributes:
         name: "setup", "main", "drain" or "cleanup".
@@ -74,7 +74,7 @@ class GraphStage:
         raise NotImplementedError
 
     def problems(self, gm: fx.GraphModule) -> Iterator[Problem]:
-        """What is wrong with what it has left, of which terms do not speak."""
+        """Problems with the graph that it left, of which terms do not speak."""
         return iter(())
 
 

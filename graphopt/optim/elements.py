@@ -24,7 +24,7 @@ NONE = -1
 
 
 class Origin(IntEnum):
-    """What an element depends on; of several, the highest."""
+    """The origin of an element; of several, the highest."""
 
     CONSTANT = 0
     """Hyperparameters, and state that the graph does not update."""

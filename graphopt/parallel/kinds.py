@@ -72,7 +72,7 @@ class OverRanks(Parallel):
     timeout: float = 120.0
 
     def placement_of_parameter(self, parameter: torch.Tensor) -> Placement:
-        """How the ranks hold a parameter, given with its whole shape."""
+        """The placement of a parameter, given with its whole shape."""
         return Placement.FULL
 
     def placement_of_state(self, state: torch.Tensor, parameter: torch.Tensor) -> Placement:

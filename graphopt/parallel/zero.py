@@ -61,7 +61,7 @@ class ZeRO(OverRanks):
 
     @property
     def ranks(self) -> int:
-        """How many ranks share what is sharded."""
+        """Number of ranks that share a sharded value."""
         from graphopt import _compat
 
         return _compat.group_or_default(self.group).size()
@@ -73,7 +73,7 @@ class ZeRO(OverRanks):
         return OF_ROWS if same and state.layout is parameter.layout else Placement.FULL
 
     def placement_of_parameter(self, parameter: torch.Tensor) -> Placement:
-        """How the ranks hold a parameter."""
+        """The placement of a parameter."""
         sharded = self.stage == 3 and shards_of(parameter, self.ranks) is not None
         return OF_ROWS if sharded else Placement.FULL
 

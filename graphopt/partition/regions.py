@@ -43,7 +43,7 @@ def find_states(graph: fx.Graph) -> frozenset[fx.Node]:
 
 
 def find_regions(assignment: Assignment, states: frozenset[fx.Node]) -> RegionBounds:
-    """What each partition repeats of the regions that it crosses."""
+    """Regions that partitions cross, and that each partition has to repeat."""
     regions = RegionBounds(states)
     if not states:
         return regions

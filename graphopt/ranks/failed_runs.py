@@ -33,7 +33,7 @@ def group_names(graph: fx.Graph) -> tuple[str, ...]:
 def explained(
     module: IterGraphModule, error: BaseException, step: int, host: HostRun | None = None
 ) -> CollectiveError | None:
-    """What to raise for an error of a run; None for the error itself.
+    """The error to raise for one of a run; None for the error itself.
 
     The other ranks are told, and where this rank has left the step between two collectives its
     groups are marked as unusable.

@@ -49,7 +49,7 @@ _LINGER_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Channel:
-    """Where the ranks of one group meet for one purpose.
+    """The place in a store where the ranks of one group meet for one purpose.
 
     Attributes:
         topic: the same text on all ranks, different for different purposes.

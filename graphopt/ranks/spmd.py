@@ -82,7 +82,7 @@ def launches_digest(graph: fx.Graph) -> str:
 
 
 def launch_part(argument: object) -> object:
-    """What ranks see of one argument of a collective."""
+    """Description of one argument of a collective, which ranks compare."""
     if isinstance(argument, (list, tuple)):
         return [launch_part(entry) for entry in argument]
     if not isinstance(argument, fx.Node):

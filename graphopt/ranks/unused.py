@@ -35,7 +35,7 @@ sent in between, and nobody reads what was said before it."""
 
 
 class UnusedParameters:
-    """What the ranks of a group say about the calls of one step function.
+    """Parameters that each rank of a group leaves unused in calls of one step function.
 
     Args:
         topic: the same text on all ranks, different for different step functions.

@@ -72,7 +72,7 @@ def compact_line(row: ListingRow) -> str:
 
 
 def summary(graph: fx.Graph) -> Iterator[str]:
-    """How large a graph is, and what the marks of its rows mean."""
+    """Lines about the size of a graph, and the meaning of the marks of its rows."""
     nodes = list(graph.nodes)
     collectives = [node for node in nodes if is_collective(node)]
     sent = readable_bytes(sum(map(sent_bytes, collectives)))

@@ -88,7 +88,7 @@ def title_of(node: fx.Node) -> str:
 
 
 def row_of(node: fx.Node, late: Mapping[fx.Node, fx.Node], shorten: bool = True) -> ListingRow:
-    """What there is to say about one node."""
+    """The row of one node."""
     row = ListingRow(_statement(node, shorten), shape=describe(known_value(node)))
     row.size = _size(node)
     row.place = _place(node)
@@ -115,7 +115,7 @@ def _statement(node: fx.Node, shorten: bool) -> str:
 
 
 def target_text(node: fx.Node) -> str:
-    """What a node calls, or is, in a word."""
+    """The operator that a node calls, or the kind of node, in a word."""
     if node.op in ("placeholder", "get_attr", "output"):
         return node.op
     target = node.target

@@ -24,7 +24,7 @@ Call = Mapping[str, Any]
 
 
 def exchange(target: _compat.OpOverload, calls: Sequence[Call]) -> list[Any]:
-    """What a collective gives each rank of a group.
+    """Compute the results of a collective for each rank of a group.
 
     Args:
         target: the operator that all ranks call.

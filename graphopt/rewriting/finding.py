@@ -251,7 +251,7 @@ def _communicates(node: fx.Node) -> bool:
 
 
 def needed_for(results: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Those of `nodes` from which `results` are computed: the forward side."""
+    """Nodes among `nodes` from which `results` are computed: the forward side."""
     within, found = set(nodes), set[fx.Node]()
     pending = list(results)
     while pending:
@@ -279,7 +279,7 @@ def _check_outputs(rule: Rule, match: Match, new: Pattern) -> None:
 
 
 def names_of(rule: Rule, match: Match) -> list[str]:
-    """What results and gradients of a place are called in messages."""
+    """Names of a place's results and gradients in messages."""
     results = [f"result {index}" for index in range(len(match.results))]
     return [*results, *(f"the gradient of {name}" for name in rule.gradients)]
 

@@ -31,7 +31,7 @@ class ValueEncoder:
         self._symbols: dict[str, int] = {}
 
     def encode(self, value: Any) -> Any:
-        """What a node computes, as JSON."""
+        """Encode the value of a node as JSON."""
         return encode(value, self._leaf)
 
     def _leaf(self, value: Any) -> Any:
@@ -90,7 +90,7 @@ class ValueDecoder:
         return _compat.new_fake_mode()
 
     def decode(self, data: Any) -> Any:
-        """What `ValueEncoder.encode` has written."""
+        """Decode a value that `ValueEncoder.encode` has written."""
         return decode(data, self._leaf)
 
     def _leaf(self, kind: str, content: Any) -> Any:

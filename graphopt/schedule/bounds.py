@@ -45,7 +45,7 @@ Seconds = NDArray[np.float64]
 
 
 class Job(NamedTuple):
-    """What a machine has to do: not before `head`, for `seconds`, and `tail` after it."""
+    """Work of a machine: not before `head`, for `seconds`, and `tail` after it."""
 
     head: float
     seconds: float
@@ -82,7 +82,7 @@ def preemptive_bound(program: Program, burst: float = 0.0, *, in_order: bool = F
 
 
 def jackson(jobs: Iterable[Job]) -> float:
-    """When the last tail ends, where at each time the job with the longest tail is served."""
+    """End of the last tail, where at each time the job with the longest tail is served."""
     coming = sorted(jobs)
     ready: list[tuple[float, float]] = []  # negative tail, seconds left
     now = latest = 0.0

@@ -49,8 +49,8 @@ BucketKind = tuple[Hashable, ...]
 
 
 def bucket_kind(launch: fx.Node) -> BucketKind | None:
-    """What all members of a bucket share: operator, reduction, group, dtype and device; None for a
-    launch that goes into no bucket.
+    """The key that all members of a bucket share: operator, reduction, group, dtype and device;
+    None for a launch that goes into no bucket.
 
     Such are all collectives but gathers and reduce-scatters, and those whose size is dynamic, that
     send no element, or whose result is not read through one wait alone.

@@ -50,7 +50,7 @@ class Emitter:
                 self._order.append(pending.pop())
 
     def needed(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        """What has to run before some nodes, and has no place yet."""
+        """Nodes that have to run before some others, and have no place yet."""
         found: set[fx.Node] = set()
         pending = [source for node in nodes for source in self._before[node]]
         while pending:

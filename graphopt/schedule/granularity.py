@@ -33,7 +33,7 @@ MOST = 64
 def collectives_by_cost(
     graph: fx.Graph, launches: Sequence[fx.Node], cost_model: CostModel, ranks: int | None = None
 ) -> int:
-    """How many collectives should send what `launches` send, at least 1.
+    """Number of collectives in which to send what `launches` send, at least 1.
 
     Args:
         graph: of one step.

@@ -59,7 +59,7 @@ class Send:
 
 @dataclass(frozen=True)
 class LaunchOrder:
-    """What is sent as it comes, in that order, and then what was held back, most urgent first.
+    """The order of sends: those that go as they come, and then those held back, most urgent first.
 
     >>> from graphopt.comm import get_all_comm_blocks
     >>> from graphopt.schedule import LaunchOrder, Send

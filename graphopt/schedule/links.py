@@ -79,7 +79,7 @@ class Links:
         queue.append(flight)
 
     def handed_on(self, now: float) -> HandedOn:
-        """What an iteration that ends now hands on to the next one."""
+        """State of the links that an iteration which ends now hands on to the next one."""
         self._idle(now)
         unsent = {
             ("group", name): sum(flight.latency_left + flight.transfer_left for flight in queue)

@@ -21,7 +21,7 @@ _AT_ONCE = 1e-12
 
 
 class Policy(NamedTuple):
-    """How one run decides.
+    """Parameters of one run.
 
     Attributes:
         deferred: share of all compute by which nodes off the path stand back.

@@ -213,7 +213,7 @@ def parameters_text(names: Sequence[str]) -> str:
 
 
 def reader_text(slot: CollectiveSlot) -> str:
-    """Which node forces the wait, and in which iteration."""
+    """The node that forces the wait, and its iteration."""
     reader = slot.message.reader
     if reader is None:
         return "nobody"

@@ -109,7 +109,7 @@ class Program:
 
     @property
     def compute_seconds(self) -> float:
-        """Of all nodes, with nothing to wait for."""
+        """Seconds of all nodes, with nothing to wait for."""
         return sum(self.seconds.values())
 
 
@@ -194,7 +194,7 @@ class Storages:
         self._touched: dict[fx.Node, dict[int, int]] = {}
 
     def made(self, node: fx.Node) -> list[tuple[int, int]]:
-        """Those of what a node gives, each with its bytes."""
+        """Values that a node gives, each with its bytes."""
         found = self._made.get(node)
         if found is None:
             value = None if node.op == "output" else known_value(node)

@@ -70,7 +70,7 @@ def simulate_program(program: Program, slowdown: float = 0.0, burst: float = 0.0
 
 
 def steady_seconds(program: Program, slowdown: float = 0.0, burst: float = 0.0) -> float:
-    """How long a program takes in its steady state, without the rest that a timeline has.
+    """Seconds of a program in its steady state, without the rest that a timeline has.
 
     >>> from graphopt.cost import default_cost_model
     >>> from graphopt.schedule import program_of, simulate_program

@@ -89,7 +89,7 @@ class SimulatedStep:
 
     @cached_property
     def compute_seconds(self) -> float:
-        """Of all nodes, with nothing to wait for."""
+        """Seconds of all nodes, with nothing to wait for."""
         return self.program.compute_seconds
 
     @cached_property
@@ -99,7 +99,7 @@ class SimulatedStep:
 
     @cached_property
     def exposed_comm_seconds(self) -> float:
-        """How long compute stands still in a step."""
+        """Seconds of a step in which compute stands still."""
         return sum(slot.exposed for slot in self.collectives)
 
     @property

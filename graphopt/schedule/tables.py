@@ -24,7 +24,7 @@ that stands behind it."""
 
 
 class Tables:
-    """Of one program.
+    """Tables of one program.
 
     Attributes:
         missing: of how many others each node needs something.
@@ -150,7 +150,7 @@ def _preparations(tables: Tables, before: Predecessors) -> dict[Message, list[in
 
 
 def ancestors(launch: fx.Node, before: Predecessors, most: int) -> set[fx.Node] | None:
-    """What a launch needs, without inputs of the step; None if that is more than `most` nodes."""
+    """Nodes that a launch needs, without inputs of the step; None if those are more than `most`."""
     found: set[fx.Node] = set()
     pending = list(before[launch])
     while pending:

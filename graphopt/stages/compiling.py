@@ -116,7 +116,7 @@ class Stages:
         return found
 
     def anew(self) -> Stages:
-        """The same list, with nothing compiled yet."""
+        """A copy of the list with nothing compiled yet."""
         return Stages(self.manager, self.options, self._auto, given=self._given)
 
     @property
@@ -136,7 +136,7 @@ class Stages:
         return [] if self.options is None else list(self._lower.lowering.subgraphs.values())
 
     def compile(self, call: Call, ways: Iterable[Ranks]) -> tuple[CapturedStep, Agreed | None]:
-        """From a call of a step to graphs that run: every stage, in order.
+        """Compile a call of a step to graphs that run: every stage, in order.
 
         Args:
             ways: how this rank goes along with the others, in order of preference: as they agreed

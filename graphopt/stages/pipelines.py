@@ -20,7 +20,7 @@ of matrices takes two in the backward, so that the forward alone is a third."""
 
 
 def default_pipeline() -> list[PipelineEntry]:
-    """What `pipeline="default"` applies to a captured step."""
+    """The passes that `pipeline="default"` applies to a captured step."""
     return pipeline_with(None, HELD_BACK)
 
 
@@ -62,7 +62,7 @@ def manager_for(pipeline: str | Sequence[Any] | PassManager, verify: str | None)
 
 
 def options_for(lower: str | Options | None) -> Options | None:
-    """How to lower, given what `graphopt.compile` was given.
+    """Options of lowering for the arguments of `graphopt.compile`.
 
     Raises:
         LoweringError: no such way.

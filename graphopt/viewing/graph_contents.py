@@ -32,7 +32,7 @@ _LONGEST = 400
 def contents_of(
     gm: fx.GraphModule, title: str, diffs: Mapping[str, Sequence[str]] | None = None
 ) -> dict[str, Any]:
-    """All that a page shows of a graph.
+    """Contents of the page of a graph.
 
     Args:
         title: over the page.

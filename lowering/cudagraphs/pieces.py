@@ -39,7 +39,7 @@ ModuleOf = Callable[[fx.Node], Any]
 
 
 class Way(enum.Enum):
-    """How a piece gets a value from outside.
+    """The way by which a piece gets a value from outside.
 
     STATIC: a tensor that has the same address in each call. COPIED: a tensor that is copied into
     one. SCALAR: a number in a tensor on the CPU, written into a tensor of the device. NUMBER: a
@@ -75,7 +75,7 @@ class Piece:
 
 @dataclass
 class Pieces:
-    """What is recorded of a graph.
+    """The recorded pieces of a graph.
 
     Attributes:
         pieces: in graph order.

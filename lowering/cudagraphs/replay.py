@@ -70,7 +70,7 @@ class PieceInputs:
         return set(self._copied)
 
     def bind(self, values: Sequence[Any]) -> Values:
-        """What the piece is to be run with, in order to be recorded.
+        """Bind the inputs with which the piece is to be recorded.
 
         Buffers are filled. Addresses and numbers are remembered.
 
@@ -116,7 +116,7 @@ class PieceInputs:
         )
 
     def kinds(self, bound: Values) -> tuple[Kind, ...]:
-        """What compiled code in the piece depends on."""
+        """Kinds of the inputs, on which compiled code in the piece depends."""
         return tuple(kind_of(value) for value in bound if isinstance(value, torch.Tensor))
 
     def _note(self, indices: Sequence[int]) -> None:

@@ -87,7 +87,7 @@ def written_positions(node: fx.Node) -> list[int]:
 
 
 def overwritten(node: fx.Node) -> list[fx.Node]:
-    """What `written` says, and the workspaces that the node computes in."""
+    """Nodes that `written` gives, and the workspaces that the node computes in."""
     found = written(node)
     for index in operator_of(node).workspaces:
         found += nodes_in(argument_at(node, index))

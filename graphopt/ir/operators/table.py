@@ -37,7 +37,7 @@ from graphopt.ir.families import (
 
 @dataclass(frozen=True)
 class Operator:
-    """What is known of the target of a node.
+    """Facts about the target of a node.
 
     Attributes:
         aliases: per result, positions of the arguments whose memory it may share. An operator that

@@ -196,6 +196,6 @@ def _nth(value: Any, parts: dict[Path, list[Any]], index: int) -> Any:
 
 
 def part_starts(size: int, count: int) -> list[int]:
-    """Where the parts of `torch.tensor_split` begin, and where the last one ends."""
+    """Begins of the parts of `torch.tensor_split`, and the end of the last one."""
     small, larger = divmod(size, count)
     return [index * small + min(index, larger) for index in range(count + 1)]

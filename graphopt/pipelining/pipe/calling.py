@@ -113,7 +113,7 @@ class Calling:
 
 
 class OutputSpec:
-    """How the output of a model is nested. Immutable."""
+    """The nesting of a model's output. Immutable."""
 
     def __init__(self, spec: Any) -> None:
         self._spec = spec
@@ -128,7 +128,7 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class OutputNest:
-    """How the tensors that the last stage returns become the model's output.
+    """The nest by which tensors that the last stage returns become the model's output.
 
     Attributes:
         leaves: for each leaf of the output the position of its tensor; or the constant that it is.

@@ -50,7 +50,7 @@ def is_mark(node: fx.Node) -> bool:
 
 
 def mark_label(node: fx.Node) -> str:
-    """What a mark is called in errors."""
+    """The name of a mark in errors."""
     if node.target is _PIPE_SPLIT:
         return str(node.args[0])
     return f"pipe_split() of torch.distributed.pipelining (%{node.name})"
@@ -63,7 +63,7 @@ def insert_mark_after(node: fx.Node, label: str) -> None:
 
 
 class SplitPoint(Enum):
-    """Where a mark stands relative to a module's forward.
+    """The place of a mark relative to a module's forward.
 
     >>> [point.name for point in graphopt.pipelining.SplitPoint]
     ['BEGINNING', 'END']
@@ -212,7 +212,7 @@ class PipeSequential(nn.Sequential):
 
     @staticmethod
     def from_sequential(sequential: nn.Sequential) -> PipeSequential:
-        """The same children, under the same names, with a boundary between any two."""
+        """Make a sequential with the same children and names, with a boundary between any two."""
         result = PipeSequential()
         for name, child in _compat.children_by_name(sequential).items():
             result.add_module(name, child)

@@ -41,7 +41,7 @@ def updated(node: fx.Node, regions: Regions) -> list[fx.Node]:
 
 
 class Mutations:
-    """Who writes to the memory of the values of a graph, from inside regions, too.
+    """Writers to the memory of a graph's values, from inside regions, too.
 
     Args:
         regions: the nodes that stand for graphs, with those graphs.

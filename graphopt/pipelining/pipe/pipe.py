@@ -37,7 +37,7 @@ SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
 
 @dataclass(frozen=True)
 class PipeInfo:
-    """What a pipe consists of.
+    """The parts of a pipe.
 
     Attributes:
         graph: calls of the stages and what passes between them, backward included.

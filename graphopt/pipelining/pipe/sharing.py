@@ -16,7 +16,7 @@ from graphopt.pipelining.pipe.state import State
 
 
 class MultiUseParameterConfig(Enum):
-    """What happens to a parameter that several stages use.
+    """The treatment of a parameter that several stages use.
 
     REPLICATE: each of the stages holds it; their gradients have to be added, which
     `reduce_replicated_gradients` does. TRANSMIT: the first of the stages holds it and sends it

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class Gradients(Enum):
-    """What a backward does with the gradients of parameters."""
+    """How a backward leaves gradients of parameters: set, added to what was there, or averaged."""
 
     SET = "set"
     ADD = "add"
@@ -26,7 +26,7 @@ class Gradients(Enum):
 
 @dataclass(frozen=True)
 class Accumulation:
-    """How the gradient of one parameter is left behind, as nodes.
+    """The sum of one parameter's gradients, as nodes.
 
     Attributes:
         index: of the parameter among those with a gradient input.

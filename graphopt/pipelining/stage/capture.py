@@ -32,7 +32,7 @@ from graphopt.tracing.trusted import check
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What a stage receives and sends for one microbatch, as tensors without data.
+    """Tensors without data that a stage receives and sends for one microbatch.
 
     Attributes:
         received, sent: arguments and results; those with `requires_grad` have gradients.

@@ -25,7 +25,7 @@ from graphopt.pipelining.pipe.stage_module import StageModule, make_stage_module
 
 @dataclass(frozen=True)
 class ChainPlan:
-    """What flows between the stages of a pipe.
+    """The values that flow between the stages of a pipe.
 
     Attributes:
         received: for each stage the values it receives, as nodes of the graph of stages. The first

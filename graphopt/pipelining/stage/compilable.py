@@ -172,7 +172,7 @@ class CompilableStage(PipelineStage):
 
     @property
     def report(self) -> list[PassRecord]:
-        """What each pass did to the captured graph.
+        """Records of the passes that were applied to the captured graph.
 
         Raises:
             GraphOptError: the stage is not compiled.

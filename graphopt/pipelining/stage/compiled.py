@@ -114,7 +114,7 @@ class CompiledStage:
 
     @property
     def constant(self) -> list[int]:
-        """Which of the tensors that the stage sends have no gradients."""
+        """Tensors that the stage sends without gradients."""
         sent = self._microbatch.sent
         return [index for index, tensor in enumerate(sent) if not tensor.requires_grad]
 
@@ -211,7 +211,7 @@ class CompiledStage:
     def run_forward(
         self, inputs: Sequence[torch.Tensor]
     ) -> tuple[tuple[torch.Tensor, ...], list[Any]]:
-        """What the stage sends, and what its backward needs."""
+        """Run the forward; returns the tensors to send, and those that the backward needs."""
         results, _, kept = self._run(self._graph("forward"), inputs, (), [])
         return self._sent(results, kept), list(kept)
 

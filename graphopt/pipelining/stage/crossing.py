@@ -51,7 +51,7 @@ def closure(roots: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.
 def find_crossing(
     roots: Iterable[fx.Node], early: Collection[fx.Node], slots: Collection[fx.Node] = ()
 ) -> Iterator[fx.Node]:
-    """What `roots` need of what is computed `early`, views aside.
+    """Values computed `early` that `roots` need, views aside.
 
     Args:
         slots: what is kept already.

@@ -29,7 +29,7 @@ Shapes = list[tuple[tuple[int, ...], str]]
 
 
 class HandCut(_private.BeforeForwards, CompilableStage):
-    """What a stage does whose module was divided from a model by hand; see `Stage.from_module`."""
+    """Methods of a stage whose module was divided from a model by hand; see `Stage.from_module`."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class _Body(nn.Module):
         return [receive(v) if self._index and v.requires_grad else v for v in received]
 
     def leave(self, result: Any) -> Tensors:
-        """What is sent, of what the module returned; of the last stage, the tensors in it."""
+        """Tensors to send, of those that the module returned; of the last stage, all."""
         leaves, spec = _compat.tree_flatten(result)
         tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         constants = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
@@ -182,7 +182,7 @@ class _Body(nn.Module):
         return tuple(send(_with_gradient(tensor)) for tensor in tensors)
 
     def result_on(self, received: Tensors, expected: Any, device: torch.device) -> Any:
-        """What the module returns for fake tensors, or `expected` where it does not run on them.
+        """Result of the module for fake tensors, or `expected` where it does not run on them.
 
         The module stays as it is.
         """

@@ -29,7 +29,7 @@ class StageFlow:
     returned: tuple[torch.Tensor, ...]
 
     def sent(self, stage: int) -> tuple[torch.Tensor, ...]:
-        """What a stage sends on, or returns."""
+        """Tensors that a stage sends on, or returns."""
         return self.received[stage + 1] if stage + 1 < len(self.received) else self.returned
 
 

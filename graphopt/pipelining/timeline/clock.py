@@ -21,7 +21,7 @@ class DeviceMarks(Protocol):
         """A mark of now."""
 
     def seconds(self, mark: Any) -> float:
-        """When a mark was reached, on the clock of the host."""
+        """Time at which a mark was reached, on the clock of the host."""
 
 
 class HostMarks:

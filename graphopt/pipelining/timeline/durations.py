@@ -51,13 +51,14 @@ class StageDurations:
 
     @classmethod
     def given(cls, forward: Sequence[float], backward: Sequence[float]) -> StageDurations:
-        """From forwards and backwards; half of a backward is for weight gradients."""
+        """Durations from those of forwards and backwards; half of a backward is for weight
+        gradients."""
         half = tuple(seconds / 2 for seconds in backward)
         return cls(tuple(forward), tuple(backward), half, half)
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.forward)
 
     def of(self, action: Action) -> float:
@@ -124,7 +125,7 @@ class _StageAlone:
         return forward, backward, backward * bool(self.index), backward * (not self.index)
 
     def sent(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """What the stage sends on."""
+        """Tensors that the stage sends on."""
         with torch.no_grad():
             return list(self.module(*inputs))
 

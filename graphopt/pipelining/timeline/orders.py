@@ -140,12 +140,12 @@ class ScheduleOrder:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.actions)
 
     @property
     def num_stages(self) -> int:
-        """How many stages all ranks have."""
+        """Number of stages of all ranks."""
         return 1 + max(action.stage for rank in self.actions for action in rank)
 
     @classmethod

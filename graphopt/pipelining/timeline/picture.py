@@ -12,7 +12,8 @@ from graphopt.runtime.places import place, write
 
 
 class ScheduleTimeline(ScheduleTimes):
-    """When each rank of a schedule ran, or would run, what. `str` of it is for a terminal.
+    """A schedule over time: the action that each rank runs, or would run. `str` of it is for a
+    terminal.
 
     Made by `predict_schedule` and `record_schedule`. `ScheduleTimes` has the figures.
     """

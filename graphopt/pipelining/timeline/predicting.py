@@ -16,7 +16,7 @@ from graphopt.pipelining.timeline.slots import Action, Slot
 def predict_schedule(
     schedule: ScheduleOrder | Any, durations: StageDurations, *, transfer: float = 0.0
 ) -> ScheduleTimeline:
-    """When each rank runs what, if every action starts as soon as it can.
+    """Predict a schedule over time, if every action starts as soon as it can.
 
     List scheduling in the order that the schedule fixes: an action starts when its rank is free and
     what it needs has arrived. A forward needs that of the stage before, a backward its own forward

@@ -55,7 +55,7 @@ def record_schedule(schedule: Any) -> Iterator[Recording]:
 
 
 class Recording:
-    """What `record_schedule` noted on this rank."""
+    """Times that `record_schedule` noted on this rank."""
 
     def __init__(self, schedule: str, stage: Any, marks: Any) -> None:
         self._schedule = schedule

@@ -41,18 +41,18 @@ class Slot(NamedTuple):
 
     @property
     def action(self) -> Action:
-        """What is done in it."""
+        """The action that is run in it."""
         return Action(self.stage, self.kind, self.microbatch)
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """Its length."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank did in a step. All but the share in seconds.
+    """Figures of one rank in a step. All but the share in seconds.
 
     Attributes:
         stages: the stages that it ran.
@@ -88,22 +88,22 @@ class ScheduleTimes:
 
     @cached_property
     def step_seconds(self) -> float:
-        """From the first start to the last end."""
+        """Seconds from the first start to the last end."""
         return self.end - self.start
 
     @cached_property
     def start(self) -> float:
-        """When the first action begins."""
+        """Time at which the first action begins."""
         return min(slot.start for slot in self.slots)
 
     @cached_property
     def end(self) -> float:
-        """When the last action is over."""
+        """Time at which the last action is over."""
         return max(slot.end for slot in self.slots)
 
     @cached_property
     def microbatches(self) -> int:
-        """How many microbatches there are."""
+        """Number of microbatches."""
         return len({slot.microbatch for slot in self.slots})
 
     @cached_property
