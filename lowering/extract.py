@@ -17,10 +17,10 @@ from graphopt.graph_utils import (
 )
 from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import is_fused_optimizer, is_item
-from graphopt.ir.outlining import Copies, Part, give_items, leaving, splice
+from graphopt.ir.outlining import NodeCopies, Part, give_items, leaving, splice
 from graphopt.lowering.compiler import kind_of
 from graphopt.lowering.lowerable import as_factory, reads_metadata_only
-from graphopt.lowering.regions import MARK, Mark, mark_regions
+from graphopt.lowering.regions import MARK, RegionMark, mark_regions
 
 
 class LoweredRegion(Part):
@@ -69,7 +69,7 @@ class RegionCut:
             node.meta.pop(MARK, None)
         return region
 
-    def _inside(self, region: Part, copies: Copies, node: fx.Node) -> fx.Node:
+    def _inside(self, region: Part, copies: NodeCopies, node: fx.Node) -> fx.Node:
         """What another node is in a region."""
         return _copied(copies, node) if self._marks[node].free else region.take(node)
 
@@ -81,7 +81,7 @@ class RegionCut:
                 returns the node.
         """
 
-        def insert(copies: Copies, region: Part) -> None:
+        def insert(copies: NodeCopies, region: Part) -> None:
             assert isinstance(region, LoweredRegion)
             give_items(copies, region, call(copies.graph, region, list(map(copies, region.inputs))))
 
@@ -100,7 +100,7 @@ class RegionCut:
         updates = [node for node in outputs.updates if node.op != "placeholder"]
         set_outputs(graph, outputs._replace(updates=updates))
 
-    def _outside(self, copies: Copies, node: fx.Node) -> Any:
+    def _outside(self, copies: NodeCopies, node: fx.Node) -> Any:
         """A node outside of the regions, or of one that does not return it."""
         if self._marks[node].region >= 0:
             if written(node):
@@ -111,7 +111,7 @@ class RegionCut:
         return _copied(copies, node)
 
 
-def _copied(copies: Copies, node: fx.Node) -> fx.Node:
+def _copied(copies: NodeCopies, node: fx.Node) -> fx.Node:
     """A copy of `node`; without its argument if it reads the metadata of that alone."""
     if not reads_metadata_only(node):
         return copies.copy(node)
@@ -122,18 +122,18 @@ def _copied(copies: Copies, node: fx.Node) -> fx.Node:
     return copy
 
 
-def _marks(graph: fx.Graph) -> dict[fx.Node, Mark]:
+def _marks(graph: fx.Graph) -> dict[fx.Node, RegionMark]:
     """Marks of all nodes. A node that came after the graph was marked stays outside."""
-    marks: dict[fx.Node, Mark] = {}
+    marks: dict[fx.Node, RegionMark] = {}
     for node in graph.nodes:
         mark = node.meta.get(MARK)
         if node.op in ("placeholder", "get_attr"):
-            mark = Mark(-1)
+            mark = RegionMark(-1)
         elif node.op == "output":
-            mark = Mark(max((mark.level for mark in marks.values()), default=-1) + 1)
+            mark = RegionMark(max((mark.level for mark in marks.values()), default=-1) + 1)
         elif mark is None:
             sources = [marks[source] for source in node.all_input_nodes]
-            mark = Mark(max((m.level + (m.region >= 0) for m in sources), default=0))
+            mark = RegionMark(max((m.level + (m.region >= 0) for m in sources), default=0))
         marks[node] = mark
     return marks
 

@@ -14,7 +14,7 @@ from graphopt.graph_utils import is_collective, is_operator, is_random, is_wait,
 from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import argument, draws, fused_optimizer, operator_of
 from graphopt.ir.views import is_pure_view
-from graphopt.lowering.numbers import counts_steps, is_listed, takes_numbers
+from graphopt.lowering.number_arguments import counts_steps, is_listed, takes_numbers
 from graphopt.lowering.updates import reason_to_keep_update
 
 aten = torch.ops.aten

@@ -27,7 +27,7 @@ _LEAST = 4096
 """Bytes; smaller tensors come from the allocator, which keeps memory for them."""
 
 
-class Lifetime(NamedTuple):
+class MemoryLifetime(NamedTuple):
     """The first and last use of memory.
 
     Attributes:
@@ -41,7 +41,7 @@ class Lifetime(NamedTuple):
     end: int
 
 
-def place(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
+def place(lifetimes: Sequence[MemoryLifetime]) -> tuple[list[int], int]:
     """Offsets for memory that is in use at the same time, so that it does not overlap.
 
     The largest first, each into the smallest gap that holds it ("greedy by size" of Pisarchyk and
@@ -51,7 +51,7 @@ def place(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
         The offset of each in bytes, and the bytes of all.
     """
     offsets = [0] * len(lifetimes)
-    placed: list[tuple[int, int, Lifetime]] = []
+    placed: list[tuple[int, int, MemoryLifetime]] = []
     for index in sorted(range(len(lifetimes)), key=lambda i: -lifetimes[i].size):
         new = lifetimes[index]
         end_before, best, smallest = 0, None, None
@@ -190,11 +190,11 @@ class _SlabRecording:
         self.made.append(_Made(size, dtype, storage.nbytes(), StorageWeakRef(storage)))
         return tensor
 
-    def lifetimes(self) -> dict[int, Lifetime]:
+    def lifetimes(self) -> dict[int, MemoryLifetime]:
         """The lifetimes of what is free by now and not small, by its index."""
         self._note_ends()
         return {
-            index: Lifetime(-(-self.made[index].bytes // _ALIGNMENT) * _ALIGNMENT, index, end)
+            index: MemoryLifetime(-(-self.made[index].bytes // _ALIGNMENT) * _ALIGNMENT, index, end)
             for index, end in self._ends.items()
             if self.made[index].bytes >= _LEAST
         }
@@ -217,7 +217,7 @@ class _Planned:
     _view: Callable[[torch.dtype], torch.Tensor]
 
     def __init__(
-        self, code: inductor.Compiled, made: Sequence[_Made], lifetimes: dict[int, Lifetime]
+        self, code: inductor.Compiled, made: Sequence[_Made], lifetimes: dict[int, MemoryLifetime]
     ) -> None:
         self._code = inductor.with_allocator(code, self._allocate)
         placed, self.size = place(list(lifetimes.values()))

@@ -18,7 +18,7 @@ from graphopt.graph_utils import get_output, is_operator
 from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import is_fused_optimizer
 from graphopt.lowering.cross_entropy import RowSums
-from graphopt.lowering.numbers import Number, is_listed, written_out
+from graphopt.lowering.number_arguments import Number, is_listed, written_out
 from graphopt.lowering.updates import call_update, gradients
 
 aten = torch.ops.aten

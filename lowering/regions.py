@@ -23,7 +23,7 @@ MARK = "lowering"
 """Metadata of each call of a marked graph."""
 
 
-class Mark(NamedTuple):
+class RegionMark(NamedTuple):
     """The place where a call runs: in a region, or outside of all.
 
     Attributes:
@@ -96,7 +96,7 @@ def mark_regions(
     members: dict[int, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node in levels:
-            node.meta[MARK] = Mark(levels[node], free=node in found.free)
+            node.meta[MARK] = RegionMark(levels[node], free=node in found.free)
         if node in lowerable:
             members[levels[node]].append(node)
     for _, nodes in sorted(members.items()):
@@ -105,7 +105,7 @@ def mark_regions(
             reasons |= dict.fromkeys(nodes, refused)
             continue
         for node in nodes:
-            node.meta[MARK] = Mark(levels[node], len(found.nodes))
+            node.meta[MARK] = RegionMark(levels[node], len(found.nodes))
         found.nodes.append(nodes)
     for node, reason in reasons.items():
         if reason is not None and not is_item(node) and node not in found.free:

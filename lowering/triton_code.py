@@ -23,7 +23,7 @@ _LOWERED_FROM = "lowered_from"
 
 
 @dataclass(frozen=True)
-class Code:
+class InductorCode:
     """Code that Inductor makes of a graph.
 
     Attributes:
@@ -35,7 +35,7 @@ class Code:
     externs: Counter[str]
 
 
-def cuda_code(graph_module: fx.GraphModule) -> Code:
+def cuda_code(graph_module: fx.GraphModule) -> InductorCode:
     """The code for CUDA of a graph, which stays as it is.
 
     To be called while there is a pretended GPU (`graphopt._compat.triton`). All tensors of the
@@ -155,7 +155,7 @@ def _message(place: str, error: Exception) -> str:
 # ---------------------------------------------------------------------------- reading the code
 
 
-def _read(code: str) -> Code:
+def _read(code: str) -> InductorCode:
     """The kernels that a module written by Inductor defines and calls. It is not run."""
     kernels: list[tuple[str, str]] = []
     externs: Counter[str] = Counter()
@@ -168,7 +168,7 @@ def _read(code: str) -> Code:
             kernels.append((name, source))
         elif (match := _EXTERN.match(called)) is not None:
             externs[match["name"]] += 1
-    return Code(kernels, externs)
+    return InductorCode(kernels, externs)
 
 
 _EXTERN = re.compile(r"(?:extern_kernels\.|torch\.ops\.(?!inductor\.)|(?=aten\.))(?P<name>.+)")

@@ -23,7 +23,7 @@ from graphopt.ir.entries import list_call
 from graphopt.ir.families import FUSED_OPTIMIZERS
 from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import argument, fused_optimizer, is_copy
-from graphopt.lowering.numbers import Number
+from graphopt.lowering.number_arguments import Number
 
 _library = torch.library.Library("graphopt", "FRAGMENT")
 _library.define(

@@ -26,7 +26,8 @@ much): so the first layers do not stand behind all others on a slow link. Produc
 results are held back are computed after the backward as well, others as soon as they can be
 (`graphopt.schedule.deferral`). The default pipeline holds back four tenths. Buckets that share an
 update, as with clipping, all stay where they are. With `two_parts`, that share of a gradient that
-is a large part of all is held back (`graphopt.schedule.parts`); `pipeline="auto"` tries it.
+is a large part of all is held back (`graphopt.schedule.two_part_sends`); `pipeline="auto"` tries
+it.
 
 Needs optimizers that update each parameter on its own; the lists of fused and foreach optimizers
 are split (`graphopt.optim.split_updates`) once it is known which buckets move, of which each has

@@ -17,7 +17,7 @@ from graphopt.executable import finalize
 from graphopt.lowering.boxed import box_calls
 from graphopt.lowering.compiler import Options
 from graphopt.lowering.cudagraphs import CudaGraphs
-from graphopt.lowering.cudagraphs.pieces import Way
+from graphopt.lowering.cudagraphs.pieces import InputTransfer
 from graphopt.lowering.cudagraphs.replay import CudaGraphPiece, Input, Pools
 from graphopt.lowering.subgraph import LoweredSubgraph
 from graphopt.stages import default_pipeline
@@ -179,7 +179,7 @@ def body(program: Callable[..., list[Any]], *examples: Any) -> fx.GraphModule:
 
 def piece_of(
     program: Callable[..., list[Any]],
-    ways: dict[str, Way],
+    ways: dict[str, InputTransfer],
     recorder: EmulatedRecorder,
     *examples: Any,
     leaving: bool = True,
@@ -200,7 +200,7 @@ def piece_of(
 
 def test_the_first_call_warms_up_the_second_records_the_others_replay() -> None:
     recorder = EmulatedRecorder()
-    ways = {"w": Way.STATIC, "x": Way.COPIED}
+    ways = {"w": InputTransfer.STATIC, "x": InputTransfer.COPIED}
     w = torch.ones(3)
     piece = piece_of(lambda w, x: [w * x + 1], ways, recorder, w, w + 1)
     kept, expected = [], []
@@ -216,7 +216,7 @@ def test_the_first_call_warms_up_the_second_records_the_others_replay() -> None:
 def test_a_result_that_is_not_kept_is_not_copied() -> None:
     recorder = EmulatedRecorder()
     w = torch.ones(3)
-    piece = piece_of(lambda w: [w * 2], {"w": Way.STATIC}, recorder, w, leaving=False)
+    piece = piece_of(lambda w: [w * 2], {"w": InputTransfer.STATIC}, recorder, w, leaving=False)
     piece(w)
     first, second = piece(w), piece(w)
     assert first[0] is second[0]
@@ -226,7 +226,7 @@ def test_a_result_that_is_an_input_is_copied_although_nobody_keeps_it() -> None:
     """An operator may return its argument where nothing says so."""
     recorder = EmulatedRecorder()
     x = torch.ones(3)
-    piece = piece_of(lambda x: [x], {"x": Way.COPIED}, recorder, x, leaving=False)
+    piece = piece_of(lambda x: [x], {"x": InputTransfer.COPIED}, recorder, x, leaving=False)
     results = [piece(torch.full((3,), float(index)))[0] for index in range(4)]
     assert [float(result[0]) for result in results] == [0.0, 1.0, 2.0, 3.0]
 
@@ -236,7 +236,7 @@ def test_another_parameter_tensor_is_recorded_anew_at_most_eight_times(
 ) -> None:
     recorder = EmulatedRecorder()
     program = lambda w, x: [w.add_(1) * x]  # noqa: E731
-    ways = {"w": Way.STATIC, "x": Way.COPIED}
+    ways = {"w": InputTransfer.STATIC, "x": InputTransfer.COPIED}
     examples = torch.ones(3), torch.ones(3)
     piece = piece_of(program, ways, recorder, *examples, written=("w",))
     with caplog.at_level(logging.INFO, "graphopt"):
@@ -256,7 +256,7 @@ def test_another_parameter_tensor_is_recorded_anew_at_most_eight_times(
 def test_an_input_whose_address_changes_again_is_copied_from_then_on() -> None:
     """As results of a piece that runs operator by operator do."""
     recorder = EmulatedRecorder()
-    piece = piece_of(lambda w: [w + 1], {"w": Way.STATIC}, recorder, torch.ones(3))
+    piece = piece_of(lambda w: [w + 1], {"w": InputTransfer.STATIC}, recorder, torch.ones(3))
     kept = [torch.full((3,), float(number)) for number in range(20)]
     for number, w in enumerate(kept):
         assert torch.equal(piece(w)[0], torch.full((3,), number + 1.0))
@@ -270,7 +270,7 @@ def test_another_number_is_recorded_anew() -> None:
     piece = CudaGraphPiece(
         _scaled(),
         "cudagraph_0",
-        [Input("w", Way.STATIC), Input("number", Way.NUMBER)],
+        [Input("w", InputTransfer.STATIC), Input("number", InputTransfer.NUMBER)],
         [True],
         position=0,
         device=torch.device("cpu"),
@@ -295,7 +295,9 @@ def test_a_recording_that_fails_is_said_once_and_changes_nothing(
     """The update runs once in each step, also in that in which the recording failed."""
     recorder = EmulatedRecorder(refuse=lambda: True)
     state = torch.zeros(3)
-    piece = piece_of(lambda s: [s.add_(1) * 2], {"s": Way.STATIC}, recorder, state, written=("s",))
+    piece = piece_of(
+        lambda s: [s.add_(1) * 2], {"s": InputTransfer.STATIC}, recorder, state, written=("s",)
+    )
     state = torch.zeros(3)
     for step in range(1, 6):
         assert torch.equal(piece(state)[0], torch.full((3,), 2.0 * step))
@@ -320,7 +322,7 @@ def test_the_message_of_a_failure_names_the_node(caplog: pytest.LogCaptureFixtur
 
     recorder = Failing()
     w = torch.ones(3)
-    piece = piece_of(lambda w: [w.neg().exp()], {"w": Way.STATIC}, recorder, w)
+    piece = piece_of(lambda w: [w.neg().exp()], {"w": InputTransfer.STATIC}, recorder, w)
     assert all(torch.equal(piece(w)[0], w.neg().exp()) for _ in range(3))
     (record,) = said(caplog)
     assert "%exp" in record.message and "RuntimeError: not while capturing" in record.message
@@ -331,7 +333,7 @@ def test_a_value_from_another_device_ends_recording(caplog: pytest.LogCaptureFix
     """Metadata may say CUDA of a tensor that an operator leaves on the CPU."""
     recorder = EmulatedRecorder()
     examples = torch.ones(3), torch.ones(3)
-    ways = {"w": Way.STATIC, "x": Way.COPIED}
+    ways = {"w": InputTransfer.STATIC, "x": InputTransfer.COPIED}
     piece = piece_of(lambda w, x: [w], ways, recorder, *examples)
     piece(torch.ones(3), torch.ones(3, device="meta"))
     assert piece.failure == "%x is on meta, not on cpu"

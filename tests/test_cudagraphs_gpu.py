@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import graphopt
 from cudagraphs_emulation import Training
 from graphopt._compat import make_fx
-from graphopt.lowering.cudagraphs.pieces import Way
+from graphopt.lowering.cudagraphs.pieces import InputTransfer
 from graphopt.lowering.cudagraphs.recorder import CudaRecorder
 from graphopt.lowering.cudagraphs.replay import CudaGraphPiece, Input, Pools
 from graphopt.stages import default_pipeline
@@ -34,10 +34,12 @@ def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def piece_of(
-    program: Callable[..., list[Any]], ways: list[Way], *examples: Tensor
+    program: Callable[..., list[Any]], ways: list[InputTransfer], *examples: Tensor
 ) -> CudaGraphPiece:
     recorder = CudaRecorder()
-    inputs = [Input(f"input_{index}", way, way is Way.STATIC) for index, way in enumerate(ways)]
+    inputs = [
+        Input(f"input_{index}", way, way is InputTransfer.STATIC) for index, way in enumerate(ways)
+    ]
     module = make_fx(program)(*examples)
     returned = next(iter(reversed(module.graph.nodes))).args[0]
     return CudaGraphPiece(
@@ -70,7 +72,9 @@ def test_a_step_trains_the_same(model: str, optimizer: str) -> None:
 
 def test_dropout_draws_what_it_would_have_drawn() -> None:
     x = torch.ones(1000, device=DEVICE)
-    piece = piece_of(lambda x: [F.dropout(x, 0.5), F.dropout(x + 1, 0.3)], [Way.COPIED], x)
+    piece = piece_of(
+        lambda x: [F.dropout(x, 0.5), F.dropout(x + 1, 0.3)], [InputTransfer.COPIED], x
+    )
     torch.manual_seed(3)
     kept = [result for _ in range(5) for result in piece(x)]
     torch.manual_seed(3)
@@ -86,7 +90,7 @@ def test_dropout_draws_what_it_would_have_drawn() -> None:
 
 def test_a_recording_that_fails_leaves_the_device_usable(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.ones(8, device=DEVICE)
-    waiting = piece_of(lambda x: [x.exp() * x.sum()], [Way.COPIED], x)
+    waiting = piece_of(lambda x: [x.exp() * x.sum()], [InputTransfer.COPIED], x)
     graph = waiting.graph_module.graph
     total = next(node for node in graph.nodes if node.target is torch.ops.aten.sum.default)
     with graph.inserting_after(total):
@@ -101,7 +105,7 @@ def test_a_recording_that_fails_leaves_the_device_usable(caplog: pytest.LogCaptu
     drawn = torch.rand(4, device=DEVICE)
     torch.manual_seed(5)
     assert torch.equal(drawn, torch.rand(4, device=DEVICE))
-    other = piece_of(lambda x: [F.dropout(x, 0.5) * 2], [Way.COPIED], x)
+    other = piece_of(lambda x: [F.dropout(x, 0.5) * 2], [InputTransfer.COPIED], x)
     for _ in range(4):
         other(x)
     assert other.is_recorded
@@ -109,7 +113,7 @@ def test_a_recording_that_fails_leaves_the_device_usable(caplog: pytest.LogCaptu
 
 def test_a_parameter_whose_data_is_replaced_is_read_where_it_is() -> None:
     w = torch.ones(4, device=DEVICE)
-    piece = piece_of(lambda w: [w.add_(1) * 2], [Way.STATIC], w)
+    piece = piece_of(lambda w: [w.add_(1) * 2], [InputTransfer.STATIC], w)
     for start in (0.0, 10.0, 20.0):
         w = torch.full((4,), start, device=DEVICE)
         for use in range(4):
@@ -123,7 +127,7 @@ def test_a_learning_rate_may_change_right_after_the_call() -> None:
     piece = CudaGraphPiece(
         make_fx(lambda x, lr: [x * lr])(x, lr.to(DEVICE)),
         "cudagraph_0",
-        [Input("x", Way.STATIC), Input("lr", Way.SCALAR)],
+        [Input("x", InputTransfer.STATIC), Input("lr", InputTransfer.SCALAR)],
         [True],
         position=0,
         device=DEVICE,

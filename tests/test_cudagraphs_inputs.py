@@ -9,18 +9,18 @@ from torch import Tensor
 from graphopt._compat import cuda
 from graphopt.errors import LoweringError
 from graphopt.ir.inplace import uninitialised_like
-from graphopt.lowering.cudagraphs.pieces import Way
+from graphopt.lowering.cudagraphs.pieces import InputTransfer
 from graphopt.lowering.cudagraphs.replay import Input, PieceInputs, copy_of
 
 CPU = torch.device("cpu")
 
 
-def inputs_of(**ways: Way) -> PieceInputs:
+def inputs_of(**ways: InputTransfer) -> PieceInputs:
     return PieceInputs([Input(name, way) for name, way in ways.items()], CPU)
 
 
 def test_a_static_input_is_read_where_it_is_and_others_from_a_buffer() -> None:
-    inputs = inputs_of(w=Way.STATIC, x=Way.COPIED, number=Way.NUMBER)
+    inputs = inputs_of(w=InputTransfer.STATIC, x=InputTransfer.COPIED, number=InputTransfer.NUMBER)
     w, x = torch.ones(2), torch.ones(2)
     bound = inputs.bind([w, x, 3])
     assert bound[0] is w and bound[2] == 3
@@ -32,7 +32,7 @@ def test_a_static_input_is_read_where_it_is_and_others_from_a_buffer() -> None:
 
 
 def test_what_changed_is_named() -> None:
-    inputs = inputs_of(w=Way.STATIC, v=Way.STATIC, number=Way.NUMBER)
+    inputs = inputs_of(w=InputTransfer.STATIC, v=InputTransfer.STATIC, number=InputTransfer.NUMBER)
     w, v = torch.ones(2), torch.ones(2)
     inputs.bind([w, v, 3])
     assert inputs.changed([w, torch.ones(2), 3]) == ["v"]
@@ -42,7 +42,7 @@ def test_what_changed_is_named() -> None:
 
 def test_data_of_a_parameter_that_is_replaced_is_seen() -> None:
     """The parameter is the same object, at another address."""
-    inputs = inputs_of(w=Way.STATIC)
+    inputs = inputs_of(w=InputTransfer.STATIC)
     w = torch.nn.Parameter(torch.ones(2))
     inputs.bind([w])
     w.data = torch.zeros(2)
@@ -51,7 +51,7 @@ def test_data_of_a_parameter_that_is_replaced_is_seen() -> None:
 
 def test_a_learning_rate_is_written_as_it_is_when_it_is_loaded() -> None:
     """Float64 on the CPU, as the user sets it; float32 where the kernel reads it."""
-    inputs = inputs_of(lr=Way.SCALAR)
+    inputs = inputs_of(lr=InputTransfer.SCALAR)
     lr = torch.tensor(0.1, dtype=torch.float64)
     (buffer,) = inputs.bind([lr])
     assert buffer.dtype is torch.float32 and float(buffer) == float(torch.tensor(0.1))
@@ -76,7 +76,7 @@ def test_a_learning_rate_is_written_as_it_is_when_it_is_loaded() -> None:
     ids=["transposed", "rows", "columns", "gaps", "scalar", "empty", "offset"],
 )
 def test_a_buffer_has_the_strides_that_compiled_code_was_made_for(value: Tensor) -> None:
-    inputs = inputs_of(x=Way.COPIED)
+    inputs = inputs_of(x=InputTransfer.COPIED)
     (buffer,) = inputs.bind([value])
     assert buffer.stride() == value.stride() and torch.equal(buffer, value)
     other = copy_of(value)
@@ -88,7 +88,7 @@ def test_a_buffer_has_the_strides_that_compiled_code_was_made_for(value: Tensor)
 
 
 def test_the_buffer_of_an_input_whose_strides_change_stays() -> None:
-    inputs = inputs_of(x=Way.COPIED)
+    inputs = inputs_of(x=InputTransfer.COPIED)
     (buffer,) = inputs.bind([torch.ones(3, 3)])
     assert inputs.bind([torch.arange(9.0).view(3, 3).t()])[0] is buffer
     assert torch.equal(buffer, torch.arange(9.0).view(3, 3).t())
@@ -96,7 +96,7 @@ def test_the_buffer_of_an_input_whose_strides_change_stays() -> None:
 
 
 def test_a_buffer_of_one_element_does_not_take_several() -> None:
-    inputs = inputs_of(x=Way.COPIED)
+    inputs = inputs_of(x=InputTransfer.COPIED)
     inputs.bind([torch.ones(1).expand(4)])
     assert inputs.changed([torch.arange(4.0)]) == ["x"]
     assert torch.equal(inputs.bind([torch.arange(4.0)])[0], torch.arange(4.0))
@@ -105,17 +105,19 @@ def test_a_buffer_of_one_element_does_not_take_several() -> None:
 def test_a_tensor_whose_elements_share_memory_is_refused() -> None:
     windows = torch.arange(6.0).unfold(0, 3, 1)
     with pytest.raises(LoweringError, match=r"elements of %x share memory"):
-        inputs_of(x=Way.COPIED).bind([windows])
+        inputs_of(x=InputTransfer.COPIED).bind([windows])
 
 
-@pytest.mark.parametrize("way", [Way.STATIC, Way.COPIED])
-def test_a_tensor_on_another_device_is_refused(way: Way) -> None:
+@pytest.mark.parametrize("way", [InputTransfer.STATIC, InputTransfer.COPIED])
+def test_a_tensor_on_another_device_is_refused(way: InputTransfer) -> None:
     with pytest.raises(LoweringError, match=r"%x is on meta, not on cpu"):
         inputs_of(x=way).bind([torch.ones(2, device="meta")])
 
 
 def test_only_what_is_not_updated_is_copied_once_its_address_changed_twice() -> None:
-    inputs = PieceInputs([Input("w", Way.STATIC, written=True), Input("x", Way.STATIC)], CPU)
+    inputs = PieceInputs(
+        [Input("w", InputTransfer.STATIC, written=True), Input("x", InputTransfer.STATIC)], CPU
+    )
     kept = [[torch.ones(2), torch.ones(2)] for _ in range(4)]
     inputs.bind(kept[0])
     assert inputs.changed(kept[1]) == ["w", "x"]
@@ -127,7 +129,7 @@ def test_only_what_is_not_updated_is_copied_once_its_address_changed_twice() -> 
 
 
 def test_what_lies_in_a_buffer_is_known() -> None:
-    inputs = inputs_of(x=Way.COPIED, w=Way.STATIC)
+    inputs = inputs_of(x=InputTransfer.COPIED, w=InputTransfer.STATIC)
     x, w = inputs.bind([torch.ones(3), torch.ones(3)])
     assert inputs.is_buffer(x[1:]) and not inputs.is_buffer(w)
 

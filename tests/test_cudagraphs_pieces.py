@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from cudagraphs_sketch import CUDA, CudaSketch, outside
-from graphopt.lowering.cudagraphs.pieces import Way
+from graphopt.lowering.cudagraphs.pieces import InputTransfer
 
 aten = torch.ops.aten
 
@@ -25,23 +25,23 @@ def test_a_chain_on_one_device_is_one_piece() -> None:
     (piece,) = found.pieces
     assert found.reasons == {}
     assert len(piece.nodes) == 7 and piece.device == CUDA and piece.group is None
-    assert piece.inputs == {x: Way.COPIED, w: Way.STATIC}
+    assert piece.inputs == {x: InputTransfer.COPIED, w: InputTransfer.STATIC}
     assert last in piece.leaving and piece.nodes[0] not in piece.leaving
 
 
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
-        ("parameter", Way.STATIC),
-        ("buffer", Way.STATIC),
-        ("optimizer_state", Way.STATIC),
-        ("gradient", Way.COPIED),
-        ("hyperparameter", Way.COPIED),
-        ("user_input", Way.COPIED),
-        ("carried", Way.COPIED),
+        ("parameter", InputTransfer.STATIC),
+        ("buffer", InputTransfer.STATIC),
+        ("optimizer_state", InputTransfer.STATIC),
+        ("gradient", InputTransfer.COPIED),
+        ("hyperparameter", InputTransfer.COPIED),
+        ("user_input", InputTransfer.COPIED),
+        ("carried", InputTransfer.COPIED),
     ],
 )
-def test_what_lives_between_calls_is_read_in_place(kind: str, way: Way) -> None:
+def test_what_lives_between_calls_is_read_in_place(kind: str, way: InputTransfer) -> None:
     s = CudaSketch()
     x = s.input("x", 4, kind=kind)
     (piece,) = s.found([s.chain(x)]).pieces
@@ -127,7 +127,9 @@ def test_a_node_that_cannot_be_recorded_ends_a_piece(name: str) -> None:
     assert reason in outside(found)[operator_name]
     assert len(found.pieces) == 2
     assert first in found.pieces[0].nodes and first not in found.pieces[0].leaving
-    assert found.pieces[1].inputs[first] is Way.STATIC, "it stays where the recording has put it"
+    assert found.pieces[1].inputs[first] is InputTransfer.STATIC, (
+        "it stays where the recording has put it"
+    )
 
 
 def test_indices_that_are_no_mask_end_nothing() -> None:
@@ -201,7 +203,7 @@ def test_results_of_parts_that_are_too_small_are_copied() -> None:
     read = s.call(aten._local_scalar_dense.default, s.call(aten.sum.default, small))
     found = s.found([s.chain(small)])
     (piece,) = found.pieces
-    assert read in found.reasons and piece.inputs == {small: Way.COPIED}
+    assert read in found.reasons and piece.inputs == {small: InputTransfer.COPIED}
 
 
 def test_views_alone_are_no_piece_and_end_none() -> None:

@@ -17,7 +17,7 @@ from cudagraphs_emulation import EmulatedRecorder, pieces_of
 from graphopt.executable import finalize
 from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.lowering.cudagraphs import CudaGraphs
-from graphopt.lowering.cudagraphs.pieces import Way
+from graphopt.lowering.cudagraphs.pieces import InputTransfer
 from graphopt.lowering.stages import RecordCudaGraphs
 from graphopt.stages import default_pipeline
 from graphopt.stages.compiling import Stages
@@ -161,7 +161,7 @@ def test_an_update_of_a_copy_is_refused(model: str) -> None:
         inputs = piece._inputs
         for index, given in enumerate(inputs._inputs):
             if given.written:
-                inputs._inputs[index] = given._replace(way=Way.COPIED)
+                inputs._inputs[index] = given._replace(way=InputTransfer.COPIED)
                 inputs._sort()
                 problems = list(recording_problems(after))
                 inputs._inputs[index] = given

@@ -17,7 +17,7 @@ from graphopt.executable import finalize
 from graphopt.ir.metadata import LATE_GROUP as GROUP
 from graphopt.ir.views import is_pure_view
 from graphopt.lowering.cudagraphs import CudaGraphs
-from graphopt.lowering.cudagraphs.pieces import Way, find_pieces, gather_items
+from graphopt.lowering.cudagraphs.pieces import InputTransfer, find_pieces, gather_items
 from graphopt.lowering.cudagraphs.recorder import Recordable
 from sketch import c10d
 from zoo import MODELS, OPTIMIZERS, train_step
@@ -109,7 +109,7 @@ def test_a_wait_for_the_previous_iteration_stays_outside() -> None:
     found = s.found([s.chain(wait)])
     assert "different places" in found.reasons[wait]
     (piece,) = found.pieces
-    assert piece.inputs == {wait: Way.COPIED}
+    assert piece.inputs == {wait: InputTransfer.COPIED}
 
 
 def test_what_is_sent_until_the_next_iteration_is_not_overwritten() -> None:
@@ -174,13 +174,16 @@ def test_a_step_with_a_fused_optimizer_is_recorded_whole(model: str) -> None:
     found = find_pieces(gm.graph, lambda node: None, recordable, min_ops=4)
     assert set(outside(found)) == {"_local_scalar_dense"}
     step, update = found.pieces
-    kinds = {way: {n.meta.get("kind") for n, w in step.inputs.items() if w is way} for way in Way}
-    assert kinds[Way.COPIED] == {"user_input"}
-    assert kinds[Way.STATIC] <= {"parameter", "buffer", "optimizer_state"}
-    ways = {node: way for node, way in update.inputs.items() if way is not Way.STATIC}
+    kinds = {
+        way: {n.meta.get("kind") for n, w in step.inputs.items() if w is way}
+        for way in InputTransfer
+    }
+    assert kinds[InputTransfer.COPIED] == {"user_input"}
+    assert kinds[InputTransfer.STATIC] <= {"parameter", "buffer", "optimizer_state"}
+    ways = {node: way for node, way in update.inputs.items() if way is not InputTransfer.STATIC}
     assert {way: node.meta.get("kind") for node, way in ways.items()} == {
-        Way.SCALAR: "hyperparameter",
-        Way.NUMBER: None,
+        InputTransfer.SCALAR: "hyperparameter",
+        InputTransfer.NUMBER: None,
     }
     assert {node.meta["kind"] for node in update.written} == {"parameter", "optimizer_state"}
 
@@ -203,7 +206,7 @@ def test_an_optimizer_of_python_numbers_stays_outside() -> None:
     assert len(found.pieces) >= 1
     for node, reason in found.reasons.items():
         assert node.meta["phase"] == "optimizer", (node, reason)
-    assert all(way is not Way.NUMBER for way in found.pieces[0].inputs.values())
+    assert all(way is not InputTransfer.NUMBER for way in found.pieces[0].inputs.values())
 
 
 def test_a_recording_is_cut_the_same_way_again() -> None:

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from graphopt.verify.calls import entries, fresh, named
+from graphopt.verify.call_terms import entries, fresh, named
 from graphopt.verify.terms import Segment, Terms
 
 _EXP = torch.ops.aten._foreach_exp.default

@@ -22,7 +22,7 @@ from graphopt import _compat
 from graphopt._compat import inductor
 from graphopt._compat.inductor import empty_strided as empty_strided_cpu
 from graphopt.lowering import LoweredSubgraph, Options
-from graphopt.lowering.memory import Lifetime, StaticMemory, Workspace, place
+from graphopt.lowering.memory import MemoryLifetime, StaticMemory, Workspace, place
 from zoo import MODELS, OPTIMIZERS, train_step
 
 SIZE = (64, 64)
@@ -30,17 +30,19 @@ BYTES = 4 * 64 * 64
 
 
 @st.composite
-def lifetimes(draw: st.DrawFn) -> list[Lifetime]:
+def lifetimes(draw: st.DrawFn) -> list[MemoryLifetime]:
     """Blocks as a call makes them, one after the other."""
     count = draw(st.integers(0, 20))
     return [
-        Lifetime(64 * draw(st.integers(1, 30)), first, draw(st.integers(first + 1, count + 1)))
+        MemoryLifetime(
+            64 * draw(st.integers(1, 30)), first, draw(st.integers(first + 1, count + 1))
+        )
         for first in range(count)
     ]
 
 
 @given(lifetimes())
-def test_what_is_in_use_at_the_same_time_lies_apart(blocks: list[Lifetime]) -> None:
+def test_what_is_in_use_at_the_same_time_lies_apart(blocks: list[MemoryLifetime]) -> None:
     offsets, total = place(blocks)
     for now in range(len(blocks) + 1):
         used = [
@@ -56,7 +58,7 @@ def test_what_is_in_use_at_the_same_time_lies_apart(blocks: list[Lifetime]) -> N
 
 
 def test_what_fits_into_a_gap_is_put_there() -> None:
-    blocks = [Lifetime(128, 0, 2), Lifetime(256, 1, 5), Lifetime(128, 3, 5)]
+    blocks = [MemoryLifetime(128, 0, 2), MemoryLifetime(256, 1, 5), MemoryLifetime(128, 3, 5)]
     offsets, total = place(blocks)
     assert total == 384
     assert offsets[0] == offsets[2]

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from graphopt.ir.metadata import fake_value, phase_of, written_arguments
-from graphopt.ir.outlining import Copies, Part, describe_call, give_items, leaving, splice
+from graphopt.ir.outlining import NodeCopies, Part, describe_call, give_items, leaving, splice
 from graphopt.ir.views import is_pure_view
 from sketch import Sketch
 
@@ -27,7 +27,7 @@ def chain() -> fx.GraphModule:
     return s.step([cos, outside])
 
 
-def taken(part: Part, copies: Copies, node: fx.Node) -> fx.Node:
+def taken(part: Part, copies: NodeCopies, node: fx.Node) -> fx.Node:
     return copies.copy(node) if is_pure_view(node) else part.take(node)
 
 
@@ -41,14 +41,14 @@ def part_of(gm: fx.GraphModule, *targets: object) -> Part:
 def spliced(gm: fx.GraphModule, *parts: Part) -> fx.GraphModule:
     root = fx.GraphModule(gm, gm.graph)
 
-    def call(copies: Copies, part: Part) -> None:
+    def call(copies: NodeCopies, part: Part) -> None:
         name = f"part_{parts.index(part)}"
         root.add_submodule(name, fx.GraphModule({}, part.graph))
         called = copies.graph.call_module(name, tuple(map(copies, part.inputs)))
         describe_call(called, part, part.inputs[:1])
         give_items(copies, part, called)
 
-    def make(copies: Copies, node: fx.Node) -> Any:
+    def make(copies: NodeCopies, node: fx.Node) -> Any:
         return copies.copy(node)
 
     graph = splice(gm.graph, gm.graph.nodes, parts, call, make)

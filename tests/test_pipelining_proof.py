@@ -26,7 +26,7 @@ from graphopt.pipelining.stage.accumulating import Gradients
 from graphopt.pipelining.stage.compiled import CompiledStage
 from graphopt.pipelining.stage.crossing import Crossing, find_crossing
 from graphopt.pipelining.stage.division import StageDivision
-from graphopt.pipelining.stage.graph import SLOT, StageGraph
+from graphopt.pipelining.stage.stage_graphs import SLOT, StageGraph
 from graphopt.runtime.agreed import Ranks
 from graphopt.runtime.joint_capture import JointCapture
 from graphopt.testing import fake_ranks

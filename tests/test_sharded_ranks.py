@@ -27,7 +27,7 @@ from graphopt.schedule.buckets import BucketChooser, side_by_side
 from graphopt.schedule.constraints import predecessors
 from graphopt.schedule.list_scheduler import ListScheduler
 from graphopt.schedule.overlap import POLICIES
-from graphopt.schedule.tables import Tables
+from graphopt.schedule.tables import ProgramTables
 
 c10d = torch.ops._c10d_functional
 
@@ -93,7 +93,7 @@ def all_in_buckets(gm: fx.GraphModule) -> int:
     buckets = chooser.choose(0.0)
     assert all(len({bucket_kind(node) for node in bucket}) == 1 for bucket in buckets)
     planned, needed = chooser.planned(buckets)
-    tables = Tables(planned, needed)
+    tables = ProgramTables(planned, needed)
     order = ListScheduler(tables, POLICIES[0], float("inf")).run()
     schedule = Schedule(tuple(side_by_side(order, planned.messages)), buckets)
     schedule.check(before)

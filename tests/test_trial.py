@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import graphopt
 from graphopt.graph_utils import call_function_with_meta, find_nodes, is_operator
 from graphopt.testing import fake_ranks
-from graphopt.verify.apart import EndedError, apart
+from graphopt.verify.forked_process import EndedError, apart
 from graphopt.verify.trial import verdict
 
 aten = torch.ops.aten

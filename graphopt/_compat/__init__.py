@@ -69,7 +69,6 @@ from graphopt._compat.groups import (
     ranks_of_group,
     start_fake_group,
 )
-from graphopt._compat.metadata import metadata_match
 from graphopt._compat.modules import (
     floats_of_statistics,
     is_compiled_module,
@@ -101,6 +100,7 @@ from graphopt._compat.settings import (
     without_dispatch,
     without_modes,
 )
+from graphopt._compat.tensor_kinds import metadata_match
 from graphopt._compat.tensors import (
     as_parameter,
     attributes_changed,

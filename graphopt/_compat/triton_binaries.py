@@ -20,7 +20,7 @@ OLDEST = 70
 """Inductor's kernels need compute capability 7.0."""
 
 
-class Usage(NamedTuple):
+class KernelUsage(NamedTuple):
     """What a kernel takes of a multiprocessor: registers per thread, bytes spilled per thread."""
 
     registers: int
@@ -34,7 +34,7 @@ class Binary(NamedTuple):
     cubin: bytes
     shared_bytes: int
     num_warps: int
-    usage: Usage
+    usage: KernelUsage
 
 
 def is_installed() -> bool:
@@ -120,7 +120,7 @@ def _imported(name: str, source: str) -> ModuleType:
     return module
 
 
-def usage(ptx: str, capability: int, *, fuse: bool) -> tuple[Usage, bytes]:
+def usage(ptx: str, capability: int, *, fuse: bool) -> tuple[KernelUsage, bytes]:
     """What the assembler says of a kernel, and the cubin: Triton runs it so and drops the report.
 
     Args:
@@ -140,4 +140,4 @@ def usage(ptx: str, capability: int, *, fuse: bool) -> tuple[Usage, bytes]:
         cubin = binary.read_bytes()
     registers = max(map(int, re.findall(r"Used (\d+) registers", said)))
     spills = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
-    return Usage(registers, spills), cubin
+    return KernelUsage(registers, spills), cubin

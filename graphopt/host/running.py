@@ -45,7 +45,7 @@ class UsedElsewhere(Protocol):
 
 
 class AsksOthers(Protocol):
-    """What ranks ask one another; see `graphopt.ranks.asking`."""
+    """What ranks ask one another; see `graphopt.ranks.host_questions`."""
 
     def alike(self, number: int, step: int) -> bool:
         """Whether all ranks say the same number, and not 0."""

@@ -26,7 +26,7 @@ from graphopt.ir.outputs import Outputs, get_outputs
 from graphopt.ir.reads import ReadersOfClasses, read_by
 
 
-class Calls(Protocol):
+class CallEffects(Protocol):
     """Effects of a graph's calls on memory."""
 
     def shared_with(self, node: fx.Node) -> Iterable[fx.Node]:
@@ -62,7 +62,7 @@ class Effects:
         calls: what the calls of the graph do; None: it is a graph of operators.
     """
 
-    def __init__(self, graph: fx.Graph, calls: Calls | None = None) -> None:
+    def __init__(self, graph: fx.Graph, calls: CallEffects | None = None) -> None:
         self.calls = calls or OperatorCalls()
         self._graph = graph
         self._parent: dict[object, object] = {}

@@ -21,7 +21,7 @@ from graphopt.ir.metadata import OF_CALL, known_value, set_value, set_written_ar
 from graphopt.ir.views import inner_bases
 
 
-class Copies:
+class NodeCopies:
     """What nodes are in another graph. What is nothing yet is made when it is needed.
 
     Args:
@@ -29,7 +29,7 @@ class Copies:
         make: gives what a node is there.
     """
 
-    def __init__(self, graph: fx.Graph, make: Callable[[Copies, fx.Node], Any]) -> None:
+    def __init__(self, graph: fx.Graph, make: Callable[[NodeCopies, fx.Node], Any]) -> None:
         self.graph, self._make = graph, make
         self._made: dict[fx.Node, Any] = {}
 
@@ -61,14 +61,14 @@ class Part:
     """
 
     def __init__(
-        self, nodes: Collection[fx.Node], make: Callable[[Part, Copies, fx.Node], Any]
+        self, nodes: Collection[fx.Node], make: Callable[[Part, NodeCopies, fx.Node], Any]
     ) -> None:
         self.nodes = list(nodes)
         self.inputs: list[fx.Node] = []
         self.outputs: list[fx.Node] = []
         self.graph = fx.Graph()
         self._last_input: fx.Node | None = None
-        self._copies = Copies(self.graph, lambda copies, node: make(self, copies, node))
+        self._copies = NodeCopies(self.graph, lambda copies, node: make(self, copies, node))
 
     def take(self, node: fx.Node, name: str = "") -> fx.Node:
         """A further input.
@@ -123,8 +123,8 @@ def splice(
     source: fx.Graph,
     nodes: Iterable[fx.Node],
     parts: Iterable[Part],
-    call: Callable[[Copies, Part], None],
-    make: Callable[[Copies, fx.Node], Any],
+    call: Callable[[NodeCopies, Part], None],
+    make: Callable[[NodeCopies, fx.Node], Any],
 ) -> fx.Graph:
     """A graph in which each part is one call, where its last node stood.
 
@@ -135,7 +135,7 @@ def splice(
     """
     graph = fx.Graph()
     _compat.copy_codegen(source, graph)
-    copies = Copies(graph, make)
+    copies = NodeCopies(graph, make)
     parts = list(parts)
     ends = {part.nodes[-1]: part for part in parts}
     members = {node for part in parts for node in part.nodes}
@@ -147,7 +147,7 @@ def splice(
     return graph
 
 
-def give_items(copies: Copies, part: Part, call: fx.Node) -> None:
+def give_items(copies: NodeCopies, part: Part, call: fx.Node) -> None:
     """Let the outputs of a part be the items of what its call gives."""
     for index, output in enumerate(part.outputs):
         item = copies.graph.call_function(operator.getitem, (call, index))

@@ -24,18 +24,18 @@ from graphopt.manager.records import PassRecord
 from graphopt.manager.settings import Settings
 from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline
-from graphopt.manager.unread import newly_unread
+from graphopt.manager.unread_collectives import newly_unread
 from graphopt.readable import graph_diff, graph_text
 from graphopt.runtime import places
 from graphopt.verify import Problem, structure
 from graphopt.verify.dependencies import CommunicationKept, DependencyCheck
 from graphopt.verify.equivalence import EquivalenceReport, Proof
 from graphopt.verify.evaluated import NotDecidedError
+from graphopt.verify.exchanged_regions import RewrittenRegions
 from graphopt.verify.groups import changed_groups
 from graphopt.verify.interface import changed_arguments, kinds_returned, returned_problems
 from graphopt.verify.matching import correspondence_by_name, same_nodes
 from graphopt.verify.metadata import KindsOfResults, changed_problems
-from graphopt.verify.regions import RewrittenRegions
 
 logger = logging.getLogger("graphopt")
 

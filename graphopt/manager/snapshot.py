@@ -16,7 +16,7 @@ from graphopt.graph_utils import follows_output_convention
 from graphopt.ir.metadata import has_value, known_value
 from graphopt.iter_graph import IterGraph
 from graphopt.iter_graph.graph import empty_like
-from graphopt.manager.besides import HOOKS, BesidesNodes
+from graphopt.manager.module_state import HOOKS, BesidesNodes
 from graphopt.runtime.collector import collector_paused
 from graphopt.verify.interface import kinds_returned
 from graphopt.verify.metadata import GivenArgument

@@ -13,8 +13,8 @@ from graphopt.guards.guards import Guards
 from graphopt.host.assumptions import Answer
 from graphopt.host.votes import Agreement, Votes
 from graphopt.parallel import OverRanks
-from graphopt.ranks.apart import ranks_together
-from graphopt.ranks.asking import Questions
+from graphopt.ranks.host_questions import Questions
+from graphopt.ranks.independent_ranks import ranks_together
 from graphopt.ranks.spmd import collective_plan
 from graphopt.ranks.unused import UnusedParameters
 from graphopt.tracing.call import Call

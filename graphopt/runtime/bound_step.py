@@ -22,9 +22,9 @@ from graphopt.host.running import HostRun, running
 from graphopt.host.sizes import Sizes, answered_alike, found_before
 from graphopt.host.used import unused
 from graphopt.iter_graph import IterGraphModule
-from graphopt.ranks.apart import launched_apart
 from graphopt.ranks.failed_runs import explained, group_names
 from graphopt.ranks.failures import check_usable
+from graphopt.ranks.independent_ranks import launched_apart
 from graphopt.runtime.agreed import Agreed
 from graphopt.runtime.branch import Begun, Branch, Left
 from graphopt.runtime.budget import Cause

@@ -17,8 +17,8 @@ from graphopt.guards.guards import Guards
 from graphopt.host.votes import Agreement, Votes
 from graphopt.manager import records_of
 from graphopt.parallel import OverRanks
-from graphopt.ranks.asking import Questions
 from graphopt.ranks.buffer_groups import make_group_of_buffers
+from graphopt.ranks.host_questions import Questions
 from graphopt.ranks.meeting import Channel
 from graphopt.ranks.spmd import FREEZE, asks, check_same, check_same_plans, merged_order
 from graphopt.ranks.unused import UnusedParameters

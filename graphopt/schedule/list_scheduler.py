@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import fx
 
 from graphopt.schedule.program import Message
-from graphopt.schedule.tables import Tables
+from graphopt.schedule.tables import ProgramTables
 
 MOST_PASSED = 48
 """Nodes that may be passed over at once, for one that need not wait."""
@@ -20,7 +20,7 @@ _AT_ONCE = 1e-12
 """Seconds: for messages whose links are idle now."""
 
 
-class Policy(NamedTuple):
+class ListPolicy(NamedTuple):
     """Parameters of one run.
 
     Attributes:
@@ -47,7 +47,7 @@ class ListScheduler:
     """
 
     def __init__(
-        self, tables: Tables, policy: Policy, budget: float, reserved: float = 0.0
+        self, tables: ProgramTables, policy: ListPolicy, budget: float, reserved: float = 0.0
     ) -> None:
         self._tables, self._policy, self._budget = tables, policy, budget
         self._early_budget = budget - reserved
@@ -350,13 +350,13 @@ class _Queue:
         prepared = self._prepared[self._next][0] if self._next < len(self._prepared) else math.inf
         return min(ready, prepared)
 
-    def first(self, done: bytearray, tables: Tables) -> _Urgent | None:
+    def first(self, done: bytearray, tables: ProgramTables) -> _Urgent | None:
         """The most urgent one whose inputs are there."""
         while self._ready and done[tables.number[self._ready[0][2].launch]]:
             heapq.heappop(self._ready)
         return self._ready[0] if self._ready else None
 
-    def candidates(self, done: bytearray, tables: Tables) -> list[_Urgent]:
+    def candidates(self, done: bytearray, tables: ProgramTables) -> list[_Urgent]:
         """The most urgent of both kinds."""
         while self._next < len(self._prepared):
             if not done[tables.number[self._prepared[self._next][2].launch]]:

@@ -41,15 +41,15 @@ from graphopt.runtime.collector import collector_paused
 from graphopt.schedule.bounds import communication_bound
 from graphopt.schedule.buckets import BucketChooser, Buckets, crowded, side_by_side
 from graphopt.schedule.constraints import Predecessors, predecessors
-from graphopt.schedule.list_scheduler import ListScheduler, Policy
+from graphopt.schedule.list_scheduler import ListPolicy, ListScheduler
 from graphopt.schedule.order import Schedule
 from graphopt.schedule.program import Program, Storages, program_of
 from graphopt.schedule.simulator import steady_seconds
-from graphopt.schedule.tables import Tables
+from graphopt.schedule.tables import ProgramTables
 
-POLICIES = (Policy(0.0, True), Policy(0.06, True))
+POLICIES = (ListPolicy(0.0, True), ListPolicy(0.06, True))
 """What is tried, until an order is close to its bound."""
-FRUGAL = Policy(0.0, False)
+FRUGAL = ListPolicy(0.0, False)
 """What is tried as well where memory is short."""
 SHARES = (0.2, 0.05)
 """Of the time of a bucket that starting it takes: what is tried."""
@@ -136,7 +136,7 @@ class _OrderSearch:
         self._program = program
         self._disturbed = cost_model.slowdown, cost_model.burst
         self._storages = Storages()
-        self._tables = Tables(program, before, self._storages)
+        self._tables = ProgramTables(program, before, self._storages)
         self._held = int(max(self._tables.fullest.values, default=0))
         self._most = self._held if max_bytes is None else max_bytes
         sending = communication_bound(program, cost_model.burst)
@@ -175,7 +175,7 @@ class _OrderSearch:
     def put_together(self, chooser: BucketChooser, most: int) -> None:
         """Try buckets, with the policy of the best order, and the frugal one if that finds none and
         memory is short."""
-        planned: dict[Buckets, Tables] = {}
+        planned: dict[Buckets, ProgramTables] = {}
         policies = dict.fromkeys((self._policy, FRUGAL))
         for share, policy in itertools.product(SHARES, policies):
             if self._seconds <= _CLOSE * self._computing:
@@ -188,10 +188,12 @@ class _OrderSearch:
                 if not buckets:
                     break
                 if buckets not in planned:
-                    planned[buckets] = Tables(*chooser.planned(buckets), self._storages)
+                    planned[buckets] = ProgramTables(*chooser.planned(buckets), self._storages)
                 buckets = self._order(planned[buckets], policy, buckets, most)
 
-    def _order(self, tables: Tables, policy: Policy, buckets: Buckets, most: int) -> Buckets:
+    def _order(
+        self, tables: ProgramTables, policy: ListPolicy, buckets: Buckets, most: int
+    ) -> Buckets:
         """Order a program by a policy, and keep that where it is faster and holds no more.
 
         Returns:

@@ -23,7 +23,7 @@ _OFF_PATH = 0.25
 that stands behind it."""
 
 
-class Tables:
+class ProgramTables:
     """Tables of one program.
 
     Attributes:
@@ -133,7 +133,7 @@ class _Fullest:
         return max(row[first], row[last + 1 - (1 << level)])
 
 
-def _preparations(tables: Tables, before: Predecessors) -> dict[Message, list[int]]:
+def _preparations(tables: ProgramTables, before: Predecessors) -> dict[Message, list[int]]:
     """Messages that need only inputs of the step and little compute, with what computes it."""
     found = {}
     for message in tables.program.messages:

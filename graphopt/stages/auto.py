@@ -74,7 +74,7 @@ class AutoPipeline:
 
         Args:
             inputs: what the graph is about to be called with; they are not changed.
-            apart: names of groups whose ranks do not (`graphopt.ranks.apart`).
+            apart: names of groups whose ranks do not (`graphopt.ranks.independent_ranks`).
 
         Raises:
             SpmdMismatchError: a rank did not come.

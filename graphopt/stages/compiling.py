@@ -23,7 +23,7 @@ from graphopt.manager.records import PassRecord, count
 from graphopt.manager.stages import DerivedGraph, GraphStage, StageRunner, crashes_explained
 from graphopt.parallel import DataParallel, Parallel
 from graphopt.parallel.parallelize import communicates, parallelize
-from graphopt.ranks.apart import keep_launches
+from graphopt.ranks.independent_ranks import keep_launches
 from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Ranks
 from graphopt.runtime.collector import collector_paused
 from graphopt.stages.auto import AutoPipeline

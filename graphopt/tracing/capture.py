@@ -20,8 +20,8 @@ from graphopt.ir.placement import Placement, set_placement
 from graphopt.parallel import Manual, OverRanks, Parallel, resolve
 from graphopt.parallel.markers import Group
 from graphopt.parallel.parallelize import parallelize
-from graphopt.ranks.apart import groups_apart
 from graphopt.ranks.buffer_groups import group_of_buffers
+from graphopt.ranks.independent_ranks import groups_apart
 from graphopt.runtime.collector import collector_paused
 from graphopt.tracing.alike import first_own, own_inputs
 from graphopt.tracing.besides import Besides, MoreInputs

@@ -60,7 +60,8 @@ class Decider:
         own: inputs that may have other values on other ranks; see `alike.own_inputs`.
         alone: no other rank runs the same step.
         group: the ranks that average gradients; None where none do. A rank then goes on with the
-            graph of another branch by itself, whatever it has launched (`graphopt.ranks.apart`).
+            graph of another branch by itself, whatever it has launched
+            (`graphopt.ranks.independent_ranks`).
         voting: every decision may be a rank's own.
     """
 

@@ -11,7 +11,7 @@ from graphopt.ir.families import COLLECTIVE_NAMESPACE, MAY_RAISE
 from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import is_operator
 from graphopt.verify.axioms import RULES, Axiom
-from graphopt.verify.calls import target_name
+from graphopt.verify.call_terms import target_name
 from graphopt.verify.functional import is_standard, standard_form
 
 OF_STORAGE = ("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")

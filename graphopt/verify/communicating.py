@@ -9,7 +9,7 @@ from torch import fx
 from graphopt.ir.families import collective_kind
 from graphopt.ir.metadata import fake_value
 from graphopt.ir.operators import first_argument, operator_of
-from graphopt.verify.calls import fresh
+from graphopt.verify.call_terms import fresh
 from graphopt.verify.elementwise import reduced
 from graphopt.verify.evaluated import Evaluation, NotDecidedError
 from graphopt.verify.gathering import (

@@ -19,7 +19,7 @@ from graphopt.graph_utils import is_operator
 from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import operator_of
 from graphopt.verify.axioms import AXIOMS, RULES
-from graphopt.verify.calls import target_name
+from graphopt.verify.call_terms import target_name
 from graphopt.verify.terms import ScalarValue, TensorValue, Terms, canonical, whole
 
 (_CONSTANTS,) = (axiom for axiom in AXIOMS if axiom.name == "constants")

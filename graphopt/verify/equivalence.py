@@ -26,11 +26,11 @@ from graphopt.iter_graph import IterGraphModule
 from graphopt.verify.copies import is_copy_of
 from graphopt.verify.evaluated import Evaluation, NotDecidedError
 from graphopt.verify.evaluation import evaluate_graph
+from graphopt.verify.exchanged_regions import RewrittenRegions
 from graphopt.verify.late import DerivedEvaluation, DerivedEvaluations, late_problems
 from graphopt.verify.module_constants import of_constants
 from graphopt.verify.outcomes import differences, of_errors, of_what_is_said, reorders_sums
 from graphopt.verify.problems import CheckReport, Problem
-from graphopt.verify.regions import RewrittenRegions
 from graphopt.verify.terms import Terms
 
 

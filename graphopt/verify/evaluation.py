@@ -27,16 +27,16 @@ from graphopt.ir.operators import (
     overwritten,
 )
 from graphopt.ir.writing_operators import FunctionalForm, form_of
+from graphopt.verify.call_terms import entries, fresh, has_empty, named
 from graphopt.verify.callees import Callees
-from graphopt.verify.calls import entries, fresh, has_empty, named
 from graphopt.verify.communicating import CollectiveTerms
 from graphopt.verify.constants import sent_constant, sent_constants
 from graphopt.verify.evaluated import Evaluation, NotDecidedError, Settled, unknown_input
+from graphopt.verify.exchanged_regions import UnknownPlace
 from graphopt.verify.inlining import call_of, constant_name
 from graphopt.verify.outputs import note_what_is_left
 from graphopt.verify.reading import Reading, is_itself
 from graphopt.verify.recall import RecalledCall
-from graphopt.verify.regions import UnknownPlace
 from graphopt.verify.runs import of_runs
 from graphopt.verify.terms import Pending, TensorValue, Terms, canonical, storage_layout_of
 from graphopt.verify.updating import Updates

@@ -16,7 +16,7 @@ from torch import fx
 
 from graphopt.graph_utils import get_outputs
 from graphopt.ir.metadata import CARRIED, input_kind, known_value
-from graphopt.verify.calls import fresh
+from graphopt.verify.call_terms import fresh
 from graphopt.verify.evaluated import Evaluation, Settled, input_value
 from graphopt.verify.evaluation import evaluate_graph
 from graphopt.verify.outcomes import of_outcomes

@@ -14,7 +14,7 @@ from torch import fx
 
 from graphopt.ir.entries import list_positions
 from graphopt.ir.metadata import fake_value, known_value
-from graphopt.verify.calls import named, parameters
+from graphopt.verify.call_terms import named, parameters
 
 Evaluated = Callable[[Any, dict[str, Any], dict[str, Any]], Iterator[Any]]
 """(operator, arguments of all entries by name, lists by name) -> what it gives for each entry."""

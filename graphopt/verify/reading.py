@@ -8,7 +8,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.ir.operators import first_argument, operator_of
-from graphopt.verify.calls import named
+from graphopt.verify.call_terms import named
 from graphopt.verify.contents import Contents, View
 from graphopt.verify.evaluated import NotDecidedError
 from graphopt.verify.terms import Pending, TensorValue, Terms

@@ -24,7 +24,7 @@ from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.replicas import Lockstep, ReplicatedStep
 from graphopt.replicas.inputs import random_inputs
 from graphopt.replicas.steps import results_of
-from graphopt.verify.apart import EndedError, apart
+from graphopt.verify.forked_process import EndedError, apart
 
 TRIALS = 8
 _ITERATIONS = 2

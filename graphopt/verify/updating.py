@@ -18,7 +18,7 @@ from graphopt.ir.operators import (
     rounds_a_list_in_place,
     written_positions,
 )
-from graphopt.verify.calls import entries
+from graphopt.verify.call_terms import entries
 from graphopt.verify.casts import converted
 from graphopt.verify.communicating import CollectiveTerms
 from graphopt.verify.contents import CannotWriteError, with_layout

@@ -25,7 +25,7 @@ from graphopt.ir.effects import Effects
 from graphopt.ir.entries import list_call
 from graphopt.ir.metadata import fake_value, is_state, known_value, late_group
 from graphopt.ir.operators import is_item, is_list_operator, written
-from graphopt.ir.outlining import Copies, Part, describe_call, give_items, leaving, splice
+from graphopt.ir.outlining import NodeCopies, Part, describe_call, give_items, leaving, splice
 from graphopt.ir.views import base_of, is_pure_view, is_update, may_be_view, outer_bases
 from graphopt.lowering.boxed import box_calls
 from graphopt.lowering.cudagraphs.recorder import Recordable, is_number, takes_numbers
@@ -38,7 +38,7 @@ takes the CPU's, for which a device with much to do does not wait."""
 ModuleOf = Callable[[fx.Node], Any]
 
 
-class Way(enum.Enum):
+class InputTransfer(enum.Enum):
     """The way by which a piece gets a value from outside.
 
     STATIC: a tensor that has the same address in each call. COPIED: a tensor that is copied into
@@ -68,7 +68,7 @@ class Piece:
     nodes: list[fx.Node]
     device: torch.device
     group: int | None
-    inputs: dict[fx.Node, Way] = field(default_factory=dict)
+    inputs: dict[fx.Node, InputTransfer] = field(default_factory=dict)
     written: set[fx.Node] = field(default_factory=set)
     leaving: set[fx.Node] = field(default_factory=set)
 
@@ -218,7 +218,7 @@ class _Scan:
             base = base_of(target)
             if may_be_view(base):
                 return False
-            if base not in self._inside and self._way(base) is not Way.STATIC:
+            if base not in self._inside and self._way(base) is not InputTransfer.STATIC:
                 return False
         return True
 
@@ -255,15 +255,15 @@ class _Scan:
             if leaves or may_be_view(node):
                 piece.leaving.add(node)
 
-    def _way(self, base: fx.Node) -> Way:
+    def _way(self, base: fx.Node) -> InputTransfer:
         value = known_value(base)
         if is_number(value):
-            return Way.NUMBER
+            return InputTransfer.NUMBER
         if base.op == "get_attr" or base in self._static:
-            return Way.STATIC
+            return InputTransfer.STATIC
         if isinstance(value, torch.Tensor) and value.device.type != self._recordable.device_type:
-            return Way.SCALAR
-        return Way.STATIC if is_state(base) else Way.COPIED
+            return InputTransfer.SCALAR
+        return InputTransfer.STATIC if is_state(base) else InputTransfer.COPIED
 
     def _operators(self, node: fx.Node) -> int:
         """How many operators a node stands for: compiled ones, or those of its list."""
@@ -275,9 +275,9 @@ class _Scan:
         return call.count if call else 1
 
 
-def _copying(node: fx.Node, way: Way) -> int:
+def _copying(node: fx.Node, way: InputTransfer) -> int:
     """How many operators have to be spared so that copying an input pays."""
-    if way not in (Way.COPIED, Way.SCALAR):
+    if way not in (InputTransfer.COPIED, InputTransfer.SCALAR):
         return 0
     return 1 + sum(tensor.nbytes for tensor in tensors_in(fake_value(node))) // _BYTES_PER_OPERATOR
 
@@ -302,7 +302,7 @@ class PieceBody(Part):
         return box_calls(fx.GraphModule(gm, self.graph))
 
 
-def _inside(body: Part, copies: Copies, node: fx.Node) -> fx.Node:
+def _inside(body: Part, copies: NodeCopies, node: fx.Node) -> fx.Node:
     """What a node is in a piece: an update before it began, or a view, made where it is needed."""
     if not is_pure_view(node) and is_update(node):
         updated: fx.Node = copies(node.all_input_nodes[0])
@@ -320,7 +320,7 @@ def with_calls(
         name_of: the name of the submodule that runs a piece.
     """
 
-    def call(copies: Copies, body: Part) -> None:
+    def call(copies: NodeCopies, body: Part) -> None:
         assert isinstance(body, PieceBody)
         called = copies.graph.call_module(name_of(body), tuple(map(copies, body.inputs)))
         # Running code marks where a late group begins to update state.
@@ -339,7 +339,7 @@ def with_calls(
     return graph
 
 
-def _outside(members: set[fx.Node], copies: Copies, node: fx.Node) -> Any:
+def _outside(members: set[fx.Node], copies: NodeCopies, node: fx.Node) -> Any:
     """A node outside of the pieces, or of one that does not return it."""
     if node in members and (is_update(node) or is_wait(node)):
         return copies(node.all_input_nodes[0])

@@ -17,7 +17,7 @@ from graphopt._compat import cuda
 from graphopt.errors import LoweringError
 from graphopt.ir.inplace import uninitialised_like
 from graphopt.lowering.compiler import Kind, kind_of
-from graphopt.lowering.cudagraphs.pieces import Way
+from graphopt.lowering.cudagraphs.pieces import InputTransfer
 from graphopt.lowering.cudagraphs.recorder import DeviceRecording, Recorder
 
 _CHANGES_BEFORE_COPYING = 2
@@ -33,7 +33,7 @@ class Input(NamedTuple):
     """
 
     name: str
-    way: Way
+    way: InputTransfer
     written: bool = False
 
 
@@ -58,11 +58,11 @@ class PieceInputs:
         self._sort()
 
     def _sort(self) -> None:
-        by_way: dict[Way, list[int]] = {way: [] for way in Way}
+        by_way: dict[InputTransfer, list[int]] = {way: [] for way in InputTransfer}
         for index, each in enumerate(self._inputs):
             by_way[each.way].append(index)
-        self._static, self._copied = by_way[Way.STATIC], by_way[Way.COPIED]
-        self._scalars, self._guarded = by_way[Way.SCALAR], by_way[Way.NUMBER]
+        self._static, self._copied = by_way[InputTransfer.STATIC], by_way[InputTransfer.COPIED]
+        self._scalars, self._guarded = by_way[InputTransfer.SCALAR], by_way[InputTransfer.NUMBER]
 
     @property
     def copied(self) -> set[int]:
@@ -124,12 +124,12 @@ class PieceInputs:
             each = self._inputs[index]
             self._changes[index] += 1
             often = self._changes[index] >= _CHANGES_BEFORE_COPYING
-            if often and each.way is Way.STATIC and not each.written:
-                self._inputs[index] = each._replace(way=Way.COPIED)
+            if often and each.way is InputTransfer.STATIC and not each.written:
+                self._inputs[index] = each._replace(way=InputTransfer.COPIED)
         self._sort()
 
     def _buffer(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        scalar = self._inputs[index].way is Way.SCALAR
+        scalar = self._inputs[index].way is InputTransfer.SCALAR
         if not scalar:
             self._refuse_other_device(index, value)
         known = self._buffers.get(index)

@@ -18,9 +18,9 @@ from graphopt.pipelining.pipe.proof import check_chain
 from graphopt.pipelining.pipe.stage_module import StageModule
 from graphopt.pipelining.stage.chain import ChainPlan, chain_stage, plan_chain, weights_meet_inputs
 from graphopt.pipelining.stage.devices import move_to_device
-from graphopt.pipelining.stage.metadata import find_flow
 from graphopt.pipelining.stage.replicas import own_replicas
 from graphopt.pipelining.stage.stage import Stage
+from graphopt.pipelining.stage.value_flow import find_flow
 
 if TYPE_CHECKING:
     from graphopt.pipelining.pipe.pipe import Pipe, PipeInfo

@@ -26,7 +26,7 @@ from graphopt.pipelining.stage.gradient_layout import (
     strides_of,
     to_add_to,
 )
-from graphopt.pipelining.stage.graph import StageGraph
+from graphopt.pipelining.stage.stage_graphs import StageGraph
 from graphopt.pipelining.stage.state_guard import StateGuard
 from graphopt.ranks.meeting import Channel
 from graphopt.stages import Stages, stages_for

@@ -45,7 +45,7 @@ from graphopt.pipelining.stage.crossing import (
     find_crossing,
     with_items,
 )
-from graphopt.pipelining.stage.graph import StageGraph, extract
+from graphopt.pipelining.stage.stage_graphs import StageGraph, extract
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.signature import Computed, Live, Recipe, View
 

@@ -27,13 +27,13 @@ from graphopt.errors import VerificationError
 from graphopt.graph_utils import Outputs
 from graphopt.pipelining.stage.accumulating import Gradients
 from graphopt.pipelining.stage.division import Result, StageDivision
-from graphopt.pipelining.stage.graph import SLOT, StageGraph
 from graphopt.pipelining.stage.microbatch_graph import (
     Named,
     gradient_positions,
     left_by_microbatch,
     mutable_inputs,
 )
+from graphopt.pipelining.stage.stage_graphs import SLOT, StageGraph
 from graphopt.tracing.capture import CapturedStep
 from graphopt.verify import Problem
 from graphopt.verify.composition import Composition, Objects

@@ -19,7 +19,7 @@ from graphopt.pipelining.pipe.pipe import Pipe
 from graphopt.pipelining.pipe.placement import stage_nodes
 from graphopt.pipelining.stage.chain import ChainPlan, chain_stage, plan_chain, weights_meet_inputs
 from graphopt.pipelining.stage.devices import move_to_device
-from graphopt.pipelining.stage.metadata import StageFlow, find_flow
+from graphopt.pipelining.stage.value_flow import StageFlow, find_flow
 from graphopt.pipelining.timeline.slots import Action
 
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from graphopt.graph_utils import Outputs
 from graphopt.ir.metadata import KIND, MODULES, SOURCE, VALUE, some_of
-from graphopt.ir.outlining import Copies, Part
+from graphopt.ir.outlining import NodeCopies, Part
 from graphopt.iter_graph import IterGraphModule
 
 SLOT = "slot"
@@ -107,5 +107,5 @@ def _computes(node: fx.Node) -> bool:
     return node.op not in ("placeholder", "output")
 
 
-def _not_needed(part: Part, copies: Copies, node: fx.Node) -> fx.Node:
+def _not_needed(part: Part, copies: NodeCopies, node: fx.Node) -> fx.Node:
     raise AssertionError(f"%{node.name} is not among the nodes that are needed")
