@@ -144,9 +144,9 @@ def user_line_of(error: BaseException) -> SourceLine | None:
     return user[-1] if user else None
 
 
-def in_step(error: BaseException, file: str, function: str) -> bool:
-    """Whether the traced step was in a function of a file (by its last parts) at the error."""
-    return any(f.filename.endswith(file) and f.name == function for f in _step_frames(error))
+def running_in_step(error: BaseException) -> list[tuple[str, str]]:
+    """The functions that the traced step was in at an error, outermost first: file and name."""
+    return [(frame.filename, frame.name) for frame in _step_frames(error)]
 
 
 def _step_frames(error: BaseException) -> list[traceback.FrameSummary]:

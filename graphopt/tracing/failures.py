@@ -11,9 +11,10 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError, GraphOptError
 from graphopt.ir.source import SourceLine
-from graphopt.ir.user_frames import in_step, is_library_file, is_tracing_file, user_line_of
+from graphopt.ir.user_frames import is_library_file, is_tracing_file, user_line_of
 from graphopt.tracing.call import Call
 from graphopt.tracing.refusals import HostWork
+from graphopt.tracing.unknown_features import unknown_feature
 
 _VALUE = (
     "do it in a function that every step calls: graphopt.callback(function, loss.item()), or return"
@@ -165,12 +166,10 @@ def definition_of(call: Call) -> SourceLine | None:
 def _explain(error: Exception, call: Call) -> CaptureError:
     location = _location(error, call)
     text = str(error)
-    if in_step(error, "torch/_dynamo/eval_frame.py", "compile_wrapper"):
-        return CaptureError(
-            "it calls something that torch.compile compiled",
-            location=location,
-            hint="call the original function or module; graphopt captures it with the rest",
-        )
+    unknown = unknown_feature(error)
+    if unknown is not None:
+        reason, hint = unknown
+        return CaptureError(reason, location=location, hint=hint)
     if isinstance(error, KeyError) and any(isinstance(x, torch.Tensor) for x in error.args):
         return CaptureError(
             "it looks for a parameter in a dictionary of its own, whose keys are parameters",
@@ -200,13 +199,15 @@ def _explain(error: Exception, call: Call) -> CaptureError:
             location=location,
             hint="register one with torch.library.register_fake, or use another operator",
         )
-    for fragment, reason, hint in _ADVICE:
+    for fragment, reason, advice in _ADVICE:
         if fragment in text:
-            return CaptureError(reason, location=location, hint=hint)
+            return CaptureError(reason, location=location, hint=advice)
     return CaptureError(
         f"it raised {type(error).__name__}: {_first_line(text)}",
         location=location,
-        hint="run the step once without graphopt: if that fails as well, the error is in the step",
+        hint="run the step once without graphopt: if that fails as well, the error is in the step;"
+        " if not, no capture knows what this line does: move it out of the step, or let the step"
+        ' run as it is, graphopt.compile(step, fallback="eager")',
     )
 
 

@@ -16,6 +16,7 @@ from graphopt.tracing.host_reads import read_by
 from graphopt.tracing.host_writes import written_by
 from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.replace import original
+from graphopt.tracing.rng import refuse_seeding
 
 
 class RefusedCalls:
@@ -36,6 +37,7 @@ class RefusedCalls:
         """
         callee = original(callee)
         refuse_switched(callee)
+        refuse_seeding(callee, args)
         drawn = draw_of(callee, args, self._is_outside)
         if drawn is not None:
             raise HostWork.DRAW.refused(drawn)

@@ -7,7 +7,7 @@ by the two operators below, so that the graph does the same on every call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ from torch.fx.node import has_side_effect
 from graphopt._compat.checkpoints import selecting_as_in_eager
 from graphopt.errors import CaptureError
 from graphopt.ir.generators import generator_of
-from graphopt.ir.user_frames import current_location
+from graphopt.ir.user_frames import current_location, own_location
 from graphopt.tracing.replace import replaced
 
 _library = torch.library.Library("graphopt", "DEF")
@@ -52,6 +52,36 @@ torch.library.register_fake("graphopt::set_rng_state", _set_fake, lib=_library)
 _OPERATORS = (torch.ops.graphopt.get_rng_state.default, torch.ops.graphopt.set_rng_state.default)
 
 has_side_effect(torch.ops.graphopt.set_rng_state.default)
+
+
+_STATE = frozenset(
+    {"manual_seed", "seed", "set_state", "get_state", "clone_state", "graphsafe_set_state",
+     "graphsafe_get_state"}
+)  # fmt: skip
+
+
+def refuse_seeding(callee: Any, args: Sequence[Any]) -> None:
+    """Refuse a call in a step that makes a generator, seeds it, or reads or sets its state: a graph
+    draws from a generator as it is.
+
+    Raises:
+        CaptureError: it does.
+    """
+    owner = getattr(callee, "__self__", args[0] if args else None)
+    name = getattr(callee, "__name__", "")
+    if isinstance(callee, type) and issubclass(callee, torch.Generator):
+        raise CaptureError(
+            "it makes a generator of random numbers, which would happen at capture only",
+            location=own_location(),
+            hint="make it outside the step, and pass it: step(model, batch, generator); to draw the"
+            " same numbers in each call, seed it before each call, generator.manual_seed(0)",
+        )
+    if isinstance(owner, torch.Generator) and name in _STATE:
+        raise CaptureError(
+            f"it calls {name}() of a generator, which would happen at capture only",
+            location=own_location(),
+            hint=f"call it before the step: generator.{name}(…); step(model, batch, generator)",
+        )
 
 
 def _refuse_manual_seed(*args: Any, **kwargs: Any) -> NoReturn:

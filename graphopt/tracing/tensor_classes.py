@@ -32,6 +32,13 @@ _OF_ITS_OWN = frozenset(_SAYS_OF_ITSELF.split())
 """What a class may say of itself without a say in what torch computes."""
 
 
+_CURES = {
+    "NestedTensor": "pad the parts to one length (torch.nn.utils.rnn.pad_sequence), with a mask",
+    "MaskedTensor": "compute with a plain tensor and a mask: torch.where(mask, x, 0)",
+}
+"""What to write in place of classes of torch's that hold more than a plain tensor does."""
+
+
 def special_class(tensor: torch.Tensor) -> type | None:
     """The class of a tensor, where it is none of those that compute as torch does; None elsewhere.
     Uses nothing of the tensor."""
@@ -57,7 +64,7 @@ def check_class(name: str, tensor: torch.Tensor) -> None:
     raise CaptureError(
         f"{name} is a tensor of the class {kind.__qualname__}, which has a say in what is computed"
         " of it",
-        hint="pass tensor.as_subclass(torch.Tensor)",
+        hint=_CURES.get(kind.__name__, "pass tensor.as_subclass(torch.Tensor)"),
     )
 
 

@@ -46,6 +46,7 @@ from graphopt.tracing.sparse import refuse_counts
 from graphopt.tracing.step_run import StepRun
 from graphopt.tracing.substitute import GeneratorStates, preserved
 from graphopt.tracing.told import read_and_replaced
+from graphopt.tracing.unknown_features import check_layout, refuse_unseen_results
 
 
 @dataclass
@@ -131,6 +132,9 @@ def _traced(
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(
         strides.corrected, trusted.check, strides.known
     )
+    with explained(call):
+        for value, (_, name) in zip(values, inputs.kinds_and_names(call), strict=True):
+            check_layout(name, value)
     apart = of_their_own(inputs.kinds_and_names(call), values)
     fakes = [
         whole_fake(mode, value)
@@ -140,7 +144,10 @@ def _traced(
     ]
     run = StepRun(call, inputs, communication, mode, values, state)
     try:
-        return _run_once(run, call, inputs, fakes)
+        raw, drawn = _run_once(run, call, inputs, fakes)
+        if not any(map(_compat.is_fake, values)):
+            refuse_unseen_results(raw.graph_module.graph)
+        return raw, drawn
     except CaptureError as error:
         if run.made.refused is not None and run.made.refused.final:  # perhaps swallowed by the step
             raise run.made.refused from None

@@ -1,0 +1,154 @@
+"""Operators and features of torch that no capture knows: their names, and what to write instead.
+
+An exception that torch raises while a step is traced often says nothing of the cause. Here it is
+told by the function of torch that was running, or by a part of the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.ir.metadata import source_line
+from graphopt.ir.user_frames import running_in_step
+
+_ORIGINAL = "call the original function or module; graphopt captures it with the rest"
+_LOOP = "write the loop in Python, which a step may do: for part in x: …"
+
+_CALLS: tuple[tuple[str, str, str], ...] = (
+    (
+        "torch/_higher_order_ops/cond.py",
+        "torch.cond",
+        "decide in Python, which a step may do: if condition: …; or use torch.where",
+    ),
+    (
+        "torch/_higher_order_ops/while_loop.py",
+        "while_loop",
+        "write the loop in Python, which a step may do: while condition: …",
+    ),
+    ("torch/_higher_order_ops/scan.py", "scan", _LOOP),
+    ("torch/_higher_order_ops/associative_scan.py", "associative_scan", _LOOP),
+    ("torch/_higher_order_ops/map.py", "map", f"use torch.func.vmap, or {_LOOP}"),
+    (
+        "torch/nn/attention/flex_attention.py",
+        "flex_attention",
+        "use torch.nn.functional.scaled_dot_product_attention, with the mask as a tensor",
+    ),
+)
+"""By the file of torch that was running: an operator that takes functions, and the cure."""
+
+_TEXTS: tuple[tuple[str, str, str], ...] = (
+    (
+        "QuantizedMeta",
+        "it computes with quantized tensors, which no graph has",
+        "quantize outside the step; or compute with the rounded values as"
+        " torch.fake_quantize_per_tensor_affine gives them",
+    ),
+    (
+        r"Sparse (CSR|CSC|BSR|BSC) tensors do not have strides",
+        r"it makes a sparse tensor of the layout \1, which no graph has",
+        "make it outside the step, and pass it; or compute with the dense one",
+    ),
+    (
+        "OpaqueTensorImpl",
+        "it makes a tensor of the layout of MKL-DNN, which no graph has",
+        "leave out to_mkldnn(): operators choose their kernels by themselves",
+    ),
+    (
+        "_nested_tensor_from|NestedTensorImpl|aten\\._nested_",
+        "it makes a nested tensor, which no graph has",
+        "pad the parts to one length, torch.nn.utils.rnn.pad_sequence, and mask the loss",
+    ),
+    (
+        r"Creating a new Tensor subclass Uninitialized",
+        "it makes a lazy module, whose parameters have no shapes yet",
+        "make it outside the step, and run it once before the first step",
+    ),
+    (
+        r"Creating a new Tensor subclass (\w+)",
+        r"it makes a tensor of the class \1 of one that is traced",
+        "compute with plain tensors: leave out as_subclass and the like",
+    ),
+    (
+        "in the TorchScript interpreter",
+        "it calls a TorchScript function that decides by values or makes what no trace sees",
+        "call the Python function it was made from",
+    ),
+    (
+        "Not available for 'meta' device type",
+        "it reads the memory of a tensor, which has none while it is traced",
+        "compute with tensor operations; or read it in a function that every step calls:"
+        " graphopt.callback(function, tensor)",
+    ),
+    (
+        r"Could not run '(\S+)' with arguments from the '(\w+)' backend",
+        r"it calls the operator \1, which has no form that a trace can follow (\2)",
+        "use another operator, or call it outside the step",
+    ),
+)
+"""By the text of the exception: the reason and the cure."""
+
+
+def unknown_feature(error: Exception) -> tuple[str, str] | None:
+    """The reason and the cure, where an operator or a feature that no capture knows has raised an
+    exception; None for others."""
+    running = running_in_step(error)
+    compiled = ("torch/_dynamo/eval_frame.py", "compile_wrapper")
+    for ending, name, cure in _CALLS:
+        if any(file.endswith(ending) for file, _ in running) and _is_inside(running, compiled):
+            return f"it calls {name}, an operator on functions that no graph has", cure
+    if _is_inside(running, compiled):
+        return "it calls something that torch.compile compiled", _ORIGINAL
+    if any(file.endswith("torch/jit/_trace.py") for file, _ in running):
+        return "it calls torch.jit.trace", "call the function itself; graphopt captures it"
+    text = str(error)
+    for pattern, reason, cure in _TEXTS:
+        found = re.search(pattern, text)
+        if found is not None:
+            return found.expand(reason), cure
+    return None
+
+
+def _is_inside(running: list[tuple[str, str]], function: tuple[str, str]) -> bool:
+    return any(file.endswith(function[0]) and name == function[1] for file, name in running)
+
+
+_LAYOUTS: tuple[tuple[Callable[[torch.Tensor], bool], str, str], ...] = (
+    (lambda tensor: tensor.is_quantized, "quantized", "pass tensor.dequantize()"),
+    (lambda tensor: tensor.is_nested, "nested", "pass a padded tensor and a mask"),
+    (lambda tensor: tensor.is_mkldnn, "of the layout of MKL-DNN", "pass tensor.to_dense()"),
+)
+
+
+def check_layout(name: str, tensor: torch.Tensor) -> None:
+    """Refuse an input that no fake tensor can stand for.
+
+    Raises:
+        CaptureError: it is quantized, nested or opaque.
+    """
+    for holds, what, cure in _LAYOUTS:
+        if holds(tensor):
+            raise CaptureError(f"{name} is {what}, and no graph has such tensors", hint=cure)
+
+
+def refuse_unseen_results(graph: fx.Graph) -> None:
+    """Refuse a graph of a step on real tensors that holds a fake one: the trace has not seen how
+    that was computed, as in another thread.
+
+    Raises:
+        CaptureError: it does.
+    """
+    module = graph.owning_module
+    for node in graph.nodes:
+        if node.op == "get_attr" and _compat.is_fake(getattr(module, node.target, None)):
+            users = filter(None, map(source_line, node.users))
+            raise CaptureError(
+                "it uses a tensor that it has computed where no trace sees it, as in a thread",
+                location=str(next(users, None) or "") or None,
+                hint="compute it in the thread of the step; or before the call, and pass it",
+            )
