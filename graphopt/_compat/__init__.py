@@ -13,7 +13,6 @@ from graphopt._compat.fakes import (
     errors_raised_once,
     fake_laid_out,
     fake_like,
-    fake_mode_around,
     fake_mode_of,
     foreach_accepts_fakes,
     has_symbolic_shape,
@@ -74,7 +73,6 @@ from graphopt._compat.modules import (
     is_compiled_module,
     is_fsdp,
     module_call_code,
-    module_call_codes,
     moved_where_needed,
     own_buffers,
     own_modules,
@@ -91,7 +89,7 @@ from graphopt._compat.operators import (
     overload_name,
     schema_of,
 )
-from graphopt._compat.optimizers import StandInOptimizer, has_stepped, mark_stepped
+from graphopt._compat.optimizers import mark_stepped
 from graphopt._compat.plain_fakes import are_plain_fakes, detached, is_ruled_in_python, plain_view
 from graphopt._compat.settings import (
     autocast_regions,

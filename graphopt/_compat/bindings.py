@@ -63,7 +63,7 @@ def is_operator_overload(target: Any) -> TypeGuard[torch._ops.OpOverload]:
 
 
 def direct_call(node: fx.Node) -> Callable[..., Any]:
-    """What to call for a node that calls an operator, with the same arguments."""
+    """The function to call for a node that calls an operator, with the same arguments."""
     target: Any = node.target
     if target.namespace == "aten" and _may_be_bound(node):
         args = tuple(_kind(arg) for arg in node.args)

@@ -211,14 +211,6 @@ def fake_mode_of(tensors: Sequence[torch.Tensor]) -> Any | None:
     return next((t.fake_mode for t in tensors if is_fake(t)), None)  # type: ignore[attr-defined]
 
 
-def fake_mode_around(values: Sequence[Any]) -> Any | None:
-    """The FakeTensorMode that is active, or that values live in; None: they are real."""
-    from graphopt._compat.functionalization import from_functional
-
-    active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return fake_mode_of(list(map(from_functional, values))) if active is None else active
-
-
 def to_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` in `mode`: same metadata, leaf and requires_grad; `.grad` is not carried over."""
     if is_fake(tensor) and tensor.fake_mode is mode:  # type: ignore[attr-defined]
@@ -268,7 +260,7 @@ def is_fake_mode_on() -> bool:
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
-    """What fake tensors raise when Python asks for a value that only real data has."""
+    """Errors that fake tensors raise when Python asks for a value that only real data has."""
     from torch._subclasses.fake_tensor import DataDependentOutputException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -276,7 +268,7 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 
 
 def unsupported_operator_errors() -> tuple[type[Exception], ...]:
-    """What fake tensors raise for an operator whose result they cannot describe."""
+    """Errors that fake tensors raise for an operator whose result they cannot describe."""
     from torch._subclasses.fake_tensor import (
         DynamicOutputShapeException,
         UnsupportedFakeTensorException,

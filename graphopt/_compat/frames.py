@@ -29,7 +29,7 @@ NULL = object()
 
 
 class Operands:
-    """What an instruction finds: `top(1)` is the top of the stack, `top(2)` below it, ….
+    """Operands of an instruction: `top(1)` is the top of the stack, `top(2)` below it, ….
 
     Valid only while the frame is about to execute that instruction.
     """

@@ -58,7 +58,7 @@ def nodes_by_kind(graph: fx.Graph) -> Iterator[tuple[str, Any, Collection[fx.Nod
 
 
 def code_maker(graph: fx.Graph) -> tuple[Any, Any]:
-    """What writes the code of a graph, and what that code goes through before it is compiled."""
+    """The code generator of a graph, and the transforms of its code before it is compiled."""
     return graph._codegen, graph._codegen._body_transformer
 
 

@@ -101,7 +101,7 @@ def group_named(name: str) -> dist.ProcessGroup | None:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where small tensors that a group sends are made: on the CPU, if it can send those."""
+    """Device of small tensors that a group sends: the CPU, if it can send those."""
     kinds = group._device_types
     if not kinds or torch.device("cpu") in kinds:
         return torch.device("cpu")
@@ -126,7 +126,7 @@ FAKE_BACKEND = "fake"
 
 
 def fake_world_size() -> int | None:
-    """How many ranks `start_fake_group` has made; None where there is no such group."""
+    """Number of ranks that `start_fake_group` has made; None where there is no such group."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     return dist.get_world_size() if dist.get_backend() == FAKE_BACKEND else None

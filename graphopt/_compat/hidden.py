@@ -6,7 +6,7 @@ from types import FunctionType
 
 
 def undisabled(function: FunctionType) -> FunctionType:
-    """What `torch.compiler.disable` made a function of; other functions themselves.
+    """The function that `torch.compiler.disable` wrapped; other functions themselves.
 
     torch.compile replaces functions of torch by such wrappers when it is first used, `_fused_adam`
     and `Adam._init_group` among them. Called otherwise than by it they do the same.

@@ -20,7 +20,8 @@ _InferenceAware: type | tuple[()] = getattr(custom_graph_pass, "CustomInferenceA
 
 
 def kind_of_graph() -> str | None:
-    """Which graph AOTAutograd is compiling now: "joint", "forward", "backward" or "inference".
+    """The kind of graph that AOTAutograd is compiling now: "joint", "forward", "backward" or
+    "inference".
 
     None outside of AOTAutograd, as where a graph is given to Inductor directly.
     """
@@ -124,7 +125,8 @@ def apply_graph_pass(graph_pass: GraphPass, graph: fx.Graph) -> None:
 
 
 def identity_of(graph_pass: GraphPass) -> Any:
-    """What Inductor's caches know a pass by; None if it does not say, so that nothing is cached."""
+    """The identity by which Inductor's caches know a pass; None if it has none, so that nothing is
+    cached."""
     return graph_pass.uuid() or None if isinstance(graph_pass, CustomGraphPass) else None
 
 
@@ -147,7 +149,7 @@ def names_of_inductor_options() -> list[str]:
 def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """What `backend="inductor"` does, with settings that hold for the backward as well."""
+    """Compile as `backend="inductor"` does, with settings that hold for the backward as well."""
     from torch._inductor.compile_fx import compile_fx
 
     compiled: Any = compile_fx(gm, inputs, config_patches=dict(settings))
@@ -157,7 +159,7 @@ def compile_with_inductor(
 def compile_eagerly(
     gm: fx.GraphModule, inputs: Sequence[Any], prepare: Callable[[fx.GraphModule], None]
 ) -> Callable[..., Any]:
-    """What `backend="aot_eager"` does; `prepare` may edit each graph before it is used."""
+    """Compile as `backend="aot_eager"` does; `prepare` may edit each graph before it is used."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch.partitioners import min_cut_rematerialization_partition

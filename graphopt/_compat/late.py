@@ -50,7 +50,7 @@ def set_gradient(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
 
 
 def holders_of(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """How many hold a tensor's storage (in C++, and as a Python object) and the tensor in C++.
+    """Use counts of a tensor's storage (in C++, and as a Python object) and of the tensor in C++.
 
     The numbers count what asks as well, in the same way each time.
     """

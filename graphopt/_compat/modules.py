@@ -49,11 +49,6 @@ def module_call_code() -> CodeType:
     return nn.Module._call_impl.__code__
 
 
-def module_call_codes() -> frozenset[CodeType]:
-    """That, and the code of the frame around it."""
-    return frozenset({nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__})
-
-
 @contextmanager
 def floats_of_statistics(convert: Callable[[Any], Any]) -> Iterator[None]:
     """While active, BatchNorm's own code calls `convert` in place of `float`: for the number of

@@ -21,8 +21,8 @@ overload_name: attrgetter[str] = attrgetter("_overloadname")
 
 
 def flop_formula(target: Any) -> Callable[..., int] | None:
-    """What torch's flop counter computes an operator's operations by: takes the operator's
-    arguments, and what it gives as `out_val`."""
+    """Formula of torch's flop counter for an operator: it takes the operator's arguments, and its
+    result as `out_val`."""
     from torch.utils.flop_counter import flop_registry
 
     packet = target.overloadpacket if isinstance(target, OpOverload) else None

@@ -29,7 +29,7 @@ def is_torch_split_point(value: object) -> TypeGuard[Enum]:
 
 
 def torch_spec_kind(value: object) -> str | None:
-    """What a chunk spec of torch says: "chunk", "replicate" or "reduce"; None for other values."""
+    """The kind of a torch chunk spec: "chunk", "replicate" or "reduce"; None for other values."""
     microbatch = sys.modules.get("torch.distributed.pipelining.microbatch")
     if microbatch is None:
         return None
@@ -46,7 +46,7 @@ def flat_calls(graph: fx.Graph) -> None:
 
 
 def pytree_specs(exported: fx.GraphModule) -> tuple[Any, Any]:
-    """How an exported module nests its arguments `(args, kwargs)` and its result."""
+    """Nesting of an exported module's arguments `(args, kwargs)` and of its result."""
     return exported._in_spec, exported._out_spec
 
 

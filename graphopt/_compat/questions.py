@@ -38,7 +38,7 @@ _Result: TypeAlias = _GivenTensor | _Fresh | None
 
 
 class Answer:
-    """What an operator gives for arguments of some kinds.
+    """The answer of an operator for arguments of some kinds.
 
     Attributes:
         asked: there has been such a call.
@@ -167,7 +167,7 @@ class Question:
         return _Fresh(kind, shares[0]) if len(shares) == 1 else _NOTHING
 
     def answered(self, answer: Answer, func: Any) -> Any:
-        """What the operator gives, recorded."""
+        """Result of the operator, recorded."""
         assert answer.results is not None
         made = [self._made(result) for result in answer.results]
         call = ("call_function", func, self._args, self._kwargs)

@@ -29,7 +29,7 @@ def stage_stand_in(stage: int, stages: int, ranks: int) -> Any:
 
 
 def compute_actions(schedule: Any) -> list[list[_Computed]] | None:
-    """What each rank computes, in order. None for a schedule that does not say."""
+    """Actions of each rank that compute, in order. None for a schedule that does not say."""
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
     order = schedule.pipeline_order
@@ -44,7 +44,8 @@ def compute_actions(schedule: Any) -> list[list[_Computed]] | None:
 
 
 def actions_in_csv(text: str) -> list[list[_Computed]]:
-    """What the lines of a schedule file let each rank compute; sends and the like are left out.
+    """Actions that the lines of a schedule file let each rank compute; sends and the like are left
+    out.
 
     Raises:
         RuntimeError: a cell is not an action.

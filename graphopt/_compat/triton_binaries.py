@@ -21,7 +21,7 @@ OLDEST = 70
 
 
 class KernelUsage(NamedTuple):
-    """What a kernel takes of a multiprocessor: registers per thread, bytes spilled per thread."""
+    """Registers per thread and spilled bytes per thread of a kernel."""
 
     registers: int
     spills: int
@@ -75,7 +75,7 @@ def _help(assembler: str) -> str:
 
 
 def gpu_target(capability: int) -> Any:
-    """What Triton calls a GPU of a compute capability, as 90."""
+    """Triton's name of a GPU of a compute capability, as 90."""
     from triton.backends.compiler import GPUTarget
 
     return GPUTarget("cuda", capability, 32)
@@ -121,7 +121,7 @@ def _imported(name: str, source: str) -> ModuleType:
 
 
 def usage(ptx: str, capability: int, *, fuse: bool) -> tuple[KernelUsage, bytes]:
-    """What the assembler says of a kernel, and the cubin: Triton runs it so and drops the report.
+    """The assembler's report on a kernel, and the cubin: Triton runs it so and drops the report.
 
     Args:
         fuse: whether a multiplication and an addition may become one operation.

@@ -37,7 +37,7 @@ class Entry(NamedTuple):
     item: int | None = None
 
     def of_copy(self, copies: Mapping[fx.Node, fx.Node]) -> Entry:
-        """The same entry in a copy of the graph."""
+        """The same entry, in a copy of the graph."""
         return Entry(copies[self.node], self.item)
 
 

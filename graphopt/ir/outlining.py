@@ -22,7 +22,8 @@ from graphopt.ir.views import inner_bases
 
 
 class NodeCopies:
-    """What nodes are in another graph. What is nothing yet is made when it is needed.
+    """Copies of nodes in another graph, made when they are needed. What is nothing yet is made when
+    it is needed.
 
     Args:
         graph: the other graph.

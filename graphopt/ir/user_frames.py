@@ -24,7 +24,7 @@ _FORWARD_CODE = _compat.module_call_code()
 
 @lru_cache(maxsize=4096)
 def is_library_file(filename: str) -> bool:
-    """Whether a file belongs to torch, graphopt or the interpreter rather than to the user."""
+    """True if a file belongs to torch, graphopt or the interpreter rather than to the user."""
     if filename.startswith("<"):
         return not filename.startswith(("<stdin", "<ipython", "<string"))
     path = _resolved(filename)
@@ -34,25 +34,25 @@ def is_library_file(filename: str) -> bool:
 
 
 def is_tracing_file(filename: str) -> bool:
-    """Whether a file belongs to graphopt, or to what torch traces with."""
+    """True if a file belongs to graphopt, or to what torch traces with."""
     path = _resolved(filename)
     return is_own_file(filename) or path.startswith((_TORCH + "_", _TORCH + "fx/"))
 
 
 @lru_cache(maxsize=4096)
 def is_own_file(filename: str) -> bool:
-    """Whether a file belongs to graphopt."""
+    """True if a file belongs to graphopt."""
     return _resolved(filename).startswith(_GRAPHOPT)
 
 
 def is_installed(filename: str) -> bool:
-    """Whether a file belongs to an installed package."""
+    """True if a file belongs to an installed package."""
     return "site-packages" in filename or "dist-packages" in filename
 
 
 @lru_cache(maxsize=4096)
 def is_torch_file(filename: str) -> bool:
-    """Whether a file belongs to torch."""
+    """True if a file belongs to torch."""
     return _resolved(filename).startswith(_TORCH)
 
 
@@ -130,7 +130,7 @@ def inside_step(frame: types.FrameType | None) -> SourceLine | None:
 
 
 def is_around_step(frame: types.FrameType) -> bool:
-    """Whether a frame belongs to the code that traces a step."""
+    """True if a frame belongs to the code that traces a step."""
     return frame.f_code.co_filename == _STEP_RUN
 
 

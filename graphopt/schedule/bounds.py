@@ -237,4 +237,4 @@ class _Backward:
         return None if message is None else message.index
 
     def passed_on(self, node: fx.Node, row: Bits, rows: dict[fx.Node, Bits]) -> None:
-        """Who reads a state is asked by who writes it."""
+        """Pass on nothing: `sources` already gives the readers of a state."""

@@ -68,12 +68,12 @@ class GatherGroup:
 
     @property
     def due(self) -> int:
-        """When the first of them is needed."""
+        """The earliest place in the step at which one of them is needed."""
         return min(gather.due for gather in self.gathers)
 
     @property
     def launches(self) -> list[fx.Node]:
-        """Of all its members."""
+        """Launches of all its members."""
         return [gather.launch for gather in self.gathers]
 
 

@@ -345,7 +345,7 @@ class _Queue:
 
     @property
     def due(self) -> float:
-        """When the most urgent one is due, or one that has been launched since."""
+        """Time at which the most urgent one is due, or one that has been launched since."""
         ready = self._ready[0][0] if self._ready else math.inf
         prepared = self._prepared[self._next][0] if self._next < len(self._prepared) else math.inf
         return min(ready, prepared)

@@ -46,8 +46,8 @@ SMALLEST = 2**19
 
 
 def in_two_parts(sends: Sequence[Send]) -> list[Send]:
-    """What is so large that it can be sent in two parts; never what is made last, of which nothing
-    is held back.
+    """Sends so large that they can go in two parts; never the last one made, of which nothing is
+    held back.
 
     Args:
         sends: in the order in which the backward makes what they send.

@@ -47,7 +47,7 @@ def permuted(terms: Terms, base: Row, shape: Sequence[int], order: Sequence[int]
 
 
 def permutation_of(terms: Terms, row: Row) -> tuple[Row, tuple[int, ...], tuple[int, ...]] | None:
-    """What a whole row is a permutation of: the elements, their shape, and the order."""
+    """The permutation that makes a whole row: the elements, their shape, and the order."""
     key = terms[row[0].term].key if len(row) == 1 else ("",)
     if key[0] != "permute" or row[0][1:] != (0, prod(key[2])):
         return None

@@ -117,8 +117,8 @@ def _permuted(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
 def permuted_back(
     terms: Terms, part: Any, value: TensorValue
 ) -> tuple[TensorValue, TensorValue] | None:
-    """What `part` is a permutation of, in whatever shape, and `value` permuted back in the same
-    way."""
+    """The value of which `part` is a permutation, in whatever shape, and `value` permuted back in
+    the same way."""
     inner = permutation_of(terms, part.segments) if isinstance(part, TensorValue) else None
     if inner is None:
         return None

@@ -113,7 +113,7 @@ def _alone_value(terms: Terms, target: Any, values: dict[str, Any], fake: torch.
 
 
 class CalledForEntry(NamedTuple):
-    """What a list operator does for each entry, on CPUs.
+    """The operator that a list operator calls for each entry, on CPUs.
 
     Attributes:
         operator: that takes one tensor.
@@ -204,7 +204,7 @@ def terms_in(value: Any) -> list[int]:
 
 
 def target_name(target: Any) -> str:
-    """By which a key knows a target: what has no name of its own is known by its identity."""
+    """The name by which a key knows a target: one without a name is known by its identity."""
     if isinstance(target, _compat.OpOverload):
         return str(target)
     module = getattr(target, "__module__", "")

@@ -59,7 +59,7 @@ class Callees:
         self._found: dict[int, Callee] = {}
 
     def of(self, node: fx.Node, target: Any) -> Callee:
-        """What is known of a target.
+        """Facts about a target.
 
         Args:
             node: one that calls it, or its form that works in place.

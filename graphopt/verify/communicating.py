@@ -48,7 +48,7 @@ class CollectiveTerms:
         self.sending = Sending(reading.contents.owners)
 
     def launched(self, node: fx.Node) -> Pending:
-        """What a collective will give."""
+        """The pending result of a collective."""
         reduction = operator_of(node).reduction
         self._reading.refuse_pending(node)
         arguments = self._reading.arguments(node)
@@ -79,7 +79,7 @@ class CollectiveTerms:
         return None if rule is None or size is None else rule(self._terms, kind, size, sent, fake)
 
     def waited(self, node: fx.Node) -> Any:
-        """What a wait gives."""
+        """The result of a wait."""
         source = first_argument(node)
         value = self._reading.read(source, sent=True)
         if not isinstance(value, Pending):

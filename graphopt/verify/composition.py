@@ -55,7 +55,7 @@ class Objects:
         return self._names.setdefault(id(value), name)
 
     def find(self, node: fx.Node) -> Any:
-        """What a node of a composed graph names."""
+        """The object that a node of a composed graph names."""
         return self._known[str(node.target)]
 
     def _free(self, wanted: str) -> str:

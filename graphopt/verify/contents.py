@@ -124,7 +124,7 @@ class Contents:
         return part.segments
 
     def place(self, node: fx.Node) -> Any:
-        """Where in the storage of its owner a node lies, whatever its metadata says of it."""
+        """Place of a node in the storage of its owner, whatever its metadata says of it."""
         owner = self.owner(node)
         return self._through(node, owner, self._places(owner))
 
@@ -133,7 +133,7 @@ class Contents:
         yield from self._written
 
     def read(self, node: fx.Node) -> Any:
-        """What a node holds now.
+        """Current content of a node.
 
         Raises:
             NotDecidedError: an update may have changed it, or its storage was taken.

@@ -203,7 +203,7 @@ class _Comparison:
         return self._matching.same
 
     def lost(self) -> list[Problem]:
-        """What sinks needed in the graph before, and do not need any more."""
+        """Sources that sinks needed in the graph before, and do not need any more."""
         sinks = self._matching.sinks
         if not sinks:
             return []

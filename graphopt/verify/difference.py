@@ -123,7 +123,7 @@ def _message(one: Sequence[Any], other: Sequence[Any]) -> str:
 
 
 def operator_of(key: Sequence[Any]) -> str:
-    """What makes a term, in a word."""
+    """The operator that makes a term, in a word."""
     if not key:
         return ""
     if key[0] in ("call", "entry", "each"):

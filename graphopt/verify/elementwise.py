@@ -32,7 +32,7 @@ BY_ELEMENT = tuple(
 
 
 class ComputedElement(NamedTuple):
-    """What is computed of each element.
+    """The computation of one element.
 
     Attributes:
         name: of the operator: a number as an operand stands for a tensor of that number.
@@ -106,7 +106,7 @@ def _mixes_halves(dtypes: Sequence[torch.dtype]) -> bool:
 def each(
     terms: Terms, computed: ComputedElement, rows: Sequence[Sequence[Segment]]
 ) -> tuple[Segment, ...]:
-    """What is computed of each element of rows of equal length, one for each operand."""
+    """Computation of each element of rows of equal length, one for each operand."""
     found = []
     for runs in _aligned(rows):
         arranged = arranged_alike(terms, runs)

@@ -98,7 +98,7 @@ class Proof:
 
     @property
     def known(self) -> Evaluation | None:
-        """What the graph computes, if that is known."""
+        """Terms of the graph, if they are known."""
         return self._known
 
     def knows(self, graph: fx.Graph) -> bool:

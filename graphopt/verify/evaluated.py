@@ -39,7 +39,7 @@ _HINT = (
 
 @dataclass
 class Evaluation:
-    """What one run of a graph leaves.
+    """The outcome of one run of a graph.
 
     Attributes:
         results, carried: values that the graph returns.

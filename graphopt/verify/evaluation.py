@@ -54,7 +54,7 @@ def evaluate_graph(
     unknowns: Mapping[fx.Node, UnknownPlace] | None = None,
     settled: Mapping[str, Settled] | None = None,
 ) -> Evaluation:
-    """What a graph gives for arbitrary inputs, or for some that are terms already.
+    """Evaluate a graph for arbitrary inputs, or for some that are terms already.
 
     Args:
         terms: shared by all graphs that are compared.

@@ -48,7 +48,7 @@ class Region:
 
 @dataclass(frozen=True)
 class UnknownPlace:
-    """What a node gives in a proof: an unknown function.
+    """An unknown function, which stands for a node in a proof.
 
     Attributes:
         key: tells the function from all others.
@@ -103,7 +103,7 @@ class RewrittenRegions:
         return tuple(found)
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with the parts themselves."""
+        """Problems with the parts themselves."""
         if self._problem is not None:
             yield self._problem
             return
@@ -129,7 +129,7 @@ class RewrittenRegions:
                 yield from _compared(place, *graphs)
 
     def unknowns(self) -> tuple[dict[fx.Node, UnknownPlace], dict[fx.Node, UnknownPlace]]:
-        """What stands for the outputs of all parts, before and after."""
+        """Unknown functions for the outputs of all parts, before and after."""
         old: dict[fx.Node, UnknownPlace] = {}
         new: dict[fx.Node, UnknownPlace] = {}
         for number, (_, before, after) in enumerate(self._pairs):

@@ -128,7 +128,7 @@ class _Storages:
             self._born[node] = {key: there.get(key, n) for key, n in self._born[node].items()}
 
     def counts(self, node: fx.Node) -> dict[object, int]:
-        """How often each storage of a node has been written so far."""
+        """Number of writes to each storage of a node so far."""
         return {key: len(self._writes[key]) for key in self.keys(node)}
 
     def write(self, writer: fx.Node | None, node: fx.Node, value: fx.Node | None) -> None:
@@ -141,7 +141,8 @@ class _Storages:
         self._values[tensor] = value
 
     def now(self, node: fx.Node) -> fx.Node | None:
-        """What was written last to the tensor of a node; None if nothing was since there is it."""
+        """The node written last to the tensor of a node; None if nothing was since that is
+        there."""
         tensor = self.tensor(node)
         return self._values.get(tensor) if self._last.get(self.key(node)) is tensor else None
 
@@ -150,7 +151,7 @@ class _Storages:
         return self.counts(node) != self._born[node]
 
     def overwriting(self, node: fx.Node) -> fx.Node | None:
-        """Who has overwritten what a node stood for, as another tensor."""
+        """The node that has overwritten the value of another one, as another tensor."""
         if not self.is_written(node) or self.now(node) is not None:
             return None
         return next(self._writes[key][-1] for key in self.keys(node) if self._writes[key])

@@ -30,7 +30,7 @@ _MOST = 1024
 
 
 def parts(kind: tuple[Any, ...], sent: TensorValue) -> int | None:
-    """How many ranks there are; None where so many parts cannot be told apart."""
+    """Number of ranks; None where so many parts cannot be told apart."""
     size = dict(kind[1][1:]).get("group_size")
     if not isinstance(size, int) or not 0 < size <= _MOST or "out" in dict(kind[1][1:]):
         return None
@@ -70,7 +70,7 @@ def scattered(
 def exchanged(
     terms: Terms, kind: tuple[Any, ...], size: int, sent: TensorValue, fake: torch.Tensor
 ) -> TensorValue:
-    """What is meant for this rank of what each rank sends, one after another."""
+    """The parts for this rank of the values that the ranks send, one after another."""
     length = elements(sent.shape) // size
     rows = rows_of(terms, sent.segments, size)
     named = {str(rank): _of(row, sent, length) for rank, row in enumerate(rows)}
@@ -83,7 +83,7 @@ def exchanged(
 def gathered(
     terms: Terms, kind: tuple[Any, ...], size: int, sent: TensorValue, fake: torch.Tensor
 ) -> TensorValue:
-    """What each rank sends, one after another."""
+    """The values that the ranks send, one after another."""
     if size == 1:
         return tensor_value(sent.segments, fake)
     how = (_group(kind), str(sent.dtype))

@@ -25,7 +25,7 @@ from graphopt.verify.terms import Pending, Terms
 
 
 class DerivedEvaluation(NamedTuple):
-    """What a derived graph computes.
+    """The evaluation of a derived graph.
 
     Attributes:
         module: the derived graph.
@@ -153,7 +153,7 @@ class _Drain:
         self._known: list[tuple[list[Any], Evaluation]] = []
 
     def of(self, given: dict[str, Any]) -> Evaluation:
-        """What drain leaves. `given`: as the inputs of `evaluate_graph`."""
+        """Outcome of drain. `given`: as the inputs of `evaluate_graph`."""
         values = [self._input(node, given) for node in self._inputs]
         for known, found in self._known:
             if all(map(_is_same, values, known)):

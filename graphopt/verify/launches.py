@@ -53,8 +53,8 @@ class FollowedLaunches:
         self._launches = launches_of(gm)
 
     def problem(self, after: fx.GraphModule) -> Problem | None:
-        """Where `after` launches others than the graph that was seen last. It is that from now
-        on."""
+        """The problem where `after` launches others than the graph that was seen last. It is that
+        from now on."""
         before, self._launches = self._launches, launches_of(after)
         return other_launches(before, self._launches)
 
@@ -66,7 +66,7 @@ def launch_of(node: fx.Node) -> Launch:
 
 
 def other_launches(before: Sequence[Launch], after: Sequence[Launch]) -> Problem | None:
-    """Where a graph launches other collectives than before, or in another order."""
+    """Problems where a graph launches other collectives than before, or in another order."""
     for index, (one, other) in enumerate(zip_longest(before, after)):
         if one is None or other is None or one.text != other.text:
             now = "nothing" if other is None else other.text

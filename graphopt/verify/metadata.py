@@ -50,7 +50,7 @@ _DATA_DEPENDENT = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shap
 
 @dataclass(frozen=True)
 class GivenArgument:
-    """What a node gave as an argument, in place of the node."""
+    """The value that a node gave as an argument, in place of the node."""
 
     value: Any
 
@@ -68,7 +68,8 @@ class KindsOfResults:
         self._of_entries: dict[Any, dict[Any, list[Layout]]] = {}
 
     def of(self, node: fx.Node) -> list[Layout]:
-        """Of the tensors that a node gives; raises what its operator raises for its arguments."""
+        """Metadata of the tensors that a node gives; raises what its operator raises for its
+        arguments."""
         return self._of(node.target, node.args, node.kwargs, known_value(node))
 
     def of_entries(
@@ -147,8 +148,8 @@ def changed_problems(
     functional: bool,
     kinds: KindsOfResults | None = None,
 ) -> Iterator[Problem]:
-    """What is wrong with nodes that a pass inserted or gave other arguments, and with those that
-    read values whose shape or strides have changed.
+    """Problems with nodes that a pass inserted or gave other arguments, and with those that read
+    values whose shape or strides have changed.
 
     Args:
         changed: nodes with the `meta["val"]` that they had.

@@ -28,7 +28,7 @@ def of_constants(
 
 
 def attribute(module: nn.Module | None, node: fx.Node) -> Any:
-    """What a node that reads an attribute of the module gives; None where it is not there."""
+    """The attribute of the module that a node reads; None where it is not there."""
     found: Any = module
     for name in str(node.target).split("."):
         found = getattr(found, name, None)

@@ -20,8 +20,8 @@ from graphopt.verify.terms import Terms, canonical
 def differences(
     terms: Terms, old: Evaluation, new: Evaluation, *, sends: bool = True
 ) -> Iterator[Problem]:
-    """Where two graphs leave different values, or values in storage that is shared otherwise;
-    `sends`: or send other elements."""
+    """Problems where two graphs leave different values, or values in storage that is shared
+    otherwise; `sends`: or send other elements."""
     yield from of_values_and_draws(terms, old, new)
     if sends:
         yield from _of_sends(terms, old, new, "")
@@ -30,7 +30,8 @@ def differences(
 
 
 def of_what_is_said(old: Evaluation, new: Evaluation, *, sends: bool = True) -> Iterator[Problem]:
-    """What others rely on, whatever is computed: how much is sent, and which updates are listed."""
+    """Problems with facts on which others rely, whatever is computed: how much is sent, and which
+    updates are listed."""
     for (signature, dtype), count in old.amounts.items() if sends else ():
         left = new.amounts[signature, dtype]
         if left < count:
@@ -56,7 +57,7 @@ def reorders_sums(old: Evaluation, new: Evaluation) -> bool:
 
 
 def of_outcomes(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> Iterator[Problem]:
-    """What two evaluations give otherwise: values, draws, calls of the host, collectives."""
+    """Differences between two evaluations: values, draws, calls of the host, collectives."""
     yield from of_values_and_draws(terms, old, new, where)
     yield from _of_sends(terms, old, new, where)
 
@@ -64,7 +65,7 @@ def of_outcomes(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> I
 def of_values_and_draws(
     terms: Terms, old: Evaluation, new: Evaluation, where: str = ""
 ) -> Iterator[Problem]:
-    """The same, whatever is sent for it."""
+    """Differences between two evaluations, whatever is sent for them."""
     yield from _of_values(terms, old, new, where)
     if len(old.draws) != len(new.draws):
         yield Problem(

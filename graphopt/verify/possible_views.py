@@ -8,8 +8,8 @@ from torch import fx
 
 
 class PossibleViews:
-    """Which owners of storages may in truth be views of others, as what `einsum` or
-    `broadcast_tensors` gives."""
+    """Owners of storages that may in truth be views of others, as the result of `einsum` or
+    `broadcast_tensors`."""
 
     def __init__(self) -> None:
         self._sources: dict[fx.Node, list[fx.Node]] = {}
@@ -35,7 +35,7 @@ class PossibleViews:
         return list(dict.fromkeys(found for source in sources for found in self.owners(source)))
 
     def views_of(self, owner: fx.Node) -> Iterator[fx.Node]:
-        """All that may be views of it."""
+        """Nodes that may be views of it."""
         for view in self._views.get(owner, ()):
             yield view
             yield from self.views_of(view)

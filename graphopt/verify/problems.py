@@ -105,7 +105,7 @@ class DependencyReport(CheckReport):
 
 
 def operator_name(node: fx.Node) -> str:
-    """What a node does, as in ``aten.add.Tensor``, ``getitem`` or ``placeholder``."""
+    """The operator or kind of a node, as in ``aten.add.Tensor``, ``getitem`` or ``placeholder``."""
     if node.op != "call_function":
         return node.op
     if isinstance(node.target, _compat.OpOverload):

@@ -33,7 +33,7 @@ class Played(Protocol):
 
     @property
     def leaving(self) -> Sequence[bool]:
-        """Which results are needed when the next replay may have begun."""
+        """Results that are needed when the next replay may have begun."""
 
     @property
     def copied(self) -> Collection[int]:
@@ -41,7 +41,7 @@ class Played(Protocol):
 
 
 def recording_problems(gm: fx.GraphModule) -> Iterator[Problem]:
-    """What a replay would overwrite, or lose."""
+    """Values that a replay would overwrite, or lose."""
     effects = Effects(gm.graph)
     for call in gm.graph.find_nodes(op="call_module"):
         module = gm.get_submodule(str(call.target))

@@ -27,7 +27,7 @@ _REDUCING = ("aten::_foreach_max", "aten::_foreach_powsum")
 
 
 def of_runs(terms: Terms, target: Any, arguments: dict[str, Any], fake: Any) -> Any:
-    """What an operator gives; None of operators that are not elementwise, and of tensors that are
+    """Result of an operator; None of operators that are not elementwise, and of tensors that are
     laid out otherwise than their results."""
     if not isinstance(target, _compat.OpOverload) or row(target).random:
         return None
@@ -41,8 +41,8 @@ def of_runs(terms: Terms, target: Any, arguments: dict[str, Any], fake: Any) -> 
 def entry_of_runs(
     terms: Terms, target: Any, arguments: dict[str, Any], fakes: Sequence[Any]
 ) -> list[Any] | None:
-    """What one entry of a list operator gives: one value for each list of results, of which some
-    are empty."""
+    """Result of one entry of a list operator: one value for each list of results, of which some are
+    empty."""
     if is_operator(target, *_REDUCING):
         return None
     if is_operator(target, "aten::_foreach_norm"):

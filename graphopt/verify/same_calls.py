@@ -38,7 +38,7 @@ _EXITS = frozenset(EXIT_OF.values())
 def call_problems(
     before: fx.Graph, after: fx.Graph, order: Callable[[fx.Graph], Iterable[Ordered]]
 ) -> Iterator[Problem]:
-    """What is wrong with the calls of a graph.
+    """Problems with the calls of a graph.
 
     Args:
         before, after: in which one name stands for the same input, constant or module. Calls that
@@ -167,7 +167,7 @@ class _Context:
         return True
 
     def state(self) -> tuple[Any, ...]:
-        """What is in effect."""
+        """The modes that are in effect."""
         return tuple((id(node.target), written) for node, written in self._active)
 
     def _leave(self, entered: fx.Node) -> None:

@@ -93,7 +93,7 @@ def size_of(value: Any) -> int | None:
 
 
 def split_ends(node: fx.Node) -> list[int] | None:
-    """Where the parts of a `split` end, counted in elements of its input in row-major order.
+    """Ends of the parts of a `split`, counted in elements of its input in row-major order.
 
     None where the parts are not runs of elements.
     """

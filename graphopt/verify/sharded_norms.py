@@ -14,7 +14,7 @@ from graphopt.ir.operators import is_operator, operator_of
 
 @dataclass(frozen=True)
 class NormsOfRows:
-    """What a node has of norms, on the way from those of rows to those of wholes.
+    """The share of norms that a node has, on the way from those of rows to those of wholes.
 
     Attributes:
         wholes: the norms of the wholes; one, or as many as are stacked.

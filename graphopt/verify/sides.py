@@ -16,7 +16,7 @@ from graphopt.verify.reach import LabelReach, union
 
 @dataclass(frozen=True)
 class SinkPlace:
-    """Where sources are asked for: at a node, or `end`: at a value that leaves the graph."""
+    """The place where sources are asked for: a node, or `end`: a value that leaves the graph."""
 
     write: Entry
     end: bool

@@ -117,7 +117,7 @@ class StageProof:
         self._known: DerivedEvaluations = {}
 
     def derived(self, step: IterGraphModule, graphs: Mapping[str, fx.GraphModule]) -> list[Problem]:
-        """What is wrong with graphs that were derived from a step, by their names."""
+        """Problems with graphs that were derived from a step, by their names."""
         try:
             problems, self._known = self._proof.of_derived(step, graphs)
         except NotDecidedError as error:
@@ -128,7 +128,7 @@ class StageProof:
     def problems(
         self, name: str, before: fx.Graph, after: fx.GraphModule, *, terms: bool = True
     ) -> list[Problem]:
-        """What differs between the derived graph of that name before and after a stage, which
+        """Differences between the derived graph of that name before and after a stage, which
         launches the same collectives in the same order.
 
         Args:

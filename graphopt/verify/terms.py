@@ -74,7 +74,7 @@ class ScalarValue:
 
 @dataclass(slots=True, unsafe_hash=True)
 class Pending:
-    """What a collective will give: nobody but a wait may read it."""
+    """The future result of a collective: nobody but a wait may read it."""
 
     value: Any
 
@@ -215,7 +215,8 @@ def whole(term: int, like: torch.Tensor) -> TensorValue:
 
 
 def elements(shape: Sequence[Any]) -> int:
-    """Of a tensor; 1 where a size is symbolic: such tensors are never divided."""
+    """Number of elements of a tensor; 1 where a size is symbolic: such tensors are never
+    divided."""
     total = 1
     for size in shape:
         total *= size if isinstance(size, int) else 1

@@ -52,7 +52,7 @@ class Updates:
         self._settled = settled
 
     def copied(self, node: fx.Node) -> Any:
-        """What a `copy_` gives."""
+        """Result of a `copy_`."""
         args = cast(Sequence[fx.Node], node.args)
         destination = args[0]
         if len(args) == 2 and not node.kwargs:
@@ -84,7 +84,7 @@ class Updates:
         self._contents.take(workspace)
 
     def in_place(self, node: fx.Node) -> Any:
-        """What an operator gives that updates its arguments: what its functional form gives is
+        """Result of an operator that updates its arguments: its functional form's result is
         written."""
         if operator_of(node).collective:
             return self._in_place_collective(node)

@@ -32,7 +32,7 @@ def built() -> Path:
 
 
 def torch_libraries() -> list[Path]:
-    """What has to be loaded before it."""
+    """Libraries that have to be loaded before it."""
     folder = _torch() / "lib"
     return [folder / "libc10.so", folder / "libtorch_cpu.so"]
 
