@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, MutableMapping
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -121,10 +121,25 @@ def module_tensors(call: Call) -> list[ModuleTensor]:
     for each in call.besides.carried:
         attributes.update(id(table[key]) for _, table, key in _tensors_at(each))
     entries = list(found.values())
+    names: set[str] = set()
     for entry in entries:
+        entry.fqn = _distinct(entry.fqn, names)
         alone = id(entry.tensor) in attributes and len(entry.slots) == 1
         entry.rebindable = alone and place_of(entry).identity not in call.besides.found_twice
     return sorted(entries, key=lambda entry: entry.kind != "parameter")
+
+
+def _distinct(name: str, names: set[str]) -> str:
+    """A name that no tensor before has: two closures may call their models alike.
+
+    >>> names = {"model.weight"}
+    >>> _distinct("model.weight", names), _distinct("model.weight", names)
+    ('model.weight (2)', 'model.weight (3)')
+    """
+    numbered = (f"{name} ({number})" for number in count(2))
+    chosen = next(each for each in chain([name], numbered) if each not in names)
+    names.add(chosen)
+    return chosen
 
 
 def _marks(entries: Iterable[ModuleTensor]) -> Iterator[tuple[str, dict[str, Any], str]]:

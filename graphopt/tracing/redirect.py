@@ -5,7 +5,7 @@ It sees every torch function the step calls, before autograd does, and
 - replaces tensors that the step reached without going through its arguments' modules (a list of
   parameters it closes over, say) by their traced stand-ins;
 - refuses tensors it knows nothing about, which would be baked in as constants;
-- notices when gradients are read, the moment at which they have to be averaged over ranks;
+- notices when gradients are used in any way, before which they have to be averaged over ranks;
 - says which phase the nodes made by a backward belong to.
 """
 
@@ -49,10 +49,13 @@ from graphopt.tracing.packed import Packing
 from graphopt.tracing.rebinding import Rebinding
 from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.replace import replaced
+from graphopt.tracing.shared_by_ranks import SharedByRanks
 from graphopt.tracing.substitute import Traced
 from graphopt.tracing.tagging import Tagger
 
-_GRADIENT = getattr(torch.Tensor, "grad").__get__  # noqa: B009 - typed as the value it gives
+_GRADIENT = getattr(torch.Tensor, "grad")  # noqa: B009 - typed as the value it gives
+_READ_GRADIENT = _GRADIENT.__get__
+_GRADIENT_ACCESSES = (_READ_GRADIENT, _GRADIENT.__set__, _GRADIENT.__delete__)
 _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _TEXTS: dict[Any, Callable[..., str]] = {
     torch.Tensor.__repr__: repr,
@@ -89,7 +92,7 @@ class Redirect(TorchFunctionMode):
     Args:
         traced: stand-ins of the real tensors.
         tagger: told about backward phases.
-        before_gradient_read: called before the step reads any `.grad`.
+        shared: told where the step uses gradients, and where backwards begin.
         made: takes note of every result.
         optimizers: those of the step.
         rebinding: does what `.data = …` does.
@@ -100,7 +103,7 @@ class Redirect(TorchFunctionMode):
         self,
         traced: Traced,
         tagger: Tagger,
-        before_gradient_read: Callable[[], None],
+        shared: SharedByRanks,
         made: ObtainedValues,
         optimizers: Sequence[Optimizer],
         finder: Finder,
@@ -112,7 +115,7 @@ class Redirect(TorchFunctionMode):
         self._optimizers = optimizers
         self._traced = traced
         self._tagger = tagger
-        self._before_gradient_read = before_gradient_read
+        self._shared = shared
         self._made = made
         self._tracer = _compat.current_tracer()
         self._packing = Packing(lambda tensor: untraced(made.decider.values, tensor))
@@ -136,6 +139,8 @@ class Redirect(TorchFunctionMode):
                 return func(*args, **kwargs)
         args, kwargs = untraced(self._prepared, func, args, kwargs)
         self._rebinding.reshaping.uses(func, args, kwargs, sys._getframe(1))
+        if not self._is_back:
+            self._shared.mark_used((args, kwargs))
         result = self._call(func, args, kwargs)
         untraced(self._made.add, result)
         return result
@@ -170,11 +175,15 @@ class Redirect(TorchFunctionMode):
         return args, kwargs
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func == _GRADIENT and not self._is_back:
-            self.gradients_first |= not self._differentiated
-            self._before_gradient_read()
+        if func in _GRADIENT_ACCESSES and self._is_back:
+            self._shared.refuse_reading()
+        elif func in _GRADIENT_ACCESSES:
+            self.gradients_first |= func == _READ_GRADIENT and not self._differentiated
+            self._shared.mark()
         elif func in _BACKWARDS:
             check_anomalies()
+            if not self._is_out:
+                self._shared.begin_backward()
             self._differentiated |= func is not torch.autograd.grad  # which leaves no gradients
             before, self._is_out = self._is_out, True
             try:

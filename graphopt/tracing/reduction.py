@@ -1,21 +1,24 @@
 """What the ranks of a group share in a step, marked while it is traced.
 
 Which values that is, and when, is what DistributedDataParallel does. A gradient is marked once its
-accumulation is complete, that is when the step first reads it, or at the end of the step; buffers
-are marked before each forward of a module. What becomes of the markers is said by a kind of
-parallelism (`graphopt.parallel`).
+accumulation is complete: when the step first reads, sets or deletes any gradient, or uses the
+memory of one, or is over. Buffers are marked before each forward of a module. What becomes of the
+markers is said by a kind of parallelism (`graphopt.parallel`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
+from graphopt import _compat
 from graphopt.errors import CaptureError, GraphOptError
+from graphopt.ir.user_frames import current_location
 from graphopt.parallel import OverRanks
 from graphopt.parallel.data_parallel import put_received
 from graphopt.parallel.markers import Group, reduce_gradient, sync_buffers
@@ -78,7 +81,6 @@ class GradientMarker:
             marked in the order it is ready.
         ask: which parameters are used by any rank.
         accumulated: whether gradients of earlier calls alone are marked as well.
-        persistent: ids of traced gradients that existed before the step; DDP updates them in place.
     """
 
     parameters: dict[str, torch.Tensor]
@@ -88,8 +90,8 @@ class GradientMarker:
     agreed: AgreedOrder | None
     ask: Ask
     accumulated: bool = True
-    persistent: frozenset[int] = frozenset()
     ready: dict[str, None] = field(default_factory=dict)
+    earlier: frozenset[str] = frozenset()
     used: dict[str, None] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
 
@@ -114,6 +116,36 @@ class GradientMarker:
             self.used.setdefault(name)
 
         return accumulated
+
+    def begin_backward(self) -> None:
+        """A backward begins. What one before it has left is averaged with what this one adds,
+        unless hooks of the program's look at what is accumulated."""
+        if any(map(_is_watched, self.parameters.values())):
+            self.mark_ready()
+        self.earlier = frozenset(self.ready)
+
+    def refuse_reading(self) -> None:
+        """A hook reads a gradient while a backward runs.
+
+        Raises:
+            CaptureError: it may be one that an earlier backward has left.
+        """
+        if self.earlier:
+            raise CaptureError(
+                "it reads a gradient while a second backward runs, before which the gradients of"
+                " the first one have not been averaged over the ranks",
+                location=current_location(),
+                hint="let the step look at one of them between the two (`model.weight.grad`):"
+                " they are averaged there, as by DistributedDataParallel",
+            )
+
+    def is_used_by(self, values: Any) -> bool:
+        """Whether one of these values lies in the memory of a gradient that is to be marked."""
+        if not self.ready:
+            return False
+        used = set(_memory_of(_compat.tree_leaves(values)))
+        gradients = (self.parameters[name].grad for name in self.ready) if used else ()
+        return not used.isdisjoint(_memory_of(gradients))
 
     def mark_ready(self) -> None:
         """Mark every gradient accumulated since the last time, in the agreed order."""
@@ -184,10 +216,24 @@ class GradientMarker:
         """Let a parameter have the gradient that the ranks share."""
         parameter = self.parameters[name]
         with torch.no_grad(), self.tagger.sending(name):
-            if parameter.grad is not None and id(parameter.grad) in self.persistent:
-                parameter.grad.copy_(shared)
-            else:
+            gradient = parameter.grad
+            if gradient is None or gradient.requires_grad:
                 parameter.grad = shared
+            else:
+                gradient.copy_(shared)  # in place: as DDP does, whoever holds it has the average
+
+
+def _is_watched(parameter: torch.Tensor) -> bool:
+    """Whether the program has hooks on what is accumulated for a parameter; one is the marker's."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return hooks is not None and len(hooks) > 1
+
+
+def _memory_of(values: Iterable[Any]) -> Iterator[int]:
+    """The storages of dense tensors among some values."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            yield _compat.storage_key(value)
 
 
 def _is_sparse(name: str) -> CaptureError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.inputs import Inputs
 from graphopt.tracing.reduction import (
+    AgreedOrder,
     GradientMarker,
     MarkedCommunication,
     mark_buffers,
@@ -25,13 +27,13 @@ class SharedByRanks:
     """Marks them while the step is traced.
 
     Args:
-        communication: what is marked.
+        communication: what is marked; None where the ranks share nothing in this call.
         decider: asks whether other ranks use a parameter.
     """
 
     def __init__(
         self,
-        communication: MarkedCommunication,
+        communication: MarkedCommunication | None,
         call: Call,
         inputs: Inputs,
         tagger: Tagger,
@@ -43,27 +45,44 @@ class SharedByRanks:
 
     def begin(self, traced: Traced) -> None:
         """The step is to be run with these tensors."""
+        communication = self._communication
+        if communication is None:
+            return
         self._marker = GradientMarker(
             parameters={e.fqn: traced.by_id[id(e.tensor)] for e in self._inputs.parameters},
             roots=roots_of_parameters(self._call, self._inputs),
-            group=self._communication.group,
+            group=communication.group,
             tagger=self._tagger,
-            agreed=self._communication.agreed,
-            ask=self._used_anywhere,
-            accumulated=self._communication.accumulated,
-            persistent=frozenset(id(gradient) for gradient in traced.gradients.values()),
+            agreed=communication.agreed,
+            ask=partial(self._used_anywhere, communication.agreed),
+            accumulated=communication.accumulated,
         )
 
     def running(self) -> Iterator[AbstractContextManager[Any]]:
         """What is so while the step runs."""
-        if self._marker is not None:
+        if self._marker is not None and self._communication is not None:
             yield self._marker.watching()
-            yield self._buffers_marked()
+            yield self._buffers_marked(self._communication)
 
     def mark(self) -> None:
         """Mark the gradients that are there."""
         if self._marker is not None:
             self._marker.mark_ready()
+
+    def mark_used(self, values: Any) -> None:
+        """Mark the gradients that are there, if one of these values lies in the memory of one."""
+        if self._marker is not None and self._marker.is_used_by(values):
+            self._marker.mark_ready()
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+        if self._marker is not None:
+            self._marker.begin_backward()
+
+    def refuse_reading(self) -> None:
+        """The step looks at a gradient while a backward runs."""
+        if self._marker is not None:
+            self._marker.refuse_reading()
 
     def finish(self) -> tuple[str, ...]:
         """The step is over. Returns the parameters with marked gradients, in the order they were
@@ -72,19 +91,17 @@ class SharedByRanks:
         return () if marker is None else tuple(marker.used)
 
     def _used_anywhere(
-        self, positions: Sequence[int], sent: Sequence[torch.Tensor]
+        self, agreed: AgreedOrder | None, positions: Sequence[int], sent: Sequence[torch.Tensor]
     ) -> Sequence[int]:
         """Which parameters that this rank does not use are used by another one."""
-        agreed = self._communication.agreed
         assert agreed is not None
         anywhere = agreed.anywhere or ()
         likely = tuple(int(agreed.names[position] in anywhere) for position in positions)
         return self._decider().used(positions, sent, likely)
 
     @contextmanager
-    def _buffers_marked(self) -> Iterator[None]:
+    def _buffers_marked(self, communication: MarkedCommunication) -> Iterator[None]:
         """While active, a root module's forward begins with buffers that the ranks share."""
-        communication = self._communication
         if not communication.parallel.broadcast_buffers:
             yield
             return

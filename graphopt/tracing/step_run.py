@@ -92,11 +92,9 @@ class StepRun:
         self._casts = StepCasts()
         self._alone = communication is None and _compat.rank_among_several() is None
         self._tagger = Tagger({module: name for name, module in call.named_submodules()})
-        self._shared: SharedByRanks | None = None
-        if communication is not None:
-            self._shared = SharedByRanks(
-                *(communication, call, inputs, self._tagger), lambda: self.made.decider
-            )
+        self._shared = SharedByRanks(
+            *(communication, call, inputs, self._tagger), lambda: self.made.decider
+        )
         of_step = (ArgumentNumber, PlacedNumber)
         given = {i for i, n in enumerate(inputs.hyperparameters) if isinstance(n, of_step)}
         self.made = ObtainedValues(self._tagger, given)
@@ -128,8 +126,7 @@ class StepRun:
             insert(self._call, self._inputs, traced)
             marks = Marks(self._call, self._inputs, traced)
             held = HeldBefore(self._call, self.outside, traced.by_id, self._alone)
-            if self._shared is not None:
-                self._shared.begin(traced)
+            self._shared.begin(traced)
             self._view = HostView(
                 *(self._call, self._inputs, traced, self.outside), *(held.tables, held.groups)
             )
@@ -200,8 +197,7 @@ class StepRun:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             yield functional_collectives()
         yield identified(self.outside.stands_for)
-        if self._shared is not None:
-            yield from self._shared.running()
+        yield from self._shared.running()
 
     # ------------------------------------------------------------------ the step
 
@@ -227,7 +223,8 @@ class StepRun:
             )
             rebinding = Rebinding(self._call, self._inputs, traced, self.finder, self._alone)
             redirect = Redirect(
-                *(traced, self._tagger, self._mark, self.made, optimizers, self.finder, rebinding)
+                *(traced, self._tagger, self._shared, self.made, optimizers),
+                *(self.finder, rebinding),
             )
             scalers = TracedScaling(self.finder, _compat.fake_mode_of(self._values))
             for context in (
@@ -251,7 +248,7 @@ class StepRun:
         rebinding.finish()
         if self.made.refused is not None:
             raise self.made.refused
-        self._mark()
+        self._shared.mark()
         flat = _compat.flatten_results(returned, self._stays)
         self._left = {}
         return Ran(*flat, stepped, outside, changes, rebinding, told)
@@ -286,11 +283,6 @@ class StepRun:
         )
 
         return refusing(RefusedCalls(self.outside.is_outside), kinds)
-
-    def _mark(self) -> None:
-        """Mark the gradients that are there."""
-        if self._shared is not None:
-            self._shared.mark()
 
     # ------------------------------------------------------------------ what it leaves
 
@@ -362,6 +354,6 @@ class StepRun:
         signature.rebound.update(recipes.computed(rebinding.rebound))
         marks.put_back()
         self.kept_numbers = recipes.numbers
-        self.used = () if self._shared is None else self._shared.finish()
+        self.used = self._shared.finish()
         self.outside.of_call = {}  # which hold what is traced
         return recipes.results
