@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, overload
 
@@ -20,8 +21,6 @@ from graphopt.runtime.communication import Communication
 from graphopt.runtime.eager import Fallback
 from graphopt.runtime.ranges import STEP
 from graphopt.runtime.recaptures import Recaptures
-from graphopt.stages import stages_for
-from graphopt.viewing import graph_html
 
 if TYPE_CHECKING:
     from graphopt.iter_graph import IterGraphModule
@@ -75,9 +74,14 @@ class TrainStep:
             raise TypeError(f"max_graphs is a positive number of graphs, not {max_graphs!r}")
         functools.update_wrapper(self, fn)
         self._fn, self._name = fn, getattr(fn, "__qualname__", repr(fn))
-        self._calls = 0
+        # These import all passes and checks, for which `import graphopt` need not wait.
+        from graphopt.stages import stages_for
+        from graphopt.viewing import graph_html
+
+        self._calls, self._graph_html = 0, graph_html
         self._entries = CapturedGraphs(self._name, max_graphs)
         self._stages = stages_for(pipeline, lower, verify)
+        self._stages.manager.check_order()
         self._fallback = Fallback(self._name, fallback)
         self._communication = Communication(fn, parallel)
         self._binding = Binding()
@@ -338,7 +342,7 @@ class TrainStep:
     def _repr_html_(self) -> str:
         if not self._entries:
             return "<p>a training step that has not been called yet</p>"
-        return self.report._repr_html_() + graph_html(self.graph_module)
+        return self.report._repr_html_() + self._graph_html(self.graph_module)
 
     def print_readable(self) -> None:
         """Print the graph of the latest call, by phase, with shapes, bytes and source lines."""
@@ -432,6 +436,19 @@ def compile(
     >>> bool(losses[-1] < losses[0])
     True
     """
+    _check_options(options)
     if fn is None:
         return lambda function: TrainStep(function, **options)
     return TrainStep(fn, **options)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    from graphopt.manager.names import suggestion
+
+    known = list(inspect.signature(TrainStep).parameters)[1:]
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"graphopt.compile has no option {name!r}{suggestion(name, known)}: its options are"
+                f" {', '.join(known)}"
+            )

@@ -199,6 +199,7 @@ def without_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No setting from the environment, and files that appear are in a folder of the test."""
     for variable in ("VERIFY", "DUMP", "DISABLE", "STOP_AFTER"):
         monkeypatch.delenv(f"GRAPHOPT_{variable}", raising=False)
+    monkeypatch.setenv("GRAPHOPT_REPRO", "graphopt-repro")
     monkeypatch.chdir(tmp_path)
 
 

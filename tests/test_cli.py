@@ -174,6 +174,7 @@ def hoist_for_tests(gm):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a saved graph and a file of passes, which are forgotten later."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRAPHOPT_REPRO", "graphopt-repro")
     save_graph(small_graph(), "step.pt")
     Path("my_passes_for_tests.py").write_text(PASSES)
     isolate(monkeypatch)

@@ -37,6 +37,7 @@ def test_every_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRAPHOPT_REPRO", "graphopt-repro")
     isolate(monkeypatch)
     namespace: dict[str, Any] = {}
     printed = ""

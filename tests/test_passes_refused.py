@@ -52,7 +52,8 @@ def test_the_error_of_a_moved_read() -> None:
           hint:      insert the new reader after all of its inputs""")
 
 
-def test_the_error_of_a_crash(tmp_path: Path) -> None:
+def test_the_error_of_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRAPHOPT_REPRO")
     registry = PassRegistry()
 
     @graph_optimization_pass(registry=registry)
@@ -265,7 +266,10 @@ def test_values_that_a_pass_does_not_take() -> None:
     assert "pass 'sized' does not take this: size=0: a number above 0" in str(error)
 
 
-def test_the_dumps_of_a_refused_pass_are_not_written(tmp_path: Path) -> None:
+def test_the_dumps_of_a_refused_pass_are_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRAPHOPT_REPRO")
     declared = graph_optimization_pass(registry=PassRegistry())(drop_update)
     with pytest.raises(VerificationError):
         PassManager([declared], dump_dir=tmp_path / "dump").run(training_step(1))

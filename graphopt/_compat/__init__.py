@@ -64,6 +64,7 @@ from graphopt._compat.groups import (
     group_named,
     group_or_default,
     maximum,
+    name_group,
     rank_among_several,
     ranks_of_group,
     start_fake_group,

@@ -114,6 +114,13 @@ def ranks_of_group(name: str) -> list[int] | None:
     return None if group is None else dist.get_process_group_ranks(group)
 
 
+def name_group(group: dist.ProcessGroup, name: str) -> None:
+    """Let operators know a group by another name as well."""
+    from torch._C._distributed_c10d import _register_process_group
+
+    _register_process_group(name, group)  # type: ignore[arg-type, unused-ignore]
+
+
 def start_fake_group(count: int) -> None:
     """Make the default process group one of `count` ranks, of which only rank 0 exists, and whose
     communication does nothing."""

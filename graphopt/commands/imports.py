@@ -36,5 +36,7 @@ def imported(name: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
+    if str(path.parent.absolute()) not in sys.path:  # files import those beside them
+        sys.path.append(str(path.parent.absolute()))
     spec.loader.exec_module(module)
     return module

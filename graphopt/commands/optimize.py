@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import fx
 
 from graphopt.commands.errors import FAILED, reported
+from graphopt.commands.groups import groups_present
 from graphopt.commands.imports import import_passes
 from graphopt.iter_graph import IterGraphModule
 from graphopt.manager import PassManager, PassRecord, applied_passes
@@ -51,7 +52,7 @@ def run_optimize(
     earlier = applied_passes(graph_module)
     if earlier:
         console.print(f"applied before: {' -> '.join(earlier)}", markup=False, soft_wrap=True)
-    with reported("optimize", FAILED):
+    with reported("optimize", FAILED), groups_present(graph_module):
         records = manager.run(graph_module)
     if records:
         console.print(_table(records))

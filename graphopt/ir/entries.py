@@ -10,7 +10,7 @@ what asks for entries, and a call can be divided into several without a change i
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, cast
@@ -71,6 +71,22 @@ class ListCall:
                 found.append((value, item))
             elif isinstance(value[item], fx.Node):
                 found.append((value[item], None))
+        return found
+
+    def needs(self, item: int, names: Collection[str]) -> list[tuple[fx.Node, int | None]]:
+        """What one entry is given by some of the arguments, as `reads` gives it; what all entries
+        have in common last, without a number."""
+        found: list[tuple[fx.Node, int | None]] = []
+        schema = self.node.target._schema.arguments  # type: ignore[union-attr]
+        for position, value in _given(self.node):
+            if schema[position].name not in names:
+                continue
+            if position not in self.lists:
+                found += [(node, None) for node in nodes_in(value)]
+            elif isinstance(value, fx.Node):
+                found.append((value, item))
+            else:
+                found += [(node, None) for node in nodes_in(value[item])]
         return found
 
     def given(self, item: int) -> list[fx.Node]:

@@ -99,6 +99,17 @@ FUSED_OPTIMIZERS: dict[str, tuple[int, ...]] = {
 """Positions of the lists that a fused optimizer updates; results of the functional form stand at
 the same positions. Gradients (1) are written only where a `grad_scale` is given."""
 
+_SCALED = ("maximize", "grad_scale", "found_inf")
+STATE_NEEDS: dict[str, dict[int, tuple[str, ...]]] = {
+    "_fused_adamw": {
+        2: ("grads", "exp_avgs", "beta1", *_SCALED),
+        3: ("grads", "exp_avg_sqs", "beta2", *_SCALED),
+        4: ("grads", "exp_avg_sqs", "max_exp_avg_sqs", "beta2", *_SCALED),
+    }
+}
+"""Arguments that a list of results of a fused optimizer depends on, by the position of the list,
+where they are not all: its weight decay is no part of the state."""
+
 _WRITE_STATISTICS = _aten("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 
 

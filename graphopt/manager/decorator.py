@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import fx
 
 from graphopt.errors import PassDefinitionError
 from graphopt.manager.declaration import Pass
+from graphopt.manager.names import suggestion
 from graphopt.manager.records import PassRecord
 from graphopt.manager.registry import PassRegistry, default_registry
 from graphopt.manager.running import run_alone
@@ -41,7 +43,7 @@ def graph_optimization_pass(
         prerequisites: passes, or names of passes, that must have been applied before: what it
             cannot work without.
         apply_after: passes, or names, that come first if both are applied. The name of a pass that
-            is not installed constrains nothing.
+            is not installed constrains nothing; where pipelines look for names, it is warned of.
         apply_before: passes, or names, that come later if both are applied.
         name: by which pipelines know it; None: the name of the function.
         repeatable: it may be applied to a graph more than once.
@@ -93,6 +95,22 @@ def graph_optimization_pass(
             whole_step=whole_step,
             bakes_rank=bakes_rank,
         )
-        return chosen.register(declared)
+        registered = chosen.register(declared)
+        if registry is None:  # one of one's own may be filled in any order
+            _warn_of_unknown(registered, chosen)
+        return registered
 
     return declare
+
+
+def _warn_of_unknown(pass_: Pass, registry: PassRegistry) -> None:
+    """Warn of names that constrain nothing: written wrong, or of passes that are not installed."""
+    if pass_.module.startswith("graphopt.passes."):  # whose other files may not be imported yet
+        return
+    for name in registry.unknown(pass_):
+        meant = suggestion(name, registry.names())
+        warnings.warn(
+            f"pass {pass_.name!r} is to be applied after or before {name!r}, which is no pass"
+            f" so far and constrains nothing until it is one{meant if 'mean' in meant else ''}",
+            stacklevel=3,
+        )

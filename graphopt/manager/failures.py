@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import fx
@@ -16,12 +16,13 @@ from graphopt.manager.callbacks import PassContext
 from graphopt.manager.declaration import Pass
 from graphopt.manager.options import PassArgumentError
 from graphopt.manager.problems import Refused
+from graphopt.manager.reproducers import saved
 from graphopt.manager.text import Pipeline, is_text, marked_text
-from graphopt.saved import save_graph
 from graphopt.verify import Problem
+from graphopt.verify.difference import HINT
 from graphopt.verify.problems import describe
+from graphopt.verify.trial import DIFFERENT
 
-FOLDER = "graphopt-repro"
 _SHOWN = 4
 """Problems that are shown besides the first."""
 
@@ -33,11 +34,19 @@ def refusal(
 
     Args:
         trial: what random inputs say of what the pass left.
-        folder: where the folder with reproducers is.
+        folder: for reproducers.
     """
     error_type = VerificationError if refused.broken else PassError
     head = f"pass {context.pass_.name!r} was refused: "
-    return error_type(_text(head, refused.problems, context, folder, trial=trial))
+    problems = refused.problems
+    if trial is not None and trial.startswith(DIFFERENT):
+        problems = tuple(map(_without_declaration, problems))
+    return error_type(_text(head, problems, context, folder, trial=trial))
+
+
+def _without_declaration(problem: Problem) -> Problem:
+    """The same without the hint that a rule may be missing, where the numbers are wrong."""
+    return replace(problem, hint=None) if (problem.hint or "").endswith(HINT) else problem
 
 
 def crash(context: PassContext, error: Exception, folder: Path) -> GraphOptError:
@@ -64,7 +73,7 @@ class StageAttempt:
         graph: its name; empty where there is but one graph.
         names: all stages of the list.
         done: those that ran on the graph, the one that is about to run included.
-        folder: where the folder with reproducers is.
+        folder: for reproducers.
     """
 
     gm: fx.GraphModule
@@ -88,7 +97,7 @@ class StageAttempt:
         gm = self.gm
         if gm.graph is not self.given:
             gm = _compat.lazy_graph_module(gm, self.given)
-        path, failure = _saved(gm, self.folder)
+        path, failure = saved(gm, self.folder)
         if path is None:
             return failure
         stages = shlex.quote(" -> ".join(self.done))
@@ -168,7 +177,7 @@ def _node_lines(nodes: Sequence[fx.Node]) -> list[str]:
 
 
 def _reproduce(context: PassContext, folder: Path) -> str:
-    path, failure = _saved(context.gm, folder)
+    path, failure = saved(context.gm, folder)
     if path is None:
         return failure
     step = Pipeline([context.pipeline[context.index]])
@@ -176,14 +185,6 @@ def _reproduce(context: PassContext, folder: Path) -> str:
         return f"{path} holds the graph; the options have no text form"
     command = f"graphopt optimize {shlex.quote(str(path))} --pipeline {shlex.quote(str(step))}"
     return command + _import_option(context.pass_)
-
-
-def _saved(gm: fx.GraphModule, folder: Path) -> tuple[Path | None, str]:
-    """The file that holds a graph; None and why there is none."""
-    try:
-        return _save(gm, folder / FOLDER), ""
-    except Exception as error:  # the error that is being explained matters more
-        return None, f"no file was written ({type(error).__name__}: {error})"
 
 
 def _import_option(pass_: Pass) -> str:
@@ -197,27 +198,3 @@ def _import_option(pass_: Pass) -> str:
 def _shown(file: Path) -> Path:
     """A file as users see it: from the current folder, if it is in there."""
     return file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-
-
-def _save(gm: fx.GraphModule, folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = _free_file(folder)
-    try:
-        save_graph(gm, path)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    return path
-
-
-def _free_file(folder: Path) -> Path:
-    """A new file with the next free number. Other ranks may look for one at the same time."""
-    number = 1
-    while True:
-        path = folder / f"{number:02d}.pt"
-        try:
-            path.touch(exist_ok=False)
-        except FileExistsError:
-            number += 1
-            continue
-        return path

@@ -27,6 +27,7 @@ class PassRegistry:
     def __init__(self) -> None:
         self._passes: dict[str, Pass] = {}
         self._loaders: list[Callable[[], None]] = []
+        self._running: list[Callable[[], None]] = []
 
     def add_loader(self, loader: Callable[[], None]) -> None:
         """Let `loader` run, once, before the registry is first asked: it declares passes."""
@@ -126,14 +127,26 @@ class PassRegistry:
                     + suggestion(name, known - {pass_.name})
                 )
 
+    def unknown(self, pass_: Pass) -> list[str]:
+        """Names in `apply_after` and `apply_before` of a pass that are no passes so far; none while
+        passes are being found."""
+        mentioned = dict.fromkeys((*pass_.apply_after, *pass_.apply_before))
+        if self._running or mentioned.keys() <= self._passes.keys():
+            return []
+        self._load()
+        return [name for name in mentioned if name not in self._passes]
+
     def _load(self) -> None:
         while self._loaders:
             loader = self._loaders.pop(0)
+            self._running.append(loader)
             try:
                 loader()
             except BaseException:
                 self._loaders.insert(0, loader)
                 raise
+            finally:
+                self._running.remove(loader)
 
 
 _DEFAULT = PassRegistry()

@@ -6,7 +6,6 @@ import copy
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import fx
@@ -36,6 +35,7 @@ from graphopt.manager.records import (
     recorded_arguments,
 )
 from graphopt.manager.registry import PassRegistry, default_registry
+from graphopt.manager.reproducers import folder_beside
 from graphopt.manager.settings import Settings, read_settings
 from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline, Step, parse_pipeline
@@ -123,6 +123,18 @@ class PassManager:
         """Settings by which passes, and the stages around them, are run."""
         return self._settings
 
+    def check_order(self, applied: Sequence[str] = ()) -> None:
+        """Ask whether the passes may run in this order, before there is a graph.
+
+        Args:
+            applied: passes that a graph will have had.
+
+        Raises:
+            PassOrderError: a prerequisite is missing, or a pass comes too late or twice.
+        """
+        passes = [self.pipeline[index].pass_ for index in self._enabled()]
+        check_order(passes, applied, self._registry, self._settings.disable)
+
     def run(self, gm: fx.GraphModule, proof: Proof | None = None) -> list[PassRecord]:
         """Apply the pipeline to a graph module, in place.
 
@@ -151,12 +163,7 @@ class PassManager:
             return []
         check_open(gm)
         check_iterations(gm, self.pipeline, indices)
-        check_order(
-            [self.pipeline[index].pass_ for index in indices],
-            applied_passes(gm),
-            self._registry,
-            self._settings.disable,
-        )
+        self.check_order(applied_passes(gm))
         callbacks = self._all_callbacks(proof)
         forget_places(gm.graph)
         if split_waits(gm.graph) + give_by_position(gm.graph):
@@ -214,7 +221,7 @@ class PassManager:
             context.before.restore()
             for callback in reversed(callbacks):
                 callback.failed(context, error)
-            folder = self._settings.dump_dir or Path()
+            folder = folder_beside(self._settings.dump_dir)
             if isinstance(error, Refused):
                 raise refusal(context, error, folder, tried) from error.__cause__
             if isinstance(error, _Raised):

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -24,6 +23,7 @@ from graphopt.manager.callbacks import dump_of
 from graphopt.manager.failures import StageAttempt, crash_of_stage, refusal_of_stage
 from graphopt.manager.problems import Refused, refusing_what_fails
 from graphopt.manager.records import PassRecord, add_record, count
+from graphopt.manager.reproducers import folder_beside
 from graphopt.manager.settings import Settings
 from graphopt.ranks.spmd import launches_digest
 from graphopt.verify import Problem
@@ -131,7 +131,7 @@ class StageRunner:
         self, gm: fx.GraphModule, given: fx.Graph, done: Sequence[str], graph: str = ""
     ) -> StageAttempt:
         """What an error says of a stage that is about to run; see `StageAttempt`."""
-        folder = self._settings.dump_dir or Path()
+        folder = folder_beside(self._settings.dump_dir)
         return StageAttempt(gm, given, graph, self._names, tuple(done), folder)
 
     def settle(

@@ -18,6 +18,8 @@ from graphopt.iter_graph import IterGraph, IterGraphModule
 from graphopt.runtime.places import place, read_bytes, write
 from graphopt.saved.arguments import decode, encode
 from graphopt.saved.errors import SavedGraphError
+from graphopt.saved.groups import KEY as GROUPS
+from graphopt.saved.groups import sizes_now
 from graphopt.saved.nodes import decode_graph, encode_graph
 from graphopt.saved.values import DescriptionDecoder, ValueDecoder, ValueEncoder
 from graphopt.verify.groups import sizes_of_groups
@@ -148,6 +150,7 @@ def _encode(graph_module: fx.GraphModule) -> tuple[dict[str, Any], dict[str, tor
         "constants": described,
         "storages": values.storages,
         "applied": [encode(fields, repr) for fields in records],
+        "groups": sizes_now(graph_module),
         "torch": torch.__version__,
     }
     return content, tensors
@@ -168,6 +171,8 @@ def _decode(
     for problem in sizes_of_groups(graph):
         raise SavedGraphError(problem.message)
     loaded = fx.GraphModule(root, graph)
+    if content.get("groups"):
+        loaded.meta[GROUPS] = content["groups"]
     if content["applied"]:
         loaded.meta[APPLIED] = [
             SimpleNamespace(**decode(fields, _unknown)) for fields in content["applied"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,10 +96,12 @@ def fake_ranks(count: int) -> Iterator[FakeRanks]:
             "this process has a process group already, of real ranks or of an outer fake_ranks",
             hint="use fake_ranks in a process of its own, without init_process_group()",
         )
-    _compat.start_fake_group(count)
+    hook = sys.excepthook
+    _compat.start_fake_group(count)  # which lets tracebacks name a rank
     try:
         yield FakeRanks(count)
     finally:
+        sys.excepthook = hook
         dist.destroy_process_group()
 
 

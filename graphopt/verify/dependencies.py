@@ -254,8 +254,27 @@ class _Comparison:
             self._uncut = Side(*self._after, places, self._labels)
         return self._uncut
 
+    def _dropped(self, sink: Sink) -> Problem | None:
+        """The problem of a node that reads fewer values than it did, and which it does not read."""
+        reader, before = sink.after.node, sink.before.node
+        new_of = {old: new for new, old in self.same.items()}
+        now = reader.all_input_nodes
+        missing = [node for node in before.all_input_nodes if new_of.get(node) not in now]
+        if not missing or len(now) >= len(before.all_input_nodes):
+            return None
+        names = ", ".join(f"%{node.name}" for node in missing[:_NAMED])
+        message = (
+            f"%{reader.name} read {len(before.all_input_nodes)} values, and reads {len(now)} now:"
+            f" {names} {'is' if len(missing) == 1 else 'are'} missing"
+        )
+        return Problem(message, (reader, *missing[:_NAMED]))
+
     def _problem(self, sink: Sink, lost: list[_LostDependency]) -> Problem:
         reader = sink.after.node
+        dropped = None if sink.end is not None else self._dropped(sink)
+        if dropped is not None:
+            return dropped
+        lost = sorted(lost, key=lambda found: self._position[found.node], reverse=True)
         source, label = lost[0]
         subject = f"%{reader.name}" if sink.end is None else _end_name(sink.end)
         through = self._labels.text(label)
@@ -272,7 +291,7 @@ class _Comparison:
 
 
 class _LostDependency(NamedTuple):
-    source: fx.Node
+    node: fx.Node
     label: int
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -88,15 +88,17 @@ class Difference:
         """The smallest differing part of each graph, in one line, with the line that it is from."""
         if first < 0 or second < 0:
             return
+        settings = _settings(self._terms[first].key, self._terms[second].key)
         for word, term, of in (("before", first, self._old), ("after", second, self._new)):
             node = of.origins.get(term)
             source = None if node is None else source_line(node)
             end = "" if source is None else f"   ({source})"
-            yield f"  {word + ':':<10} {self._text(term, of)}{end}"
+            yield f"  {word + ':':<10} {self._text(term, of, settings[word])}{end}"
 
-    def _text(self, term: int, of: Evaluation) -> str:
+    def _text(self, term: int, of: Evaluation, settings: Mapping[str, str]) -> str:
         key = self._terms[term].key
         parts = [self._part(part, of) for part in _parts(key)]
+        parts += [f"{name}={value}" for name, value in settings.items() if value not in parts]
         return f"{operator_of(key)}({', '.join(parts)})" if parts else operator_of(key)
 
     def _part(self, part: Any, of: Evaluation) -> str:
@@ -119,7 +121,44 @@ class Difference:
 def _message(one: Sequence[Any], other: Sequence[Any]) -> str:
     if one[:2] != other[:2]:
         return f"{operator_of(other)} in place of {operator_of(one)}"
-    return f"{operator_of(one)} gets other arguments"
+    settings = _settings(one, other)
+    gets = ", ".join(
+        f"{name}={now}, before it was {settings['before'].get(name)}"
+        for name, now in settings["after"].items()
+    )
+    return f"{operator_of(one)} gets {gets or 'other arguments'}"
+
+
+def _settings(one: Any, other: Any) -> dict[str, dict[str, str]]:
+    """Arguments of two calls of an operator that differ and are constants, before and after."""
+    was, now = _named_constants(one), _named_constants(other)
+    names = [name for name in now if name in was and now[name] != was[name]]
+    return {
+        "before": {name: was[name] for name in names},
+        "after": {name: now[name] for name in names},
+    }
+
+
+def _named_constants(key: Any) -> dict[str, str]:
+    """Arguments of a call that are plain values, as text."""
+    if not isinstance(key, tuple) or key[:1] not in (("call",), ("each",)):
+        return {}
+    given = key[2][1:] if len(key) > 2 and key[2][:1] == ("dict",) else key[2:]
+    pairs = (entry for entry in given if isinstance(entry, tuple) and len(entry) == 2)
+    found = {name: _constant(value) for name, value in pairs if isinstance(name, str)}
+    return {name: text for name, text in found.items() if text is not None}
+
+
+def _constant(value: Any) -> str | None:
+    """A plain value of a key as it is written in Python; None for anything else."""
+    if value is None or isinstance(value, (bool, int)):
+        return repr(value)
+    if not isinstance(value, tuple) or len(value) != 2:
+        return None
+    kind, content = value
+    if kind == "float":
+        return repr(float.fromhex(content))
+    return repr(content) if kind in ("bool", "str") else None
 
 
 def operator_of(key: Sequence[Any]) -> str:

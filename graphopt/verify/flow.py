@@ -10,13 +10,15 @@ list or a concatenation, several.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
 
+from graphopt import _compat
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.ir.entries import list_call
+from graphopt.ir.families import STATE_NEEDS
 from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import operator_of
 from graphopt.ir.reads import values_read
@@ -143,9 +145,17 @@ class Flow:
                 needs += [self.vertex(*written[source]) for source, _ in read if source in written]
             entries.append(self._computed(node, needs + shared))
         self._entries[node] = entries
-        return SegmentItems(
-            [SegmentItems(entries)] * len(fake_value(node)) if call.several else entries
-        )
+        if not call.several:
+            return SegmentItems(entries)
+        lists = [SegmentItems(entries)] * len(fake_value(node))
+        for number, names in (_state_needs(node) if not written else {}).items():
+            lists[number] = SegmentItems(
+                [
+                    self._computed(node, [self.vertex(*needed) for needed in call.needs(i, names)])
+                    for i in range(call.count)
+                ]
+            )
+        return SegmentItems(lists)
 
     def _by_element(self, node: fx.Node) -> Value | None:
         """The value of an operator that keeps elements apart; None where it does not."""
@@ -199,6 +209,12 @@ class Flow:
             return None
         runs: Iterable[Sequence[int]] = zip(*(part.values for part in segments), strict=True)
         return Segments(segments[0].bounds, [self._computed(node, [*run, *single]) for run in runs])
+
+
+def _state_needs(node: fx.Node) -> Mapping[int, tuple[str, ...]]:
+    """Per list of results of a fused optimizer, the arguments that it depends on."""
+    name = _compat.operator_name(node.target).partition("::")[2]
+    return STATE_NEEDS.get(name, {})
 
 
 def _is_single(node: fx.Node) -> bool:

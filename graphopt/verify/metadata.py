@@ -182,7 +182,7 @@ def _of_target(node: fx.Node, functional: bool) -> Iterator[Problem]:
         return
     if functional and written(node) and not operator_of(node).copies:
         yield Problem(
-            "it put in an operator that works in place",
+            f"it put in %{node.name}, which works in place: {node.target}",
             (node,),
             hint="use the functional operator and copy_ its result into the input that it updates;"
             " updates in place are made after all passes",

@@ -27,6 +27,9 @@ from graphopt.replicas.steps import results_of
 from graphopt.verify.forked_process import EndedError, apart
 
 TRIALS = 8
+DIFFERENT = "different on random inputs"
+"""Begins a verdict that random inputs tell two graphs apart."""
+
 _ITERATIONS = 2
 _MOST_SECONDS = 5.0
 _MOST_NODES = 20_000
@@ -77,7 +80,7 @@ def verdict(before: fx.GraphModule, after: fx.GraphModule, *, of_values: bool = 
         return None
     gaps = [gap for gap in found if gap is not None]
     if gaps:
-        return f"different on random inputs: {gaps[0]}"
+        return f"{DIFFERENT}: {gaps[0]}"
     if not found:
         return None
     trials = "1 trial" if len(found) == 1 else f"{len(found)} trials"

@@ -1,0 +1,62 @@
+"""Files that hold the graph on which a pass or a stage failed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from torch import fx
+
+from graphopt.saved import save_graph
+
+FOLDER = "graphopt-repro"
+VARIABLE = "GRAPHOPT_REPRO"
+"""The environment variable that names the folder for such files."""
+
+
+def folder_beside(dump_dir: Path | None) -> Path:
+    """The folder for reproducers: as GRAPHOPT_REPRO says, else in the folder of dumps, else a
+    temporary one, which stays."""
+    said = os.environ.get(VARIABLE)
+    if said:
+        return Path(said)
+    return dump_dir / FOLDER if dump_dir is not None else _temporary()
+
+
+@cache
+def _temporary() -> Path:
+    return Path(tempfile.mkdtemp(prefix=f"{FOLDER}-"))
+
+
+def saved(gm: fx.GraphModule, folder: Path) -> tuple[Path | None, str]:
+    """The new file that holds a graph; None and why there is none."""
+    try:
+        return _save(gm, folder), ""
+    except Exception as error:  # the error that is being explained matters more
+        return None, f"no file was written ({type(error).__name__}: {error})"
+
+
+def _save(gm: fx.GraphModule, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = _free_file(folder)
+    try:
+        save_graph(gm, path)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _free_file(folder: Path) -> Path:
+    """A new file with the next free number. Other ranks may look for one at the same time."""
+    number = 1
+    while True:
+        path = folder / f"{number:02d}.pt"
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            number += 1
+            continue
+        return path
