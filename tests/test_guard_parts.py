@@ -17,8 +17,8 @@ import graphopt
 from graphopt import _compat
 from graphopt.graph_utils import environment
 from graphopt.guards.optimizers import OptimizerGuard
-from graphopt.tracing.besides import Besides
 from graphopt.tracing.call import Call
+from graphopt.tracing.inputs.implicit import ImplicitInputs
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -189,7 +189,7 @@ def test_modes_are_those_that_torch_names() -> None:
 
 def test_a_call_decides_anew_with_what_it_uses_besides() -> None:
     model = nn.Linear(1, 1)
-    besides = Besides(objects=[("model", torch.utils.weak.weakref.ref(model))])
+    besides = ImplicitInputs(objects=[("model", torch.utils.weak.weakref.ref(model))])
     call = Call(print, (1,), {})
     first = call.using(besides)
     assert first is not None and call.using(besides) is first

@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 import graphopt
 from graphopt import _compat
 from graphopt.ir.inplace import inplace_form
-from graphopt.tracing.layouts import Items, Layout, PlainArgument, described, restride
-from graphopt.tracing.scratch import true_results
-from graphopt.tracing.strides import corrected, known
+from graphopt.tracing.layouts.layouts import Items, Layout, PlainArgument, described, restride
+from graphopt.tracing.layouts.scratch import true_results
+from graphopt.tracing.layouts.strides import corrected, known
 from graphopt.verify import check_equivalence
 from layouts import LAYOUTS, Case, Found, compare, laid_out
 from operators import RANDOM, database, in_layouts, inplace_cases, random_cases

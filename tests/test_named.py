@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import graphopt
-from graphopt.tracing.named import named_in
+from graphopt.tracing.inputs.named_in_code import named_in
 
 
 class Trainer:

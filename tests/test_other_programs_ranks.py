@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphopt
 from gloo import Pool
-from test_apart_ranks import RATE, batches, linear
+from test_decisions_beside_groups import RATE, batches, linear
 
 
 def average(model: nn.Module) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 import graphopt
 from graphopt._compat import questions, storage_key
 from graphopt._compat.remembering import remembered, written_as_it_is
-from graphopt.tracing import strides, untouched
+from graphopt.tracing.functional import untouched
+from graphopt.tracing.layouts import strides
 from zoo import MODELS, OPTIMIZERS, train_step
 
 aten = torch.ops.aten
@@ -55,7 +56,7 @@ def _described(graph: fx.Graph) -> list[Any]:
 @pytest.fixture
 def torchs_own_way(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def turn_on() -> None:
-        for module in ("step_run", "functional"):
+        for module in ("step_run", "functional.functionalization"):
             monkeypatch.setattr(f"graphopt.tracing.{module}.remembered", nullcontext)
         monkeypatch.setattr(untouched.Untouched, "stays", lambda self, node: False)
         monkeypatch.setattr(strides, "known", lambda *args: None)

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 from graphopt.graph_utils import get_outputs, is_operator
 from graphopt.tracing.capture import capture
-from graphopt.tracing.statistics import written_functionally
+from graphopt.tracing.exactness.statistics import written_functionally
 
 aten = torch.ops.aten
 

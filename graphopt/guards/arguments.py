@@ -13,8 +13,8 @@ from graphopt import _compat
 from graphopt.guards.tensors import TensorGuards
 from graphopt.guards.values import describe, gradient_kind, is_plain, same_constant, tensor_kind
 from graphopt.tracing.call import Call
-from graphopt.tracing.inputs import ArgumentNumber, Inputs
-from graphopt.tracing.nests import containers_in
+from graphopt.tracing.inputs.entries import ArgumentNumber, Inputs
+from graphopt.tracing.interception.nests import containers_in
 
 
 class ArgumentGuards:

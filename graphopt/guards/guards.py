@@ -22,10 +22,10 @@ from graphopt.guards.outside import OutsideGuard
 from graphopt.guards.tensors import TensorGuards
 from graphopt.guards.unchanged import HasSnapshot, Together, body_of, is_body
 from graphopt.guards.values import is_plain
-from graphopt.tracing.besides import Besides, CarriedPlace
 from graphopt.tracing.call import Call
-from graphopt.tracing.inputs import Inputs, PlacedNumber
-from graphopt.tracing.signature import Signature
+from graphopt.tracing.inputs.entries import Inputs, PlacedNumber
+from graphopt.tracing.inputs.implicit import CarriedPlace, ImplicitInputs
+from graphopt.tracing.results.signature import Signature
 
 
 class Guards:
@@ -244,7 +244,7 @@ def _assigned(signature: Signature) -> dict[int, set[str]]:
     return assigned
 
 
-def _placed(inputs: Inputs, besides: Besides) -> dict[int, set[str]]:
+def _placed(inputs: Inputs, besides: ImplicitInputs) -> dict[int, set[str]]:
     """The attributes whose numbers and arrays a graph takes, by the dictionary (its id) that holds
     them."""
     placed: dict[int, set[str]] = {}

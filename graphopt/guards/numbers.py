@@ -6,9 +6,9 @@ import weakref
 from typing import Any
 
 from graphopt.tracing.call import Call
-from graphopt.tracing.host_numbers import EXACT
-from graphopt.tracing.inputs import ArgumentNumber, Inputs
-from graphopt.tracing.number_expressions import Condition, first_leaf
+from graphopt.tracing.inputs.entries import ArgumentNumber, Inputs
+from graphopt.tracing.scalars.expressions import Condition, first_leaf
+from graphopt.tracing.scalars.host_numbers import EXACT
 
 
 class NumberGuards:

@@ -12,8 +12,8 @@ from graphopt.guards.tensors import TensorGuards
 from graphopt.guards.unchanged import StateSnapshot
 from graphopt.guards.values import tensor_kind
 from graphopt.tracing.call import Call
-from graphopt.tracing.inputs import Inputs, is_alias, is_exact, state_key
-from graphopt.tracing.optimizer_state import entries_at, is_nest, value_at
+from graphopt.tracing.inputs.entries import Inputs, is_alias, is_exact, state_key
+from graphopt.tracing.optimizers.optimizer_state import entries_at, is_nest, value_at
 
 
 class StateGuards:

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from graphopt.guards.unchanged import StateSnapshot
 from graphopt.guards.values import is_plain, same_constant
-from graphopt.tracing.inputs import is_number
-from graphopt.tracing.numbers import SCHEDULED
+from graphopt.tracing.inputs.entries import is_number
+from graphopt.tracing.scalars.numbers import SCHEDULED
 
 _OF_SCHEDULERS = frozenset(
     {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}

@@ -12,8 +12,8 @@ import torch
 from graphopt import _compat
 from graphopt.guards.values import same_constant, tensor_kind
 from graphopt.tracing.call import Call, has_gradient
-from graphopt.tracing.inputs import Inputs, ModuleTensor, Storage
-from graphopt.tracing.lost_history import accumulates
+from graphopt.tracing.inputs.entries import Inputs, ModuleTensor, Storage
+from graphopt.tracing.tensors.lost_history import accumulates
 
 
 class TensorGuards:

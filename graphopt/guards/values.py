@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from graphopt.ir.same_values import same_value
-from graphopt.tracing.lost_history import kind_of_history
-from graphopt.tracing.tensor_classes import special_class
+from graphopt.tracing.tensors.classes import special_class
+from graphopt.tracing.tensors.lost_history import kind_of_history
 
 _PLAIN = (int, float, bool, str, complex, bytes, type(None), torch.dtype)
 

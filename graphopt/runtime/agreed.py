@@ -19,8 +19,8 @@ from graphopt.ranks.spmd import collective_plan
 from graphopt.ranks.unused import UnusedParameters
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep, capture_call
-from graphopt.tracing.inputs import Inputs
-from graphopt.tracing.remembered import with_remembered
+from graphopt.tracing.inputs.entries import Inputs
+from graphopt.tracing.inputs.remembered import with_remembered
 
 Plans = dict[str, list[str]]
 """Every collective of each graph that is derived from a step, one line each."""

@@ -98,9 +98,9 @@ class CapturedGraphs(Sequence["BoundStep"]):
         Args:
             cause: why another graph is needed for it.
         """
-        from graphopt.tracing.found_places import changing
+        from graphopt.tracing.inputs.found_places import changing
+        from graphopt.tracing.inputs.remembered import remembered
         from graphopt.tracing.outside.places import MISSING
-        from graphopt.tracing.remembered import remembered
 
         for entry in self._entries:
             entry.guards.look(call)

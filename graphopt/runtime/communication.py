@@ -107,7 +107,7 @@ class Communication:
     def shards_admitted(self) -> Iterator[None]:
         """While active, a call may be captured with what this kind has sharded."""
         from graphopt import _compat
-        from graphopt.tracing.admitted_shards import admitted
+        from graphopt.tracing.ranks.admitted_shards import admitted
 
         parallel = resolve(self._parallel)
         if not isinstance(parallel, OverRanks):

@@ -16,8 +16,8 @@ from graphopt.errors import CaptureError, GraphOptError, PipelineSyntaxError, Sp
 from graphopt.parallel import DataParallel, OverRanks, Parallel
 
 if TYPE_CHECKING:
-    from graphopt.tracing.besides import Besides
     from graphopt.tracing.call import Call
+    from graphopt.tracing.inputs.implicit import ImplicitInputs
 
 logger = logging.getLogger("graphopt")
 
@@ -45,7 +45,7 @@ class Fallback:
         self._name, self._mode = name, mode
         self._off = _is_off()
         self.refusal: GraphOptError | None = None
-        self._trained: Besides | None = None
+        self._trained: ImplicitInputs | None = None
         if self._off:
             logger.warning("%s runs eagerly: %s is set", name, OFF)
 
@@ -125,15 +125,16 @@ class Fallback:
     def _with_trained(self, call: Call) -> Call:
         """The call with the modules and optimizers that the step closes over, where none is among
         its arguments."""
-        from graphopt.tracing.besides import Besides
-        from graphopt.tracing.reachable import trained_objects
+        from graphopt.tracing.effects.reachable import trained_objects
+        from graphopt.tracing.inputs.implicit import ImplicitInputs
 
         if call.modules or call.optimizers:
             return call
         found = None if self._trained is None else call.using(self._trained)
         if found is None:
             objects = enumerate(trained_objects(call.fn, call.leaves))
-            self._trained = Besides([(f"trained.{i}", weakref.ref(each)) for i, each in objects])
+            named = [(f"trained.{i}", weakref.ref(each)) for i, each in objects]
+            self._trained = ImplicitInputs(named)
             found = call.using(self._trained)
         return found or call
 

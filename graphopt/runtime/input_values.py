@@ -12,7 +12,7 @@ from graphopt._compat.late import put_gradient
 from graphopt.guards.guards import Guards
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
-from graphopt.tracing.inputs import Storage, as_tensor
+from graphopt.tracing.inputs.entries import Storage, as_tensor
 from graphopt.tracing.shards import Windows
 
 

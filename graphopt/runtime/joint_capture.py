@@ -27,15 +27,15 @@ from graphopt.runtime.collector import collector_paused
 from graphopt.runtime.joined import JoinedModules
 from graphopt.runtime.joint_names import JointNames
 from graphopt.runtime.joint_traces import first_joint_trace, left_out, retried_voting, voting
-from graphopt.tracing.besides import MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep, communication_for, finish
 from graphopt.tracing.collecting import module_tensors
-from graphopt.tracing.input_notes import held_names
-from graphopt.tracing.inputs import Inputs
+from graphopt.tracing.inputs.entries import Inputs
+from graphopt.tracing.inputs.implicit import MoreInputs
+from graphopt.tracing.inputs.notes import held_names
+from graphopt.tracing.inputs.remembered import with_remembered
 from graphopt.tracing.outside.existing import births_noted
 from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication, UnagreedParameterError
-from graphopt.tracing.remembered import with_remembered
 from graphopt.tracing.trace import RawTrace, trace
 
 

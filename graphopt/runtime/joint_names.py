@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from graphopt.tracing.call import Call
-from graphopt.tracing.inputs import ModuleTensor
+from graphopt.tracing.inputs.entries import ModuleTensor
 
 
 class JointNames:

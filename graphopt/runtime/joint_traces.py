@@ -7,11 +7,11 @@ from collections.abc import Collection
 
 from graphopt.errors import CaptureError
 from graphopt.host.used import Used
-from graphopt.tracing.besides import MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import first_trace, retried
 from graphopt.tracing.decisions import OwnDecisionError
-from graphopt.tracing.inputs import Inputs
+from graphopt.tracing.inputs.entries import Inputs
+from graphopt.tracing.inputs.implicit import MoreInputs
 from graphopt.tracing.reduction import MarkedCommunication
 from graphopt.tracing.trace import RawTrace
 

@@ -16,7 +16,7 @@ from graphopt.guards.guards import Guards
 from graphopt.iter_graph import IterGraphModule
 from graphopt.runtime.late import LateTensors, settle, warn_of_held
 from graphopt.tracing.capture import CapturedStep
-from graphopt.tracing.inputs import Storage
+from graphopt.tracing.inputs.entries import Storage
 
 
 class LateUpdates:

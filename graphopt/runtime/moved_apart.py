@@ -15,7 +15,7 @@ import torch
 
 from graphopt.runtime.late import is_shared
 from graphopt.tracing.capture import CapturedStep
-from graphopt.tracing.inputs import state_key
+from graphopt.tracing.inputs.entries import state_key
 
 Moved = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """By its position among the module's tensors, a tensor and what is over the storage that it had."""

@@ -14,7 +14,7 @@ from graphopt.host.assumptions import Assumption, assumption_number
 from graphopt.ir.metadata import input_kind
 from graphopt.parallel.markers import Group
 from graphopt.runtime.bound_step import BoundStep
-from graphopt.tracing.alike import own_values
+from graphopt.tracing.ranks.uniformity import own_values
 
 logger = logging.getLogger("graphopt")
 

@@ -10,13 +10,13 @@ from graphopt._compat.late import put_gradient
 from graphopt.host.seen import PutOutside
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
-from graphopt.tracing.given import found_in, make_change
-from graphopt.tracing.lost_history import leave
-from graphopt.tracing.made_containers import MadeConstant
-from graphopt.tracing.optimizer_state import write
+from graphopt.tracing.effects.argument_changes import found_in, make_change
+from graphopt.tracing.effects.made_containers import MadeConstant
+from graphopt.tracing.optimizers.optimizer_state import write
+from graphopt.tracing.optimizers.setting_place import SettingPlace
 from graphopt.tracing.outside.places import OutsidePlace
-from graphopt.tracing.setting_place import SettingPlace
-from graphopt.tracing.signature import Computed, Constant, FromCall, Nested, Recipe, View
+from graphopt.tracing.results.signature import Computed, Constant, FromCall, Nested, Recipe, View
+from graphopt.tracing.tensors.lost_history import leave
 
 
 class _Ran(NamedTuple):

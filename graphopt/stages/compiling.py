@@ -31,8 +31,8 @@ from graphopt.stages.entries import Finalize, Vote
 from graphopt.stages.pipelines import manager_for, options_for, pipeline_with
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
-from graphopt.tracing.inputs import InputSpec
-from graphopt.tracing.optimizer_state import has
+from graphopt.tracing.inputs.entries import InputSpec
+from graphopt.tracing.optimizers.optimizer_state import has
 from graphopt.tracing.outside.existing import births_noted
 from graphopt.verify import Problem, SpecReport, check_graph
 from graphopt.verify.averaged import sharing_problems

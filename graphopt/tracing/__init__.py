@@ -2,6 +2,6 @@
 
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.capture import CapturedStep, capture
-from graphopt.tracing.inputs import InputSpec
+from graphopt.tracing.inputs.entries import InputSpec
 
 __all__ = ["CapturedStep", "InputSpec", "SourceLine", "capture"]

@@ -24,10 +24,10 @@ from graphopt import _compat
 from graphopt._compat.untraced import untraced
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_user_line
-from graphopt.tracing.besides import Finder
-from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.inputs.implicit import Finder
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
+from graphopt.tracing.scalars.numbers import SYMBOLIC
 from graphopt.tracing.substitute import GeneratorStates
 
 _WRAPPER = functools._lru_cache_wrapper

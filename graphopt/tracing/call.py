@@ -20,10 +20,10 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.host.assumptions import Answer
 from graphopt.host.sizes import Sizes
-from graphopt.tracing.besides import NOTHING, Besides, Remembered
-from graphopt.tracing.given_objects import GivenField, OpenedObjects, may_be_taken_apart
-from graphopt.tracing.optimizer_state import entries_at, is_known_kind, tensors_of
-from graphopt.tracing.tensor_classes import check_class
+from graphopt.tracing.inputs.argument_objects import GivenField, OpenedObjects, may_be_taken_apart
+from graphopt.tracing.inputs.implicit import NOTHING, ImplicitInputs, Remembered
+from graphopt.tracing.optimizers.optimizer_state import entries_at, is_known_kind, tensors_of
+from graphopt.tracing.tensors.classes import check_class
 
 
 class SizesKept(Enum):
@@ -104,7 +104,7 @@ class Call:
         self.earlier: Remembered | None = None
         self.remembered: frozenset[int] = frozenset()
 
-    def using(self, besides: Besides) -> Call | None:
+    def using(self, besides: ImplicitInputs) -> Call | None:
         """The same call of a step that uses this besides its arguments; None where that is gone."""
         if self.besides is besides:
             return self
@@ -140,12 +140,12 @@ class Call:
         kinds = {type(self.leaves[position]) for position in self.constants}
         if self.objects or not any(map(may_be_taken_apart, kinds)):
             return self
-        return self.using(self.besides.joined(Besides(whole_objects=True))) or self
+        return self.using(self.besides.joined(ImplicitInputs(whole_objects=True))) or self
 
     def deciding(self, answers: tuple[Answer, ...]) -> Call:
         """The same call, with answers to its first decisions, and without what it uses besides."""
         known = self.besides
-        kept = Besides(as_traced=known.as_traced)
+        kept = ImplicitInputs(as_traced=known.as_traced)
         new = copy.copy(self.using(kept) or self)
         new._using, new.decided = None, answers
         if any(isinstance(answer, Sizes) for answer in answers):

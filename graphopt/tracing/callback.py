@@ -16,8 +16,8 @@ from graphopt.host.counts import EagerCounts, place_of
 from graphopt.host.functions import traced_in
 from graphopt.host.seen import current_view
 from graphopt.ir.user_frames import current_location, is_around_step
-from graphopt.tracing.host_numbers import scalar_of_numpy
 from graphopt.tracing.replace import original
+from graphopt.tracing.scalars.host_numbers import scalar_of_numpy
 
 
 def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:

@@ -23,17 +23,18 @@ from graphopt.parallel.parallelize import parallelize
 from graphopt.ranks.buffer_groups import group_of_buffers
 from graphopt.ranks.independent_ranks import groups_apart
 from graphopt.runtime.collector import collector_paused
-from graphopt.tracing.alike import first_own, own_inputs
-from graphopt.tracing.besides import Besides, MoreInputs
 from graphopt.tracing.call import Call, check_supported, is_array
 from graphopt.tracing.casts import refuse_kept_casts
 from graphopt.tracing.collecting import collect
 from graphopt.tracing.decisions import another_on_each_rank
+from graphopt.tracing.effects.host_state import OutsideChanges, is_told, left_by_branches
+from graphopt.tracing.effects.mode_changes import are_seen, mode_changes
 from graphopt.tracing.failures import definition_of, explained, is_raised
-from graphopt.tracing.following import following
-from graphopt.tracing.found_places import FoundPlace, found_places
-from graphopt.tracing.functional import functionalize, name_placeholders
-from graphopt.tracing.input_notes import (
+from graphopt.tracing.functional.functionalization import functionalize, name_placeholders
+from graphopt.tracing.inputs.entries import ArgumentNumber, Inputs, InputSpec, Number, PlacedNumber
+from graphopt.tracing.inputs.found_places import FoundPlace, found_places
+from graphopt.tracing.inputs.implicit import ImplicitInputs, MoreInputs
+from graphopt.tracing.inputs.notes import (
     forget_unwritten,
     held_names,
     note_dead_gradients,
@@ -42,19 +43,18 @@ from graphopt.tracing.input_notes import (
     note_unread_numbers,
     refuse_shared_updates,
 )
-from graphopt.tracing.inputs import ArgumentNumber, Inputs, InputSpec, Number, PlacedNumber
-from graphopt.tracing.leftovers import OutsideChanges, is_told, left_by_branches
-from graphopt.tracing.mode_changes import are_seen, mode_changes
+from graphopt.tracing.inputs.remembered import idle_in, without
+from graphopt.tracing.optimizers.steady import NewState, steady_step
 from graphopt.tracing.outside.existing import births_noted
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import unchanged
+from graphopt.tracing.ranks.uniformity import first_own, own_inputs
 from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication
 from graphopt.tracing.refusals import HostWork
-from graphopt.tracing.remembered import idle_in, without
-from graphopt.tracing.repeating import complete, leaves_something, repeated
+from graphopt.tracing.results.followed_objects import following
+from graphopt.tracing.results.repeated_traces import complete, leaves_something, repeated
+from graphopt.tracing.results.signature import Signature
 from graphopt.tracing.shards import placements, shard_made
-from graphopt.tracing.signature import Signature
-from graphopt.tracing.steady import NewState, steady_step
 from graphopt.tracing.trace import RawTrace, trace
 
 logger = logging.getLogger("graphopt")
@@ -70,7 +70,7 @@ class CapturedStep:
         inputs: one `InputSpec` per placeholder.
         signature: how results become the return value, gradients and new optimizer state.
         live: where the values of `inputs` are found.
-        effects: what else an eager call would have changed; see `leftovers`. Not done yet.
+        effects: what else an eager call would have changed; see `effects.host_state`. Not done yet.
         lasting: whether the graph holds for further calls as well, after the effects.
         outside: holds what the step read outside its arguments.
         besides: modules, optimizers and tensors that it works on besides its arguments.
@@ -95,7 +95,7 @@ class CapturedStep:
     effects: OutsideChanges
     lasting: bool
     outside: OutsideGuard
-    besides: Besides
+    besides: ImplicitInputs
     state: NewState | None = None
     parallel: Parallel = field(default_factory=Manual)
     found: Sequence[FoundPlace] = ()
@@ -360,11 +360,11 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
                 cached.make()
         more = _once_more(call, replace(error.besides, cached=[]))
     elif _may_be_told(call, inputs):
-        more = Besides(as_traced=error.reason)
+        more = ImplicitInputs(as_traced=error.reason)
     elif call.objects:
-        more = Besides(whole_objects=True, unfollowed=_alone(error))
+        more = ImplicitInputs(whole_objects=True, unfollowed=_alone(error))
     elif not call.besides.plain and any(map(_may_be_plain, inputs.hyperparameters)):
-        more = Besides(plain=True)
+        more = ImplicitInputs(plain=True)
     else:
         raise call.besides.unfollowed or error
     extended = call.using(call.besides.joined(more))
@@ -372,7 +372,7 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     return extended
 
 
-def _once_more(call: Call, more: Besides) -> Besides:
+def _once_more(call: Call, more: ImplicitInputs) -> ImplicitInputs:
     """What another trace has found.
 
     Raises:

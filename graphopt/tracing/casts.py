@@ -17,8 +17,8 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location, own_location
-from graphopt.tracing.numbers import current_notes
 from graphopt.tracing.replace import is_in, replaced
+from graphopt.tracing.scalars.numbers import current_notes
 
 
 def refuse_kept_casts() -> None:

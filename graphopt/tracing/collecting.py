@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.runtime.late import names_of_held
-from graphopt.tracing.besides import Besides, CarriedPlace
 from graphopt.tracing.call import Call, has_gradient
-from graphopt.tracing.inputs import (
+from graphopt.tracing.inputs.entries import (
     ArgumentNumber,
     GradientInput,
     Hyperparameter,
@@ -32,13 +31,20 @@ from graphopt.tracing.inputs import (
     is_number,
     may_be_input,
 )
-from graphopt.tracing.lost_history import accumulates, marks_of
-from graphopt.tracing.number_tuples import TupleTable, is_tensor, leaves_of
-from graphopt.tracing.numbers import SCHEDULED
-from graphopt.tracing.optimizer_state import ITSELF, OfNone, distinct_states, of_none, tensors_of
+from graphopt.tracing.inputs.implicit import CarriedPlace, ImplicitInputs
+from graphopt.tracing.layouts.parts_of_storage import refuse_overlaps
+from graphopt.tracing.optimizers.optimizer_state import (
+    ITSELF,
+    OfNone,
+    distinct_states,
+    of_none,
+    tensors_of,
+)
 from graphopt.tracing.outside.places import OutsidePlace, place_in
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.parts import refuse_overlaps
+from graphopt.tracing.scalars.numbers import SCHEDULED
+from graphopt.tracing.scalars.tuples import TupleTable, is_tensor, leaves_of
+from graphopt.tracing.tensors.lost_history import accumulates, marks_of
 
 
 def collect(call: Call, known: Inputs | None = None) -> Inputs:
@@ -153,7 +159,7 @@ _Slot = tuple[str, MutableMapping[Any, Any], Any]
 """A name, a table and a key in it."""
 
 
-def _alone(besides: Besides, found: Collection[int]) -> Iterator[_Slot]:
+def _alone(besides: ImplicitInputs, found: Collection[int]) -> Iterator[_Slot]:
     """Where a tensor stands which is nowhere else: others are found by reading them."""
     places = {
         each.place.identity: each

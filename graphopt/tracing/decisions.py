@@ -35,12 +35,12 @@ from graphopt.ir.metadata import set_value
 from graphopt.ir.user_frames import current_user_line
 from graphopt.parallel.markers import Group
 from graphopt.runtime.budget import WITHOUT_BRANCHES
-from graphopt.tracing.alike import is_alike
 from graphopt.tracing.call import SizesKept
-from graphopt.tracing.constant_values import ConstantValues
-from graphopt.tracing.inputs import Inputs
-from graphopt.tracing.known import KnownValues
-from graphopt.tracing.values import Values, ValuesBeforeCollectives
+from graphopt.tracing.functional.constant_values import ConstantValues
+from graphopt.tracing.functional.values import Values, ValuesBeforeCollectives
+from graphopt.tracing.inputs.entries import Inputs
+from graphopt.tracing.interception.known_values import KnownValues
+from graphopt.tracing.ranks.uniformity import is_alike
 
 SIZED = "sized"
 """The key of a node's metadata that says that its sizes were given."""

@@ -22,7 +22,7 @@ from graphopt.ir.user_frames import (
     inside_step,
     is_library_file,
 )
-from graphopt.tracing.contents import TABLE
+from graphopt.tracing.effects.contents import TABLE
 
 
 @contextmanager

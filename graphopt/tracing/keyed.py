@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from graphopt.ir.user_frames import is_own_file, is_torch_file
-from graphopt.tracing import contents
-from graphopt.tracing.contents import ObjectKind
+from graphopt.tracing.effects import contents
+from graphopt.tracing.effects.contents import ObjectKind
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import replaced
 

@@ -26,32 +26,22 @@ from graphopt import _compat
 from graphopt._compat.backward import around_backwards
 from graphopt._compat.untraced import untraced
 from graphopt.ir.user_frames import current_user_line, is_installed
-from graphopt.tracing import (
-    averages,
-    constants,
-    copies,
-    ctc,
-    fast_path,
-    fused,
-    numbers,
-    recurrent,
-    selecting,
-    smoothing,
-    sparse,
-    spectra,
-    stale_constants,
-)
-from graphopt.tracing.besides import Finder
+from graphopt.tracing import fast_path
 from graphopt.tracing.call import check_anomalies
-from graphopt.tracing.concrete import concrete
-from graphopt.tracing.obtained import ObtainedValues
-from graphopt.tracing.packed import Packing
-from graphopt.tracing.rebinding import Rebinding
+from graphopt.tracing.exactness import averages, ctc, fused, recurrent, smoothing, spectra
+from graphopt.tracing.functional.tagging import Tagger
+from graphopt.tracing.inputs.implicit import Finder
+from graphopt.tracing.interception.concrete import concrete
+from graphopt.tracing.layouts import sparse
+from graphopt.tracing.layouts.packed import Packing
 from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.replace import replaced
+from graphopt.tracing.scalars import numbers, selecting
 from graphopt.tracing.shared_by_ranks import SharedByRanks
 from graphopt.tracing.substitute import Traced
-from graphopt.tracing.tagging import Tagger
+from graphopt.tracing.tensors import constants, copies, stale_constants
+from graphopt.tracing.tensors.obtained import ObtainedValues
+from graphopt.tracing.tensors.rebinding import Rebinding
 
 _GRADIENT = getattr(torch.Tensor, "grad")  # noqa: B009 - typed as the value it gives
 _READ_GRADIENT = _GRADIENT.__get__

@@ -23,8 +23,8 @@ from graphopt.parallel import OverRanks
 from graphopt.parallel.data_parallel import put_received
 from graphopt.parallel.markers import Group, reduce_gradient, sync_buffers
 from graphopt.tracing.call import Call
-from graphopt.tracing.inputs import Inputs
-from graphopt.tracing.tagging import Tagger
+from graphopt.tracing.functional.tagging import Tagger
+from graphopt.tracing.inputs.entries import Inputs
 
 
 class UnagreedParameterError(GraphOptError):

@@ -14,7 +14,7 @@ from enum import Enum
 
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import own_location
-from graphopt.tracing.numbers import current_notes
+from graphopt.tracing.scalars.numbers import current_notes
 
 _RETURN = "return the value, and do this behind the call"
 _BEFORE = "do this before the call, and pass the result as an argument"

@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.runtime.collector import frozen_objects_seen
-from graphopt.tracing.besides import Finder
 from graphopt.tracing.call import Call
-from graphopt.tracing.inputs import Inputs, ModuleTensor
+from graphopt.tracing.inputs.entries import Inputs, ModuleTensor
+from graphopt.tracing.inputs.implicit import Finder
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.substitute import Traced

@@ -16,12 +16,12 @@ from graphopt.ir.placement import Placement
 from graphopt.ir.rows import RowShards
 from graphopt.parallel.kinds import OverRanks
 from graphopt.parallel.sharding import as_dtensor, is_dtensor, local_part, window_of
-from graphopt.tracing.inputs import ModuleTensor
+from graphopt.tracing.inputs.entries import ModuleTensor
 
 if TYPE_CHECKING:
     from graphopt.parallel import Parallel
     from graphopt.tracing.call import Call
-    from graphopt.tracing.inputs import Inputs
+    from graphopt.tracing.inputs.entries import Inputs
 
 
 def placements(inputs: Inputs, call: Call, parallel: Parallel) -> dict[int, Placement]:

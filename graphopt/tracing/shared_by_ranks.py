@@ -11,7 +11,8 @@ import torch
 
 from graphopt.tracing.call import Call
 from graphopt.tracing.decisions import Decider
-from graphopt.tracing.inputs import Inputs
+from graphopt.tracing.functional.tagging import Tagger
+from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.reduction import (
     AgreedOrder,
     GradientMarker,
@@ -20,7 +21,6 @@ from graphopt.tracing.reduction import (
     roots_of_parameters,
 )
 from graphopt.tracing.substitute import Traced
-from graphopt.tracing.tagging import Tagger
 
 
 class SharedByRanks:

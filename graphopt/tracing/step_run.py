@@ -14,51 +14,58 @@ from torch.optim import Optimizer
 from graphopt import _compat
 from graphopt._compat.remembering import remembered
 from graphopt.host.seen import viewed_by
-from graphopt.tracing import fast_path, formulas, impurity, numbers, reduction, rng
-from graphopt.tracing.aliases import Aliases
-from graphopt.tracing.alike import own_inputs
+from graphopt.tracing import fast_path, impurity, reduction, rng
 from graphopt.tracing.asked import answered_as_in_eager
-from graphopt.tracing.besides import Finder
 from graphopt.tracing.caches import CachedFunctions
 from graphopt.tracing.call import Call
 from graphopt.tracing.casts import StepCasts
-from graphopt.tracing.changed import refuse_changed_containers
-from graphopt.tracing.classes_asked import asking
 from graphopt.tracing.collecting import found_twice
-from graphopt.tracing.collectives import functional_collectives, stand_in_of_collective
-from graphopt.tracing.constants import by_class
-from graphopt.tracing.conversions import converted, converting
 from graphopt.tracing.decisions import Decider
-from graphopt.tracing.given import ContainerChange, GivenContainers
-from graphopt.tracing.held_before import HeldBefore
-from graphopt.tracing.host_math import traced_math
+from graphopt.tracing.effects.argument_changes import ContainerChange, GivenContainers
+from graphopt.tracing.effects.callback_view import HostView
+from graphopt.tracing.effects.changed_containers import refuse_changed_containers
+from graphopt.tracing.effects.host_state import HostState
+from graphopt.tracing.effects.state_writes import exchanged_containers, take_placed
+from graphopt.tracing.effects.written_values import (
+    MadeAnew,
+    attribute_told,
+    change_told,
+    tell_shared,
+)
+from graphopt.tracing.exactness import formulas
+from graphopt.tracing.functional.aliases import Aliases
+from graphopt.tracing.functional.tagging import Tagger, tagged
 from graphopt.tracing.host_reads import no_reading
-from graphopt.tracing.host_view import HostView
 from graphopt.tracing.host_writes import no_printing
-from graphopt.tracing.inference import inference_as_no_grad
-from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber
+from graphopt.tracing.inputs.attributes_before import HeldBefore
+from graphopt.tracing.inputs.entries import ArgumentNumber, Inputs, PlacedNumber
+from graphopt.tracing.inputs.implicit import Finder
+from graphopt.tracing.inputs.pinned import pin_left, refuse_found_twice
+from graphopt.tracing.inputs.stand_ins import arguments_of, stand_ins_of
+from graphopt.tracing.interception.class_questions import asking
+from graphopt.tracing.interception.inference import inference_as_no_grad
 from graphopt.tracing.keyed import identified, keyed_by_stand_ins
-from graphopt.tracing.leftovers import HostState
-from graphopt.tracing.marks import AttributeChange, Marks, marks_kept
-from graphopt.tracing.noticed_steps import notice_steps
-from graphopt.tracing.obtained import ObtainedValues
+from graphopt.tracing.optimizers.noticed_steps import notice_steps
+from graphopt.tracing.optimizers.scaling import TracedScaling
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
-from graphopt.tracing.pinned import pin_left, refuse_found_twice
-from graphopt.tracing.placed import exchanged_containers, take_placed
-from graphopt.tracing.positions import Positions, takes_positions
-from graphopt.tracing.rebinding import Rebinding
-from graphopt.tracing.recipes import Recipes
+from graphopt.tracing.ranks.collectives import functional_collectives, stand_in_of_collective
+from graphopt.tracing.ranks.uniformity import own_inputs
 from graphopt.tracing.redirect import Redirect
 from graphopt.tracing.refused_calls import RefusedCalls, refusing
 from graphopt.tracing.replacing import Replacing
-from graphopt.tracing.result_collector import LeftOutside, Ran, ResultCollector
-from graphopt.tracing.scaling import TracedScaling
+from graphopt.tracing.results.collector import LeftOutside, Ran, ResultCollector
+from graphopt.tracing.results.recipes import Recipes
+from graphopt.tracing.results.signature import Signature, leaves_of
+from graphopt.tracing.scalars import numbers
+from graphopt.tracing.scalars.conversions import converted, converting
+from graphopt.tracing.scalars.host_math import traced_math
+from graphopt.tracing.scalars.positions import Positions, takes_positions
 from graphopt.tracing.shared_by_ranks import SharedByRanks
-from graphopt.tracing.signature import Signature, leaves_of
-from graphopt.tracing.stand_ins import arguments_of, stand_ins_of
 from graphopt.tracing.substitute import Traced, has_left_over, insert
-from graphopt.tracing.tagging import Tagger, tagged
-from graphopt.tracing.told import MadeAnew, attribute_told, change_told, tell_shared
+from graphopt.tracing.tensors.attributes import AttributeChange, Marks, marks_kept
+from graphopt.tracing.tensors.constants import by_class
+from graphopt.tracing.tensors.obtained import ObtainedValues
+from graphopt.tracing.tensors.rebinding import Rebinding
 
 Scene = Iterator[AbstractContextManager[Any]]
 """Contexts, each of which is entered before the next one is made."""

@@ -21,11 +21,24 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location
 from graphopt.tracing.call import Call
-from graphopt.tracing.inputs import ArgumentNumber, Inputs, PlacedNumber, StateNumber, state_key
-from graphopt.tracing.number_tuples import with_leaf
-from graphopt.tracing.optimizer_state import entries_at, is_nest, mapped, of_none, tensors_of, write
+from graphopt.tracing.inputs.entries import (
+    ArgumentNumber,
+    Inputs,
+    PlacedNumber,
+    StateNumber,
+    state_key,
+)
+from graphopt.tracing.optimizers.optimizer_state import (
+    entries_at,
+    is_nest,
+    mapped,
+    of_none,
+    tensors_of,
+    write,
+)
+from graphopt.tracing.optimizers.setting_place import may_be_left
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
-from graphopt.tracing.setting_place import may_be_left
+from graphopt.tracing.scalars.tuples import with_leaf
 
 
 @dataclass

@@ -20,32 +20,33 @@ from graphopt.errors import CaptureError
 from graphopt.ir.families import FUSED_OPTIMIZERS
 from graphopt.ir.source import SourceLine
 from graphopt.parallel.sharding import is_dtensor
-from graphopt.tracing import impurity, strides, trusted
-from graphopt.tracing.besides import MoreInputs
+from graphopt.tracing import impurity
 from graphopt.tracing.call import Call
-from graphopt.tracing.failures import definition_of, explained, raised_by_step
-from graphopt.tracing.inputs import Inputs
-from graphopt.tracing.leftovers import (
+from graphopt.tracing.effects.host_state import (
     HostState,
     OutsideChanges,
     check_effects,
     drawn_from,
     keeps_plain_values,
 )
-from graphopt.tracing.lost_history import without_history
-from graphopt.tracing.optimizer_state import entries_at
+from graphopt.tracing.effects.written_values import read_and_replaced
+from graphopt.tracing.failures import definition_of, explained, raised_by_step
+from graphopt.tracing.inputs.entries import Inputs
+from graphopt.tracing.inputs.implicit import MoreInputs
+from graphopt.tracing.inputs.remembered import idle_in
+from graphopt.tracing.layouts import strides, trusted
+from graphopt.tracing.layouts.parts_of_storage import of_their_own
+from graphopt.tracing.layouts.sparse import refuse_counts
+from graphopt.tracing.optimizers.optimizer_state import entries_at
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.steps import not_repeated, refuse_unrepeated
-from graphopt.tracing.parts import of_their_own
 from graphopt.tracing.reduction import MarkedCommunication
 from graphopt.tracing.refusals import HostWork
-from graphopt.tracing.remembered import idle_in
+from graphopt.tracing.results.signature import Signature
 from graphopt.tracing.shards import whole_fake
-from graphopt.tracing.signature import Signature
-from graphopt.tracing.sparse import refuse_counts
 from graphopt.tracing.step_run import StepRun
 from graphopt.tracing.substitute import GeneratorStates, preserved
-from graphopt.tracing.told import read_and_replaced
+from graphopt.tracing.tensors.lost_history import without_history
 from graphopt.tracing.unknown_features import check_layout, refuse_unseen_results
 
 
@@ -103,7 +104,7 @@ def _attempt(
 ) -> tuple[RawTrace, Drawn | None]:
     """One trace, and the random generator outside the graph that it advanced, if any.
 
-    Afterwards everything that the step can reach is as it was; see `leftovers`.
+    Afterwards everything that the step can reach is as it was; see `effects.host_state`.
     """
     state = HostState(call)
     try:

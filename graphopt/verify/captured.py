@@ -29,7 +29,7 @@ from graphopt.verify.problems import CheckReport
 
 if TYPE_CHECKING:
     from graphopt.tracing.capture import CapturedStep
-    from graphopt.tracing.inputs import InputSpec
+    from graphopt.tracing.inputs.entries import InputSpec
 
 KINDS = (*("parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input"),)
 PHASES = ("forward", "backward", "communication", "optimizer")

@@ -26,8 +26,8 @@ from graphopt.stages import Stages
 from graphopt.stages.compiling import StepInMaking
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
-from graphopt.tracing.strides import corrected
-from graphopt.tracing.trusted import check
+from graphopt.tracing.layouts.strides import corrected
+from graphopt.tracing.layouts.trusted import check
 
 
 @dataclass(frozen=True)

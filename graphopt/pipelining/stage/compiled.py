@@ -30,7 +30,7 @@ from graphopt.pipelining.stage.stage_graphs import StageGraph
 from graphopt.pipelining.stage.state_guard import StateGuard
 from graphopt.ranks.meeting import Channel
 from graphopt.stages import Stages, stages_for
-from graphopt.tracing.inputs import Storage
+from graphopt.tracing.inputs.entries import Storage
 
 if TYPE_CHECKING:
     from graphopt.iter_graph import IterGraphModule

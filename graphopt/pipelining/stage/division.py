@@ -47,7 +47,7 @@ from graphopt.pipelining.stage.crossing import (
 )
 from graphopt.pipelining.stage.stage_graphs import StageGraph, extract
 from graphopt.tracing.capture import CapturedStep
-from graphopt.tracing.signature import Computed, Live, Recipe, View
+from graphopt.tracing.results.signature import Computed, Live, Recipe, View
 
 aten = torch.ops.aten
 

@@ -23,7 +23,7 @@ from graphopt.ir.metadata import fake_value, phase_of
 from graphopt.iter_graph.graph import copy_graph
 from graphopt.pipelining.stage.accumulating import Gradients
 from graphopt.tracing.capture import CapturedStep
-from graphopt.tracing.signature import Computed, Live, Recipe, View
+from graphopt.tracing.results.signature import Computed, Live, Recipe, View
 
 aten = torch.ops.aten
 

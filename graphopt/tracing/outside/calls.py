@@ -14,7 +14,6 @@ import torch
 
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.callback import callback
-from graphopt.tracing.host_numbers import plain
 from graphopt.tracing.outside import native
 from graphopt.tracing.outside.attributes import (
     attribute_place,
@@ -39,6 +38,7 @@ from graphopt.tracing.outside.record import Record
 from graphopt.tracing.outside.unrepeated import users
 from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.replace import original
+from graphopt.tracing.scalars.host_numbers import plain
 
 _ADDING = frozenset({"append", "extend", "insert", "add", "update", "appendleft", "extendleft"})
 _CHANGING = frozenset(

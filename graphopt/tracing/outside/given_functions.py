@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.numbers import current_notes
 from graphopt.tracing.outside.callees import Substitute
 from graphopt.tracing.outside.calls import NativeCalls
 from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import is_in
+from graphopt.tracing.scalars.numbers import current_notes
 
 CALLING = frozenset({map, filter, itertools.starmap, functools.reduce})
 """Functions that call their first argument with what they go through."""

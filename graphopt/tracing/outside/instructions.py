@@ -16,11 +16,9 @@ from typing import Any
 from graphopt import _compat
 from graphopt._compat.frames import NULL
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.classes_asked import Classed, class_in_trace, is_of_trace
-from graphopt.tracing.host_numbers import is_host_number, plain
-from graphopt.tracing.inputs import may_be_input
-from graphopt.tracing.nests import leaves_in
-from graphopt.tracing.numbers import SYMBOLIC
+from graphopt.tracing.inputs.entries import may_be_input
+from graphopt.tracing.interception.class_questions import Classed, class_in_trace, is_of_trace
+from graphopt.tracing.interception.nests import leaves_in
 from graphopt.tracing.outside.accesses import OutsideAccess
 from graphopt.tracing.outside.attributes import (
     attribute_place,
@@ -35,6 +33,8 @@ from graphopt.tracing.outside.native import is_large_array, set_by_c
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_container, is_read
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.refusals import HostWork
+from graphopt.tracing.scalars.host_numbers import is_host_number, plain
+from graphopt.tracing.scalars.numbers import SYMBOLIC
 
 _BY_NAME = frozenset({getattr, hasattr, setattr, vars})
 _UNLIKE_NONE = frozenset({list, tuple, dict, set, deque, OrderedDict, defaultdict, Counter})

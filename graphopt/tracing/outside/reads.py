@@ -13,8 +13,6 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.host_numbers import is_host_number
-from graphopt.tracing.numbers import SYMBOLIC
 from graphopt.tracing.outside.behind import Behind
 from graphopt.tracing.outside.changed_containers import ContainerChanges
 from graphopt.tracing.outside.loads import Load, Loads, Store
@@ -31,6 +29,8 @@ from graphopt.tracing.outside.places import (
 )
 from graphopt.tracing.outside.unrepeated import users
 from graphopt.tracing.refusals import HostWork
+from graphopt.tracing.scalars.host_numbers import is_host_number
+from graphopt.tracing.scalars.numbers import SYMBOLIC
 
 _SINGLY = 1000
 """The items of larger containers are guarded together."""

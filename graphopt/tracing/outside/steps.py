@@ -10,9 +10,9 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.guards.outside import shown
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.besides import Besides, CarriedPlace, MoreInputs
 from graphopt.tracing.call import Call
 from graphopt.tracing.failures import definition_of
+from graphopt.tracing.inputs.implicit import CarriedPlace, ImplicitInputs, MoreInputs
 from graphopt.tracing.outside.attributes import read_method
 from graphopt.tracing.outside.callees import Substitute
 from graphopt.tracing.outside.changed_containers import MUTABLE
@@ -122,7 +122,7 @@ def unchanged(record: Record) -> Record:
         flags = _is_flag(read.value) and _is_flag(now) and read.place.is_written
         if flags and not record.is_told(read.place):
             place = CarriedPlace(read.path, read.place, counted=True)
-            raise MoreInputs(Besides(carried=[place]))
+            raise MoreInputs(ImplicitInputs(carried=[place]))
         _refuse(read, now)
     refuse_unrepeated(record)
     return record

@@ -1,0 +1,147 @@
+"""What a step changes in the lists and dictionaries among its arguments.
+
+    batch["logits"] = model(batch["x"])    every call puts its own logits into its own batch
+
+A trace gets containers of its own, made anew from what is in the real ones. They are compared with
+what they were when the step is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graphopt.errors import CaptureError
+from graphopt.tracing.inputs.argument_objects import AttributesOf, OpenedObjects
+from graphopt.tracing.interception.nests import Path, containers_in
+
+_NO_ITEM = object()
+
+
+@dataclass(frozen=True)
+class ContainerChange:
+    """What a step has made of one container.
+
+    Attributes:
+        removed: keys of a dictionary that are gone.
+        items: new items of the dictionary.
+    """
+
+    path: Path
+    removed: tuple[Any, ...]
+    items: tuple[tuple[Any, Any], ...]
+
+
+@dataclass(frozen=True)
+class InObject:
+    """The first step of a path to a container in an object among the arguments.
+
+    Attributes:
+        position: of the object among the leaves of the arguments.
+    """
+
+    position: int
+
+
+class GivenContainers:
+    """The containers that a trace gets as arguments, as they are before the step.
+
+    Args:
+        objects: those that are taken apart, and not made anew.
+        refused: the refusal of a change of a list, given the list.
+    """
+
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        objects: OpenedObjects | None = None,
+        refused: Callable[[Any], CaptureError] | None = None,
+    ) -> None:
+        found, self._refused = containers_in(args, kwargs), refused
+        self._before = [(path, container, container.copy()) for path, container in found]
+        self._objects = OpenedObjects() if objects is None else objects
+        for each in self._objects.tables:
+            path = (InObject(each.root), *each.path)
+            self._before.append((path, each.table, each.table.copy()))
+
+    def paths(self) -> Iterator[tuple[Any, Path]]:
+        """The containers, each with where it is."""
+        return ((container, path) for path, container, _ in self._before)
+
+    def places(self) -> dict[int, tuple[Any, Path]]:
+        """The containers, and the objects that are taken apart, by id, each with where it is."""
+        found = {id(container): (container, path) for path, container, _ in reversed(self._before)}
+        inner = ((value, (InObject(root), *path)) for value, root, path in self._objects.found)
+        return found | {id(value): (value, path) for value, path in inner}
+
+    def changes(self) -> Iterator[ContainerChange]:
+        """What is different now.
+
+        Raises:
+            CaptureError: a list is.
+        """
+        for path, container, before in self._before:
+            if isinstance(container, list):
+                if len(container) != len(before) or not all(map(_is, container, before)):
+                    assert self._refused is not None, "a step has run"
+                    raise self._refused(container)
+                continue
+            moved = set(_moved(list(before), list(container)))
+            removed = tuple(key for key in before if key not in container or key in moved)
+            items = tuple(
+                (key, value)
+                for key, value in container.items()
+                if key in moved or before.get(key, _NO_ITEM) is not value
+            )
+            if removed or items:
+                yield ContainerChange(path, removed, items)
+
+
+def _moved(before: list[Any], now: list[Any]) -> Iterator[Any]:
+    """The keys of a dictionary that stand behind others now, taken out and put there again."""
+    place = 0
+    for key in filter(set(now).__contains__, before):
+        if now[place] == key:
+            place += 1
+        else:
+            yield key
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b
+
+
+def found_in(
+    given: tuple[tuple[Any, ...], dict[str, Any]], leaves: Sequence[Any], path: Path
+) -> Any:
+    """The container or object at a path among the arguments of a call, before anything is changed
+    there; None where there is nothing.
+
+    Args:
+        given: positional and keyword arguments of the call.
+        leaves: what is in them.
+    """
+    container: Any = given
+    for key in path:
+        try:
+            if isinstance(key, InObject):
+                container = leaves[key.position]
+            else:
+                container = vars(container) if isinstance(key, AttributesOf) else container[key]
+        except (LookupError, TypeError):
+            return None
+    return container
+
+
+def make_change(container: Any, change: ContainerChange, values: list[Any]) -> None:
+    """Make a container what the step makes of it.
+
+    Args:
+        values: what the items are in this call.
+    """
+    for key in change.removed:
+        container.pop(key, None)
+    for (key, _), value in zip(change.items, values, strict=True):
+        container[key] = value

@@ -1,0 +1,54 @@
+"""Modes of modules that a step sets, as `model.train()` at its beginning does.
+
+    model.train(); loss.backward(); …    called between two evaluations: model.eval()
+
+The capture traces such a step as it finds the modes, and as it leaves them. Where both traces are
+one graph, and the former reads nothing else outside, the graph holds for either, and each call
+leaves the modes that the step sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.optim import Optimizer
+
+from graphopt.guards.modules import ModeChange
+from graphopt.host import host_call_of, host_calls
+from graphopt.tracing.optimizers.steady import NewState, Steady
+from graphopt.tracing.outside.places import OutsidePlace
+from graphopt.tracing.trace import RawTrace
+
+
+def mode_changes(
+    first: RawTrace, steady: Steady, modules: Iterable[nn.Module]
+) -> tuple[ModeChange, ...]:
+    """The modes that a step sets, where its first call leaves nothing else, and reads nothing else
+    outside than the following one; otherwise none.
+
+    Args:
+        first: begins in the former modes.
+        steady: begins in those that the step sets.
+        modules: of the step.
+    """
+    state, tables = steady.state, {id(vars(module)) for module in modules}
+    alone = not (first.effects or state.entries or state.gradients)
+    modes = (name == "training" and id(of) in tables for of, name, _ in state.constants)
+    if not alone or not all(modes):
+        return ()
+    if not first.outside.reads.keys() <= steady.raw.outside.reads.keys():
+        return ()
+    return tuple(ModeChange(of, of[name], value) for of, name, value in state.constants)
+
+
+def are_seen(first: RawTrace, state: NewState, optimizers: Iterable[Optimizer]) -> bool:
+    """Whether a function on the host may see attributes that a first call sets, behind the line
+    that does: the following call, which finds them set, does not show them. Those of optimizers,
+    whose first step notes that it was one, are made before schedulers look."""
+    own = {id(vars(optimizer)) for optimizer in optimizers}
+    constants = [(of, name) for of, name, _ in state.constants if id(of) not in own]
+    places = {OutsidePlace("item", of, name).identity for of, name in constants}
+    calls = map(host_call_of, host_calls(first.graph_module.graph))
+    left = (each.place for call in calls if call is not None for each in call.outside.left)
+    return any(place.identity in places for place in left)

@@ -1,0 +1,401 @@
+"""What a step leaves outside its arguments: tensors and numbers in attributes of `self`, in
+dictionaries, in variables of closures and modules.
+
+    self.fake = generator(z)         the graph returns the tensor, and every call puts it there
+    self.hidden = cell(x, self.hidden)    the place is an input besides: it holds another tensor in
+                                          each call, which is no reason to capture anew
+    self.steps += 1                  a number is an input as well, and every call puts the next
+                                     one there
+
+Told from what is written there by the step's instructions (`outside`). What is put there by code
+that is not followed is found later and refused, and so is a list that it changes
+(`changed_containers`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, compress
+from operator import not_
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt.guards.values import is_plain
+from graphopt.tracing.effects.reachable import is_shared
+from graphopt.tracing.effects.written_values import (
+    MadeAnew,
+    holds_traced,
+    refused_object,
+    written_value,
+)
+from graphopt.tracing.inputs.entries import is_exact, may_be_input
+from graphopt.tracing.inputs.implicit import Finder
+from graphopt.tracing.outside.changed_containers import MUTABLE
+from graphopt.tracing.outside.held import is_plain_class
+from graphopt.tracing.outside.places import (
+    MISSING,
+    FollowedPlace,
+    OutsidePlace,
+    attributes_of,
+    same,
+)
+from graphopt.tracing.outside.record import Record, WrittenPlace
+from graphopt.tracing.outside.unrepeated import LeftPlace
+from graphopt.tracing.results.signature import Constant, PlacedResult
+from graphopt.tracing.scalars.numbers import SYMBOLIC
+from graphopt.tracing.scalars.tuples import is_tensor, leaves_of
+from graphopt.tracing.substitute import Traced
+
+
+def take_placed(
+    record: Record,
+    finder: Finder,
+    traced: Traced,
+    tables: Iterable[dict[str, Any]],
+    made: MadeAnew,
+    exchanged: Mapping[int, FollowedPlace],
+) -> list[PlacedResult]:
+    """Take out what a traced step has put into places outside; there is then what was before. Where
+    the step finds a tensor or a number in such a place, and leaves another one, the finder takes
+    note.
+
+    Returns:
+        What each call leaves there, as `written_value` gives it; the recipes are yet to be made.
+
+    Args:
+        record: of the step, which is not finished yet.
+        traced: the inputs.
+        tables: those that are looked after otherwise.
+        made: what each call makes anew, by id; see `written_value`.
+        exchanged: see `exchanged_containers`.
+    """
+    gradients = set(map(id, traced.gradients.values()))
+    places = _Places(
+        *(record, finder, traced.by_id, gradients, made, set(map(id, tables)), exchanged)
+    )
+    all_written = list(record.written_places())
+    for replaced in filter(partial(_is_found, record), record.replaced_own()):
+        finder.carries(replaced.path, replaced.place)
+    behind = [_keys_behind(written) for written in all_written]
+    found = zip(map(places.taken, all_written), behind, strict=True)
+    return [replace(each, behind=keys) for each, keys in found if each is not None]
+
+
+def _keys_behind(written: WrittenPlace) -> tuple[Any, ...]:
+    """The keys behind one that the step has put into a dictionary: it has put them there, too."""
+    table, key = written.place.holder, written.place.key
+    if (
+        written.before is not MISSING
+        or not written.place.is_item
+        or not all(type(each) in (str, int) for each in (key, *table))  # others may not compare
+        or key not in table
+    ):
+        return ()
+    keys = list(table)
+    return tuple(keys[keys.index(key) + 1 :])
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Takes values out of the places to which a step has written. See `take_placed`.
+
+    Attributes:
+        gradients: ids of stand-ins of gradients, which each call may find replaced.
+        others: tables that are looked after otherwise, by id.
+        exchanged: see `exchanged_containers`.
+    """
+
+    record: Record
+    finder: Finder
+    stand_ins: Mapping[int, torch.Tensor]
+    gradients: Set[int]
+    made: MadeAnew
+    others: Set[int]
+    exchanged: Mapping[int, FollowedPlace]
+
+    def taken(self, written: WrittenPlace) -> PlacedResult | None:
+        """What each call leaves in a place; None where it leaves nothing there by itself."""
+        record, place, before = self.record, written.place, written.before
+        value = place.now()
+        alone = _is_left_alone(written)
+        if record.depends_on(place) and not alone:
+            used = place.identity in record.used_counts  # and set to what it was, perhaps
+            if note_counted(self.finder, written.path, place, before, value, used):
+                place.write(before)  # the step is traced anew, and not everything is put back
+                return None
+            if is_exact(before) and isinstance(value, torch.Tensor) and record.counts_in(place):
+                record.begins(place, before)
+        if id(place.holder) in self.others:
+            return None
+        weak = isinstance(place.key, weakref.ref)
+        if weak or alone:
+            self._refuse(written, value, weak)
+            return None
+        if value is before and type(value) in MUTABLE and record.depends_on(place):
+            return None  # which has been changed in place
+        if self._is_moved(written, value) and self.finder.carries(written.path, place):
+            place.write(before)
+            return None
+        found = isinstance(before, torch.Tensor) and value is self._stand_in(before)
+        in_place = found and id(value) not in self.gradients and record.depends_on(place)
+        left = value if in_place else _left_by_each_call(record, written, value, self.made)
+        if left is None:
+            _leave(record, written, value)
+            return None
+        place.write(before)
+        return None if in_place else self._placed(written, left)
+
+    def _refuse(self, written: WrittenPlace, value: Any, weak: bool) -> None:
+        """A value in a place that is not put back: of a weak dictionary (`functools.singledispatch`
+        has one), of a stand-in, or of an object that other threads work with."""
+        record, before = self.record, written.before
+        kept = isinstance(value, FunctionType) and before is MISSING if weak else False
+        if kept or same(before, value) or (not weak and _compat.is_fake(written.owner)):
+            if weak:
+                _leave(record, written, value)
+            return
+        written.place.write(before)
+        record.unrepeated.refuse(written.path, written.line)
+
+    def _placed(self, written: WrittenPlace, left: Any) -> PlacedResult:
+        record, place = self.record, written.place
+        within = self.exchanged.get(id(place.holder))
+        carried = isinstance(written.before, (torch.Tensor, tuple))  # perhaps, as an input
+        if within is None and not carried and not record.depends_on(place):
+            within = found_again(record, place.holder)
+        if within is None and _is_found(record, written):
+            self.finder.carries(written.path, place)
+        return PlacedResult(place, left, within, line=written.location)
+
+    def _is_moved(self, written: WrittenPlace, value: Any) -> bool:
+        """Whether a step leaves a tensor from outside in a place in which it has found another one:
+        they change places, and each call finds others there."""
+        tensors = isinstance(written.before, torch.Tensor) and isinstance(value, torch.Tensor)
+        if not tensors or value is written.before or not self.record.depends_on(written.place):
+            return False
+        return self.record.is_outside(value) and _is_found(self.record, written)
+
+    def _stand_in(self, tensor: torch.Tensor) -> Any:
+        return self.stand_ins.get(id(tensor), self.finder.stand_in_of(tensor))
+
+
+def _leave(record: Record, written: WrittenPlace, value: Any) -> None:
+    """The capture alone leaves a value in a place, where it has to be when a call begins."""
+    if same(written.before, value):
+        record.holds(written.place, value, written.path, written.line)
+    elif not _is_traced(value):
+        place = written.place
+        record.unrepeated.add(written.path, written.line)
+        told_of = is_plain(value) and place.is_written and not record.is_told(place)
+        record.unrepeated.left.append(LeftPlace(written.path, place, written.line, told_of))
+
+
+def found_again(record: Record, container: Any) -> FollowedPlace | None:
+    """Where each call finds a container that the step changes, be it another one than before, as
+    where a program begins a new list in each epoch; None where it has to be the same one.
+
+    The step has got to it by one place alone, which it leaves as it is, and goes by nothing but
+    what the guard of the graph looks at there.
+    """
+    if type(container) not in _CONTAINERS or record.is_pinned(container):
+        return None
+    place = _only_place(record, container)
+    if place is None or place.kind not in ("item", "cell"):
+        return None
+    if any(each.place.identity == place.identity for each in record.written_places()):
+        return None
+    return FollowedPlace(place, found_again(record, place.holder))
+
+
+def exchanged_containers(record: Record) -> dict[int, FollowedPlace]:
+    """The containers outside, by id, in whose place the step leaves a new one, each with that place
+    (`self.backup = {}`), where the step has got to it by that alone: each call finds another."""
+    found = {}
+    for written in chain(record.written_places(), record.replaced_own()):
+        before = written.before
+        now = written.place.now()
+        new = now is not before and (now is None or _is_new(record, written) or _is_traced(now))
+        if type(before) in _CONTAINERS and new and is_at(record, before, written.place):
+            found[id(before)] = FollowedPlace(written.place)
+    return found
+
+
+def is_at(record: Record, value: Any, place: OutsidePlace) -> bool:
+    """Whether a step has got to an object by one place alone, and goes by what is in it."""
+    only = _only_place(record, value)
+    found = only is not None and only.identity == place.identity
+    return found and not record.is_pinned(value)
+
+
+def _only_place(record: Record, value: Any) -> OutsidePlace | None:
+    """The place by which alone a step has got to an object; None where there is none, or others."""
+    places = {place.identity: place for place in record.places_of(value)}
+    return next(iter(places.values())) if len(places) == 1 else None
+
+
+_CONTAINERS = (dict, defaultdict, OrderedDict, list, deque)
+
+
+def _is_new(record: Record, written: WrittenPlace) -> bool:
+    """Whether a step leaves a container that it has made, of nothing but plain values and of others
+    like it, in the place of one of that kind."""
+    value = written.place.now()
+    if type(value) not in _CONTAINERS or type(value) is not type(written.before):
+        return False
+    if not written.place.may_carry or record.is_outside(value):
+        return False
+    if sum(each.place.now() is value for each in record.written_places()) > 1:
+        return False  # both places have one container, and not one each
+    return _is_of_plain(record, value)
+
+
+def _is_of_plain(record: Record, container: Any) -> bool:
+    """Whether there is nothing in a container but plain values, and others that the step has made
+    of these."""
+    values = list(container.values() if isinstance(container, dict) else container)
+    made = [type(each) in _CONTAINERS and not record.is_outside(each) for each in values]
+    inner = list(compress(values, made))
+    return is_plain(tuple(compress(values, map(not_, made)))) and not any(
+        each is container or not _is_of_plain(record, each) for each in inner
+    )
+
+
+def _is_exchanged(record: Record, written: WrittenPlace) -> bool:
+    """Whether a step leaves an object that it has made in the place of one of that kind, or None in
+    that of an object or a container, to which it has got by that place alone: each call finds
+    another."""
+    before, now = written.before, written.place.now()
+    if now is None:
+        alike = type(before) in _CONTAINERS or is_plain_class(type(before))
+    else:
+        made = type(now) is type(before) and not record.is_outside(now)
+        alike = made and is_plain_class(type(before))
+    return alike and is_at(record, before, written.place)
+
+
+def _is_left_alone(written: WrittenPlace) -> bool:
+    """Whether a place belongs to a stand-in, or to an object that other threads work with."""
+    if _compat.is_fake(written.owner):
+        return True
+    attributes = None if written.owner is None else attributes_of(written.owner)
+    return attributes is written.place.holder and is_shared(attributes)
+
+
+def note_counted(
+    finder: Finder, path: str, place: OutsidePlace, before: Any, value: Any, used: bool = False
+) -> bool:
+    """The step finds `before` in a place, which it has used, and leaves a value: where both are
+    numbers, or tuples of numbers, the place becomes an input. Returns whether it was none.
+
+    Args:
+        used: there was another value in between, which the step has used.
+    """
+    counts = _are_counts(before, value) and (used or not same(before, value))
+    return counts and finder.carries(path, place, counted=True)
+
+
+def _are_counts(before: Any, value: Any) -> bool:
+    if may_be_input(before):
+        return _is_number(value)
+    found, left = leaves_of(before, is_exact), leaves_of(value, _is_number)
+    return found is not None and left is not None and found[1] == left[1]
+
+
+def _is_number(value: Any) -> bool:
+    if type(value) in (int, float) or may_be_input(value):
+        return True
+    return isinstance(value, SYMBOLIC)
+
+
+def _left_by_each_call(record: Record, written: WrittenPlace, value: Any, made: MadeAnew) -> Any:
+    """The value that each call puts into a place (see `written_value`); None where only the
+    capture does."""
+    place, reads = written.place, record.depends_on(written.place)
+    if value is MISSING and (record.is_input(place) or record.goes_by_keys(place.holder)):
+        return Constant(MISSING)
+    if _is_traced(value):
+        alone = not isinstance(written.before, torch.Tensor)
+        follows = (place.is_written if alone else place.may_carry_tensor) or not reads
+        follows = follows or _is_traced(value, tensors=False)
+    elif is_plain(value):
+        told_of = record.is_told(place) and type(written.before) not in (int, float)
+        begins = written.before is MISSING and record.counts_in(place)
+        emptied = value is None and _is_exchanged(record, written)
+        follows = record.is_input(place) or not reads or told_of or begins or emptied
+    else:
+        keyed = value is MISSING and isinstance(place.key, torch.Tensor)  # by what stands for it
+        empty = written.before is MISSING or written.before is None
+        found = reads and not (empty and holds_traced(record, value))
+        new = _is_new(record, written) or _is_exchanged(record, written)
+        follows = record.is_input(place) or new or not (found or keyed)
+    left = written_value(record, value, made) if follows else None
+    if follows and left is None and _is_held(record, value, made):
+        refused = refused_object(value, written.path, written.location)
+        record.refused = record.refused or refused
+    return left
+
+
+def _is_held(record: Record, value: Any, made: MadeAnew) -> bool:
+    """Whether an object that the step has made holds what is traced, or stands elsewhere."""
+    return id(value) in made or holds_traced(record, value)
+
+
+def _stand_in(tensor: torch.Tensor, known: Mapping[int, torch.Tensor], finder: Finder) -> Any:
+    return known.get(id(tensor), finder.stand_in_of(tensor))
+
+
+def _is_traced(value: Any, tensors: bool = True) -> bool:
+    """Whether a value is, or contains, what is traced, and no tensors where these are not allowed.
+    A nest that contains itself cannot be made anew, and is left to be refused."""
+    leaves, pending = [], [(value, frozenset[int]())]
+    while pending:
+        each, within = pending.pop()
+        if not isinstance(each, (list, tuple, dict)):
+            leaves.append(each)
+        elif id(each) in within:
+            return False
+        else:
+            inner = each.values() if isinstance(each, dict) else each
+            pending.extend((item, within | {id(each)}) for item in inner)
+    of_numbers = any(isinstance(leaf, SYMBOLIC) for leaf in leaves)
+    if not tensors and any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return False
+    return of_numbers or any(map(_compat.is_fake, leaves))
+
+
+def _is_found(record: Record, item: WrittenPlace) -> bool:
+    """Whether the step uses the tensor, or a tuple or a list of tensors, that it finds where it
+    leaves another one, and finds it nowhere else."""
+    before = item.before
+    if type(before) is list and record.is_changed(before):
+        return False
+    tensors, _ = leaves_of(before, is_tensor) or ([before], None)
+    if (
+        not all(isinstance(each, torch.Tensor) for each in tensors)
+        or not item.place.may_carry_tensor
+    ):
+        return False
+    if any(map(_compat.is_fake, tensors)):
+        return False
+    own = {id(item.place.holder)} | set(map(id, _tuples_in(before)))
+    places = record.places_of(before)
+    of_tensors = chain.from_iterable(map(record.places_of, tensors))
+    if not all(place.identity == item.place.identity for place in places):
+        return False
+    if not all(id(place.holder) in own for place in of_tensors if tensors[0] is not before):
+        return False
+    return bool(places) or record.path_to(before) is not None
+
+
+def _tuples_in(value: Any) -> Iterator[Any]:
+    """A tuple or a list, and those within it."""
+    if isinstance(value, (tuple, list)):
+        yield value
+        yield from chain.from_iterable(map(_tuples_in, value))

@@ -1,0 +1,178 @@
+"""How each call makes what a traced step leaves outside."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.tracing.effects.argument_changes import ContainerChange
+from graphopt.tracing.outside.places import is_value
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.results.signature import Constant, FromCall
+from graphopt.tracing.scalars.numbers import SYMBOLIC
+from graphopt.tracing.tensors.attributes import AttributeChange
+
+_NEAR = 1000
+"""Objects among which one is looked for that is traced."""
+
+
+def written_value(
+    record: Record,
+    value: Any,
+    made: MadeAnew | None = None,
+    within: frozenset[int] = frozenset(),
+    of_call: bool = True,
+) -> Any:
+    """What every call puts there: a recipe of a value or of an object that was there before the
+    step; what is traced; or a nest of these to be made anew. None where it is none of these, as a
+    nest that contains itself.
+
+    Args:
+        made: objects and containers that are made anew. One that stands there already is the same
+            in all its places.
+        of_call: lists, dictionaries and objects among the arguments are those of each call, and not
+            made anew.
+    """
+    if isinstance(value, SYMBOLIC) or _compat.is_fake(value):
+        return value
+    if is_value(value) or isinstance(value, weakref.ref):
+        return Constant(value)
+    if of_call and id(value) in record.of_call:
+        return FromCall(record.of_call[id(value)][1])
+    if record.is_outside(value):
+        record.pin(value)
+        return Constant(value)
+    if made is not None and id(value) in made:
+        return made[id(value)].nest
+    nest = None if id(value) in within else _compat.open_nest(value)
+    if nest is None:
+        return None
+    inner, filled = nest
+    items = [written_value(record, each, made, within | {id(value)}, of_call) for each in inner]
+    new = None if any(item is None for item in items) else filled(items)
+    if new is not None and made is not None and not isinstance(value, tuple):
+        made[id(value)] = MadeNest(value, new)
+    return new
+
+
+class MadeNest(NamedTuple):
+    """An object or container that the step has made, and what `written_value` says of it."""
+
+    value: Any
+    nest: Any
+
+
+MadeAnew = dict[int, MadeNest]
+"""What each call makes anew, by id: one for all places where it stands."""
+
+
+def attribute_told(record: Record, change: AttributeChange, made: MadeAnew) -> AttributeChange:
+    """An attribute of a module in which a step leaves an object or a container that it has made, as
+    what each call makes.
+
+    Raises:
+        CaptureError: it cannot be made anew, and holds what is traced or takes the place of another
+            one.
+    """
+    after = change.after
+    if is_value(after) or _is_traced(after) or record.is_outside(after):
+        return change
+    nest = written_value(record, after, made)
+    if nest is not None:
+        return change._replace(after=nest, is_told=True)
+    leaves = [leaf for leaf in _compat.tree_leaves(after) if not is_value(leaf)]
+    objects = [leaf for leaf in leaves if not _is_traced(leaf) and holds_traced(record, leaf)]
+    if objects or type(after) is type(change.before):
+        raise refused_object((objects or [after])[0], change.name, None)
+    return change
+
+
+def change_told(record: Record, change: ContainerChange, made: MadeAnew) -> ContainerChange:
+    """What a step changes in a container among its arguments, as what each call makes.
+
+    Raises:
+        CaptureError: it puts an object there that cannot be made anew.
+    """
+    items = []
+    for key, value in change.items:
+        nest = written_value(record, value, made)
+        if nest is None:
+            raise refused_object(value, f"item {key!r} of a container among its arguments", None)
+        items.append((key, nest))
+    return replace(change, items=tuple(items))
+
+
+def tell_shared(
+    record: Record, left: Iterable[Any], is_kept: Callable[[object], bool], made: MadeAnew
+) -> None:
+    """Let objects and containers that a step has made, and that stand in several of the values that
+    it leaves, be one in each call.
+
+    Args:
+        left: what it returns, and leaves in attributes of modules.
+        is_kept: whether something in these is made anew otherwise, or not at all.
+    """
+    parts = [each for value in left for each in _compat.result_parts(value, is_kept)]
+    times = Counter(map(id, parts))
+    for each in parts:
+        if times[id(each)] > 1 and not (is_kept(each) or is_value(each) or isinstance(each, tuple)):
+            written_value(record, each, made)
+
+
+def refused_object(value: Any, path: str, location: str | None) -> CaptureError:
+    """Why an object that holds what is traced is not left in a place by each call."""
+    hint = "put the tensor there, or a tuple, dictionary or data class of its values"
+    if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+        hint = "make it outside the step"
+    return CaptureError(
+        f"it puts a {type(value).__name__} that it has made, and that no call can make anew, into"
+        f" {path}",
+        location=location,
+        hint=hint,
+    )
+
+
+def read_and_replaced(record: Record) -> CaptureError | None:
+    """Why an object that holds what is traced is not left by each call in the place of one that the
+    step has read; None where the step leaves no such object."""
+    for left in record.unrepeated.left:
+        value = left.place.now()
+        is_object = type(value).__module__ != "builtins" and not _is_traced(value)
+        if is_object and not record.is_outside(value) and holds_traced(record, value):
+            return CaptureError(
+                f"it reads {left.path}, and then puts a {type(value).__name__} there that holds a"
+                " tensor, or a number that is another one in each call",
+                location=None if left.line is None else str(left.line),
+                hint="keep one object there, and set its attributes; or put the new one there"
+                " outside the step",
+            )
+    return None
+
+
+def holds_traced(record: Record, value: Any) -> bool:
+    """Whether an object that the step has made holds what is traced, itself or in its own."""
+    others = (type, ModuleType) if type(value) is FunctionType else (type, ModuleType, FunctionType)
+    seen, pending = {id(value)}, [value]
+    while pending and len(seen) < _NEAR:
+        each = pending.pop()
+        if _is_traced(each):
+            return True
+        if isinstance(each, others) or record.is_outside(each):
+            continue
+        inner = [held for held in gc.get_referents(each) if id(held) not in seen]
+        seen.update(map(id, inner))
+        pending.extend(inner)
+    return False
+
+
+def _is_traced(value: Any) -> bool:
+    return _compat.is_fake(value) or isinstance(value, SYMBOLIC)

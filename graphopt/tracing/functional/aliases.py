@@ -1,0 +1,73 @@
+"""What the program holds of a step's tensors and settings under other names.
+
+    weights = model.weight.detach().numpy()       an array in the memory of a parameter
+    group = optimizer.param_groups[0]             a parameter group
+
+While a step is traced, other tensors and groups stand for these. What is read of the real tensors
+is what was there before the call; in the place of a group the step finds its stand-in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt._compat.late import alias_of
+from graphopt.tracing.call import Call
+from graphopt.tracing.inputs.entries import Inputs
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.refusals import HostWork
+
+
+class Aliases:
+    """The real tensors and tables of one trace.
+
+    Args:
+        call: before stand-ins are put into its optimizers.
+    """
+
+    def __init__(self, call: Call, inputs: Inputs) -> None:
+        self._tensors = [entry.tensor for entry in inputs.module_tensors]
+        self._groups = _groups(call)
+
+    def watch(self, record: Record, call: Call) -> None:
+        """Let the step find the stand-ins of groups, and refuse that it reads an array in the
+        memory of a tensor that it works on.
+
+        Args:
+            call: with stand-ins in its optimizers.
+        """
+        record.reads_array = self._refuse_array
+        pairs = list(zip(self._groups, _groups(call), strict=True))
+        record.groups = {id(group): stand_in for group, stand_in in pairs}
+        record.real_groups = {id(stand_in): group for group, stand_in in pairs}
+
+    def _refuse_array(self, array: Any) -> None:
+        with _compat.without_modes():
+            if any(meets(array, tensor) for tensor in self._tensors):
+                raise HostWork.ARRAY.refused("one in the memory of a tensor of the model")
+
+
+def meets(array: Any, tensor: torch.Tensor) -> bool:
+    """Whether an array and the storage of a tensor have memory in common."""
+    if tensor.device.type != "cpu" or _compat.is_fake(tensor):
+        return False
+    if not hasattr(array, "__array_interface__") or not array.size:
+        return False
+    return any(_meets(array, part) for part in _compat.strided_parts(alias_of(tensor)))
+
+
+def _meets(array: Any, tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    begin = storage.data_ptr()
+    low = high = array.__array_interface__["data"][0]
+    for size, stride in zip(array.shape, array.strides, strict=True):
+        low, high = low + min(0, stride * (size - 1)), high + max(0, stride * (size - 1))
+    return bool(low < begin + storage.nbytes() and begin < high + array.itemsize)
+
+
+def _groups(call: Call) -> list[dict[str, Any]]:
+    optimizers = call.optimizer_objects()
+    return [group for optimizer in optimizers for group in optimizer.param_groups]

@@ -1,0 +1,201 @@
+"""The raw graph, run once more so that its operators are recorded in their functional form."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt._compat.sizes import laid_out_like
+from graphopt.graph_utils import is_operator
+from graphopt.host import HostCall
+from graphopt.ir import inplace
+from graphopt.ir.metadata import OF_TRACE, fake_value, known_value, some_of
+from graphopt.ir.operators import fused_optimizer, rounds_a_list_in_place, updated_lists
+from graphopt.ir.writing_operators import FunctionalForm, form_of
+from graphopt.tracing.decisions import SIZED
+from graphopt.tracing.exactness import averages, fused, statistics
+from graphopt.tracing.functional.rewriting import (
+    explained_at,
+    is_expanded,
+    keep_strides,
+    refuse_unusual_writes,
+)
+from graphopt.tracing.functional.untouched import Untouched
+from graphopt.tracing.scalars import numbers
+from graphopt.tracing.scalars.functions import GIVING_INTEGERS, PYTHON_FUNCTIONS
+
+aten = torch.ops.aten
+
+_OF_NUMBERS = frozenset(numbers.ARITHMETIC) | PYTHON_FUNCTIONS
+
+
+class RawGraphRunner(fx.Interpreter):
+    """Runs the raw graph; new nodes take over the tags of the raw node that is running.
+
+    What torch's functionalization would call as it is, is called without it: what that gives is
+    wrapped when somebody may write to it.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, tracer: Any, mode: Any) -> None:
+        super().__init__(graph_module)
+        self._tracer, self._mode = tracer, mode
+        self._running: fx.Node | None = None
+        self._untouched = Untouched(graph_module.graph)
+        self._bare: set[fx.Node] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._running = n
+        as_it_is = self._untouched.stays(n)
+        refuse_unusual_writes(n)
+        for source in n.all_input_nodes:
+            self._prepare(source, as_it_is or n.op == "output" or n.target is operator.getitem)
+        with explained_at(n), self._sizes_of(n):
+            if as_it_is:
+                return self._call_as_it_is(n)
+            result = super().run_node(n)
+        if n.target is operator.getitem and n.args[0] in self._bare:
+            self._bare.add(n)
+        return result
+
+    def _prepare(self, source: fx.Node, bare: bool) -> None:
+        """Let a value be what is needed to run a node: bare or wrapped, with its strides."""
+        value, traced = self.env[source], known_value(source)
+        if source in self._bare and not (bare and _has_strides_of(value, traced)):
+            value = self.env[source] = _compat.tree_map(_wrapped, value)
+            self._bare.remove(source)
+        keep_strides(value, traced)
+
+    def _call_as_it_is(self, n: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        args, kwargs = _compat.tree_map(_compat.from_functional, (args, kwargs))
+        self._bare.add(n)
+        with _compat.without_functional_mode():
+            return n.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _sizes_of(self, node: fx.Node) -> AbstractContextManager[None]:
+        """Gives what a node has the sizes that it was traced with."""
+        if SIZED not in node.meta:
+            return nullcontext()
+        return _compat.sizes_given(
+            self._mode, lambda function, result: laid_out_like(result, fake_value(node))
+        )
+
+    def tag(self, node: fx.Node) -> None:
+        """Let a node say what the node of the trace says that is running."""
+        source = self._running
+        if source is not None and source.op == "output":
+            # A view that is returned, made anew of what its base has become.
+            source = next(iter(node.all_input_nodes), None)
+        if source is None:
+            return
+        node.meta.update(some_of(source, *OF_TRACE))
+
+    def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if isinstance(target, HostCall):
+            return target(*args)
+        if target is int and isinstance(args[0], torch.SymBool):  # torch would ask which it is
+            return _compat.record_integer(int, args)
+        if target in GIVING_INTEGERS and len(args) == 1 and isinstance(args[0], torch.SymFloat):
+            assert self._running is not None
+            traced = fake_value(self._running)
+            if SIZED in self._running.meta:  # of which something may have been asked
+                return _compat.record_known(target, args, traced)
+            integer = isinstance(traced, torch.SymInt)  # else a known number
+            return (_compat.record_integer if integer else _compat.record_number)(target, args)
+        if target in _OF_NUMBERS and any(isinstance(a, torch.SymFloat) for a in args):
+            number = numbers.record(target, *args)
+            if number is not NotImplemented:  # as of what torch has recorded itself: round(x, None)
+                return number
+        if averages.takes(target, args, kwargs):
+            return averages.call_with_symbol(
+                self._tracer, partial(self._call, target), args, kwargs
+            )
+        if fused_optimizer(target) is not None:
+            return self._update_lists(target, args, kwargs)
+        if args and isinstance(args[0], list) and rounds_a_list_in_place(target, args[0]):
+            return self._update_each(target, args, kwargs)
+        functional = inplace.functional_form(target, args) if args else None
+        if functional is not None:
+            return args[0].copy_(functional(*args, **kwargs))
+        form = form_of(target)
+        if form is not None:
+            return _written_functionally(form, args, kwargs)
+        results = statistics.written_functionally(target, args, kwargs)
+        if results is not None:
+            return results
+        result = super().call_function(target, args, kwargs)
+        if is_operator(target, "aten::lift_fresh_copy"):
+            # What was to be a number is one since the first trace.
+            _compat.forget_constant(self._tracer, _compat.from_functional(result))
+        return result
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.call_function(target, args, kwargs)
+
+    def _update_each(self, target: Any, args: Any, kwargs: Any) -> None:
+        """A list operator that rounds in place as the operators do that it calls for entries."""
+        for inplace_operator, given in _each_entry(target, args, kwargs):
+            named = {"value": given[3]} if len(given) > 3 else {}
+            self.call_function(inplace_operator, tuple(given[:3]), named)
+
+    def _update_lists(self, target: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """A fused optimizer: its functional form, and the results copied into its lists."""
+        name = fused_optimizer(target)
+        assert name is not None
+        functional = getattr(getattr(aten, name), _compat.overload_name(target))
+        results = fused.call_with_symbols(self._tracer, functional, args, kwargs)
+        for position in updated_lists(name, kwargs.get("grad_scale")):
+            if position >= len(results):
+                continue
+            for old, new in zip(args[position], results[position], strict=True):
+                old.copy_(new)
+
+
+def _written_functionally(form: FunctionalForm, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operator of the program's by its functional form, and what it writes copied to where it
+    writes that."""
+    fresh, contents = form.split(form.functional(*args, **kwargs))
+    for position, content in zip(form.written, contents, strict=True):
+        old = form.given(args, kwargs, position)
+        if isinstance(content, torch.Tensor):
+            old.copy_(content)
+            continue
+        entries = old if isinstance(old, (list, tuple)) else [old]
+        present = (entry for entry in entries if entry is not None)
+        for entry, new in zip(present, content, strict=True):
+            entry.copy_(new)
+    return form.results(fresh, args, kwargs)
+
+
+def _each_entry(target: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """The in-place operator that a list operator calls for each entry on CPUs, with its
+    arguments."""
+    given = [
+        *args,
+        *(kwargs[a.name] for a in _compat.schema_of(target).arguments if a.name in kwargs),
+    ]
+    packet = getattr(aten, _compat.operator_name(target).removeprefix("aten::_foreach_"))
+    count = len(given[0])
+    lists = [value if isinstance(value, (list, tuple)) else [value] * count for value in given]
+    for entry in zip(*lists, strict=True):
+        if "default" in packet.overloads():
+            yield packet.default, list(entry)
+        else:
+            yield packet.Tensor if isinstance(entry[1], torch.Tensor) else packet.Scalar, [*entry]
+
+
+def _wrapped(value: Any) -> Any:
+    return _compat.to_functional(value) if isinstance(value, torch.Tensor) else value
+
+
+def _has_strides_of(value: Any, traced: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or not isinstance(traced, torch.Tensor):
+        return True
+    return is_expanded(traced) or value.stride() == traced.stride()

@@ -1,0 +1,151 @@
+"""The values that the nodes of a trace have in this call, on copies of what lives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.graph_utils import is_collective, is_operator, without_autocast
+from graphopt.host import HostCall
+from graphopt.host.assumptions import decides_behind_scheduler
+from graphopt.ir.generators import generators_used
+from graphopt.ir.operators import draws, is_marker
+from graphopt.ir.user_frames import current_location, current_user_line
+from graphopt.tracing.ranks.uniformity import depends_on, reached_by
+
+
+class Values:
+    """The values that the nodes of a trace have in this call, computed as far as they are asked
+    for. Nothing that lives is changed."""
+
+    def __init__(self, tracer: Any, live: Sequence[torch.Tensor]) -> None:
+        self._tracer, self._inputs = tracer, live
+        self._values: dict[fx.Node, Any] = {}
+        self._generators: dict[torch.Generator, torch.Tensor] = {}
+        self._done = self._taken = 0
+        self._unread: set[Any] = set()
+        self._draws_unread = False
+
+    def of(self, wanted: Any) -> Any:
+        """The value of a node.
+
+        Raises:
+            CaptureError: it depends on a setting that a scheduler of the step has changed.
+        """
+        if not isinstance(wanted, fx.Node):
+            return wanted
+        self._compute()
+        if wanted in self._unread:
+            raise decides_behind_scheduler(current_user_line())
+        return self._values[wanted]
+
+    def _is_unread(self, node: fx.Node) -> bool:
+        """Whether a node depends on such a setting."""
+        after = self._draws_unread and draws(node)
+        if not after and not depends_on(node, self._unread):
+            return False
+        self._unread |= reached_by(node)
+        self._draws_unread |= draws(node)
+        return True
+
+    def _compute(self) -> None:
+        with _compat.without_modes(), torch.no_grad(), without_autocast(), self._generators_aside():
+            nodes = list(self._tracer.graph.nodes)
+            for node in nodes[self._done :]:
+                self._values[node] = None if self._is_unread(node) else self._computed(node)
+            self._done = len(nodes)
+
+    def _computed(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            self._taken += 1
+            return _copy(self._inputs[self._taken - 1])
+        if isinstance(node.target, HostCall):
+            return None
+        if node.op == "get_attr":
+            return copied_constant(getattr(self._tracer.root, str(node.target)))
+        if is_collective(node) or is_marker(node):
+            raise CaptureError(
+                "it decides by the value of a tensor behind a collective",
+                location=current_location(),
+                hint="decide outside the step",
+            )
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._values.__getitem__)
+        for generator in generators_used((args, kwargs)):
+            self._use(generator)
+        target: Any = node.target
+        return target(*args, **kwargs)
+
+    def _use(self, generator: torch.Generator) -> None:
+        """Put a generator back when this is over."""
+        if generator not in self._live:
+            self._live[generator] = generator.get_state()
+            if generator in self._generators:
+                generator.set_state(self._generators[generator])
+
+    @contextmanager
+    def _generators_aside(self) -> Iterator[None]:
+        """While active, generators are where the nodes that ran before have left them."""
+        self._live: dict[torch.Generator, torch.Tensor] = {}
+        try:
+            yield
+        finally:
+            for generator, state in self._live.items():
+                self._generators[generator] = generator.get_state()
+                generator.set_state(state)
+
+
+class ValuesBeforeCollectives(Values):
+    """Of a trace that collectives are part of: values that depend on none of them are known, others
+    are what they would be if all ranks had what this one has.
+
+    Attributes:
+        launched: collectives stand before what has been asked for.
+    """
+
+    def __init__(self, tracer: Any, live: Sequence[torch.Tensor]) -> None:
+        super().__init__(tracer, live)
+        self._unknown: set[Any] = set()
+        self.launched = False
+
+    def knows(self, wanted: Any) -> bool:
+        """Whether the value of a node is one of them."""
+        self.of(wanted)
+        return wanted not in self._unknown
+
+    def _is_unread(self, node: fx.Node) -> bool:
+        self.launched |= is_collective(node) or is_marker(node)
+        return super()._is_unread(node)
+
+    def _computed(self, node: fx.Node) -> Any:
+        communicates = is_collective(node) or is_marker(node)
+        if communicates or depends_on(node, self._unknown):
+            self._unknown |= reached_by(node)
+        return self._of_own(node) if communicates else super()._computed(node)
+
+    def _of_own(self, node: fx.Node) -> Any:
+        """What a collective would give if all ranks sent what this one sends."""
+        given: Any = fx.map_arg(node.args, self._values.__getitem__)
+        sent, *options = given
+        if isinstance(sent, (list, tuple)):
+            return [tensor.clone() for tensor in sent]
+        if is_operator(node.target, "_c10d_functional::all_gather_into_tensor"):
+            return torch.cat([sent] * options[0])
+        if is_operator(node.target, "_c10d_functional::reduce_scatter_tensor"):
+            return sent.chunk(options[1])[0].clone()
+        return sent.clone()
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    """The same values in other memory, laid out alike where that is dense."""
+    return value.detach().clone()
+
+
+def copied_constant(value: Any) -> Any:
+    """What a trace keeps as an attribute of its graph, in other memory."""
+    return _copy(value) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,181 @@
+"""What modules, optimizers and other objects among the arguments hold when a step begins, and what
+the step has set there."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.tracing.call import Call
+from graphopt.tracing.effects.state_writes import note_counted
+from graphopt.tracing.inputs.entries import is_number, is_switch
+from graphopt.tracing.inputs.implicit import Finder
+from graphopt.tracing.interception.replaced_modules import Registered
+from graphopt.tracing.optimizers.setting_place import may_be_left
+from graphopt.tracing.outside.moving import is_object
+from graphopt.tracing.outside.places import MISSING, OutsidePlace
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.scalars.host_numbers import is_host_number
+from graphopt.tracing.tensors.attributes import AttributeChange
+
+_OF_OPTIMIZERS = frozenset({"state", "param_groups", "step"})
+"""Attributes of optimizers that the trace itself replaces."""
+
+
+class HeldBefore:
+    """Attributes and settings as a traced step finds them.
+
+    Attributes:
+        objects: attributes of optimizers and other objects that are no modules.
+        tables: attributes of modules and of these, each with what they were.
+        groups: what the parameter groups were, each behind its place: see `groups_of`.
+
+    Args:
+        by_id: the stand-ins, by the ids of the tensors.
+        alone: no other rank runs the same step.
+    """
+
+    def __init__(
+        self, call: Call, record: Record, by_id: Mapping[int, torch.Tensor], alone: bool
+    ) -> None:
+        self._alone = alone
+        modules = list(call.named_submodules())
+        objects = list(_plain_objects(call))
+        self._modules = {module for _, module in modules}
+        self._registered = [Registered(name, module) for name, module in modules]
+        self._names = [name for name, _ in (*modules, *objects)]
+        self.objects = [attributes for _, attributes in objects]
+        self._of_optimizers = {id(vars(each)) for each in call.optimizer_objects()}
+        now = [*(vars(module) for _, module in modules), *self.objects]
+        self._buffers = [
+            (name, table, dict(table))
+            for name, table in ((name, _compat.own_buffers(module)) for name, module in modules)
+        ]
+        self.tables = [(attributes, dict(attributes)) for attributes in now]
+        self.groups = [(index, number, dict(group)) for index, number, group in groups_of(call)]
+        self._call, self._record, self._by_id = call, record, by_id
+
+    def changes(self) -> Iterator[AttributeChange]:
+        """Attributes that hold another object now, or have been set to one of each call."""
+        for name, (now, before) in zip(self._names, self.tables, strict=True):
+            own = _OF_OPTIMIZERS if id(now) in self._of_optimizers else ()
+            for key, value in now.items():
+                former = before.get(key, MISSING)
+                if key not in own and self._is_left(now, key, former):
+                    yield AttributeChange(now, key, f"{name}.{key}".strip("."), former, value)
+        for name, table, before in self._buffers:
+            for key, value in table.items():
+                former = before.get(key, MISSING)
+                if value is not former and self._is_put(table, key, former):
+                    yield AttributeChange(table, key, f"{name}.{key}".strip("."), former, value)
+
+    def _is_put(self, table: dict[str, Any], key: str, former: object) -> bool:
+        """Whether each call puts a buffer into a module: one that there was none of, or in the
+        place of another one."""
+        identity = OutsidePlace("item", table, key).identity
+        return not isinstance(former, torch.Tensor) or identity in self._call.besides.replaced
+
+    def _is_left(self, table: dict[str, Any], key: str, former: Any) -> bool:
+        """Whether each call leaves something in an attribute: another object than what was there,
+        or one among the arguments, which may be there from another trace. A list that torch has put
+        there holds the stand-ins of what it held, where it is the same one, as an RNN's."""
+        value, written = table[key], self._record.has_written(table, key)
+        if value is former:
+            return written and id(value) in self._record.of_call
+        return written or not _stands_for(former, value, self._by_id)
+
+    def left(self) -> Iterator[AttributeChange]:
+        """The same, when the step is over.
+
+        Raises:
+            CaptureError: it has registered parameters, buffers or submodules.
+        """
+        for registered in self._registered:
+            yield from registered.replaced(self._modules)
+        for name, table, before in () if self._alone else self._buffers:
+            for key, value in table.items():
+                if value is not None and before.get(key) is None:
+                    raise CaptureError(
+                        f"it registers the buffer {name}.{key}".replace(" .", " ")
+                        + ", which other ranks do not know of",
+                        hint="register it with its shape and dtype outside the step",
+                    )
+        yield from self.changes()
+
+    def note_counted(self, finder: Finder, used: Set[Any]) -> None:
+        """Let the finder know of numbers in attributes that the step has changed.
+
+        Args:
+            used: places, by their identities, that have held another number in between.
+        """
+        for table, key, name, before, after, _ in self.changes():
+            note_counted(finder, name, OutsidePlace("item", table, key), before, after)
+        for name, (table, _) in zip(self._names, self.tables, strict=True) if used else ():
+            for key, value in table.items():
+                place = OutsidePlace("item", table, key)
+                if place.identity in used:
+                    note_counted(finder, f"{name}.{key}".strip("."), place, value, value, True)
+
+    def counted(self, finder: Finder) -> list[tuple[int, int, str, Any]]:
+        """Settings of parameter groups that the step has changed: where, and what they are now."""
+        found = []
+        now = [group for _, _, group in groups_of(self._call)]
+        if len(now) != len(self.groups):
+            raise CaptureError(
+                "it adds or removes a parameter group of an optimizer",
+                hint="change it outside the step, between two calls",
+            )
+        for (index, number, old), new in zip(self.groups, now, strict=True):
+            changed = [k for k in {**old, **new} if new.get(k, MISSING) is not old.get(k, MISSING)]
+            for key in changed:
+                if not may_be_left(key, new.get(key, MISSING)):
+                    raise CaptureError(
+                        f"it changes {key!r} of an optimizer's parameter group",
+                        hint="change it outside the step, between two calls",
+                    )
+                is_one = not is_switch(new[key]) and type(new[key]) is not tuple
+                if is_one and is_number(old.get(key)) and not is_host_number(old[key]):
+                    finder.count(key)
+                found.append((index, number, key, new[key]))
+        return found
+
+
+def _stands_for(before: Any, after: Any, by_id: Mapping[int, torch.Tensor]) -> bool:
+    """Whether a list or tuple holds the stand-ins of what another one held."""
+    kinds = (list, tuple)
+    if not (isinstance(after, kinds) and isinstance(before, kinds) and before):
+        return False
+    return len(after) == len(before) and all(
+        by_id.get(id(_referent(old))) is _referent(new)
+        for old, new in zip(before, after, strict=True)
+    )
+
+
+def _referent(value: Any) -> Any:
+    return value() if isinstance(value, weakref.ref) else value
+
+
+def _plain_objects(call: Call) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and attributes of the optimizers among the arguments, and of other objects than those
+    that are followed as such outside the arguments are."""
+    for position in (*call.optimizers, *call.constants):
+        if position in call.objects.roots:
+            continue  # see `effects.argument_changes`
+        attributes = getattr(call.leaves[position], "__dict__", None)
+        if isinstance(attributes, dict) and not is_object(call.leaves[position]):
+            yield call.names[position], attributes
+
+
+def groups_of(call: Call) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Each distinct parameter group, with its place: the optimizer and the number there."""
+    known: set[int] = set()
+    for index, optimizer in enumerate(call.optimizer_objects()):
+        for number, group in enumerate(optimizer.param_groups):
+            if id(group) not in known:
+                known.add(id(group))
+                yield index, number, group

@@ -1,0 +1,117 @@
+"""Where steps find tensors and numbers; what is another one later becomes an input."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CellType
+from typing import Any, NamedTuple
+
+import torch
+
+from graphopt.guards.outside import OutsideGuard
+from graphopt.tracing.call import Call
+from graphopt.tracing.inputs.entries import is_exact
+from graphopt.tracing.inputs.implicit import CarriedPlace, ImplicitInputs
+from graphopt.tracing.outside.places import LISTS, OutsidePlace, attributes_of
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.tensors.lost_history import accumulates
+
+
+class FoundPlace(NamedTuple):
+    """An item of a dictionary, or a variable of a closure, in which a step has found a tensor, a
+    number or an array; or an item of a list with a tensor. Neither the object whose attribute it is
+    nor the tensor is kept alive.
+
+    Attributes:
+        holder: gives that object, or the dictionary, the list or the variable.
+        value: the number, or a weak reference to the tensor.
+    """
+
+    path: str
+    holder: Callable[[], Any]
+    key: Any
+    value: Any
+
+    @property
+    def place(self) -> OutsidePlace:
+        """Where the value is."""
+        holder = self.holder()
+        if isinstance(holder, LISTS):
+            return OutsidePlace("item", holder, self.key)
+        if isinstance(holder, CellType):
+            return OutsidePlace("cell", holder)
+        table = holder if isinstance(holder, dict) else attributes_of(holder)
+        return OutsidePlace("item", table or {}, self.key)  # an empty one where it is gone
+
+    @property
+    def times(self) -> int:
+        """How often another tensor, or another number of its kind, counts that is there now. Where
+        the step has added a tensor to a number, there is a tensor from then on."""
+        now = self.place.now()
+        if not self._is_changed(now):
+            return 0
+        return 1 if is_exact(now) else 2
+
+    def _is_changed(self, now: Any) -> bool:
+        if is_exact(self.value) and isinstance(now, torch.Tensor):
+            return not now.requires_grad
+        if isinstance(self.value, weakref.ref):
+            return isinstance(now, torch.Tensor) and now is not self.value()
+        return type(now) is type(self.value) and is_exact(now) and now != self.value
+
+
+def found_places(record: Record, call: Call, guard: OutsideGuard) -> Iterator[FoundPlace]:
+    """Where a step has found tensors, each in one place, and numbers."""
+    for read in record.reads.values():
+        value, holder = read.value, read.place.holder
+        if not read.place.may_carry:
+            if read.place.may_carry_tensor and _is_in_one_place(record, value):
+                in_list = guard.holder_of(holder) or _itself(holder)
+                yield FoundPlace(read.path, in_list, read.place.key, weakref.ref(value))
+            continue
+        if is_exact(value) or _is_in_one_place(record, value):
+            kept: Any = weakref.ref(value) if isinstance(value, torch.Tensor) else value
+        else:
+            continue
+        found = guard.holder_of(holder) or _holder(record, holder)
+        yield FoundPlace(read.path, found, read.place.key, kept)
+    for name, module in call.named_submodules():
+        for key, value in vars(module).items():
+            if is_exact(value):
+                yield FoundPlace(f"{name}.{key}".strip("."), weakref.ref(module), key, value)
+
+
+def _is_in_one_place(record: Record, value: Any) -> bool:
+    tensor = isinstance(value, torch.Tensor) and not accumulates(value)
+    return tensor and len(record.places_of(value)) == 1
+
+
+def _itself(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def _holder(record: Record, holder: Any) -> Callable[[], Any]:
+    owner = None if isinstance(holder, CellType) else record.owner(holder)
+    if owner is None:
+        return lambda: holder
+    try:
+        return weakref.ref(owner)
+    except TypeError:  # of some kinds there are no weak references
+        return lambda: owner
+
+
+def changing(captured: Iterable[Sequence[FoundPlace]]) -> ImplicitInputs:
+    """Places to be inputs from now on: those of tensors and arrays that are others than in an
+    earlier graph, and those of numbers that are others than in two."""
+    times: Counter[tuple[Any, ...]] = Counter()
+    found: dict[tuple[Any, ...], CarriedPlace] = {}
+    for places in captured:
+        for each in places:
+            place, more = each.place, each.times
+            if more:
+                times[place.identity] += more
+                found[place.identity] = CarriedPlace(each.path, place)
+    carried = [place for known, place in found.items() if times[known] > 1]
+    return ImplicitInputs(carried=carried)

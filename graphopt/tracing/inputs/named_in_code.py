@@ -1,0 +1,272 @@
+"""Modules, optimizers and tensors that the code of a step names, before anything is traced.
+
+A trace that meets one of them has to be done anew (`implicit`). Most steps name theirs in so many
+words, and the first trace may have them as inputs from the beginning:
+
+    def step(batch):                      model ────────────▶ a module
+        loss = model(batch).sum()         trainer ─▶ a plain object
+        loss.backward()                     its class ─▶ update ─▶ self.optimizer ─▶ an optimizer
+        trainer.update()
+
+What is named is only looked at: no attribute is computed, nothing is called. What stands under an
+`if` or in a `while` is left out, for it may not be used; so is what a subscript or a call gives.
+Whether a trace has used what was found is seen behind it (`remembered.idle_in`), and how the step
+gets there is guarded as if nothing had been known.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from graphopt import _compat
+from graphopt.ir.user_frames import is_library_file
+from graphopt.tracing.inputs.implicit import Remembered
+from graphopt.tracing.outside.places import MISSING
+
+_DEEPEST = 8
+_MOST_CODES = 400
+_MOST_ITEMS = 16
+
+
+class _Named(NamedTuple):
+    """A value, and how the code gets to it."""
+
+    path: str
+    value: Any
+
+
+class _Read(NamedTuple):
+    """What code reads: a variable, attributes of it one after the other, and perhaps all items of
+    what that gives."""
+
+    variable: str
+    is_global: bool
+    attributes: tuple[str, ...]
+    items: bool
+
+
+def named_in(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Remembered:
+    """What the code of a step names, arguments included, and that of the functions it calls.
+
+    Args:
+        args, kwargs: with which it is called.
+    """
+    search = _Search()
+    search.call(_Named("", fn), _given(fn, args, kwargs), _DEEPEST)
+    return Remembered(search.objects, search.tensors)
+
+
+def _given(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, _Named]:
+    try:
+        bound = inspect.signature(fn).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return {}
+    return {name: _Named(name, value) for name, value in bound.arguments.items()}
+
+
+class _Search:
+    def __init__(self) -> None:
+        self.objects: list[tuple[str, weakref.ref[Any]]] = []
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        self._seen: set[tuple[int, int]] = set()
+
+    def call(self, called: _Named, variables: dict[str, _Named], depth: int) -> None:
+        """Note what a function names.
+
+        Args:
+            called: the function, a method, or an object that can be called.
+            variables: what is known of its variables.
+            depth: how many functions deep it may be followed.
+        """
+        path, value = called
+        while not isinstance(value, FunctionType):
+            if isinstance(value, MethodType):
+                owner = _Named(path.rpartition(".")[0] or "self", value.__self__)
+                value = value.__func__
+                if isinstance(value, FunctionType) and value.__code__.co_argcount:
+                    variables = {value.__code__.co_varnames[0]: owner, **variables}
+            elif isinstance(value, partial):
+                value = value.func
+            elif isinstance(value, type) or _is_of_torch(value):
+                return
+            else:
+                value, path = _attribute(value, "__call__"), f"{path}.__call__"
+                if not isinstance(value, MethodType):
+                    return
+        inner = getattr(value, "__wrapped__", None)
+        if isinstance(inner, FunctionType):  # by a decorator, such as `torch.no_grad()`
+            value = inner
+        if depth and not is_library_file(value.__code__.co_filename):
+            self._code(value, value.__code__, variables, depth)
+
+    def _code(
+        self, function: FunctionType, code: CodeType, variables: dict[str, _Named], depth: int
+    ) -> None:
+        owner = next(iter(variables.values()), None)
+        key = (id(code), id(owner.value) if owner else 0)
+        if key in self._seen or len(self._seen) == _MOST_CODES:
+            return
+        self._seen.add(key)
+        known = variables | _cells(function)
+        for read in _reads(code):
+            for found in _followed(read, known, function.__globals__):
+                self._note(found, read, depth)
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                self._code(function, constant, known, depth)
+
+    def _note(self, found: _Named, read: _Read, depth: int) -> None:
+        path, value = found
+        if isinstance(value, (nn.Module, Optimizer)):
+            self.objects.append((path, weakref.ref(value)))
+        elif isinstance(value, torch.Tensor):
+            if _is_plain(value):
+                self.tensors.append((path, value))
+        elif read.items:
+            for key, item in _items(value):
+                if isinstance(item, (nn.Module, Optimizer)):
+                    self.objects.append((f"{path}[{key!r}]", weakref.ref(item)))
+        elif callable(value):
+            self.call(found, {}, depth - 1)
+
+
+def _cells(function: FunctionType) -> dict[str, _Named]:
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found[name] = _Named(name, cell.cell_contents)
+        except ValueError:  # nothing is in it yet
+            continue
+    return found
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    if type(value) in (list, tuple):
+        return list(enumerate(value[:_MOST_ITEMS]))
+    return []
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    usual = type(tensor) in (torch.Tensor, nn.Parameter)
+    return usual and tensor.is_leaf and tensor.layout is torch.strided
+
+
+def _is_of_torch(value: Any) -> bool:
+    return isinstance(value, (nn.Module, Optimizer, torch.Tensor))
+
+
+def _followed(
+    read: _Read, variables: dict[str, _Named], globals_: dict[str, Any]
+) -> Iterator[_Named]:
+    """The modules and optimizers on the way of a read, and what it gives, as far as that is known
+    without computing it."""
+    path, value = read.variable, globals_.get(read.variable, MISSING)
+    if not read.is_global:
+        path, value = variables.get(read.variable, (path, MISSING))
+    for name in read.attributes:
+        if isinstance(value, (nn.Module, Optimizer)):
+            yield _Named(path, value)
+        path, value = f"{path}.{name}", _attribute(value, name)
+    if value is not MISSING:
+        yield _Named(path, value)
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """An attribute as it lies there: no property, nor what `__getattr__` makes."""
+    if value is MISSING:
+        return MISSING
+    if isinstance(value, ModuleType):
+        return vars(value).get(name, MISSING)
+    if isinstance(value, type):
+        return _of_class(value, value, name)
+    for each in _tables(value):
+        if name in each:
+            return each[name]
+    return _of_class(type(value), value, name)
+
+
+def _tables(value: Any) -> list[dict[str, Any]]:
+    """Where an object keeps its attributes."""
+    try:
+        table = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return []
+    tables = [table] if type(table) is dict else []
+    return [*tables, *_compat.own_tables(value)] if isinstance(value, nn.Module) else tables
+
+
+def _of_class(kind: type, owner: Any, name: str) -> Any:
+    for base in kind.__mro__:
+        if name in vars(base):
+            found = vars(base)[name]
+            if isinstance(found, FunctionType):
+                return found if owner is kind else MethodType(found, owner)
+            if isinstance(found, (staticmethod, classmethod)):
+                is_bound = isinstance(found, classmethod)
+                return MethodType(found.__func__, kind) if is_bound else found.__func__
+            return found if not hasattr(type(found), "__get__") else MISSING
+    return MISSING
+
+
+@lru_cache(maxsize=1024)
+def _reads(code: CodeType) -> tuple[_Read, ...]:
+    """What code reads in each execution of it, as far as it can be told."""
+    return tuple(dict.fromkeys(_reads_of(list(_executed(code)))))
+
+
+def _executed(code: CodeType) -> Iterator[dis.Instruction]:
+    """The instructions that are not jumped over by a condition."""
+    until = -1
+    for instruction in dis.get_instructions(code):
+        end, is_condition = _jump(instruction)
+        inside = instruction.offset < until
+        if is_condition or inside:  # the end of a branch jumps over the other one
+            until = max(until, end)
+        if not inside:
+            yield instruction
+
+
+def _jump(instruction: dis.Instruction) -> tuple[int, bool]:
+    """To where an instruction may jump forwards, else -1, and whether it does so on a condition."""
+    name = instruction.opname
+    jumps = instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs
+    if not jumps or instruction.argval <= instruction.offset:
+        return -1, False
+    is_condition = "IF" in name
+    return instruction.argval if is_condition or name == "JUMP_FORWARD" else -1, is_condition
+
+
+def _reads_of(instructions: list[dis.Instruction]) -> Iterator[_Read]:
+    current: _Read | None = None
+    for instruction in instructions:
+        name, argument = instruction.opname, instruction.argval
+        if name in ("CACHE", "EXTENDED_ARG", "PUSH_NULL"):
+            continue
+        if current is not None and name in ("LOAD_ATTR", "LOAD_METHOD"):
+            current = current._replace(attributes=(*current.attributes, argument))
+            continue
+        if current is not None:
+            yield current._replace(items=name == "GET_ITER")
+        current = _variable(name, argument)
+    if current is not None:
+        yield current
+
+
+def _variable(instruction: str, argument: Any) -> _Read | None:
+    if not instruction.startswith("LOAD_") or instruction.startswith("LOAD_FAST_LOAD"):
+        return None
+    if not instruction.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FAST")):
+        return None
+    return _Read(argument, instruction in ("LOAD_GLOBAL", "LOAD_NAME"), (), False)

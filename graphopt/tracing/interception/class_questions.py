@@ -1,0 +1,126 @@
+"""The classes of tensors and numbers, as a step asks for them.
+
+    if type(value) is torch.Tensor:     true, as in eager code
+        value = value.item()
+    if type(value) == float:            true as well
+
+What stands for a tensor or a number in a trace is of another class.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.tracing.scalars.functions import numpy_float64
+from graphopt.tracing.scalars.host_numbers import is_host_number
+from graphopt.tracing.scalars.numbers import (
+    ReadBool,
+    ReadFloat,
+    ReadInt,
+    TakenInt,
+    may_be_of_numpy,
+    refusal,
+)
+
+STANDING_FOR: dict[type, Any] = {ReadFloat: 0.0, ReadInt: 0, TakenInt: 0, ReadBool: False}
+"""Classes of numbers that were read, each with a number of the class that it stands for."""
+
+
+def class_of(tensor: torch.Tensor, stands_for: Mapping[int, torch.Tensor]) -> type:
+    """The class that eager code finds.
+
+    Args:
+        stands_for: the tensors that have stand-ins, by the ids of these.
+    """
+    found = stands_for.get(id(tensor))
+    if found is not None:
+        return type(found)
+    return torch.nn.Parameter if isinstance(tensor, torch.nn.Parameter) else torch.Tensor
+
+
+def class_of_number(value: Any) -> type:
+    """The class that eager code finds for a number of the trace.
+
+    Raises:
+        CaptureError: it may be another one in each call.
+    """
+    if is_host_number(value):
+        return type(value.value)
+    if may_be_of_numpy(value):
+        raise _of_numpy()
+    return type(STANDING_FOR[type(value)])
+
+
+def is_instance_of_numpy(number: Any, kinds: Any) -> bool:
+    """`isinstance` of a number that may be one of numpy's."""
+    answers = [isinstance(each, kinds) for each in (numpy_float64(0.0), 0.0)]
+    if answers[0] != answers[1]:
+        raise _of_numpy()
+    return answers[0]
+
+
+def _of_numpy() -> CaptureError:
+    return refusal(
+        "it asks whether a number that it computes from one of numpy's is one itself",
+        "ask isinstance(number, float), or take float(number) first",
+    )
+
+
+def has_attribute(value: Any, name: str) -> bool:
+    """What `hasattr` says in eager code of a number of the trace."""
+    if type(value) in STANDING_FOR:
+        answers = {hasattr(kind, name) for kind in _kinds_of_numbers()}
+        if len(answers) == 1:
+            return answers.pop()
+    return hasattr(class_of_number(value), name)
+
+
+def _kinds_of_numbers() -> list[type]:
+    numpy = sys.modules.get("numpy")
+    of_numpy = [] if numpy is None else [numpy.bool_, numpy.int64, numpy.float32, numpy.float64]
+    return [bool, int, float, *of_numpy]
+
+
+def is_of_trace(value: Any) -> bool:
+    """Whether a value stands for a number."""
+    return type(value) in STANDING_FOR or is_host_number(value)
+
+
+def class_in_trace(value: Any, stands_for: Mapping[int, torch.Tensor]) -> type:
+    """The class that eager code finds for a tensor or a number of the trace."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return class_of(value, stands_for) if is_tensor else class_of_number(value)
+
+
+class Classed:
+    """Has the class of another object for `__class__`."""
+
+    def __init__(self, kind: type) -> None:
+        object.__setattr__(self, "_kind", kind)
+
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, "_kind")
+
+
+def asking(
+    originals: Callable[[], Mapping[int, torch.Tensor]],
+) -> Callable[[Any, Sequence[Any]], Any]:
+    """Says what is called in place of `type` of a tensor or a number, and of `hasattr` of a number;
+    None: itself."""
+
+    def asked(callee: Any, args: Sequence[Any]) -> Any:
+        if callee is hasattr and len(args) == 2 and is_of_trace(args[0]):
+            return has_attribute
+        if callee is not type or len(args) != 1:
+            return None
+        if _compat.is_fake(args[0]) or is_of_trace(args[0]):
+            return lambda value: class_in_trace(value, originals())
+        return None
+
+    return asked

@@ -1,0 +1,82 @@
+"""Arguments of torch's functions in which numbers that are known before a call are themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphopt.tracing.scalars.host_numbers import is_host_number
+from graphopt.tracing.scalars.numbers import TakenInt
+from graphopt.tracing.scalars.positions import placed
+
+_ON_NUMBERS = frozenset(
+    {"add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "pow", "rsub",
+     "radd", "rmul", "rdiv", "rtruediv", "truediv", "rpow", "iadd", "isub", "imul", "itruediv",
+     "lerp", "addcmul", "addcdiv", "full_like", "fill"}
+)  # fmt: skip
+"""Torch functions that take an integer for the floating-point number that it is equal to, where
+their tensors are of floating point."""
+
+_NEVER_SIZES = _ON_NUMBERS | {
+    *("eq", "ne", "lt", "le", "gt", "ge", "clamp", "clip", "clamp_min", "clamp_max", "where"),
+    *("masked_fill", "remainder", "fmod", "mod", "rmod", "floor_divide", "floordiv", "rfloordiv"),
+    *("sym_float", "tensor", "as_tensor"),
+}
+"""Torch functions for which an integer is a number to compute with, and no size or position."""
+
+
+def concrete(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Arguments of a torch function in which integers, and numpy's floats, are themselves, where
+    the function might do something else with a floating-point number."""
+    if not _any_special((args, kwargs)):
+        return args, kwargs
+    args, kwargs = placed(function, args, kwargs)
+    if not _any_special((args, kwargs)):
+        return args, kwargs
+    name = getattr(function, "__name__", "").removeprefix("_foreach_").strip("_")
+    if name in _ON_NUMBERS and _all_floating((args, kwargs)):
+        return args, kwargs
+    taken = name not in _NEVER_SIZES
+    return _concrete(args, taken), _concrete(kwargs, taken)
+
+
+def _any_special(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_any_special, value))
+    if isinstance(value, dict):
+        return any(map(_any_special, value.values()))
+    if isinstance(value, slice):
+        return any(map(_any_special, (value.start, value.stop, value.step)))
+    if type(value) is TakenInt:
+        return True
+    return is_host_number(value) and type(value.value) is not float
+
+
+def _all_floating(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_floating_point()
+    if isinstance(value, (list, tuple)):
+        return all(map(_all_floating, value))
+    if isinstance(value, dict):
+        return all(map(_all_floating, value.values()))
+    return True
+
+
+def _concrete(value: Any, taken: bool) -> Any:
+    """Arguments with numbers in the place of what stands for them.
+
+    Args:
+        taken: whether integers that were taken from tensors are replaced as well.
+    """
+    if type(value) is TakenInt:
+        return int(value) if taken else value
+    if is_host_number(value):
+        return value if type(value.value) is float else value.exactly()
+    if type(value) in (list, tuple):
+        return type(value)(_concrete(item, taken) for item in value)
+    if isinstance(value, dict):
+        return {key: _concrete(item, taken) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_concrete(bound, taken) for bound in (value.start, value.stop, value.step)))
+    return value

@@ -1,0 +1,1 @@
+"""How tensors lie in memory: the strides that kernels give, where shape rules say others."""

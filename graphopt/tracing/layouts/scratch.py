@@ -1,0 +1,247 @@
+"""Run the real kernel of an operator on scratch tensors, to see what layout it gives its results.
+
+Shape rules (meta kernels) are written apart from kernels, and some of them are wrong about strides.
+Nothing of what runs here can be seen afterwards: the tensors are the kernel's own, the generators
+are put back, and large sizes are replaced by small ones that lie in memory alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt.graph_utils import without_autocast
+from graphopt.tracing.layouts.layouts import (
+    Items,
+    Layout,
+    PlainArgument,
+    described,
+    layouts,
+    leaves,
+    map_layouts,
+    restride,
+)
+
+SMALL = 1 << 16
+"""Elements of arguments and results up to which scratch tensors have the real sizes at once."""
+
+LARGEST = 1 << 24
+"""Elements above which no kernel is run."""
+
+_KEPT = 8
+"""Sizes up to which a size may mean something else (of a kernel, a group, a list) and stays."""
+
+
+Call = tuple[Any, Items, Items]
+"""Operator, positional and keyword arguments."""
+
+
+def true_results(call: Call, expected: Any, elementwise: bool) -> Any | None:
+    """What the real kernel of `call` returns.
+
+    Args:
+        expected: what the shape rule says.
+        elementwise: sizes have no meaning but that equal ones are broadcast against each other.
+
+    Returns:
+        The same nest as `expected`; None where no kernel could be run.
+    """
+    if not all(_is_here(layout.device) for layout in layouts(*call[1:])):
+        return None
+    with _unseen(layouts(*call[1:])):
+        for sizes in _shrinkings(call, expected, elementwise):
+            found = _true_results_at(call, expected, sizes, known=elementwise)
+            if found is not None:
+                return found
+    return None
+
+
+def _shrinkings(call: Call, expected: Any, elementwise: bool) -> Iterator[Mapping[int, int]]:
+    """Sizes that stand for others, the more cautious first; never the whole list is needed."""
+    given = layouts(*call[1:])
+    found = sorted({size for layout in given for size in layout.shape})
+    if elementwise:
+        yield dict(zip((size for size in found if size > 1), count(2), strict=False))
+    total = sum(layout.span for layout in (*given, *layouts(expected)))
+    if total <= SMALL:
+        yield {}
+        return
+    first = max(given, key=lambda layout: layout.span).shape[0]
+    if first > 2:
+        yield {first: 2}
+    large = [size for size in found if size > _KEPT]
+    yield dict(zip(large, count(_KEPT + 2, 2), strict=False))
+    for divisor in (16, 4, 2):
+        if all(size % divisor == 0 for size in large):
+            yield {size: size // divisor for size in large}
+    if total <= LARGEST:
+        yield {}
+
+
+def _true_results_at(
+    call: Call, expected: Any, sizes: Mapping[int, int], known: bool
+) -> Any | None:
+    shrunk = _shrunk(call, sizes)
+    if shrunk is None or _elements(shrunk, expected, sizes) > LARGEST:
+        return None
+    if sizes and not known and not _agrees(shrunk, expected, sizes):
+        return None
+    found = _run(shrunk)
+    return None if found is None else _enlarged(found, expected, sizes)
+
+
+def _elements(shrunk: Call, expected: Any, sizes: Mapping[int, int]) -> int:
+    """Of arguments and results, the latter as if they had no gaps."""
+    shapes = [[sizes.get(size, size) for size in layout.shape] for layout in layouts(expected)]
+    given = sum(layout.span for layout in layouts(*shrunk[1:]))
+    return given + sum(math.prod(shape) for shape in shapes)
+
+
+def _shrunk(call: Call, sizes: Mapping[int, int]) -> Call | None:
+    """`call` with other sizes; None where a layout has no small likeness."""
+    if not sizes:
+        return call
+    failed = False
+
+    def smaller(leaf: Any) -> Any:
+        nonlocal failed
+        if isinstance(leaf, PlainArgument):
+            return (
+                leaf._replace(value=sizes.get(leaf.value, leaf.value)) if leaf.kind is int else leaf
+            )
+        shape = tuple(sizes.get(size, size) for size in leaf.shape)
+        strides = restride(leaf.shape, leaf.strides, shape)
+        failed |= strides is None
+        return leaf._replace(shape=shape, strides=strides)
+
+    args, kwargs = map_layouts(call[1], smaller), map_layouts(call[2], smaller)
+    return None if failed else (call[0], args, kwargs)
+
+
+def _agrees(shrunk: Call, expected: Any, sizes: Mapping[int, int]) -> bool:
+    """Whether the shape rule says of the small call what it says of the real one."""
+    with _compat.plain_fake_mode():
+        found = called(shrunk, _empty)
+    if found is None:
+        return False
+    ours, theirs = layouts(found), layouts(expected)
+    if len(ours) != len(theirs):
+        return False
+    for small, real in zip(ours, theirs, strict=True):
+        if small.shape != tuple(sizes.get(size, size) for size in real.shape):
+            return False
+        if small.strides != restride(real.shape, real.strides, small.shape):
+            return False
+    return True
+
+
+def _enlarged(found: Any, expected: Any, sizes: Mapping[int, int]) -> Any | None:
+    """What was found at the small sizes, at the real ones."""
+    if not sizes:
+        return found
+    ours, theirs = list(leaves(found)), list(leaves(expected))
+    if len(ours) != len(theirs):
+        return None
+    results = []
+    for small, real in zip(ours, theirs, strict=True):
+        if not isinstance(small, Layout) or not isinstance(real, Layout):
+            results.append(real)
+            continue
+        if len(small.shape) != len(real.shape):
+            return None
+        strides = restride(small.shape, small.strides, real.shape, gaps=False)
+        if strides is None:
+            return None
+        results.append(small._replace(shape=real.shape, strides=strides))
+    supply = iter(results)
+    return map_layouts(expected, lambda leaf: next(supply))
+
+
+def _run(call: Call) -> Any | None:
+    """What the real kernel returns; tried with values of two kinds, some of which it may refuse."""
+    for fill in (halves, identities):
+        found = called(call, fill)
+        if found is not None:
+            return found
+    return None
+
+
+def called(
+    call: Call,
+    make: Callable[[Layout], torch.Tensor],
+    look: Callable[[Any], Any | None] = described,
+) -> Any | None:
+    """What a call gives on tensors made for it, as `look` sees it; None where it raises."""
+    try:
+        args, kwargs = _built(call[1], make), _built(call[2], make)
+        return look(call[0](*args, **kwargs))
+    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, AssertionError):
+        return None
+
+
+def _built(value: Any, make: Callable[[Layout], torch.Tensor]) -> Any:
+    if isinstance(value, Layout):
+        return make(value)
+    if isinstance(value, PlainArgument):
+        return value.value
+    values = [_built(item, make) for item in value.values]
+    if value.kind is dict:
+        return dict(zip(value.keys, values, strict=True))
+    return value.kind(values)
+
+
+def _empty(layout: Layout) -> torch.Tensor:
+    return torch.empty_strided(
+        layout.shape, layout.strides, dtype=layout.dtype, device=layout.device
+    )
+
+
+def halves(layout: Layout) -> torch.Tensor:
+    """Every number 0.5: positive, a probability; every integer 0: an index."""
+    floating = layout.dtype.is_floating_point or layout.dtype.is_complex
+    return _fill(_empty(layout), 0.5 if floating else 0)
+
+
+def identities(layout: Layout) -> torch.Tensor:
+    """Matrices that can be inverted; integers that can be divided by."""
+    tensor = _fill(_empty(layout), 0 if len(layout.shape) > 1 else 1)
+    if len(layout.shape) > 1 and 0 not in layout.strides:
+        tensor.diagonal(dim1=-2, dim2=-1).fill_(1)
+    return tensor
+
+
+def _fill(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    _storage(tensor).fill_(value)
+    return tensor
+
+
+def _storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of the storage of a tensor, expanded ones once."""
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _is_here(device: torch.device) -> bool:
+    """Whether kernels of a device can run, and its generators be put back."""
+    return device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
+
+
+@contextmanager
+def _unseen(given: list[Layout]) -> Iterator[None]:
+    """While active, nobody records what runs, and generators are put back at the end."""
+    devices = {layout.device.index or 0 for layout in given if layout.device.type == "cuda"}
+    generators = torch.random.fork_rng(sorted(devices))
+    with unrecorded(), generators:
+        yield
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """While active, operators run as they do outside of all traces."""
+    with _compat.without_modes(), torch.no_grad(), without_autocast():
+        yield

@@ -1,0 +1,68 @@
+"""A setting of an optimizer's parameter group, as a place that a step reads and writes."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+from graphopt.tracing.inputs.entries import is_number, is_switch
+from graphopt.tracing.outside.places import MISSING
+from graphopt.tracing.scalars.numbers import SCHEDULED, SYMBOLIC
+
+
+def may_be_left(key: str, value: Any) -> bool:
+    """Whether a step may leave a value in a setting, by its key: a number, a switch, or a tuple of
+    numbers where each is an input of the graph."""
+    if is_tuple_of(key, value):
+        return all(map(_is_one, value))
+    return is_switch(value) or _is_one(value)
+
+
+def is_tuple_of(key: str, value: Any) -> bool:
+    """Whether a value is a tuple in a setting whose numbers are inputs of the graph, as `betas`."""
+    return key in SCHEDULED and type(value) is tuple
+
+
+def _is_one(value: Any) -> bool:
+    return is_number(value) or isinstance(value, SYMBOLIC)
+
+
+@dataclass(frozen=True)
+class SettingPlace:
+    """`optimizer.param_groups[group][key]`. The optimizer is not kept alive."""
+
+    optimizer: weakref.ref[Optimizer]
+    group: int
+    key: str
+    kind = "item"
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, group: int, key: str) -> SettingPlace:
+        """The place of a setting of an optimizer, which it does not keep alive."""
+        return cls(weakref.ref(optimizer), group, key)
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for two places of one setting."""
+        return ("setting", id(self.optimizer()), self.group, self.key)
+
+    def now(self) -> Any:
+        """What is there, `MISSING` if nothing is."""
+        optimizer = self.optimizer()
+        if optimizer is None or self.group >= len(optimizer.param_groups):
+            return MISSING
+        return optimizer.param_groups[self.group].get(self.key, MISSING)
+
+    def write(self, value: Any) -> None:
+        """Put a value there; `MISSING` takes away what is there."""
+        optimizer = self.optimizer()
+        if optimizer is None:
+            return
+        group = optimizer.param_groups[self.group]
+        if value is MISSING:
+            group.pop(self.key, None)
+        else:
+            group[self.key] = value

@@ -1,0 +1,242 @@
+"""How every call makes the values that a traced step has left: of what the graph gives."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.tracing.call import Call
+from graphopt.tracing.effects.made_containers import constant_with
+from graphopt.tracing.effects.written_values import MadeAnew
+from graphopt.tracing.failures import definition_of
+from graphopt.tracing.inputs.entries import Inputs, is_exact, is_number
+from graphopt.tracing.outside.places import is_container, is_value
+from graphopt.tracing.outside.record import Record
+from graphopt.tracing.results.signature import (
+    Computed,
+    Constant,
+    FromCall,
+    Live,
+    Nested,
+    Recipe,
+    Signature,
+    View,
+)
+from graphopt.tracing.scalars.host_numbers import is_host_number, scalar_of_numpy
+from graphopt.tracing.scalars.numbers import SYMBOLIC
+from graphopt.tracing.substitute import Traced
+from graphopt.tracing.tensors.attributes import AttributeChange
+from graphopt.tracing.tensors.lost_history import has_history
+from graphopt.tracing.tensors.obtained import ObtainedValues
+
+_CONSTANTS = (type(None), int, float, str, bool, complex, bytes, torch.dtype, torch.device)
+
+
+class Recipes:
+    """Makes the recipes of one trace.
+
+    Args:
+        flat: what stands for the placeholders of the graph.
+        made: what the step has got from torch.
+        left_storages: those that parameters had before `.data = …`.
+        outside: what was there before the step, or is an argument.
+        left: what the step has made and leaves in other places.
+
+    Attributes:
+        results: traced values that the graph has to return, in order.
+        numbers: those of them that are numbers (by id).
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        inputs: Inputs,
+        traced: Traced,
+        flat: Sequence[torch.Tensor],
+        made: ObtainedValues,
+        left_storages: Collection[int],
+        outside: Record,
+        left: MadeAnew,
+    ) -> None:
+        self._is_outside, self._of_call, self._left = outside.is_outside, outside.of_call, left
+        self._call, self._inputs, self._traced, self._made = call, inputs, traced, made
+        self._left_storages = left_storages
+        self.results: list[Any] = []
+        self._nests: dict[int, tuple[Any, Recipe]] = {}
+        self.numbers: set[int] = set()
+        self._live: dict[int, Live] = {id(tensor): Live(None, i) for i, tensor in enumerate(flat)}
+        self._storages: dict[int, Live] = {
+            _compat.storage_key(tensor): Live(None, i)
+            for i, tensor in enumerate(flat)
+            if tensor.numel()
+        }
+        self._offsets = {Live(None, i): _bytes_before(t) for i, t in enumerate(flat)}
+        self._of_model: set[Any] = set()
+        self._stand_ins = {Live(None, i): tensor for i, tensor in enumerate(flat)}
+        for index, entry in enumerate(inputs.module_tensors):
+            stand_in = self._stand_ins[Live(index, None)] = traced.by_id[id(entry.tensor)]
+            self._of_model.add(_compat.storage_key(stand_in))
+            self._live[id(stand_in)] = self._live[id(entry.tensor)] = Live(index, None)
+
+    def of(self, value: Any, what: str) -> Recipe:
+        """How every call makes a tensor, a number or a constant.
+
+        Args:
+            what: it is, in a message.
+        """
+        if isinstance(value, torch.Tensor):
+            return self._of_tensor(value)
+        if isinstance(value, SYMBOLIC):
+            self.numbers.add(id(value))
+        value = scalar_of_numpy(value)
+        if isinstance(value, SYMBOLIC):
+            self.numbers.add(id(value))
+            return self._result(value)
+        if isinstance(value, _CONSTANTS):
+            return Constant(value)
+        if type(value).__module__ == "numpy" and is_value(value):  # a number, of one type of many
+            return Constant(value)
+        if id(value) in self._of_call:
+            return FromCall(self._of_call[id(value)][1])
+        if id(value) in self._left:
+            return self.of_nest(value)
+        if self._is_outside(value):
+            return Constant(value)
+        raise CaptureError(
+            f"{what} is a {type(value).__name__}, neither a tensor nor a constant, and no object"
+            " that is its attributes alone and stands nowhere else",
+            hint="return tensors, numbers, strings, None, or containers or objects of them;"
+            " register other containers with torch.utils._pytree.register_pytree_node",
+        )
+
+    def _result(self, value: Any) -> Computed:
+        """A further result of the graph."""
+        self.results.append(value)
+        return Computed(len(self.results) - 1, has_history(value))
+
+    def computed(self, tensors: Mapping[int, torch.Tensor]) -> dict[int, Computed]:
+        """Further results of the graph, by what they are known by."""
+        return {key: self._result(tensor) for key, tensor in sorted(tensors.items())}
+
+    def left_by(self, signature: Signature) -> Iterator[torch.Tensor]:
+        """What stands for the tensors that a step returns and leaves in other places than those
+        where they stood."""
+        for recipe in signature.recipes():
+            recipe = recipe.of if isinstance(recipe, View) else recipe
+            if isinstance(recipe, Live):
+                yield self._stand_ins[recipe]
+            elif isinstance(recipe, Computed):
+                value = self.results[recipe.index]
+                if isinstance(value, torch.Tensor):
+                    yield value
+
+    def _of_tensor(self, tensor: torch.Tensor) -> Recipe:
+        live = self._live.get(id(tensor))
+        if live is not None:
+            return live
+        if _compat.storage_key(tensor) in self._left_storages:
+            raise CaptureError(
+                "it keeps what a parameter was before `.data = …`",
+                location=str(self._made.line_of(tensor) or definition_of(self._call)),
+                hint="keep a copy: tensor.clone()",
+            )
+        base = self._storages.get(_compat.storage_key(tensor)) if tensor.numel() else None
+        if base is None:
+            return self._result(tensor)
+        offset = _bytes_before(tensor) - self._offsets[base]
+        flags = tensor.is_conj(), tensor.is_neg()
+        return View(base, tuple(tensor.shape), tensor.stride(), offset, tensor.dtype, flags)
+
+    def of_attribute(self, change: AttributeChange) -> Recipe:
+        """How every call makes what it sets an attribute to."""
+        if change.is_told:
+            return self.of_nest(change.after)
+        _refuse_counter(change)
+        after = change.after
+        if not is_container(after):
+            return self._of_attribute(after)
+        if self._is_outside(after):
+            return Constant(after)
+        if id(after) not in self._nests:
+            self._nests[id(after)] = after, self._of_attribute(after)
+        return self._nests[id(after)][1]
+
+    def _of_attribute(self, after: Any) -> Recipe:
+        if isinstance(after, torch.Tensor):
+            return self._of_tensor(after)
+        leaves, spec = _compat.tree_flatten(after, is_leaf=self._is_known)
+        known = any(map(self._is_known, leaves))
+        if known or any(isinstance(leaf, SYMBOLIC) for leaf in leaves):
+            return self.of_nest(after)
+        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return constant_with(after, self._is_outside)
+        real = [self._real(leaf) for leaf in leaves]
+        if not any(leaf is None for leaf in real):
+            return Constant(_compat.tree_unflatten(real, spec))
+        return self.of_nest(after)
+
+    def of_nest(self, value: Any) -> Recipe:
+        """How every call makes a value: its containers anew but for those among its arguments and
+        those that were there before, and one for all places where it stands."""
+        if isinstance(value, (Constant, FromCall)):
+            return value
+        if id(value) in self._of_call:
+            return FromCall(self._of_call[id(value)][1])
+        if id(value) in self._left:
+            value = self._left[id(value)].nest
+        if self._is_there(value) or is_value(value):
+            return Constant(value)
+        if id(value) not in self._nests:
+            inner, spec = _compat.tree_flatten(value, is_leaf=lambda each: each is not value)
+            if spec == _compat.ONE_VALUE:
+                return self._of_leaf(value)
+            self._nests[id(value)] = value, Nested(spec, tuple(map(self.of_nest, inner)))
+        return self._nests[id(value)][1]
+
+    def _of_leaf(self, leaf: Any) -> Recipe:
+        """How every call makes what is in a nest."""
+        if isinstance(leaf, (torch.Tensor, *SYMBOLIC)):
+            return self.of(leaf, "what it leaves outside its arguments")
+        return leaf if isinstance(leaf, Constant) else Constant(leaf)
+
+    def _is_known(self, value: Any) -> bool:
+        """Whether a container or object is one among the arguments, or one that was there before,
+        or stands elsewhere as well."""
+        return id(value) in self._of_call or id(value) in self._left or self._is_there(value)
+
+    def _is_there(self, value: Any) -> bool:
+        return isinstance(value, (list, dict, deque)) and self._is_outside(value)
+
+    def _real(self, leaf: Any) -> Any:
+        """What stands in a container for a leaf: the model's own tensor for its stand-in; None for
+        a tensor that the step has computed."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        live = self._live.get(id(leaf))
+        if live is None or live.module_tensor is None:
+            return None
+        return self._inputs.module_tensors[live.module_tensor].tensor
+
+
+def _refuse_counter(change: AttributeChange) -> None:
+    """Refuse a count that no input of a graph holds. Others are found by `note_counted`."""
+    before, after = change.before, change.after
+    if not is_number(before) or is_exact(before) or is_host_number(before):
+        return
+    if is_number(after) and before != after:
+        raise CaptureError(
+            f"it counts in the Python attribute {change.name} ({before!r} became {after!r}), a"
+            f" {type(before).__name__} that is no input of a graph",
+            hint="count in an int below 2**53 or a float, or keep the count in a tensor: in a"
+            " buffer of the model (register_buffer), or in the optimizer's state",
+        )
+
+
+def _bytes_before(tensor: torch.Tensor) -> int:
+    """So many bytes of its storage lie in front of a tensor."""
+    return int(tensor.storage_offset()) * tensor.element_size()

@@ -1,0 +1,270 @@
+"""What a captured graph's results are for: the step's return value, new state, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from graphopt import _compat
+from graphopt.host.held import FoundObject
+from graphopt.tracing.effects.argument_changes import ContainerChange
+from graphopt.tracing.inputs.entries import ModuleTensor
+from graphopt.tracing.interception.nests import Path
+from graphopt.tracing.optimizers.optimizer_state import OfNone
+from graphopt.tracing.outside.places import MISSING, FollowedPlace, OutsidePlace
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Result number `index` of the graph.
+
+    Attributes:
+        has_history: it is a tensor that has an autograd history in eager code.
+    """
+
+    index: int
+    has_history: bool = False
+
+
+@dataclass(frozen=True)
+class Live:
+    """The real tensor behind an input: the step returned it, not a copy.
+
+    `module_tensor` numbers `Inputs.module_tensors`; `placeholder` numbers all placeholders.
+    """
+
+    module_tensor: int | None
+    placeholder: int | None
+
+
+@dataclass(frozen=True)
+class View:
+    """A view of an input's storage.
+
+    Attributes:
+        offset: in bytes, from the input's own.
+        dtype: that its elements are read as.
+        flags: whether they are conjugated, and negated, when they are read.
+    """
+
+    of: Live
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    flags: tuple[bool, bool]
+
+    def made(self, base: torch.Tensor) -> torch.Tensor:
+        """The view, given the input."""
+        offset = (base.storage_offset() * base.element_size() + self.offset) // self.dtype.itemsize
+        if base.dtype == self.dtype:
+            view = torch.as_strided(base, self.size, self.stride, offset)
+        else:
+            view = torch.empty(0, dtype=self.dtype, device=base.device)
+            view.set_(base.untyped_storage(), offset, self.size, self.stride)
+        return _compat.read_as(view, *self.flags)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A Python value, the same on every call that this graph serves."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Nested:
+    """A container made anew in every call, such as the pair of states that an LSTM keeps; one for
+    all that have this very recipe.
+
+    Attributes:
+        spec: its structure, a pytree's.
+        leaves: what is in it.
+    """
+
+    spec: Any
+    leaves: tuple[Recipe, ...]
+
+
+@dataclass(frozen=True)
+class FromCall:
+    """A list, dictionary or object among the arguments of each call; see `given.found_in`."""
+
+    path: Path
+
+
+Recipe = Computed | Live | View | Constant | Nested | FromCall
+
+
+def leaves_of(recipe: Recipe) -> Iterator[Recipe]:
+    """The recipes of what is in a nest; of anything else the recipe itself."""
+    if not isinstance(recipe, Nested):
+        yield recipe
+        return
+    for leaf in recipe.leaves:
+        yield from leaves_of(leaf)
+
+
+@dataclass(frozen=True)
+class GradientResult:
+    """`.grad` after the step, of module tensor `owner` or of the tensor argument `argument`."""
+
+    owner: int | None
+    argument: int | None
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
+class StateResult:
+    """An entry of optimizer state that the step created or replaced, of module tensor `owner` or
+    of no parameter."""
+
+    optimizer: int
+    owner: int | OfNone
+    key: str
+    recipe: Recipe
+
+    def stands_at(self, tensors: Sequence[ModuleTensor]) -> Any:
+        """The key of the optimizer's state: one of the module tensors, or another."""
+        return self.owner.key if isinstance(self.owner, OfNone) else tensors[self.owner].tensor
+
+
+@dataclass(frozen=True)
+class ContainerResult:
+    """A list or dictionary among the arguments that the step changes; the items of `change` are
+    the recipes of what they become."""
+
+    change: ContainerChange
+
+
+@dataclass(frozen=True)
+class SettingResult:
+    """A setting of a parameter group that the step has changed."""
+
+    optimizer: int
+    group: int
+    key: str
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
+class AttributeResult:
+    """An attribute of an object, or an item of a dictionary, that the step set."""
+
+    attributes: dict[str, Any]
+    name: str
+    recipe: Recipe
+
+    @property
+    def place(self) -> OutsidePlace:
+        """Where the step leaves the value."""
+        return OutsidePlace("item", self.attributes, self.name)
+
+
+@dataclass(frozen=True)
+class PlacedResult:
+    """What the step has left in a place outside its arguments.
+
+    Attributes:
+        within: where each call finds the container that the place is an item of; None where it is
+            the same one in each call.
+        behind: of a key that is new, those that come behind it in the dictionary.
+        line: which has put it there, as a message says it.
+    """
+
+    place: OutsidePlace
+    recipe: Recipe
+    within: FollowedPlace | None = None
+    behind: tuple[Any, ...] = ()
+    line: str | None = field(default=None, compare=False)
+
+    def now(self) -> OutsidePlace:
+        """The place in this call, before it puts anything anywhere."""
+        if self.within is None:
+            return self.place
+        return OutsidePlace(self.place.kind, self.within.now(), self.place.key)
+
+
+@dataclass
+class Signature:
+    """How the results of one graph become the effects of one step.
+
+    Attributes:
+        output_spec, outputs: pytree of the step's return value.
+        gradients, states, attributes: values that live on between calls and are not updated in
+            place; their results follow the user's in `results`.
+        user_results: how many of the graph's results belong to the return value.
+        stepped: optimizers whose `step` ran.
+        settings: those of parameter groups that the step changes.
+        containers: lists and dictionaries among the arguments that it changes.
+        placed: what it leaves outside its arguments.
+        rebound: module tensors that get other storage in each call, with what the step has written
+            to the storage that they had, None where it has not; see `tensors.rebinding`.
+        data: gradients and arguments that get other storage (`.data = …`), by their placeholder.
+        reshaped: sizes and strides of arguments that get others in place, by position.
+        shrunk: the same of tensors outside, by their numbers among the module tensors.
+        flags: `requires_grad` of arguments that get another, by position.
+        flags_of_parameters: `requires_grad` of module tensors that get another, by their number.
+        stamps: of what the step has left last in places that functions on the host find changed, by
+            the identity of the place; see `graphopt.host.seen`.
+        restored: those of them in which it leaves what it has found there.
+        dead_gradients: module tensors whose gradient is dropped before anyone reads it.
+        found_by_functions: objects outside that functions on the host hold.
+        keeps_casts: whether the step enters autocast; see `casts`.
+    """
+
+    output_spec: Any
+    outputs: list[Recipe]
+    gradients: list[GradientResult]
+    states: list[StateResult]
+    attributes: list[AttributeResult]
+    user_results: int
+    stepped: list[int]
+    dead_gradients: list[int] = field(default_factory=list)
+    settings: list[SettingResult] = field(default_factory=list)
+    containers: list[ContainerResult] = field(default_factory=list)
+    placed: list[PlacedResult] = field(default_factory=list)
+    rebound: dict[int, Computed | None] = field(default_factory=dict)
+    data: dict[int, Computed] = field(default_factory=dict)
+    reshaped: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    shrunk: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    flags: dict[int, bool] = field(default_factory=dict)
+    flags_of_parameters: dict[int, bool] = field(default_factory=dict)
+    stamps: dict[Hashable, int] = field(default_factory=dict)
+    restored: dict[Hashable, int] = field(default_factory=dict)
+    found_by_functions: list[FoundObject] = field(default_factory=list)
+    keeps_casts: bool = False
+
+    def stay(self) -> None:
+        """The graph is for one call, which leaves what it does in the very containers in which the
+        trace has left it."""
+        self.placed = [replace(each, within=None) for each in self.placed]
+
+    def recipes(self) -> Iterator[Recipe]:
+        """How each thing that the step returns or leaves behind is found."""
+        yield from self.outputs
+        yield from (gradient.recipe for gradient in self.gradients)
+        yield from (state.recipe for state in self.states)
+        yield from (leaf for attribute in self.attributes for leaf in leaves_of(attribute.recipe))
+        yield from (setting.recipe for setting in self.settings)
+        yield from (leaf for each in self.placed for leaf in leaves_of(each.recipe))
+        for container in self.containers:
+            yield from (leaf for _, item in container.change.items for leaf in leaves_of(item))
+
+    def constant_attributes(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        """Attributes that the step sets to something else than a tensor: where, name, value."""
+        for attribute in self.attributes:
+            if isinstance(attribute.recipe, Constant):
+                yield attribute.attributes, attribute.name, attribute.recipe.value
+
+    @property
+    def makes_attributes(self) -> bool:
+        """Whether an attribute that takes a tensor is not there yet."""
+        made = [(each.place, each.recipe) for each in self.attributes]
+        made += [(each.place, each.recipe) for each in self.placed]
+        return any(
+            place.now() is MISSING for place, recipe in made if not isinstance(recipe, Constant)
+        )

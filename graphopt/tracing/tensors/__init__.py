@@ -1,0 +1,1 @@
+"""Tensors as objects of the program: their attributes, storages, histories and classes."""

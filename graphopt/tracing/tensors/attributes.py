@@ -1,0 +1,100 @@
+"""What a program sets on tensors: attributes (`p.lr_scale`, `p.hess`) and gradient hooks.
+
+    parameter.hess += h * z      a tensor there is an input; what a step sets there, every call sets
+
+Stand-ins of parameters get them when a step is traced, and what they have then is compared with
+what they have when it is over. Hooks that a step leaves, and attributes that it sets on its tensor
+arguments, are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.tracing.call import Call
+from graphopt.tracing.inputs.entries import Inputs
+from graphopt.tracing.outside.places import MISSING
+from graphopt.tracing.substitute import Traced, tables_kept
+
+
+class AttributeChange(NamedTuple):
+    """An attribute that a step has set: the table it stands in, its name there and in messages,
+    what it was, what it is, and whether that is what `written_value` says of an object."""
+
+    table: dict[str, Any]
+    key: str
+    name: str
+    before: Any
+    after: Any
+    is_told: bool = False
+
+
+def marks_kept(inputs: Inputs) -> AbstractContextManager[None]:
+    """Afterwards parameters and buffers have the attributes that they have now, whatever has been
+    put in their place for a trace."""
+    tensors = [entry.tensor for entry in inputs.module_tensors]
+    tables = [vars(tensor) for tensor in tensors if not _compat.is_fake(tensor)]
+    return tables_kept(filter(None, tables))
+
+
+class Marks:
+    """The attributes of the stand-ins in one trace, which this gives them, and their hooks."""
+
+    def __init__(self, call: Call, inputs: Inputs, traced: Traced) -> None:
+        pairs = [(entry, traced.by_id[id(entry.tensor)]) for entry in inputs.module_tensors]
+        given = [(call.names[p], traced.by_id[id(call.leaves[p])]) for p in inputs.user]
+        self._arguments = [(name, stand_in, dict(vars(stand_in))) for name, stand_in in given]
+        named: list[tuple[str, torch.Tensor]] = [(e.fqn, stand_in) for e, stand_in in pairs]
+        self._hooks = [(name, each, _compat.hooks_of(each)) for name, each in (*named, *given)]
+        self._before = [
+            (entry, stand_in, _compat.copy_attributes(entry.tensor, stand_in))
+            for entry, stand_in in pairs
+        ]
+
+    def changes(self) -> Iterator[AttributeChange]:
+        """What the step has set.
+
+        Raises:
+            CaptureError: it has deleted one, or has left what no call repeats.
+        """
+        self._refuse_what_stays()
+        for entry, stand_in, before in self._before:
+            table = vars(entry.tensor)
+            gone = next((key for key in table if key not in vars(stand_in)), None)
+            if gone is not None:
+                raise CaptureError(
+                    f"it deletes the attribute {gone} of {entry.fqn}, which would happen at capture"
+                    " only",
+                    hint="set it to None",
+                )
+            for key, value in _compat.attributes_changed(stand_in, before).items():
+                name = f"{entry.fqn}.{key}"
+                yield AttributeChange(table, key, name, before.get(key, MISSING), value)
+
+    def _refuse_what_stays(self) -> None:
+        """Refuse hooks that stay, and attributes of arguments."""
+        for name, stand_in, hooks in self._hooks:
+            if _compat.hooks_of(stand_in) != hooks:
+                raise CaptureError(
+                    f"it leaves other gradient hooks on {name} than it has found",
+                    hint="register hooks outside the step, or remove them in it: handle.remove()",
+                )
+        for name, stand_in, before in self._arguments:
+            for key in _compat.attributes_changed(stand_in, before):
+                raise CaptureError(
+                    f"it sets the attribute {key} of its argument {name}",
+                    hint="return the value, or keep it in a dictionary",
+                )
+
+    def put_back(self) -> None:
+        """Take them from the stand-ins, some of which a cycle of gradients keeps alive."""
+        for entry, stand_in, before in self._before:
+            if not _compat.is_fake(entry.tensor):
+                for key in {**vars(entry.tensor), **_compat.attributes_changed(stand_in, before)}:
+                    vars(stand_in).pop(key, None)

@@ -1,0 +1,159 @@
+"""What a traced step has got from torch: the tensors that functions gave it, the numbers that it
+read from them, and which of these something still holds when the step is over."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from graphopt._compat.untraced import untraced
+from graphopt.errors import CaptureError
+from graphopt.ir.source import SourceLine
+from graphopt.ir.user_frames import current_user_line
+from graphopt.runtime.collector import frozen_objects_seen
+from graphopt.tracing.decisions import Decider
+from graphopt.tracing.functional.tagging import Tagger
+from graphopt.tracing.impurity import taken_for_a_number
+from graphopt.tracing.refusals import HostWork
+from graphopt.tracing.scalars.positions import Positions
+
+
+class ObtainedValues:
+    """Weak references to the tensors that a traced step got from torch functions, and where; and to
+    the numbers that it read from them.
+
+    Args:
+        tagger: knows in which phase the step is.
+        arguments: which of the numbers that the graph takes are arguments of the step.
+
+    Attributes:
+        decider: answers decisions by values; not there before the step runs.
+        positions: known numbers as positions; not there before the step runs.
+        refused: an error that the step may have swallowed.
+        handed_out: where the step took a setting or count of an optimizer as the number that it is.
+    """
+
+    def __init__(self, tagger: Tagger, arguments: Collection[int]) -> None:
+        self._tagger, self._arguments = tagger, set(arguments)
+        self.decider: Decider
+        self.positions: Positions
+        self.handed_out: list[SourceLine | None] = []
+        self._references: list[tuple[weakref.ref[torch.Tensor], SourceLine | None]] = []
+        self._numbers: list[tuple[weakref.ref[Any], SourceLine | None]] = []
+        self.refused: CaptureError | None = None
+
+    def refuse(self, error: CaptureError) -> CaptureError:
+        """Note an error that refuses the step, also where the step swallows it; returns it."""
+        self.refused = self.refused or error
+        return error
+
+    def add_number(self, number: Any) -> None:
+        """Note a number that the program has obtained, and where."""
+        self._numbers.append((weakref.ref(number), current_user_line()))
+
+    def hand_out(self, numbers: Iterable[int], text: bool) -> None:
+        """Note that the step takes a number itself. A setting of an optimizer, which a scheduler
+        changes, is for the optimizer alone: other code would show or keep it, at capture only.
+
+        Args:
+            numbers: the inputs of the graph that it was computed from.
+            text: it becomes text.
+        """
+        if all(number in self._arguments for number in numbers):
+            return
+        self.handed_out.append(current_user_line())
+        if text:
+            raise HostWork.TEXT.refused("a setting or a count of an optimizer")
+        if self._tagger.phase != "optimizer":
+            raise self.refuse(taken_for_a_number(None))
+
+    def decide(self, number: Any, kind: type) -> Any:
+        """What a number is in this call."""
+        return untraced(self.decider.decide, number, kind)
+
+    def text(self, function: Callable[..., str], args: tuple[Any, ...]) -> str:
+        """The text that a function gives of a value of the graph, as it is in this call: the step
+        may be about to raise an error with it. If it does not, it is refused."""
+        what = "a tensor" if isinstance(args[0], torch.Tensor) else "a number of a tensor's"
+        error = HostWork.TEXT.refused(what)
+        if not self.decider.may_know:
+            raise error
+        return untraced(self.decider.text, function, args)
+
+    def array(self, what: str) -> CaptureError:
+        """The refusal of a step that makes an array of numpy's of values of the graph."""
+        return HostWork.ARRAY.refused(what)
+
+    def kept_number(self, known: set[int]) -> tuple[SourceLine | None] | None:
+        """The line of the first such number that something still holds, other than `known` (by id);
+        None where nothing does."""
+        for generation in (None, 1, 2):
+            if generation is not None:
+                gc.collect(generation)
+            alive = ((reference(), line) for reference, line in self._numbers)
+            lines = [
+                line for number, line in alive if number is not None and id(number) not in known
+            ]
+            if not lines:
+                return None
+        return (lines[0],)
+
+    def line_of(self, value: object) -> SourceLine | None:
+        """Where the step got a tensor or a number."""
+        known = [*self._references, *self._numbers]
+        return next((line for reference, line in known if reference() is value), None)
+
+    def add(self, result: Any) -> None:
+        """Note the tensors of a nest that the program has obtained, and where."""
+        if isinstance(result, torch.Tensor):
+            self._references.append((weakref.ref(result), current_user_line()))
+        elif isinstance(result, (list, tuple)):
+            for item in result:
+                self.add(item)
+
+    def kept(self, known: set[int]) -> tuple[list[int], SourceLine | None] | None:
+        """Shape and line of the first such tensor that a Python object still holds, other than
+        `known` (by id). Tensors that autograd alone holds (in C++) do not count."""
+        for generation in (None, 1, 2):  # what the trace has made is young
+            if generation is not None:
+                gc.collect(generation)
+            tensors = self._alive(known)
+            if not tensors:
+                return None
+        with frozen_objects_seen():
+            return self._first_held(tensors)
+
+    def _first_held(
+        self, tensors: list[torch.Tensor]
+    ) -> tuple[list[int], SourceLine | None] | None:
+        if not _holders(tensors):
+            return None
+        for reference, line in self._references:
+            one = [tensor for tensor in tensors if tensor is reference()]
+            held = any(holder is not tensors for holder in _holders(one)) if one else False
+            if held:
+                return list(one[0].shape), line
+        return None
+
+    def _alive(self, known: set[int]) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for reference, _ in self._references:
+            tensor = reference()
+            if tensor is not None and id(tensor) not in known:
+                found.append(tensor)
+        return found
+
+
+def _holders(tensors: list[torch.Tensor]) -> list[object]:
+    """Python objects, other than `tensors` and frames, that refer to one of the tensors."""
+    asked = tuple(tensors)  # from Python 3.13 on, what is asked about is found as well
+    return [
+        holder
+        for holder in gc.get_referrers(*asked)
+        if holder is not tensors and holder is not asked and not isinstance(holder, FrameType)
+    ]

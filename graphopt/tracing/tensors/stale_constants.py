@@ -1,0 +1,56 @@
+"""Tensors that a step makes of numbers (`torch.tensor(1.0)`), whose values are known until
+something comes to them that is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from graphopt import _compat
+from graphopt.tracing.optimizers.optimizer_state import entries_at
+
+_IN_PLACE = frozenset(
+    {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__"}
+    | {"__ipow__", "__iand__", "__ior__", "__ixor__"}
+)
+
+
+def writes(func: Any) -> bool:
+    """Whether a torch function updates its first argument in place."""
+    name: str = getattr(func, "__name__", "")
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def forget_mixed(tracer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Fake tensors made by `torch.tensor(1.0)` know their value, so that `.item()` gives a number.
+
+    Torch keeps that value although an operator mixes it with values it does not know (a symbolic
+    float, other tensors in a list), and would bake in a wrong number.
+    """
+    leaves = _compat.tree_leaves((args, kwargs))
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    constants = [x for x in tensors if _compat.is_constant(tracer, x)]
+    if not constants:
+        return
+    symbolic = any(isinstance(x, (torch.SymFloat, torch.SymInt)) for x in leaves)
+    if symbolic or len(constants) < len(tensors):
+        for tensor in constants:
+            _compat.forget_constant(tracer, tensor)
+
+
+def forget_counts(tracer: Any, optimizers: Sequence[Optimizer], written: Any) -> None:
+    """Let a count that an optimizer has just made (`torch.tensor(0.0)`) be what it is in all later
+    steps once it counts: a value to be read."""
+    leaves = _compat.tree_leaves(written)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    constants = [tensor for tensor in tensors if _compat.is_constant(tracer, tensor)]
+    if not constants:
+        return
+    tables = [entries_at(e) for of in optimizers for e in of.state.values()]
+    state = {id(value) for entries in tables for value in entries.values()}
+    for tensor in constants:
+        if id(tensor) in state:
+            _compat.forget_constant(tracer, tensor)
