@@ -117,7 +117,7 @@ def _loaded(file: Path, pipeline: str) -> fx.GraphModule:
 
 
 def graph_check(graph: fx.GraphModule | None, pipeline: PassManager) -> Check:
-    """True if the graph after some passes computes what it did; one that cannot be made fails."""
+    """A check that the graph after some passes computes what it did, or that fails without one."""
     if graph is None:
         raise GraphOptError("give a saved graph, or a command behind `--`")
 
@@ -145,7 +145,7 @@ def _text(problems: Sequence[Problem]) -> str:
 
 
 def command_check(command: Sequence[str]) -> Check:
-    """True if a command fails where each `PassManager` in it stops after some passes."""
+    """A check that runs a command in which each `PassManager` stops after some passes."""
 
     def check(count: int) -> str | None:
         environment = {**os.environ, "GRAPHOPT_STOP_AFTER": str(count)}

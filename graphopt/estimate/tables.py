@@ -31,7 +31,7 @@ def prediction_table(predictions: Sequence[Prediction], network: str) -> Table:
 
 
 def prediction_advice(predictions: Sequence[Prediction]) -> str:
-    """True if it is worth it, in one sentence."""
+    """One sentence that says if graphopt is worth it for this step."""
     small = [p for p in predictions if p.communication < _HIDDEN * p.compute]
     best = min(predictions, key=lambda p: p.ours / p.ddp[p.best_bucket])
     ratio = best.ours / best.ddp[best.best_bucket]

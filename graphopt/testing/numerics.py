@@ -268,7 +268,7 @@ class _NumericComparison:
         return often * (self._tolerance + _NOISE * noise) * _largest(was.change) + rounding
 
     def _kept(self, was: Value, now: Value) -> str | None:
-        """True if state that needs all bits of a float32 has but those of a smaller type now."""
+        """The problem of state that needs all bits of a float32 and has fewer now."""
         if was.start is None or was.kind not in ("parameter", "optimizer_state"):
             return None
         if was.value.dtype != torch.float32 or not bool(was.start.any()):
@@ -284,7 +284,7 @@ def _fits(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _multiplied(was: _Sampled, now: _Sampled) -> str | None:
-    """True if all elements of rounding errors are multiplied by the same: rounding does not do so.
+    """The problem of rounding errors that are all multiplied by the same: rounding does not do so.
     Those that are lost, as small numbers are in few bits, are nothing."""
     if was.change.numel() < _ENOUGH:
         return None

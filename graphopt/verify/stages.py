@@ -33,7 +33,7 @@ logger = logging.getLogger("graphopt")
 
 
 def check_finalized(before: fx.GraphModule, after: fx.GraphModule) -> EquivalenceReport:
-    """True if a graph in the executable dialect does what its functional form does.
+    """Prove that a graph in the executable dialect does what its functional form does.
 
     Shown is, besides equivalence, that results and carried values lie in storage of their own as
     they did, not in that of state, which the next iteration overwrites; and that a value which was
@@ -53,7 +53,7 @@ def check_finalized(before: fx.GraphModule, after: fx.GraphModule) -> Equivalenc
 
 
 def check_divided(before: fx.GraphModule, after: fx.GraphModule) -> EquivalenceReport:
-    """True if a graph parts of which stand in submodules does what it did as one.
+    """Prove that a graph parts of which stand in submodules does what it did as one.
 
     Parts are read through their graphs: those of `graphopt.partition.split_module`, and those from
     which regions are compiled. What Inductor makes of a region is not looked at, but trusted.
