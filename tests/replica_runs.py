@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from graphopt.replicas import Lockstep, ReplicatedStep
-from graphopt.replicas.steps import results_of
+from graphopt.replicas.replica_steps import results_of
 
 Row = list[Any]
 """One value for each replica."""

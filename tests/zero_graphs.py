@@ -15,7 +15,7 @@ from graphopt.iter_graph import IterGraphModule
 from graphopt.parallel.parallelize import parallelize
 from graphopt.replicas import Lockstep, ReplicatedStep
 from graphopt.replicas.inputs import random_inputs
-from graphopt.replicas.steps import results_of
+from graphopt.replicas.replica_steps import results_of
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import capture_call, communication_for
 from zero_cases import batches, train_step

@@ -62,7 +62,7 @@ def optimize(
     if (pipeline is None) == (stages is None):
         raise typer.BadParameter("give either --pipeline or --stages")
     if stages is not None:
-        from graphopt.commands.stages import run_stages
+        from graphopt.commands.optimize_stages import run_stages
 
         run_stages(file, stages, out=out, dump=dump, verify=level)
         return

@@ -10,7 +10,7 @@ from graphopt.graph_utils.nodes import (
     move_after,
     move_before,
 )
-from graphopt.graph_utils.tensors import is_dense, lies_apart, same_kind, tensors_in
+from graphopt.graph_utils.tensor_metadata import is_dense, lies_apart, same_kind, tensors_in
 from graphopt.ir.families import COLLECTIVE_NAMESPACE, WAIT_FOR_SEVERAL, WAITS
 from graphopt.ir.operators import (
     is_collective,

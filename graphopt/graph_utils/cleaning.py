@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from graphopt.graph_utils.tensors import same_kind
+from graphopt.graph_utils.tensor_metadata import same_kind
 from graphopt.ir.operators import is_operator, operator_of, written
 
 

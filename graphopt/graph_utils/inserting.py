@@ -13,7 +13,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import VerificationError
 from graphopt.graph_utils.modes import without_autocast
-from graphopt.graph_utils.tensors import tensors_in
+from graphopt.graph_utils.tensor_metadata import tensors_in
 from graphopt.ir.metadata import fake_value, known_value, set_value
 
 

@@ -14,8 +14,8 @@ from graphopt import _compat
 from graphopt.errors import GraphOptError
 from graphopt.graph_utils import follows_output_convention, get_output, is_collective
 from graphopt.iter_graph.derive import Derivation, LatePlan, plan
+from graphopt.iter_graph.derived_programs import DerivedProgram, WorkInFlight, reads_of
 from graphopt.iter_graph.graph import IterGraph, copy_graph
-from graphopt.iter_graph.running import DerivedProgram, WorkInFlight, reads_of
 
 logger = logging.getLogger("graphopt")
 

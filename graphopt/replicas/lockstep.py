@@ -22,7 +22,7 @@ from graphopt.host import is_host_call
 from graphopt.ir.operators import arguments_by_name
 from graphopt.parallel.shard_operators import acting_as
 from graphopt.replicas.exchange import exchange
-from graphopt.replicas.generators import ReplicaGenerators
+from graphopt.replicas.replica_generators import ReplicaGenerators
 
 
 class ReplicaError(GraphOptError, RuntimeError):

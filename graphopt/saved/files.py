@@ -20,8 +20,8 @@ from graphopt.saved.arguments import decode, encode
 from graphopt.saved.errors import SavedGraphError
 from graphopt.saved.groups import KEY as GROUPS
 from graphopt.saved.groups import sizes_now
+from graphopt.saved.json_values import DescriptionDecoder, ValueDecoder, ValueEncoder
 from graphopt.saved.nodes import decode_graph, encode_graph
-from graphopt.saved.values import DescriptionDecoder, ValueDecoder, ValueEncoder
 from graphopt.verify.groups import sizes_of_groups
 
 FORMAT, VERSION = "graphopt graph", 1

@@ -14,8 +14,8 @@ from graphopt.schedule.measured import MeasuredSlot, MeasuredStep, measured_step
 from graphopt.schedule.order import Schedule, apply_schedule
 from graphopt.schedule.overlap import overlap_schedule
 from graphopt.schedule.program import Message, Program, program_of
+from graphopt.schedule.simulated_step import CollectiveSlot, ComputeSlot
 from graphopt.schedule.simulator import simulate, simulate_program
-from graphopt.schedule.steps import CollectiveSlot, ComputeSlot
 from graphopt.schedule.timeline import Timeline
 from graphopt.schedule.two_part_sends import divide, in_two_parts
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from graphopt.readable.columns import readable_bytes
 from graphopt.schedule.pictures import parameters_text, reader_text
-from graphopt.schedule.steps import CollectiveSlot, SimulatedStep
+from graphopt.schedule.simulated_step import CollectiveSlot, SimulatedStep
 
 _HEADS = ("launch", "sends", "time", "distance", "exposed", "waited for by", "parameters")
 

@@ -12,7 +12,7 @@ from graphopt.ir.metadata import phase_of, source_line
 from graphopt.readable.columns import readable_bytes
 from graphopt.readable.html_page import lanes_page
 from graphopt.schedule.measured import MeasuredSlot, MeasuredStep
-from graphopt.schedule.steps import CollectiveSlot, ComputeSlot, SimulatedStep
+from graphopt.schedule.simulated_step import CollectiveSlot, ComputeSlot, SimulatedStep
 
 _MOST_BLOCKS = 3000
 """Blocks of compute in a page; more would be narrower than a pixel."""

@@ -17,7 +17,7 @@ from torch import fx
 from graphopt.cost import CostModel, default_cost_model
 from graphopt.schedule.links import HandedOn, Links, MessageInFlight
 from graphopt.schedule.program import Message, Program, peak_bytes, program_of
-from graphopt.schedule.steps import CollectiveSlot, ComputeSlot, PathPart
+from graphopt.schedule.simulated_step import CollectiveSlot, ComputeSlot, PathPart
 from graphopt.schedule.timeline import Timeline
 
 MOST_ITERATIONS = 24

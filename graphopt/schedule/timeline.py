@@ -7,7 +7,7 @@ from os import PathLike
 from graphopt.runtime.places import place, write
 from graphopt.schedule.measured import MeasuredStep
 from graphopt.schedule.pictures import chrome_trace, page
-from graphopt.schedule.steps import SimulatedStep
+from graphopt.schedule.simulated_step import SimulatedStep
 
 
 class Timeline(SimulatedStep):

@@ -14,7 +14,7 @@ from graphopt.graph_utils import without_autocast
 from graphopt.ir.metadata import input_kind
 from graphopt.iter_graph import IterGraphModule
 from graphopt.replicas import Lockstep, ReplicatedStep
-from graphopt.replicas.steps import results_of
+from graphopt.replicas.replica_steps import results_of
 from graphopt.testing.comparing import Value
 from graphopt.testing.ranks import inputs_of_rank
 

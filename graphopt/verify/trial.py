@@ -23,7 +23,7 @@ from graphopt.ir.operators import argument
 from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.replicas import Lockstep, ReplicatedStep
 from graphopt.replicas.inputs import random_inputs
-from graphopt.replicas.steps import results_of
+from graphopt.replicas.replica_steps import results_of
 from graphopt.verify.forked_process import EndedError, apart
 
 TRIALS = 8

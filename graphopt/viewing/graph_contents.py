@@ -16,8 +16,8 @@ from graphopt.readable.listing import MARKS
 from graphopt.readable.plain_text import summary
 from graphopt.readable.rows import row_of, target_text, title_of
 from graphopt.schedule.pictures import lanes_of, parameters_text, reader_text
+from graphopt.schedule.simulated_step import CollectiveSlot
 from graphopt.schedule.simulator import simulate
-from graphopt.schedule.steps import CollectiveSlot
 from graphopt.schedule.timeline import Timeline
 
 HEADS = (

@@ -1,9 +1,9 @@
 """Cut an executable graph into pieces, each of which is recorded as one CUDA graph.
 
 A piece is a run of nodes in graph order. A node that cannot be recorded ends it. So does a change
-of the device, or of the late group (`graphopt.iter_graph.running`), whose bookkeeping is inserted
-between the nodes afterwards. Views compute nothing: they end no piece, and whoever needs one makes
-it from the tensor that it is a view of.
+of the device, or of the late group (`graphopt.iter_graph.derived_programs`), whose bookkeeping is
+inserted between the nodes afterwards. Views compute nothing: they end no piece, and whoever needs
+one makes it from the tensor that it is a view of.
 
 Each piece then becomes a graph of its own, and one call in the graph that it is cut from.
 """

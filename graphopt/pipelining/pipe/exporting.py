@@ -12,8 +12,8 @@ from torch import fx, nn
 from graphopt._compat import pipelining as _private
 from graphopt.errors import PartitionError
 from graphopt.pipelining.errors import LostGradientError, ModuleCaptureError
+from graphopt.pipelining.pipe.autograd_functions import FunctionRecorder
 from graphopt.pipelining.pipe.calling import Calling, OutputSpec
-from graphopt.pipelining.pipe.functions import FunctionRecorder
 from graphopt.pipelining.pipe.gradient_watch import GradientWatch, check_module_hooks
 from graphopt.pipelining.pipe.marks import (
     annotated_labels,
