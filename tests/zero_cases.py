@@ -120,6 +120,10 @@ class Beside:
         kind = graphopt.ZeRO(stage=stage, **options)
         self.step = graphopt.compile(step, parallel=kind, pipeline=pipeline)
 
+    def renew_ddp(self) -> None:
+        """Another DistributedDataParallel, which knows what requires a gradient now."""
+        self.ddp = DistributedDataParallel(self.reference)
+
     def run(self, rank: int, count: int = 3, rows: int = 2) -> None:
         for given in batches(rank, count, rows):
             ours = self.step(self.model, self.optimizer, *given)

@@ -8,6 +8,8 @@ Written for torch 2.11 to 2.15. A branch for one version says so.
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphopt._compat.dtensors import local_of as local_of
+from graphopt._compat.dtensors import set_local as set_local
 from graphopt._compat.fakes import (
     data_dependent_errors,
     errors_raised_once,

@@ -17,6 +17,7 @@ from graphopt.errors import IterationError
 from graphopt.graph_utils import get_output, get_outputs, is_random, readers_through_views, written
 from graphopt.host import is_host_call
 from graphopt.ir.metadata import STATE_KINDS, input_kind, is_held, is_returned, source_line
+from graphopt.ir.placement import placement_of
 
 LIVE_STATE = STATE_KINDS | {None}
 """Kinds of placeholders that may be updated late, because whoever reads them between steps is seen.
@@ -37,6 +38,8 @@ def why_now_everywhere(state: fx.Node) -> str | None:
         return f"a {kind}, which may be read between two steps"
     if is_returned(state):
         return f"{_named(state)}, which the step returns"
+    if placement_of(state).rows is not None:
+        return f"{_named(state)}, of which a DTensor has rows: its use is not seen"
     return None
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from graphopt import _compat
 from graphopt.ir.placement import Placement, Rows
 from graphopt.ir.rows import RowShards
 
@@ -75,7 +76,7 @@ def as_dtensor(
     made: Any = wanted(
         DTensor.from_local(like, mesh, placements, run_check=False, shape=shape, stride=stride)
     )
-    made._local_tensor = rows
+    _compat.set_local(made, rows)
     found: torch.Tensor = made
     return found
 
@@ -106,7 +107,7 @@ def window_of(dtensor: Any, shards: RowShards, rank: int) -> torch.Tensor:
     rows = owned_rows(window, shards, rank)
     rows.copy_(local)
     with torch.no_grad():
-        dtensor._local_tensor = rows
+        _compat.set_local(dtensor, rows)
     return window
 
 

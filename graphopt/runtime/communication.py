@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from graphopt.errors import CaptureError
 from graphopt.parallel import OverRanks, Parallel, ZeRO, resolve
 from graphopt.ranks.processes import announce
 
@@ -89,6 +90,12 @@ class Communication:
         """Let this rank keep what is its own of what a call has whole, and this kind shards.
         Returns whether anything has changed."""
         sharded = self.sharded_models
+        if sharded is not None and not self.averaging and sharded.has_parameters:
+            raise CaptureError(
+                "no_sync() with ZeRO(stage=3): no rank has whole parameters to keep gradients for",
+                hint="accumulate within one call of the step, with several backwards before"
+                " optimizer.step(), or use stage=1",
+            )
         return sharded is not None and sharded.shard(call)
 
     @property

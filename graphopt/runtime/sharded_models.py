@@ -49,6 +49,11 @@ class ShardedModels:
         self._whole = False
 
     @property
+    def has_parameters(self) -> bool:
+        """Whether parameters are sharded, and not only what optimizers keep."""
+        return self._parallel.stage == 3
+
+    @property
     def group(self) -> dist.ProcessGroup:
         """The ranks over which they are sharded."""
         return _compat.group_or_default(self._parallel.group)

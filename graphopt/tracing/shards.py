@@ -107,9 +107,9 @@ class Windows:
 
     def _window(self, index: int, value: Any) -> torch.Tensor:
         known, place, window = self._known.get(index, (None, 0, None))
-        now = value._local_tensor.data_ptr()
+        now = _compat.local_of(value).data_ptr()
         if known is value and place == now and window is not None:
             return window
         window = window_of(value, RowShards(tuple(value.shape), self._ranks), self._rank)
-        self._known[index] = value, value._local_tensor.data_ptr(), window
+        self._known[index] = value, _compat.local_of(value).data_ptr(), window
         return window

@@ -30,7 +30,8 @@ from graphopt.verify.evaluated import NotDecidedError
 from graphopt.verify.evaluation import evaluate_graph
 from graphopt.verify.outcomes import of_values_and_draws
 from graphopt.verify.problems import Problem
-from graphopt.verify.sharded import NotOfBlocksError, for_all_ranks
+from graphopt.verify.sharded import for_all_ranks
+from graphopt.verify.sharded_elements import NotOfBlocksError
 from graphopt.verify.terms import Terms
 
 logger = logging.getLogger("graphopt")

@@ -1,0 +1,279 @@
+"""Settings in which a sharded training is compared with DDP: optimizers, models, and steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_value_
+from torch.optim import Optimizer
+
+from zero_cases import VOCABULARY, Beside, Language, Uneven, batches, train_step
+
+Make = Callable[[Any], Optimizer]
+optim = torch.optim
+
+
+def _made(kind: type[Optimizer], **options: Any) -> Make:
+    return lambda parameters: kind(parameters, **options)
+
+
+_KINDS: dict[str, Callable[..., Make]] = {
+    "sgd": functools.partial(_made, optim.SGD, lr=0.1),
+    "sgd momentum": functools.partial(_made, optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": functools.partial(_made, optim.Adam, lr=1e-2, weight_decay=0.1),
+    "adamw": functools.partial(_made, optim.AdamW, lr=1e-2),
+    "amsgrad": functools.partial(_made, optim.Adam, lr=1e-2, amsgrad=True),
+    "rmsprop": functools.partial(_made, optim.RMSprop, lr=1e-3, momentum=0.5, centered=True),
+    "adagrad": functools.partial(_made, optim.Adagrad, lr=1e-2),
+    "adadelta": functools.partial(_made, optim.Adadelta, lr=0.5),
+    "adamax": functools.partial(_made, optim.Adamax, lr=1e-2),
+    "nadam": functools.partial(_made, optim.NAdam, lr=1e-2),
+    "rprop": functools.partial(_made, optim.Rprop, lr=1e-2),
+    "radam": functools.partial(_made, optim.RAdam, lr=1e-2),
+    "asgd": functools.partial(_made, optim.ASGD, lr=1e-2),
+}
+_FUSED = ("sgd", "sgd momentum", "adam", "adamw", "amsgrad", "adagrad")
+
+OPTIMIZERS: dict[str, Make] = {
+    **{f"{name}, loop": kind(foreach=False) for name, kind in _KINDS.items()},
+    **{f"{name}, foreach": kind(foreach=True) for name, kind in _KINDS.items()},
+    **{f"{name}, fused": _KINDS[name](fused=True) for name in _FUSED},
+}
+
+
+class Adapted(nn.Module):
+    """A frozen layer beside a product of two thin matrices, as LoRA has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 128).requires_grad_(False)
+        self.frozen = nn.Linear(128, 128).requires_grad_(False)
+        self.down, self.up = nn.Linear(128, 8, bias=False), nn.Linear(8, 128, bias=False)
+        self.head = nn.Linear(128, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        return self.head(self.frozen(x) + self.up(self.down(x)))
+
+
+class Normed(nn.Module):
+    """Statistics in buffers, which rank 0 gives to the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 128)
+        self.norm, self.head = nn.BatchNorm1d(128), nn.Linear(128, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        return self.head(self.norm(x.flatten(0, 1)).view_as(x))
+
+
+class Scaled(nn.Module):
+    """Numbers, vectors and tensors of four dimensions among the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 64)
+        self.scale, self.shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(64))
+        self.mixed = nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(64, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) * self.scale + self.shift
+        y = self.mixed(x.view(-1, 8, 8, 8)).view_as(x)
+        return self.head(x + y)
+
+
+class Mixed(nn.Module):
+    """Rows that divide evenly, rows that do not, and what is too small to be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.middle = nn.Embedding(VOCABULARY, 330), nn.Linear(330, 128)
+        self.head = nn.Linear(128, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.middle(self.tokens(tokens)).tanh())
+
+
+def groups(model_parameters: Any) -> Optimizer:
+    """Two groups with numbers of their own."""
+    found = list(model_parameters)
+    matrices = [p for p in found if p.dim() > 1]
+    others = [p for p in found if p.dim() <= 1]
+    return optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 3e-3}],
+        lr=1e-2,
+        foreach=True,
+    )
+
+
+def value_clipped(model: nn.Module, optimizer: Optimizer, tokens: Tensor, wanted: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), wanted.flatten())
+    loss.backward()
+    clip_grad_value_(model.parameters(), 0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def autocast(model: nn.Module, optimizer: Optimizer, tokens: Tensor, wanted: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), wanted.flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def half_loss(model: nn.Module, optimizer: Optimizer, tokens: Tensor, wanted: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), wanted.flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def accumulating(
+    model: nn.Module, optimizer: Optimizer, tokens: Tensor, wanted: Tensor, update: bool
+) -> Tensor:
+    """One of several backwards for one update."""
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), wanted.flatten())
+    loss.backward()
+    if update:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach()
+
+
+def twice(model: nn.Module, optimizer: Optimizer, tokens: Tensor, wanted: Tensor) -> Tensor:
+    """Two losses with backwards of their own."""
+    first = F.cross_entropy(model(tokens).flatten(0, 1), wanted.flatten())
+    first.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    second = F.cross_entropy(model(wanted).flatten(0, 1), tokens.flatten())
+    second.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return (first + second).detach()
+
+
+def _steps(pair: Beside, rank: int) -> None:
+    pair.run(rank)
+
+
+def _shapes(pair: Beside, rank: int) -> None:
+    pair.run(rank, 2, rows=2)
+    pair.run(rank, 2, rows=3)
+    pair.run(rank, 1, rows=2)
+
+
+def _rates(pair: Beside, rank: int) -> None:
+    for rate in (1e-2, 5e-3, 1e-3):
+        for optimizer in (pair.optimizer, pair.reference_optimizer):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        pair.run(rank, 1)
+
+
+def _unfrozen(pair: Beside, rank: int) -> None:
+    pair.run(rank, 2)
+    pair.step.flush()
+    for model in (pair.model, pair.reference):
+        model.frozen.requires_grad_(True)  # type: ignore[union-attr, operator]
+    pair.renew_ddp()
+    pair.run(rank, 2)
+
+
+def _evaluated(pair: Beside, rank: int) -> None:
+    pair.run(rank, 2)
+    pair.model.eval(), pair.reference.eval()
+    pair.run(rank, 1)
+    pair.model.train(), pair.reference.train()
+    pair.run(rank, 1)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, how, and what is done."""
+
+    build: Callable[[], nn.Module] = Language
+    optimizer: Make = OPTIMIZERS["adamw, foreach"]
+    step: Callable[..., Any] = train_step
+    run: Callable[[Beside, int], None] = _steps
+
+
+FUSED = OPTIMIZERS["adamw, fused"]
+SETTINGS: dict[str, Setting] = {
+    **{name: Setting(Mixed, make) for name, make in OPTIMIZERS.items()},
+    "uneven": Setting(Uneven, FUSED),
+    "uneven, loop": Setting(Uneven, OPTIMIZERS["adam, loop"]),
+    "tied": Setting(lambda: Language(tied=True, width=128), FUSED),
+    "tied, uneven": Setting(lambda: Language(tied=True, width=264)),
+    "clipped by value": Setting(step=value_clipped),
+    "clipped by value, uneven": Setting(Uneven, FUSED, value_clipped),
+    "groups": Setting(optimizer=groups),
+    "groups, uneven": Setting(Uneven, groups),
+    "double": Setting(lambda: Language().double(), FUSED),
+    "bfloat16": Setting(lambda: Language().bfloat16(), FUSED, half_loss),
+    "bfloat16, uneven": Setting(lambda: Uneven().bfloat16(), FUSED, half_loss),
+    "two dtypes": Setting(lambda: _half_of(Language()), OPTIMIZERS["adamw, loop"], half_loss),
+    "autocast": Setting(step=autocast),
+    "autocast, uneven": Setting(Uneven, FUSED, autocast),
+    "adapters": Setting(Adapted),
+    "frozen and unfrozen": Setting(Adapted, FUSED, run=_unfrozen),
+    "buffers": Setting(Normed),
+    "evaluated between": Setting(Normed, FUSED, run=_evaluated),
+    "other shapes": Setting(Scaled),
+    "batches of other shapes": Setting(run=_shapes),
+    "learning rates": Setting(optimizer=FUSED, run=_rates),
+    "two updates": Setting(optimizer=FUSED, step=twice),
+    "deep": Setting(lambda: Language(layers=3, width=128), FUSED),
+}
+
+
+def _half_of(model: nn.Module) -> nn.Module:
+    """Rows of two dtypes among the parameters of one group."""
+    model.head.bfloat16()  # type: ignore[union-attr, operator]
+    model.norm.bfloat16()  # type: ignore[union-attr, operator]
+    model.norm.register_forward_pre_hook(_to_half)  # type: ignore[union-attr, operator]
+    return model
+
+
+def _to_half(module: nn.Module, inputs: Any) -> Any:
+    return (inputs[0].bfloat16(),)
+
+
+def run_setting(rank: int, name: str, stage: int) -> None:
+    """Train beside DDP: the same losses, parameters and state."""
+    setting = SETTINGS[name]
+    pair = Beside(setting.build, setting.optimizer, setting.step, stage, "default")
+    setting.run(pair, rank)
+    pair.compare()
+
+
+def run_accumulated(rank: int, stage: int, build: str) -> None:
+    """Two local backwards before each update."""
+    pair = Beside(
+        {"language": Language, "uneven": Uneven}[build], FUSED, accumulating, stage, "default"
+    )
+    for number, given in enumerate(batches(rank, 6)):
+        update = number % 3 == 2
+        sync = nullcontext() if update else pair.step.no_sync()
+        theirs = nullcontext() if update else pair.ddp.no_sync()
+        with sync:
+            ours = pair.step(pair.model, pair.optimizer, *given, update)
+        with theirs:
+            expected = accumulating(pair.ddp, pair.reference_optimizer, *given, update)
+        assert torch.equal(ours, expected)
+    pair.step.flush()
+    pair.compare()
