@@ -59,7 +59,6 @@ class AssumptionFailedError(GraphOptError, RuntimeError):
         place: the user's line.
         handed_out: what the graph has computed by then, as far as another branch goes on from it.
         alone: other ranks may go on with this call meanwhile.
-        voted: on another rank, maybe, which all ranks begin the call once more for.
 
     >>> import graphopt, torch
     >>> def step(model, x):
@@ -74,7 +73,7 @@ class AssumptionFailedError(GraphOptError, RuntimeError):
     def __init__(self, index: int, found: Any, place: str) -> None:
         self.index, self.found, self.place = index, found, place
         self.handed_out: tuple[object, ...] = ()
-        self.alone = self.voted = False
+        self.alone = False
         super().__init__(
             f"the graph was captured for another outcome of a decision or a size by value than"
             f" {found!r}: {place}\n"

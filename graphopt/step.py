@@ -161,24 +161,31 @@ class TrainStep:
             self._entries.state_made(entry)
             return result
         result = self._run_other_branch(entry, call, failed)
-        self._retried = entry.tries if entry.failures == 1 else None
+        if not failed.alone:
+            self._retried = entry.tries if entry.failures == 1 else None
         return result
 
     def _run_other_branch(self, entry: BoundStep, call: Call, failed: AssumptionFailedError) -> Any:
         """Run the graph of the branch that the values of a call take, where `entry` took another
         one, and changed nothing."""
+        from graphopt.host.used import Used
         from graphopt.runtime.sharing import begun, learn
 
         left = entry.take_left()
         # What stands behind is found out by all ranks together, who guess as `entry` did.
-        behind = entry.answers[failed.index + 1 :] if failed.alone else ()
+        behind = entry.answers[failed.index + 1 :] if isinstance(failed.found, Used) else ()
         call = call.deciding((*entry.answers_before(failed.index), failed.found, *behind))
         self._entries.land()
         other = self._known(call)
-        apart = failed.alone or failed.voted or bool(entry.apart)
+        apart = failed.alone or bool(entry.apart)
         going_on = None if apart else begun(left, entry, other, call, self._calls)
         if going_on is None:
-            other = self._other_graph(entry, other, call, failed, bool(left.sent))
+            try:
+                other = self._other_graph(entry, other, call, failed, bool(left.sent))
+            except BaseException:
+                if failed.alone:
+                    entry.leave(self._calls, left.sent)
+                raise
         if other is None:
             return self._run_eagerly(call)
         result = self._run(other, call, going_on, left.sent)
@@ -206,12 +213,15 @@ class TrainStep:
         vote = None
         if entry.agreed is not None and not failed.alone:
             vote = functools.partial(entry.agreed.votes.alike, step=self._calls)
+        if known is not None and failed.alone and not _stand_on_same(known, entry):
+            known = None
         if known is not None:
             number = known.agreed.number if known.agreed else 0
             if vote is None or vote(number):
                 return known
         vote = vote if known is None else None
-        others = Others(failed.alone, vote, known is not None, launched)
+        alone = (failed.alone, entry.agreed, f": {failed.place}")
+        others = Others(*alone, vote=vote, anew=known is not None, launched=launched)
         cause = Cause.of_branch(failed.place, failed.found)
         other = self._captured_or_refused(call, cause, others)
         if other is not None:
@@ -379,6 +389,12 @@ class TrainStep:
             end = weakref.finalize(call.leaves[position], _forget_dead, weakref.ref(self))
             end.atexit = False
         return entry
+
+
+def _stand_on_same(one: BoundStep, other: BoundStep) -> bool:
+    """Whether two graphs launch what the ranks have agreed on for both."""
+    plans = [each.agreed and each.agreed.plans for each in (one, other)]
+    return plans[0] == plans[1]
 
 
 def _forget_dead(reference: weakref.ref[TrainStep]) -> None:

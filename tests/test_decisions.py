@@ -18,7 +18,6 @@ import graphopt
 from gloo import Pool
 from graphopt.errors import AssumptionFailedError, CaptureError
 from graphopt.host.assumptions import assumptions
-from graphopt.host.voted import VotedAssumption
 from graphopt.tracing.call import Call
 
 Step = Callable[[nn.Module, Optimizer, Tensor], Any]
@@ -629,14 +628,14 @@ def by_an_attribute_of_two_modules(model: Any, optimizer: Optimizer, x: Tensor) 
     return loss * 2 if model.limit + model.linear.limit > 0 else loss
 
 
-def _votes_on_rank(rank: int, step: Callable[..., Any], kind: graphopt.DataParallel) -> int:
+def _decided_alone_on_rank(rank: int, step: Callable[..., Any], kind: graphopt.DataParallel) -> int:
     model: Any = Counted()
     model.limit = model.linear.limit = torch.tensor(1.0 - rank)  # no buffers, which are sent
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled = graphopt.compile(step, parallel=kind)
     compiled(model, optimizer, torch.ones(2, 4))
-    targets = (node.target for node in assumptions(compiled.graph_module.graph))
-    return sum(isinstance(target, VotedAssumption) for target in targets)
+    targets: Any = (node.target for node in assumptions(compiled.graph_module.graph))
+    return sum(target.alone for target in targets)
 
 
 @pytest.mark.parametrize(
@@ -649,15 +648,15 @@ def _votes_on_rank(rank: int, step: Callable[..., Any], kind: graphopt.DataParal
         (by_an_attribute_of_two_modules, 1, 1),
     ],
 )
-def test_ranks_vote_on_buffers_that_are_their_own(
+def test_each_rank_decides_by_buffers_that_are_its_own(
     two_ranks: Pool, step: Callable[..., Any], unsent: int, sent: int
 ) -> None:
     """Each forward begins with rank 0's buffers where they are sent."""
     for sends, expected in ((False, unsent), (True, sent)):
         kind = graphopt.DataParallel(broadcast_buffers=sends)
-        assert two_ranks.run(_votes_on_rank, step, kind) == [expected] * 2
+        assert two_ranks.run(_decided_alone_on_rank, step, kind) == [expected] * 2
 
 
-def test_ranks_vote_on_buffers_that_do_not_begin_alike(two_ranks: Pool) -> None:
+def test_each_rank_decides_by_buffers_that_do_not_begin_alike(two_ranks: Pool) -> None:
     kind = graphopt.DataParallel(broadcast=False, broadcast_buffers=False)
-    assert two_ranks.run(_votes_on_rank, counts, kind) == [1, 1]
+    assert two_ranks.run(_decided_alone_on_rank, counts, kind) == [1, 1]

@@ -190,8 +190,8 @@ def test_one_rank_keeps_an_average(two_ranks: Pool) -> None:
     assert all(two_ranks.run(kept_alike))
 
 
-def asked_on_one(rank: int) -> tuple[str, bool]:
-    """What is said where one rank alone takes a decision, and whether the hint works."""
+def asked_on_one(rank: int) -> bool:
+    """Whether one rank alone may take a decision, or use what all decide."""
     model = linear(4, 2, 1)
 
     def loss_of(x: Tensor) -> Tensor:
@@ -207,20 +207,16 @@ def asked_on_one(rank: int) -> tuple[str, bool]:
         loss = loss_of(x)
         return loss * 2 if loss > 200 and rank == 0 else loss
 
-    with pytest.raises(graphopt.SpmdMismatchError) as caught:
-        graphopt.compile(alone)(batches(rank, 1)[0])
-    run, x = graphopt.compile(together), batches(rank, 4)
-    return str(caught.value), [run(each) for each in x] == [alone(each) for each in x]
+    steps, x = [graphopt.compile(alone), graphopt.compile(together)], batches(rank, 4)
+    return all([run(each) for each in x] == [alone(each) for each in x] for run in steps)
 
 
-def test_a_hint_that_all_ranks_have_to_ask(two_ranks: Pool) -> None:
-    for message, works in two_ranks.run(asked_on_one):
-        assert "a decision by a value of its own" in message and works
-        assert "`if loss < best and rank == 0`" in message
+def test_one_rank_alone_decides(two_ranks: Pool) -> None:
+    assert all(two_ranks.run(asked_on_one))
 
 
-def asked_twice(rank: int) -> str:
-    """One rank asks for two values, the other for one; what they vote on is sent at once."""
+def asked_twice(rank: int) -> bool:
+    """One rank asks for two values, the other for one."""
     model = linear(4, 2, 1)
 
     @graphopt.compile
@@ -229,13 +225,12 @@ def asked_twice(rank: int) -> str:
         loss.backward()
         return loss.detach() * (2 if loss > 0 or x.sum() > 0 else 1)  # type: ignore[no-any-return]
 
-    with pytest.raises(graphopt.SpmdMismatchError) as caught:
-        step(torch.full((3, 4), float(rank), dtype=torch.float64))
-    return str(caught.value)
+    x, factor = torch.full((3, 4), float(rank), dtype=torch.float64), 1 + rank
+    return all(bool(step(x) == model(x).square().sum() * factor) for _ in range(2))
 
 
-def test_another_number_of_decisions_is_refused_on_all_ranks(two_ranks: Pool) -> None:
-    assert all("which all ranks vote on" in message for message in two_ranks.run(asked_twice))
+def test_ranks_take_another_number_of_decisions(two_ranks: Pool) -> None:
+    assert all(two_ranks.run(asked_twice))
 
 
 def test_one_rank_decides(two_ranks: Pool) -> None:

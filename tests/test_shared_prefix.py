@@ -333,7 +333,7 @@ def test_ranks_decide_by_what_they_have_reduced_in_place(two_ranks: Pool) -> Non
         assert all(map(same, left, eager))
 
 
-def test_ranks_vote_on_a_value_of_which_a_part_is_reduced(two_ranks: Pool) -> None:
+def test_ranks_decide_by_a_value_of_which_a_part_is_reduced(two_ranks: Pool) -> None:
     expected = two_ranks.run(_on_rank, by_a_part, False, "default", False)
     found = two_ranks.run(_on_rank, by_a_part, True, "default", False)
     for (left, _, _), (eager, _, _) in zip(found, expected, strict=True):

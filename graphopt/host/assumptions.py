@@ -7,6 +7,11 @@
 
 An assumption reads everything that the step updates, so no update comes before it: where it fails,
 the step has changed nothing. The step then runs again as the graph of the other branch.
+
+On several ranks a decision is *uniform* where its value is known to be the same on all of them. It
+fails on all ranks at once. Any other one may fail on one rank *alone*, while the others go on. That
+rank runs the graph of its other branch, which launches the same collectives in the same order, and
+takes what those launched so far have given.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ class Assumption(HostCall):
     Args:
         index: which assumption of the step it is, in the order of the program.
         place: the user's line.
+        alone: it may fail on this rank alone.
 
     Attributes:
         answer: what the number was at capture.
@@ -43,10 +49,10 @@ class Assumption(HostCall):
 
     count = 1
 
-    def __init__(self, index: int, place: str) -> None:
+    def __init__(self, index: int, place: str, alone: bool = False) -> None:
         super().__init__(_nothing, ())
         self.__name__ = self.__qualname__ = "assumption"
-        self.index, self.line = index, place
+        self.index, self.line, self.alone = index, place, alone
         self.answer: Answer = True
 
     def __call__(self, *values: Any) -> None:
@@ -65,6 +71,7 @@ class Assumption(HostCall):
         """The error where the answer is another one; it has the values that are handed out."""
         error = AssumptionFailedError(self.index, found, self.line)
         error.handed_out = tuple(values[self.count :])
+        error.alone = self.alone
         return error
 
     def repeats(self, other: HostCall) -> bool:
@@ -95,6 +102,12 @@ def _nothing() -> None:
 def assumptions(graph: fx.Graph) -> list[fx.Node]:
     """The assumptions of a graph, in order."""
     return [node for node in graph.nodes if isinstance(node.target, Assumption)]
+
+
+def uniform_answers(graph: fx.Graph) -> tuple[Answer, ...]:
+    """The answers to the decisions that all ranks take alike."""
+    targets = (node.target for node in graph.nodes)
+    return tuple(t.answer for t in targets if isinstance(t, Assumption) and not t.alone)
 
 
 def assumption_number(graph: fx.Graph, index: int) -> tuple[fx.Node, Assumption]:

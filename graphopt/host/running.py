@@ -47,8 +47,8 @@ class UsedElsewhere(Protocol):
 class AsksOthers(Protocol):
     """What ranks ask one another; see `graphopt.ranks.host_questions`."""
 
-    def alike(self, number: int, step: int) -> bool:
-        """Whether all ranks say the same number, and not 0."""
+    def hear_all(self, step: int) -> None:
+        """Say that this rank goes on, and raise where another one does not."""
 
 
 class VotesDue(Protocol):
@@ -197,9 +197,14 @@ class HostRun:
         """Which of some parameters other ranks use in this call; None where nobody is asked."""
         return None if self._unused is None else self._unused.used_anywhere(positions)
 
-    def all_hold(self, holds: bool) -> bool:
-        """Whether what this rank's graph assumes, and that of all others, holds in this call."""
-        return holds if self._questions is None else self._questions.alike(int(holds), self._step)
+    def all_go_on(self) -> None:
+        """Wait until all ranks have a graph for what they decide in this call.
+
+        Raises:
+            SpmdMismatchError: one has none.
+        """
+        if self._questions is not None:
+            self._questions.hear_all(self._step)
 
     def agree(self) -> None:
         """Raise what a function has raised here or on another rank, before state is updated."""
@@ -255,6 +260,14 @@ def hear() -> None:
     run = _current.get()
     if run is not None:
         run.hear()
+
+
+@has_side_effect
+def all_go_on() -> None:
+    """Wait until all ranks have a graph for what they decide. The target of a node."""
+    run = _current.get()
+    if run is not None:
+        run.all_go_on()
 
 
 def current_run() -> HostRun | None:

@@ -19,7 +19,6 @@ from torch import fx
 from graphopt._compat.sizes import AnsweredQuestions, Place
 from graphopt.host import HostCall
 from graphopt.host.assumptions import Answer, Assumption
-from graphopt.host.running import current_run
 
 
 class Sizes(tuple[int, ...]):
@@ -73,7 +72,7 @@ class SizeAssumption(Assumption):
     Args:
         places: of the sizes, in the values that the node takes.
         relations: of all sizes of the graph.
-        voted: it has to hold on all ranks, which have sizes of their own.
+        alone: ranks have sizes of their own.
     """
 
     def __init__(
@@ -83,10 +82,9 @@ class SizeAssumption(Assumption):
         places: Sequence[Place],
         count: int,
         relations: Relations,
-        voted: bool = False,
+        alone: bool = False,
     ) -> None:
-        super().__init__(index, line)
-        self.voted = voted
+        super().__init__(index, line, alone)
         self.count = count
         self.relations = relations
         self._places = places
@@ -97,13 +95,8 @@ class SizeAssumption(Assumption):
             for which, dimension in self._places
         )
         self.relations.found[self.index] = found
-        holds, running = self.relations.hold(self.index, self.relations.found), current_run()
-        if self.voted and running is not None:
-            holds = running.all_hold(holds)
-        if not holds:
-            error = self.failed(found, values)
-            error.voted = self.voted
-            raise error
+        if not self.relations.hold(self.index, self.relations.found):
+            raise self.failed(found, values)
 
     def repeats(self, other: HostCall) -> bool:
         return isinstance(other, SizeAssumption) and super().repeats(other)

@@ -33,16 +33,14 @@ class UsedAnywhere(Assumption):
     """
 
     def __init__(self, index: int, place: str, positions: Sequence[int]) -> None:
-        super().__init__(index, place)
+        super().__init__(index, place, alone=True)
         self.positions, self.count = tuple(positions), len(positions)
 
     def run(self, values: Sequence[Any]) -> None:
         running = current_run()
         found = None if running is None else running.used_anywhere(self.positions)
         if found is not None and found != self.answer:
-            error = self.failed(Used(found), values)
-            error.alone = True
-            raise error
+            raise self.failed(Used(found), values)
 
     def repeats(self, other: HostCall) -> bool:
         same = isinstance(other, UsedAnywhere) and other.positions == self.positions

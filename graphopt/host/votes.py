@@ -12,6 +12,11 @@ number, a collective of its own, whether it goes on. Two kinds of places need th
 - at the end of the call, if a function may raise after an update. Nobody waits for this: it is
   heard in the next call before its first collective, which the rank that failed might not join.
 
+Where a rank may decide by values of its own, all ranks say behind their last launch that they have
+found a graph for the way that they take: a rank that finds none joins the collectives of the others
+with zeros (`graphopt.ranks.leaving`), so that these come to that place, and end there. Nobody may
+wait there earlier: what is launched behind it may be what another rank waits for to get there.
+
 What was raised stands in the store of the process group, where errors of running steps are told.
 """
 
@@ -29,7 +34,8 @@ from graphopt.errors import SpmdMismatchError
 from graphopt.graph_utils import find_nodes, get_output, is_collective, written
 from graphopt.host import host_call_of
 from graphopt.host.assumptions import Assumption
-from graphopt.host.running import agree, hear
+from graphopt.host.running import agree, all_go_on, hear
+from graphopt.host.used import Used
 from graphopt.ir.effects import Effects
 from graphopt.ir.metadata import STATE_KINDS, input_kind, late_group, set_value
 from graphopt.ranks.failed_runs import said_explained
@@ -45,17 +51,23 @@ class Agreement:
     Attributes:
         before_updates: before state is updated, where nobody goes on until all have said it.
         at_end: when the call is over.
+        alone: before state is updated, that they have a graph for what they decide alone.
     """
 
     before_updates: bool = False
     at_end: bool = False
+    alone: bool = False
 
     @classmethod
     def needed_by(cls, graph: fx.Graph) -> Agreement:
         """For the functions that one rank's graph calls."""
-        found = map(host_call_of, graph.nodes)
-        calls = [call for call in found if not isinstance(call, Assumption | None)]
-        return cls(any(not call.last for call in calls), any(not call.first for call in calls))
+        found = [call for call in map(host_call_of, graph.nodes) if call is not None]
+        calls = [call for call in found if not isinstance(call, Assumption)]
+        return cls(
+            any(not call.last for call in calls),
+            any(not call.first for call in calls),
+            any(map(decides_alone, found)),
+        )
 
     @classmethod
     def of_all(cls, everyone: Sequence[Sequence[bool]]) -> Agreement:
@@ -65,10 +77,10 @@ class Agreement:
     @property
     def said(self) -> list[bool]:
         """For the other ranks."""
-        return [self.before_updates, self.at_end]
+        return [self.before_updates, self.at_end, self.alone]
 
     def __bool__(self) -> bool:
-        return self.before_updates or self.at_end
+        return any(self.said)
 
 
 class Votes:
@@ -133,6 +145,11 @@ class Votes:
         )
 
 
+def decides_alone(target: object) -> bool:
+    """Whether something is an assumption by a value of a rank's own."""
+    return isinstance(target, Assumption) and target.alone and not isinstance(target.answer, Used)
+
+
 def commit_before(graph: fx.Graph) -> fx.Node:
     """The first update of state behind the last launch of a collective, or the output: the same
     place among the collectives on all ranks, where all agree whether the step goes on."""
@@ -154,6 +171,9 @@ def _updates_state(node: fx.Node, effects: Effects) -> bool:
 def with_agreement(gm: fx.GraphModule, agreement: Agreement) -> fx.GraphModule:
     """Let all ranks agree in a graph that no function has raised; in place."""
     graph = gm.graph
+    if agreement.alone:
+        with graph.inserting_before(commit_before(graph)):
+            set_value(graph.call_function(all_go_on), None)
     if agreement.before_updates:
         with graph.inserting_before(commit_before(graph)):
             set_value(graph.call_function(agree), None)

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from graphopt import _compat
+from graphopt.errors import SpmdMismatchError
 from graphopt.ranks.failed_runs import said_explained
+from graphopt.ranks.failures import reasons
 
 _made: WeakKeyDictionary[dist.ProcessGroup, Questions] = WeakKeyDictionary()
 
@@ -41,10 +43,35 @@ class Questions:
             number: at least 0.
             step: which call of the step function it is about, counted from 1.
         """
-        said = torch.tensor([number, -number], dtype=torch.int64)
+        most, least = self._said([number, -number], step)
+        return bool(number and most == -least)
+
+    def hear_all(self, step: int) -> None:
+        """Say that this rank goes on with a call. Waits for all of them.
+
+        Raises:
+            SpmdMismatchError: another rank does not.
+        """
+        other = self._said([0], step)[0] - 1
+        if other < 0:
+            return
+        group = self._group()
+        reason = "an error" if group is None else reasons(group, step).get(other, "an error")
+        raise SpmdMismatchError(
+            f"rank {other} has no graph for what it decides in step {step}, so the other ranks end"
+            f" the step as well\n  rank {other} said:  {reason}"
+        )
+
+    def end(self, step: int) -> None:
+        """Say that this rank does not go on with a call. Waits for all of them."""
+        group = self._group()
+        self._said([1 + (0 if group is None else group.rank())], step)
+
+    def _said(self, numbers: list[int], step: int) -> list[int]:
+        """The largest of each number that the ranks say."""
+        said = torch.tensor(numbers, dtype=torch.int64)
         group = self._group()
         assert group is not None, "who asks has it"
         with said_explained(group, step):
             _compat.maximum(self._channels[0], said)
-        most, least = said.tolist()
-        return bool(number and most == -least)
+        return said.tolist()

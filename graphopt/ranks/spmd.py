@@ -18,13 +18,12 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import SpmdMismatchError
 from graphopt.graph_utils import is_collective
-from graphopt.host.sizes import SizeAssumption
-from graphopt.host.voted import VotedAssumption, launch_of_vote
+from graphopt.host.assumptions import Assumption
 from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import calls_of
 from graphopt.ranks.meeting import Channel
 
-_VOTED = "which all ranks vote on"
+_UNIFORM = "a decision by a value that all ranks have alike"
 _TAKE_THE_DECISION = (
     "let all ranks ask for the value, whatever they make of the answer: `if loss < best and rank =="
     " 0`, not `if rank == 0 and loss < best`"
@@ -39,7 +38,8 @@ FREEZE = (
 
 
 def collective_plan(graph: fx.Graph, ranks: Set[int]) -> list[str]:
-    """One line per collective, in launch order: operator, options, dtype, shape, group.
+    """One line per collective, in launch order: operator, options, dtype, shape, group; and one for
+    each uniform decision.
 
     Args:
         ranks: those that compare their plans. A group that not all of them are in, as one of
@@ -47,8 +47,6 @@ def collective_plan(graph: fx.Graph, ranks: Set[int]) -> list[str]:
     """
     plan: list[str] = []
     of_some: dict[str, str] = {}
-    voted = [node for node in graph.nodes if isinstance(node.target, VotedAssumption)]
-    votes = set(map(launch_of_vote, voted))
     for node in graph.nodes:
         if is_collective(node):
             name = str(node.args[-1])
@@ -60,16 +58,9 @@ def collective_plan(graph: fx.Graph, ranks: Set[int]) -> list[str]:
             options = ", ".join([*plain, name])
             values = _compat.tree_leaves(fake_value(node))  # of several tensors where it takes such
             given = ", ".join(f"{value.dtype}{list(value.shape)}" for value in values)
-            why = f": a decision by a value of its own, {_VOTED}" if node in votes else ""
-            plan.append(f"{node.target}({given}, {options}){why}")
-        elif asks(node):
-            plan.append(f"a size by its own values, {_VOTED}")
-    return plan
-
-
-def asks(node: fx.Node) -> bool:
-    """True if the ranks ask one another on the host where this node runs."""
-    return isinstance(node.target, SizeAssumption) and node.target.voted
+            plan.append(f"{node.target}({given}, {options})")
+    decided = [node.target for node in graph.nodes if isinstance(node.target, Assumption)]
+    return [*plan, *(_UNIFORM for each in decided if not each.alone)]
 
 
 def launches_digest(graph: fx.Graph) -> str:
@@ -162,11 +153,11 @@ def check_same(what: str, everyone: Sequence[Sequence[str]], hint: str = _BUILD_
             expected = everyone[0][index] if index < len(everyone[0]) else "nothing"
             found = theirs[index] if index < len(theirs) else "nothing"
             if expected != found:
-                votes = any(line.endswith(_VOTED) for line in (expected, found))
+                decides = _UNIFORM in (expected, found)
                 raise SpmdMismatchError(
                     f"rank {rank} has other {what} than rank 0, first at number {index}:\n"
                     f"  rank 0:  {expected}\n  rank {rank}:  {found}\n"
-                    f"  hint:  {_TAKE_THE_DECISION if votes else hint}"
+                    f"  hint:  {_TAKE_THE_DECISION if decides else hint}"
                 )
 
 

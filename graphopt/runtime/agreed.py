@@ -32,6 +32,8 @@ class Others:
 
     Attributes:
         alone: they have gone on with the call, and cannot come to agree.
+        agreed: what the graphs stand on that they run then.
+        at: the user's line that makes this rank need another one, for messages.
         vote: they need one as well. Tells them for which agreement (`Agreed.number`) this rank has
             a graph, 0 for none; returns whether all have one for the same.
         anew: they come to agree anew.
@@ -40,6 +42,8 @@ class Others:
     """
 
     alone: bool = False
+    agreed: Agreed | None = None
+    at: str = ""
     vote: Callable[[int], bool] | None = None
     anew: bool = False
     launched: bool = False

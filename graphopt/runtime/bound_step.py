@@ -17,7 +17,7 @@ from graphopt._compat.late import without_torch_function
 from graphopt.errors import AssumptionFailedError, GraphOptError
 from graphopt.graph_utils import without_autocast
 from graphopt.guards.guards import Guards
-from graphopt.host.assumptions import Answer
+from graphopt.host.assumptions import Answer, uniform_answers
 from graphopt.host.running import HostRun, running
 from graphopt.host.sizes import Sizes, answered_alike, found_before
 from graphopt.host.used import unused
@@ -25,6 +25,7 @@ from graphopt.iter_graph import IterGraphModule
 from graphopt.ranks.failed_runs import explained, group_names
 from graphopt.ranks.failures import check_usable
 from graphopt.ranks.independent_ranks import launched_apart
+from graphopt.ranks.leaving import join_with_zeros, sends_before_own
 from graphopt.runtime.agreed import Agreed
 from graphopt.runtime.branch import Begun, Branch, Left
 from graphopt.runtime.budget import Cause
@@ -67,6 +68,7 @@ class BoundStep:
         groups: names of the process groups that it communicates in.
         apart: those of them whose other ranks go on where a call begins once more.
         answers: to the decisions by value, in the order of the step, that it holds for.
+        uniform: those of them that all ranks have alike.
         tries: how it went when its branch was tried.
     """
 
@@ -85,6 +87,7 @@ class BoundStep:
         self.number = number
         self.cause: Cause | None = None
         self.answers = tuple(captured.live.answers)
+        self.uniform = uniform_answers(module.graph)
         self.tries = Tries()
         self._generators = DrawnGenerators(module.graph if self.answers else None)
         self._inputs = InputValues(captured, guards)
@@ -92,7 +95,9 @@ class BoundStep:
         self._running = False
         self.groups = group_names(module.graph)
         self.apart = captured.apart
-        self._notes_apart = launched_apart(module.graph, self.apart)
+        self._notes_launches = launched_apart(module.graph, self.apart) or sends_before_own(
+            module.graph
+        )
         self._step = 0
         self._unused = unused(module.graph)
         self._left: Left | None = None
@@ -138,7 +143,7 @@ class BoundStep:
             host = self._host_run(flat, step, call)
             self._running = True
             generators, drawn = self._before_drawing(begun)
-            notes = sent or self._unused or self._notes_apart
+            notes = sent or self._unused or self._notes_launches
             noting = CollectiveResults(sent or {}) if notes else nullcontext()
             branch, there = (begun.branch, begun.there) if begun else (self.branch, [])
             try:
@@ -184,7 +189,8 @@ class BoundStep:
             assert self._left is not None
             self._left.sent = noting.results(None if error.alone else self.apart)
         error.handed_out = ()
-        self.tries.failures += 1
+        if not error.alone:
+            self.tries.failures += 1
 
     def _set_modes(self) -> None:
         """Leave the modes of modules that the step sets."""
@@ -209,6 +215,19 @@ class BoundStep:
         before = generators.states()
         begun.left.generators.restore(begun.left.drawn)
         return generators, before
+
+    def leave(self, step: int, sent: SentBefore) -> None:
+        """This rank cannot go on with a call whose graph the others run: let them come to where
+        they learn of it.
+
+        Args:
+            sent: what has been sent in it.
+        """
+        agreed = self.agreed
+        if agreed is None or agreed.questions is None or not agreed.agreement.alone:
+            return
+        join_with_zeros(self.module.first_executable, self.groups, sent)
+        agreed.questions.end(step)
 
     def take_left(self) -> Left:
         """What the last call has left behind, in which an assumption failed."""

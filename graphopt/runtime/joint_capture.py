@@ -20,15 +20,15 @@ from graphopt.parallel import OverRanks
 from graphopt.ranks.buffer_groups import make_group_of_buffers
 from graphopt.ranks.host_questions import Questions
 from graphopt.ranks.meeting import Channel
-from graphopt.ranks.spmd import FREEZE, asks, check_same, check_same_plans, merged_order
+from graphopt.ranks.spmd import FREEZE, check_same, check_same_plans, merged_order
 from graphopt.ranks.unused import UnusedParameters
 from graphopt.runtime.agreed import Agreed, NotAsAgreedError, OneVote, Others, Ranks, plans_of
 from graphopt.runtime.collector import collector_paused
 from graphopt.runtime.joined import JoinedModules
 from graphopt.runtime.joint_names import JointNames
-from graphopt.runtime.joint_traces import first_joint_trace, left_out, retried_voting, voting
+from graphopt.runtime.joint_traces import decisions, first_joint_trace, left_out, trained
 from graphopt.tracing.call import Call
-from graphopt.tracing.capture import CapturedStep, communication_for, finish
+from graphopt.tracing.capture import CapturedStep, communication_for, finish, retried
 from graphopt.tracing.collecting import module_tensors
 from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.inputs.implicit import MoreInputs
@@ -61,7 +61,7 @@ class _AsAgreed(Ranks):
     def capture(self, call: Call) -> CapturedStep:
         assert self.agreed is not None
         call = call if call.decided else call.deciding(self.agreed.likely)
-        call = with_remembered(voting(call, always=self._joint.uneven))
+        call = with_remembered(self._joint.prepared(call))
         try:
             with _compat.without_fake_mode(), collector_paused(), births_noted():
                 captured = self._captured(call, self.agreed.held)
@@ -78,7 +78,7 @@ class _AsAgreed(Ranks):
                 again = raw if order.names == raw.used else trace(call, inputs, communication)
                 return finish(call, inputs, communication, again, lasts=True, held=held)
             except (MoreInputs, CaptureError) as error:
-                call = retried_voting(call, inputs, error)
+                call = retried(call, inputs, error)
 
     def _order(self, inputs: Inputs, raw: RawTrace) -> tuple[str, ...]:
         assert self.agreed is not None
@@ -149,19 +149,19 @@ class _Together(Ranks):
     def capture(self, call: Call) -> CapturedStep:
         captured: CapturedStep | None = None
         call = with_remembered(call)
-        call = voting(call, always=self._joint.uneven) if self._sync else call
+        call = self._joint.prepared(call) if self._sync else call
         self._separate_buffers(call)
         while captured is None:
             call, inputs, raw = first_joint_trace(call, self._communication(None))
             communication = self._communication(self._meet(call, inputs, raw))
-            if self._sync and self._joint.uneven and not call.votes_always:
-                call = voting(call, always=True)
+            if self._sync and self._joint.uneven and not call.decides_alone:
+                call = call.deciding_alone()
                 continue
             try:
                 again = raw if self._order == raw.used else trace(call, inputs, communication)
                 captured = finish(call, inputs, communication, again, lasts=True, held=self._held)
             except (MoreInputs, CaptureError) as error:
-                call = retried_voting(call, inputs, error)
+                call = retried(call, inputs, error)
             everyone = self._meeting.exchange({"complete": captured is not None})
             if not all(theirs["complete"] for theirs in everyone):
                 captured = None
@@ -179,19 +179,26 @@ class _Together(Ranks):
     def _meet(self, call: Call, inputs: Inputs, raw: RawTrace) -> AgreedOrder:
         """Compare what the ranks have traced. Returns which gradients are averaged."""
         names = JointNames(call, inputs.module_tensors)
+        uniform, alone = decisions(raw)
         mine = {
             "sync": [f"averaging {self._sync}"],
             "tensors": names.tensors,
             "besides": names.besides,
             "used": names.told(raw.used),
             "held": names.told(sorted(held_names(inputs, raw))),
+            "uniform": uniform,
+            "alone": alone,
+            "trained": names.told(trained(call, inputs, raw.used)),
         }
         everyone = self._meeting.exchange(mine)
         check_same("communication mode", [theirs["sync"] for theirs in everyone])
         self._joint.compare(everyone)
         before = [earlier.order(inputs) for earlier in self._earlier]
         used = [names.own(theirs["used"]) for theirs in everyone]
-        self._order = merged_order([*before, *used])
+        self._joint.uneven |= any(theirs["uniform"] != uniform for theirs in everyone)
+        alone = any(theirs["alone"] for theirs in everyone)
+        others = [names.own(theirs["trained"]) for theirs in everyone] if alone else []
+        self._order = merged_order([*before, *used, *others])
         self._asks = bool(left_out(call, inputs, self._order))
         self._held = frozenset().union(*(names.own(theirs["held"]) for theirs in everyone))
         return AgreedOrder(self._order, frozenset(raw.used), frozenset().union(*used))
@@ -205,7 +212,7 @@ class _Together(Ranks):
             "history": history,
             "callbacks": needed.said,
             "channel": secrets.token_hex(8),
-            "asks": self._asks or any(any(map(asks, g.graph.nodes)) for g in graphs.values()),
+            "asks": self._asks or needed.alone,
         }
         everyone = self._meeting.exchange(planned)
         check_same_plans(
@@ -247,7 +254,8 @@ class JointCapture:
 
     Attributes:
         alone: the last capture was one of this rank alone.
-        uneven: ranks have other modules besides those that are trained. These keep their values.
+        uneven: ranks have other modules besides those that are trained, which keep their values, or
+            do not take the same decisions. Each decision is a rank's own then.
     """
 
     def __init__(self, topic: str, *, accumulated: bool = True) -> None:
@@ -263,6 +271,10 @@ class JointCapture:
     ) -> MarkedCommunication | None:
         """What traces mark."""
         return communication_for(parallel, agreed, accumulated=self._accumulated)
+
+    def prepared(self, call: Call) -> Call:
+        """The call as a trace takes it that this rank shares with others."""
+        return call.deciding_alone() if self.uneven else call
 
     def ways(
         self, call: Call, parallel: OverRanks, sync: bool, mode: tuple[Any, ...], others: Others
@@ -282,15 +294,21 @@ class JointCapture:
         if self._joined.has_all(call) and not sync:
             yield _Apart(self)
         vote = None if others.vote is None else OneVote(others.vote)
-        for earlier in [] if others.anew else self._matching(call, mode):
+        matching = self._matching(call, mode)
+        if others.alone:  # the others run what this graph stands on
+            matching = [each for each in matching if each is others.agreed]
+        for earlier in [] if others.anew else matching:
             if vote is None or not vote.is_cast:
                 yield _AsAgreed(self, earlier, parallel, vote)
         if vote is not None and not vote.is_cast:
             vote(0)
         if others.alone:
             raise SpmdMismatchError(
-                "another graph is needed for the parameters that the ranks use in this call, and it"
-                " has other collectives than they agreed on"
+                "another graph is needed for what this rank decides, or for the parameters that the"
+                f" ranks use, in this call{others.at}; it has other collectives, or other decisions"
+                " that all ranks take alike, than the ranks agreed on\n  hint:  communicate, call"
+                " backward() and decide by values that all ranks have alike outside of branches"
+                " that a rank takes by values of its own"
             )
         self.alone = False
         group = _compat.group_or_default(parallel.group)

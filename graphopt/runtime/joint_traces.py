@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection
 
-from graphopt.errors import CaptureError
+from graphopt.host.assumptions import Assumption
 from graphopt.host.used import Used
 from graphopt.tracing.call import Call
-from graphopt.tracing.capture import first_trace, retried
-from graphopt.tracing.decisions import OwnDecisionError
+from graphopt.tracing.capture import first_trace
 from graphopt.tracing.inputs.entries import Inputs
-from graphopt.tracing.inputs.implicit import MoreInputs
 from graphopt.tracing.reduction import MarkedCommunication
 from graphopt.tracing.trace import RawTrace
-
-
-def voting(call: Call, *, always: bool) -> Call:
-    """A call in which all ranks say whether what their graphs assume holds.
-
-    Args:
-        always: of each decision, also by what begins alike on all ranks.
-    """
-    new = copy.copy(call)
-    new.votes, new.votes_always = True, always
-    return new
-
-
-def retried_voting(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Call:
-    """`retried`; where what decides turns out to be a rank's own, with votes on each decision."""
-    if not isinstance(error, OwnDecisionError) or not call.votes or call.votes_always:
-        return retried(call, inputs, error)
-    return voting(call, always=True)
 
 
 def first_joint_trace(
@@ -58,3 +37,22 @@ def left_out(call: Call, inputs: Inputs, order: Collection[str]) -> list[str]:
         if any(name in order for name in names):
             names_left += [name for name in names if name not in order]
     return names_left
+
+
+def trained(call: Call, inputs: Inputs, used: Collection[str]) -> list[str]:
+    """Parameters that this rank may come to use where it decides otherwise: those of modules of
+    which it uses others, and those that optimizers of the call update."""
+    entries = {id(entry.tensor): entry.fqn for entry in inputs.parameters}
+    groups = (group for optimizer in call.optimizer_objects() for group in optimizer.param_groups)
+    updated = {id(parameter) for group in groups for parameter in group["params"]}
+    parameters = [e.tensor for e in inputs.parameters if id(e.tensor) in updated]
+    names = [entries[id(parameter)] for parameter in parameters if parameter.requires_grad]
+    return [*left_out(call, inputs, used), *names]
+
+
+def decisions(raw: RawTrace) -> tuple[int, bool]:
+    """How many uniform decisions a trace takes, and whether it takes any of a rank's own."""
+    targets = [node.target for node in raw.graph_module.graph.nodes]
+    found = [each for each in targets if isinstance(each, Assumption)]
+    own = [each for each in found if each.alone and not isinstance(each.answer, Used)]
+    return sum(not each.alone for each in found), bool(own)

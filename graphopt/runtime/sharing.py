@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from graphopt._compat.late import without_torch_function
-from graphopt.host.used import Used
 from graphopt.runtime.bound_step import BoundStep, Tries
 from graphopt.runtime.branch import Begun, Left
 from graphopt.tracing.call import Call
@@ -26,16 +25,16 @@ def in_order(entries: Sequence[BoundStep], retried: Tries | None) -> list[BoundS
     found = sorted(entries, key=lambda entry: (entry.tries is not retried, places[entry.tries]))
     for entry in reversed(found):
         if entry.agreed is not None:
-            answers = (answer for answer in entry.answers if not isinstance(answer, Used))
-            entry.agreed.likely = tuple(answers)
+            entry.agreed.likely = entry.uniform
     return found
 
 
 def join_branch(entry: BoundStep, entries: Sequence[BoundStep]) -> None:
-    """Let a new graph count as one of its branch, of which others hold for other arguments."""
+    """Let a new graph count as one of its branch, of which others hold for other arguments, or for
+    other decisions that this rank takes alone: all ranks try the same branches."""
     for other in entries:
         together = entry.agreed is not None and other.agreed is entry.agreed
-        if together and other.answers == entry.answers:
+        if together and other.uniform == entry.uniform:
             entry.tries = other.tries
 
 

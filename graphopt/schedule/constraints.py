@@ -2,7 +2,8 @@
 
 Beside values these are: updates in place and those who read what they overwrite, random numbers,
 functions of the user's on the host, and what a collective reads until its wait. The order of
-launches is free, since all ranks decide it alike.
+launches is free, since all ranks decide it alike, but that none goes past a decision: what a rank
+has sent before one is sent on each of its branches.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import fx
 
 from graphopt.graph_utils import is_collective, is_needed, is_random, is_wait, written
 from graphopt.host import is_host_call
+from graphopt.host.assumptions import Assumption
 from graphopt.ir.effects import Effects
 from graphopt.ir.views import launch_of
 
@@ -27,7 +29,18 @@ def predecessors(graph: fx.Graph) -> Predecessors:
     if any(map(is_host_call, graph.nodes)):
         _chain((node for node in graph.nodes if is_host_call(node) or written(node)), found)
     _chain((node for node in graph.nodes if _is_opaque(node)), found)
+    _order_decisions(graph, found)
     return found
+
+
+def _order_decisions(graph: fx.Graph, found: Predecessors) -> None:
+    """Launches stand behind the decisions that they stand behind now."""
+    decision: fx.Node | None = None
+    for node in graph.nodes:
+        if isinstance(node.target, Assumption):
+            decision = node
+        elif decision is not None and is_collective(node):
+            found[node].append(decision)
 
 
 def _order_updates(graph: fx.Graph, found: Predecessors) -> None:

@@ -13,7 +13,6 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import PipelineSyntaxError
 from graphopt.host.assumptions import assumptions
-from graphopt.host.voted import hear_votes
 from graphopt.ir.metadata import KIND, NAME
 from graphopt.ir.placement import placement_of
 from graphopt.iter_graph import IterGraphModule, copy_graph
@@ -228,9 +227,6 @@ class Stages:
         elif not self._given:
             keep_launches(module.graph, apart)
         manager.run(module, step.passes)
-        if hear_votes(module.graph):
-            module.recompile()
-            step.forget()
         return step
 
     def _choose(self, captured: CapturedStep, call: Call) -> None:

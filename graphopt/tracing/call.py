@@ -49,9 +49,7 @@ class Call:
         slot: holds these while a guard looks at them.
         besides: what the step uses besides its arguments; the objects follow them in `leaves`.
         decided: answers to its first decisions by value, where they are known.
-        votes: all ranks say in each call whether what their graphs assume holds, where that may be
-            another thing on each rank.
-        votes_always: they do so for each decision.
+        decides_alone: each decision may go another way on each rank.
         sizes: what a trace makes of sizes that depend on values.
         earlier: what earlier graphs of the step use besides its arguments; None without any.
         remembered: objects and tensors of `besides` (by id) that are there because of these.
@@ -100,7 +98,7 @@ class Call:
         self.besides = NOTHING
         self.decided: tuple[Answer, ...] = ()
         self.sizes = SizesKept.UNKNOWN
-        self.votes = self.votes_always = False
+        self.decides_alone = False
         self.earlier: Remembered | None = None
         self.remembered: frozenset[int] = frozenset()
 
@@ -158,6 +156,12 @@ class Call:
             return self
         new = copy.copy(self)
         new._using, new.decided = None, answers
+        return new
+
+    def deciding_alone(self) -> Call:
+        """The same call, in which each decision may go another way on each rank."""
+        new = copy.copy(self)
+        new._using, new.decides_alone = None, True
         return new
 
     def knowing_sizes(self) -> Call | None:

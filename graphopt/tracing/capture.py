@@ -26,7 +26,7 @@ from graphopt.runtime.collector import collector_paused
 from graphopt.tracing.call import Call, check_supported, is_array
 from graphopt.tracing.casts import refuse_kept_casts
 from graphopt.tracing.collecting import collect
-from graphopt.tracing.decisions import another_on_each_rank
+from graphopt.tracing.decisions import OwnDecisionError, another_on_each_rank
 from graphopt.tracing.effects.host_state import OutsideChanges, is_told, left_by_branches
 from graphopt.tracing.effects.mode_changes import are_seen, mode_changes
 from graphopt.tracing.failures import definition_of, explained, is_raised
@@ -334,16 +334,18 @@ def first_trace(
 
 def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Call:
     """The call as it may be traced with success where it has been refused with `inputs`: with what
-    it works on besides; with the other answer where a guessed one led to an exception; with more
-    known of sizes that depend on values, where something asked about them; with libraries that find
-    out that they are traced, where their decisions by value cannot be followed; or with its numbers
-    as constants, since some code takes nothing else.
+    it works on besides; with all decisions as a rank's own; with the other answer where a guessed
+    one led to an exception; with more known of sizes that depend on values, where something asked
+    about them; with libraries that find out that they are traced, where their decisions by value
+    cannot be followed; or with its numbers as constants, since some code takes nothing else.
 
     Raises:
         CaptureError: `error`, where that has been tried.
     """
     if isinstance(error, CaptureError) and error.final:
         raise error
+    if isinstance(error, OwnDecisionError) and not call.decides_alone:
+        return call.deciding_alone()
     if isinstance(error, CaptureError) and _was_guessed_wrong(inputs, error):
         return call.with_answers((*inputs.answers[:-1], not inputs.answers[-1]))
     if isinstance(error, MoreInputs) and any(

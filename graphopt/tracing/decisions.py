@@ -9,7 +9,6 @@ behind an assumption (`graphopt.host.assumptions`). Traces of the same call get 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from operator import getitem
 from typing import Any, cast
@@ -30,7 +29,6 @@ from graphopt.errors import CaptureError
 from graphopt.host.assumptions import Answer, Assumption, ValuesAssumption
 from graphopt.host.sizes import Relations, SizeAssumption, Sizes
 from graphopt.host.used import Used, UsedAnywhere
-from graphopt.host.voted import VotedAssumption
 from graphopt.ir.metadata import set_value
 from graphopt.ir.user_frames import current_user_line
 from graphopt.parallel.markers import Group
@@ -62,7 +60,7 @@ class Decider:
         group: the ranks that average gradients; None where none do. A rank then goes on with the
             graph of another branch by itself, whatever it has launched
             (`graphopt.ranks.independent_ranks`).
-        voting: every decision may be a rank's own.
+        all_own: every decision may be a rank's own.
     """
 
     def __init__(
@@ -74,9 +72,9 @@ class Decider:
         own: Sequence[bool],
         alone: bool,
         group: Group | None = None,
-        voting: bool = False,
+        all_own: bool = False,
     ) -> None:
-        self._group, self._voting = group, voting
+        self._group, self._own_so_far = group, all_own
         self._tracer, self._inputs = tracer, inputs
         self._own = own
         self._mode = mode
@@ -97,18 +95,24 @@ class Decider:
         known = self._inputs.answers
         self._refuse_many(line)
         unknown = kind is int and not self._knows(number)
-        if self._group is not None and (self._voting or unknown or not self._is_alike(number)):
-            return self._voted(number, kind, line, self._group)
-        assumption = Assumption(self._count, str(line))
+        alone = self._is_own(unknown or not self._is_alike(number))
+        assumption = Assumption(self._count, str(line), alone)
         asked = self._recorded(assumption, number)
         if self._count == len(known):
-            known.append(self._answer(asked, kind, line))
+            known.append(self._answer(asked, kind, alone))
         return self._assumed(assumption)
 
+    def _is_own(self, now: bool) -> bool:
+        """Whether the next decision may go another way on each rank: it is one of a rank's own, or
+        stands behind one, on a way that others may not have taken."""
+        self._own_so_far |= now
+        return self._group is not None and self._own_so_far
+
     def _is_alike(self, number: Any) -> bool:
-        node = _compat.node_of(self._tracer, number)
-        assert self._group is not None
-        return node is None or is_alike(self._tracer.graph, node, self._own, self._group)
+        node, group = _compat.node_of(self._tracer, number), self._group
+        if node is None or group is None:
+            return True
+        return is_alike(self._tracer.graph, node, self._own, group)
 
     @property
     def may_know(self) -> bool:
@@ -126,18 +130,6 @@ class Decider:
         values, node = self._values, _compat.node_of(self._tracer, number)
         return not isinstance(values, ValuesBeforeCollectives) or values.knows(node)
 
-    def _voted(self, number: Any, kind: type, line: Any, group: Group) -> Answer:
-        """What a number of this rank's own is, which the graph assumes where all ranks find what
-        their graphs assume."""
-        self._voting = True  # from here on, ranks may take other branches
-        known, node = self._inputs.answers, _compat.node_of(self._tracer, number)
-        if self._count == len(known):
-            known.append(cast(Answer, kind(self._values.of(node))))
-        assumption = VotedAssumption(self._count, str(line))
-        holds = vote_of(number, known[self._count], group)
-        _compat.record_call(assumption, [number, holds])
-        return self._assumed(assumption)
-
     def values(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """The integers that a traced tensor holds in this call, which the graph assumes.
 
@@ -146,8 +138,8 @@ class Decider:
         """
         line = current_user_line()
         known = self._inputs.answers
-        self._refuse(line)
-        assumption = ValuesAssumption(self._count, str(line))
+        self._refuse_many(line)
+        assumption = ValuesAssumption(self._count, str(line), self._is_own(True))
         asked = self._recorded(assumption, tensor)
         if self._count == len(known):
             known.append(tuple(self._values.of(asked).tolist()))
@@ -208,7 +200,6 @@ class Decider:
             return result
         line = current_user_line()
         self._refuse_many(line)
-        self._voting = True
         answer = self._sizes(node, places)
         numbers, symbols = self._known(answer, places)
         self._relations.add(self._count, answer, places, symbols)
@@ -254,26 +245,25 @@ class Decider:
             set_value(node, leaves[0])
             source = cast(fx.Node, node.args[0])
             values = [fx.Proxy(source, self._tracer)]  # the number may be a constant
-        counts = len(values), self._relations, self._group is not None
+        counts = len(values), self._relations, self._is_own(True)
         assumption = SizeAssumption(self._count, line, where, *counts)
         assumption.answer = answer
         self._tracer.create_proxy("call_function", assumption, tuple(values), {})
 
-    def _answer(self, number: Any, kind: type, line: Any) -> Answer:
-        """What a number is. Where it depends on collectives, a guess, the same on all ranks that
-        average gradients: a wrong one is found out when the graph first runs. One that leads to an
-        exception is taken back, and so is an answer behind collectives of a step that communicates
-        by itself: other ranks wait for these, so that a graph launches them before that exception.
-        A graph of fake tensors does not run here: it gets no guess."""
+    def _answer(self, number: Any, kind: type, alone: bool) -> Answer:
+        """What a number is. Where it depends on collectives, a guess; of a uniform decision, the
+        same on all ranks that average gradients: a wrong one is found out when the graph first
+        runs. One that leads to an exception is taken back, and so is an answer behind collectives
+        of a step that communicates by itself: other ranks wait for these, so that a graph launches
+        them before that exception. A graph of fake tensors does not run here: it gets no guess."""
         values, together = self._values, self._group is not None
         if not isinstance(values, ValuesBeforeCollectives):
             return cast(Answer, kind(values.of(number)))
         known = values.knows(number)
-        if together and not known and kind is not bool:
-            raise another_on_each_rank(line)
         if kind is bool and not (known and (together or not values.launched)):
             self._inputs.guessed = self._count
-        return True if together and not known else cast(Answer, kind(values.of(number)))
+        guessed = together and not known and not alone
+        return True if guessed else cast(Answer, kind(values.of(number)))
 
     def _refuse(self, line: Any) -> None:
         """One decision too many, or one that is this rank's own."""
@@ -288,24 +278,6 @@ class Decider:
                 location=str(line),
                 hint=WITHOUT_BRANCHES,
             )
-
-
-def vote_of(number: Any, answer: Answer, group: Group) -> torch.Tensor:
-    """1 where each rank finds for a traced number what its graph assumes, else 0."""
-    if isinstance(number, torch.SymFloat):
-        number = _compat.record_truth(operator.ne, (number, 0.0))
-    elif isinstance(number, torch.SymInt):
-        number = number != 0 if isinstance(answer, bool) else number == answer
-    integer: Any = _compat.record_integer(int, (number,))
-    if answer is False:
-        integer = 1 - integer
-    functional = torch.ops._c10d_functional
-    with torch.no_grad():
-        process_group = _compat.group_named(group.name)
-        device = None if process_group is None else _compat.device_of(process_group)
-        mine = torch.full((1,), integer, dtype=torch.int64, device=device)
-        held: torch.Tensor = functional.wait_tensor(functional.all_reduce(mine, "min", group.name))
-    return held
 
 
 class OwnDecisionError(CaptureError):

@@ -150,7 +150,7 @@ class StepRun:
         group = None if communication is None else communication.group
         self.made.decider = Decider(
             *(tracer, inputs, self.mode, self._values, own, self._alone),
-            *(group, self._call.votes_always),
+            *(group, self._call.decides_alone),
         )
         self.made.positions = Positions(tracer, self.mode, inputs.conditions)
 

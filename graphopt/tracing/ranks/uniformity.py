@@ -23,7 +23,6 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import get_outputs, is_collective, is_copy, is_operator
 from graphopt.host.assumptions import Assumption
-from graphopt.host.voted import VotedAssumption
 from graphopt.ir.metadata import known_value, storages_of
 from graphopt.ir.operators import draws, is_marker, operator_of
 from graphopt.parallel.markers import Group
@@ -98,8 +97,7 @@ def first_own(
 
 def _is_of_all(target: object) -> bool:
     """Whether something is an assumption that has to hold on all ranks alike."""
-    voted = isinstance(target, VotedAssumption) or getattr(target, "voted", False)
-    return isinstance(target, Assumption) and not voted
+    return isinstance(target, Assumption) and not target.alone
 
 
 def _buffers(inputs: Inputs, signature: Signature) -> Iterator[tuple[int, bool]]:

@@ -1,0 +1,60 @@
+"""A rank that cannot go on with a step while others run its graph: it joins their collectives with
+zeros, so that all of them come to the place where they learn of it.
+
+    rank 0   launch a   launch b                   waits for all to go on ── raises
+    rank 1   launch a   ✗ no graph for its branch  launch b of zeros, says that it does not go on
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphopt import _compat
+from graphopt.graph_utils import find_nodes, is_collective
+from graphopt.host.votes import decides_alone
+from graphopt.ir.metadata import known_value
+from graphopt.ir.operators import argument
+
+
+def sends_before_own(graph: fx.Graph) -> bool:
+    """Whether something is launched before a decision by a value of a rank's own."""
+    launches = find_nodes(graph, is_collective)
+    own = [node for node in graph.nodes if decides_alone(node.target)]
+    return bool(launches and own) and launches[0] < own[-1]
+
+
+def join_with_zeros(
+    executable: fx.Graph, groups: Collection[str], sent: Mapping[str, Sequence[Any]]
+) -> None:
+    """Launch the collectives of a graph that have not been launched yet, and wait for them.
+
+    Args:
+        groups: the process groups of ranks that run the step together.
+        sent: by the name of a group, what was launched in it.
+    """
+    launched = Counter({name: len(known) for name, known in sent.items()})
+    pending = []
+    for node in find_nodes(executable, is_collective):
+        name = str(argument(node, "group_name"))
+        if launched[name]:
+            launched[name] -= 1
+        elif name in groups:
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _zeros)
+            target: Any = node.target
+            pending.append(target(*args, **kwargs))
+    for result in _compat.tree_leaves(pending):
+        torch.ops._c10d_functional.wait_tensor(result)
+
+
+def _zeros(node: fx.Node) -> Any:
+    def made(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+
+    return _compat.tree_map(made, known_value(node))
