@@ -133,6 +133,13 @@ def _communicates(module: nn.Module) -> bool:
     return isinstance(module, DistributedDataParallel) or _compat.is_fsdp(module)
 
 
+def averaged_by_fsdp(call: Call) -> bool:
+    """Whether the modules of a call have parameters, and FSDP has all of them."""
+    modules = [module for _, module in call.named_submodules() if _compat.is_fsdp(module)]
+    theirs = {id(parameter) for module in modules for parameter in module.parameters()}
+    return bool(theirs) and all(id(parameter) in theirs for parameter in _trained(call))
+
+
 def _averaged_by_others(call: Call) -> set[int]:
     """Ids of the parameters that modules average themselves."""
     modules = (module for _, module in call.named_submodules() if _communicates(module))

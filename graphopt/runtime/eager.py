@@ -95,7 +95,7 @@ class Fallback:
 
         args, kwargs = call.rebuild(call.leaves)
         averaging: Any = nullcontext()
-        if isinstance(parallel, OverRanks):
+        if isinstance(parallel, OverRanks) and not _communicates_itself(call):
             if not isinstance(parallel, DataParallel):
                 raise CaptureError(
                     f"it runs eagerly, and what {type(parallel).__name__} does to a graph is not"
@@ -117,7 +117,7 @@ class Fallback:
 
     def _can_average(self, call: Call, parallel: Parallel) -> bool:
         """Whether a step may run eagerly: alone, or with averages of what is trained."""
-        if not isinstance(parallel, OverRanks):
+        if not isinstance(parallel, OverRanks) or _communicates_itself(call):
             return True
         found = isinstance(parallel, DataParallel) and self._with_trained(call)
         return bool(found and (found.modules or found.optimizers))
@@ -149,6 +149,13 @@ def _averaging(
     if not sync or group.size() == 1:
         return nullcontext()
     return Averages(call, group, step, shared).active(parallel.broadcast_buffers)
+
+
+def _communicates_itself(call: Call) -> bool:
+    """Whether FSDP averages whatever a step trains, and makes its ranks start alike."""
+    from graphopt.runtime.averages import averaged_by_fsdp
+
+    return averaged_by_fsdp(call)
 
 
 def _without_history(value: Any) -> Any:

@@ -322,8 +322,10 @@ def _check_module(name: str, module: nn.Module) -> None:
         )
     if _compat.is_fsdp(module):
         raise CaptureError(
-            f"{name} is sharded by FSDP, whose hooks communicate outside the graph",
-            hint="pass the unsharded model; graphopt.DataParallel averages the gradients",
+            f"{name} is sharded by FSDP, which is not supported: its hooks communicate outside the"
+            " graph",
+            hint="call the undecorated step; or pass the unsharded model, which graphopt.ZeRO()"
+            " shards",
         )
     if _compat.is_compiled_module(module):
         raise CaptureError(
