@@ -29,6 +29,7 @@ from graphopt.tracing.collecting import collect
 from graphopt.tracing.decisions import OwnDecisionError, another_on_each_rank
 from graphopt.tracing.effects.host_state import OutsideChanges, is_told, left_by_branches
 from graphopt.tracing.effects.mode_changes import are_seen, mode_changes
+from graphopt.tracing.effects.reachable import trained_objects
 from graphopt.tracing.failures import definition_of, explained, is_raised
 from graphopt.tracing.functional.functionalization import functionalize, name_placeholders
 from graphopt.tracing.inputs.entries import ArgumentNumber, Inputs, InputSpec, Number, PlacedNumber
@@ -304,6 +305,7 @@ def first_trace(
         CaptureError: the step cannot be captured.
     """
     refuse_kept_casts()
+    alone = communication is None
     while True:
         try:
             inputs = prepare(call)
@@ -315,17 +317,17 @@ def first_trace(
         try:
             raw = trace(call, inputs, communication)
         except (MoreInputs, CaptureError) as error:
-            left_alone = error.idle if isinstance(error, MoreInputs) else ()
+            left_alone = error.idle if isinstance(error, MoreInputs) and alone else ()
             call = retried(without(call, left_alone), inputs, error)
             continue
         left_alone = idle_in(raw.graph_module.graph, call, inputs, raw.signature.stepped)
-        if left_alone:
+        if left_alone and alone:  # others may use it in a branch of their own
             call = without(call, left_alone)
             continue
         uses_none = not inputs.module_tensors and not call.modules
-        if uses_none and communication is not None:
+        if uses_none and not alone and not trained_objects(call.fn, call.leaves):
             raise CaptureError(
-                "there is no torch.nn.Module among its arguments, and it uses none",
+                "there is no torch.nn.Module among its arguments, and it reaches none",
                 location=str(definition_of(call)),
                 hint="pass the model and the optimizer to the step: step(model, optimizer, batch)",
             )

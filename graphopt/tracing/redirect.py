@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphopt import _compat
 from graphopt._compat.backward import around_backwards
+from graphopt._compat.transforms import transforms_given
 from graphopt._compat.untraced import untraced
 from graphopt.ir.user_frames import current_user_line, is_installed
 from graphopt.tracing import fast_path
@@ -140,7 +141,7 @@ class Redirect(TorchFunctionMode):
         """While active, the Python code that a backward runs is seen as well: hooks, functions of
         the program's, what a checkpoint computes again. Torch hides from a mode what runs inside
         the call that it is told of."""
-        with replaced(*around_backwards(self._seeing)):
+        with replaced(*around_backwards(self._seeing), *transforms_given(self._stand_in)):
             yield
 
     @contextmanager
