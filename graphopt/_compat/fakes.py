@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from graphopt._compat.trees import tree_leaves
+from graphopt._compat.written import Writes
 
 Correction = Callable[[Any, Any, Any, Any], Any]
 """From operator, arguments, keyword arguments and what its shape rule says to the true result."""
@@ -50,12 +51,17 @@ def new_fake_mode(
         sizer: Sizer | None = None
         met_sizes = False
 
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.writes = Writes()
+
         def dispatch(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})
         ) -> Any:
             unknown = gives_unknown_sizes(func, args)
             if check is not None:
                 check(func, args, kwargs)
+            self.writes.forget(func, args)
             if self.sizer is not None and unknown:
                 return self.sized(self.sizer, func, types, args, kwargs)
             args, kwargs = _with_plain_numbers(func, args, kwargs)

@@ -31,6 +31,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.traceback import has_preserved_node_meta
 
 from graphopt._compat.questions import Question, answer_to
+from graphopt._compat.written import count_writes
 
 aten = torch.ops.aten
 
@@ -63,6 +64,13 @@ class RememberingMode(ProxyTorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = self.answered_or_recorded(func, types, args, kwargs)
+        count_writes(func, args, kwargs)
+        return result
+
+    def answered_or_recorded(
+        self, func: Any, types: Any, args: Any, kwargs: dict[str, Any] | None
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
