@@ -57,6 +57,8 @@ LATER = frozenset(
         "_wrapped_by_lr_sched",
         "_is_gil_enabled",  # of Python's own modules, from some version on
         "_parse_exception_table",
+        "_at_fork_reinit",
+        "_current_frames",
     }
 )
 """Private attributes of objects that cannot be made here."""

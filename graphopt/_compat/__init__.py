@@ -92,7 +92,7 @@ from graphopt._compat.operators import (
     overload_name,
     schema_of,
 )
-from graphopt._compat.optimizers import mark_stepped
+from graphopt._compat.optimizers import hooks_around_steps, mark_stepped
 from graphopt._compat.plain_fakes import are_plain_fakes, detached, is_ruled_in_python, plain_view
 from graphopt._compat.settings import (
     autocast_regions,

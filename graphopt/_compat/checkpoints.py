@@ -10,6 +10,11 @@ from typing import Any
 
 import torch.utils.checkpoint as checkpointing
 
+from graphopt._compat.threads import is_of_trace
+
+_OF_TORCH = checkpointing.SAC_IGNORED_OPS
+"""The operators that torch itself does not offer to policies."""
+
 
 def _is_not_compiling(func: Any, args: Any, kwargs: Any) -> bool:
     """A checkpoint that believes that it is being compiled keeps everything, and leaves it to the
@@ -24,8 +29,16 @@ def selecting_as_in_eager(unseen: Iterable[Any]) -> list[tuple[Any, str, Any]]:
     Args:
         unseen: operators that eager code does not call, which no policy is to be asked about.
     """
-    ignored = checkpointing.SAC_IGNORED_OPS
     return [
         (checkpointing, "_is_compiling", _is_not_compiling),
-        (checkpointing, "SAC_IGNORED_OPS", ignored | set(unseen)),
+        (checkpointing, "SAC_IGNORED_OPS", _IgnoredInTrace(unseen)),
     ]
+
+
+class _IgnoredInTrace(frozenset[Any]):
+    """The operators that torch ignores, and those given, to the trace alone."""
+
+    def __contains__(self, operator: Any) -> bool:
+        if operator in _OF_TORCH:
+            return True
+        return super().__contains__(operator) and is_of_trace()

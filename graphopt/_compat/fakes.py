@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from graphopt._compat.threads import is_of_trace
 from graphopt._compat.trees import tree_leaves
 from graphopt._compat.written import Writes
 
@@ -24,6 +25,9 @@ Check = Callable[[Any, Any, Any], None]
 Known = Callable[[Any, Any, Any, Any], Any | None]
 """From mode, operator, arguments and keyword arguments to what it gives; None where that is not
 known."""
+
+Change = tuple[Any, str, Callable[..., Any]]
+"""Owner, name and value of what is replaced while a step is traced, as `replaced` takes them."""
 
 Sizer = Callable[[Any, Any], Any]
 """From operator and a result with unknown sizes to one with known ones."""
@@ -147,26 +151,17 @@ def sizes_given(mode: Any, sizer: Sizer | None) -> Iterator[None]:
         mode.sizer = before
 
 
-@contextmanager
-def truths_of_fakes(truth: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """While active, `truth` says whether a fake tensor of one element is true, also within a
-    function of torch, where no function mode sees the question."""
+def truths_of_fakes(truth: Callable[[torch.Tensor], bool]) -> Change:
+    """What to replace so that `truth` says whether a fake tensor of one element is true, also
+    within a function of torch, where no function mode sees the question."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    own = vars(FakeTensor).get("__bool__")
     otherwise = FakeTensor.__bool__
 
     def asked(tensor: torch.Tensor) -> bool:
         return truth(tensor) if tensor.numel() == 1 else otherwise(tensor)
 
-    setattr(FakeTensor, "__bool__", asked)  # noqa: B010
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(FakeTensor, "__bool__")
-        else:
-            setattr(FakeTensor, "__bool__", own)  # noqa: B010
+    return FakeTensor, "__bool__", asked
 
 
 def met_sizes(mode: Any) -> bool:
@@ -251,12 +246,12 @@ def foreach_accepts_fakes() -> Iterator[None]:
 def errors_raised_once() -> Iterator[None]:
     """While active, torch does not also log the errors of operators on fake tensors."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
+    of_others: Callable[[logging.LogRecord], bool] = lambda record: not is_of_trace()  # noqa: E731
+    logger.addFilter(of_others)
     try:
         yield
     finally:
-        logger.disabled = before
+        logger.removeFilter(of_others)
 
 
 def is_fake_mode_on() -> bool:

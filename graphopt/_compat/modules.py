@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from operator import attrgetter
 from types import CodeType
 from typing import Any
@@ -49,16 +48,10 @@ def module_call_code() -> CodeType:
     return nn.Module._call_impl.__code__
 
 
-@contextmanager
-def floats_of_statistics(convert: Callable[[Any], Any]) -> Iterator[None]:
-    """While active, BatchNorm's own code calls `convert` in place of `float`: for the number of
-    batches that it has seen."""
-    names = vars(torch.nn.modules.batchnorm)
-    names["float"] = convert
-    try:
-        yield
-    finally:
-        del names["float"]
+def floats_of_statistics(convert: Callable[[Any], Any]) -> tuple[Any, str, Callable[..., Any]]:
+    """What to replace so that BatchNorm's own code calls `convert` in place of `float`: for the
+    number of batches that it has seen."""
+    return torch.nn.modules.batchnorm, "float", convert
 
 
 _APPLY: Any = nn.Module._apply
@@ -69,13 +62,7 @@ def _moved(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) ->
     return module if all(fn(t) is t for t in tensors) else _APPLY(module, fn, recurse)
 
 
-@contextmanager
-def moved_where_needed() -> Iterator[None]:
-    """While active, `module.to(…)` does nothing where everything is there already, of that dtype;
-    torch exchanges fake parameters even then."""
-    vars(_moved)["stands_for"] = _APPLY
-    nn.Module._apply = _moved  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module._apply = _APPLY  # type: ignore[method-assign]
+def moved_where_needed() -> tuple[Any, str, Callable[..., Any]]:
+    """What to replace so that `module.to(…)` does nothing where everything is there already, of
+    that dtype; torch exchanges fake parameters even then."""
+    return nn.Module, "_apply", _moved

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
 from torch._ops import _get_dispatch_mode_pre_dispatch
+from torch.fx import _symbolic_trace
 
 from graphopt._compat.fakes import is_fake, to_fake
 from graphopt._compat.functionalization import from_functional
+from graphopt._compat.threads import Replacement, TrueInTrace, taking_turns
 
 _WITHOUT_METADATA: Any = {"_disable_torch_fn_metadata_mode": True}
 
@@ -23,13 +28,67 @@ def make_fx(fn: Callable[..., Any]) -> Callable[..., fx.GraphModule]:
     from torch.fx.experimental.proxy_tensor import make_fx as torch_make_fx
 
     # Which torch function a node comes from is of no interest here, and noting it takes a fifth.
-    traced = torch_make_fx(fn, tracing_mode="fake", **_WITHOUT_METADATA)
+    traced = torch_make_fx(_alone(fn), tracing_mode="fake", **_WITHOUT_METADATA)
 
     def make(*args: Any) -> fx.GraphModule:
-        with _use_lazy_graph_module(True):
+        with taking_turns(), _flag_of_trace(), _use_lazy_graph_module(True):
             return traced(*args)
 
     return make
+
+
+def _alone(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, for a `make_fx` that other threads do not find out about."""
+
+    def run(*args: Any) -> Any:
+        with _others_left_alone():
+            return fn(*args)
+
+    if isinstance(fn, FunctionType):
+        functools.update_wrapper(run, fn)  # whose parameters name the inputs of the graph
+    return run
+
+
+@contextmanager
+def _flag_of_trace() -> Iterator[None]:
+    """While active, the flag by which torch says that it is tracing says so to this trace alone: in
+    other threads, what `torch.compile` has compiled would refuse to run."""
+    from torch.fx.experimental import proxy_tensor
+
+    tracer: Any = proxy_tensor.PythonKeyTracer
+    places, trace = vars(_symbolic_trace), inspect.unwrap(_symbolic_trace.Tracer.trace)
+    own_names = {**places}  # in which torch sets the flag, for nobody to see
+    quiet = FunctionType(
+        *(trace.__code__, own_names, trace.__name__, trace.__defaults__, trace.__closure__)
+    )
+    former, places["_is_fx_tracing_flag"] = places["_is_fx_tracing_flag"], TrueInTrace()
+    before, tracer.trace = tracer.trace, Replacement(quiet, trace).function
+    try:
+        yield
+    finally:
+        tracer.trace = before
+        places["_is_fx_tracing_flag"] = former
+
+
+@contextmanager
+def _others_left_alone() -> Iterator[None]:
+    """Within a `make_fx`, whose tracer takes hold of all modules: other threads find them as they
+    were."""
+    module: Any = torch.nn.Module
+    former = {"__call__": _MODULE_CALL, "__getattr__": _MODULE_GETATTR}
+    patched = {name: getattr(module, name) for name in former}
+    stand_ins = {name: Replacement(patched[name], former[name]) for name in former}
+    for name, each in stand_ins.items():
+        setattr(module, name, each.function)
+    try:
+        yield
+    finally:
+        for name, each in stand_ins.items():
+            setattr(module, name, patched[name])
+            each.end()
+
+
+_MODULE_CALL, _MODULE_GETATTR = torch.nn.Module.__call__, torch.nn.Module.__getattr__
 
 
 def current_tracer() -> Any:

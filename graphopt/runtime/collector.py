@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -21,9 +21,21 @@ def collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             if not gc.get_freeze_count():
-                gc.freeze()
-                gc.unfreeze()
+                count_all_as_old()
             gc.enable()
+
+
+BEFORE_AGEING: list[Callable[[], None]] = []
+"""Called before new objects count as old, by those who look for new ones: captures of all
+threads."""
+
+
+def count_all_as_old() -> None:
+    """Let all objects count as old, in no time. Nothing may be set aside."""
+    for look in tuple(BEFORE_AGEING):
+        look()
+    gc.freeze()
+    gc.unfreeze()
 
 
 @contextmanager

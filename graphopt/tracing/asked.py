@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from graphopt.tracing.replace import replaced
+from graphopt.tracing.replace import calling_frame, replaced
 
 _QUESTIONS = (("transformers.utils.import_utils", "is_fake_tensor"),)
 """Modules and their functions that find out whether a tensor is a fake one."""
@@ -31,7 +31,7 @@ def answered_as_in_eager(noticed: Callable[[], None]) -> Iterator[None]:
     """
 
     def is_fake(tensor: Any) -> bool:
-        if sys._getframe(2).f_code.co_name in _FOR_A_WARNING:
+        if calling_frame(2).f_code.co_name in _FOR_A_WARNING:
             return True
         noticed()
         return False

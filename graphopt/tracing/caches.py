@@ -21,9 +21,12 @@ from typing import Any, NamedTuple
 import torch
 
 from graphopt import _compat
+from graphopt._compat.threads import taking_turns
 from graphopt._compat.untraced import untraced
 from graphopt.errors import CaptureError
+from graphopt.ir.operators.table import row
 from graphopt.ir.user_frames import current_user_line
+from graphopt.tracing.generators import draws_noted
 from graphopt.tracing.inputs.implicit import Finder
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import Record
@@ -67,8 +70,9 @@ class CachedCall(NamedTuple):
             CaptureError: it draws random numbers: it would do so before what the step draws.
         """
         drawn = GeneratorStates.read()
-        self.function(*self.args, **self.kwargs)
-        generator = drawn.advanced()
+        with taking_turns(), draws_noted() as noted, _DrawsOfTorch(noted):
+            self.function(*self.args, **self.kwargs)
+        generator = drawn.advanced(noted)
         if generator is not None:
             drawn.restore()
             self.function.cache_clear()
@@ -77,6 +81,21 @@ class CachedCall(NamedTuple):
                 " generator when it is called first",
                 hint="call it once before the first step",
             )
+
+
+class _DrawsOfTorch(_compat.TorchDispatchMode):
+    """Notes operators of this thread that draw random numbers."""
+
+    def __init__(self, noted: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._noted = noted
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if row(func).random:
+            self._noted.append("torch")
+        return func(*args, **(kwargs or {}))
 
 
 class CachedFunctions:

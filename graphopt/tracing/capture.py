@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt._compat.settings import dispatch_keys_kept
+from graphopt._compat.threads import taking_turns
 from graphopt.errors import CaptureError
 from graphopt.guards.modules import ModeChange
 from graphopt.guards.outside import OutsideGuard
@@ -286,7 +287,14 @@ def capture_call(
 ) -> CapturedStep:
     """`capture`, of arguments already taken apart, with the markers that `parallelize` expands;
     `lasts` and `held`: see `finish`."""
-    with dispatch_keys_kept(), _compat.without_fake_mode(), collector_paused(), births_noted():
+    alone = _compat.rank_among_several() is None  # else a rank may wait for what another one does
+    with ExitStack() as stack:
+        for context in (
+            taking_turns() if alone else nullcontext(),
+            *(dispatch_keys_kept(), _compat.without_fake_mode(), collector_paused()),
+            births_noted(),
+        ):
+            stack.enter_context(context)
         call = call.with_whole_objects()
         while True:
             call, inputs, raw = first_trace(call, communication)

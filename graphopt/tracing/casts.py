@@ -75,8 +75,8 @@ class StepCasts:
     @contextmanager
     def active(self) -> Iterator[None]:
         """While active, autocast has its weight cache, which `make_fx` turns off, as it was: with
-        it, eager casts a weight once, and sums its gradients before the cast. Emptied on leaving,
-        so that no traced tensor stays in it."""
+        it, eager casts a weight once, and sums its gradients before the cast. Emptied on leaving
+        where the trace lies in a region, so that no traced tensor stays in it."""
         enable = torch.set_autocast_cache_enabled
         enable(self._enabled)
 
@@ -89,7 +89,10 @@ class StepCasts:
             with replaced((torch, "set_autocast_cache_enabled", enabled)):
                 yield
         finally:
-            torch.clear_autocast_cache()
+            if (
+                _compat.autocast_regions()
+            ):  # else the last region has; other threads have it as well
+                torch.clear_autocast_cache()
 
     def _note(self) -> None:
         """Note that the step enters a region that keeps casts; refuse it, without an exception in

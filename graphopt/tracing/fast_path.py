@@ -9,7 +9,6 @@ find that they are traced, which they are not told here.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,7 @@ from torch import nn
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location
-from graphopt.tracing.replace import replaced
+from graphopt.tracing.replace import calling_frame, replaced
 
 
 @contextmanager
@@ -39,7 +38,7 @@ _LAYERS = frozenset({"torch.nn.modules.activation", "torch.nn.modules.transforme
 def _have_own_code(tensors: Sequence[Any]) -> bool:
     """What layers ask: whether a class of the program's has a say in what is computed of tensors.
     Others get the answer that they get."""
-    if sys._getframe(1).f_globals.get("__name__") not in _LAYERS:
+    if calling_frame().f_globals.get("__name__") not in _LAYERS:
         return bool(_has_torch_function(tensors))
     plain = (torch.Tensor, nn.Parameter, type(None))
     return any(type(each) not in plain and not _compat.is_fake(each) for each in tensors)

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from graphopt._compat.threads import other_threads_run
+from graphopt.tracing.replace import original, replaced
+
 _MODULES = ("numpy.random", "numpy.random.mtrand")
 
 
@@ -49,13 +52,40 @@ def _comparable(state: Any) -> Any:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """While active, code draws from the global generators without anybody seeing it afterwards."""
+    """While active, code draws from the global generators without anybody seeing it afterwards.
+    Where other threads may draw meanwhile, nothing is put back."""
+    shared = other_threads_run()
     before = [(each, read_state(each)) for each in global_generators()]
     try:
         yield
     finally:
-        for generator, state in before:
-            write_state(generator, state)
+        if not shared and not other_threads_run():
+            for generator, state in before:
+                write_state(generator, state)
+
+
+@contextmanager
+def draws_noted() -> Iterator[list[str]]:
+    """While active, the modules are noted whose functions draw from the global generators, called
+    by the trace from anywhere: where other threads draw as well, states say nothing."""
+    noted: list[str] = []
+
+    def noting(function: Callable[..., Any], module: str) -> Callable[..., Any]:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            noted.append(module)
+            return function(*args, **kwargs)
+
+        return draw
+
+    owners = list(map(id, global_generators()))
+    changes = [
+        (module, name, noting(function, module.__name__))
+        for module in filter(None, map(sys.modules.get, ("random", "numpy.random")))
+        for name, function in vars(module).items()
+        if id(getattr(function, "__self__", None)) in owners and not name.startswith("get")
+    ]
+    with replaced(*changes):
+        yield noted
 
 
 def global_generators() -> list[Any]:
@@ -68,7 +98,7 @@ def global_generators() -> list[Any]:
 
 
 def _owner(method: Any) -> Any:
-    return method.__self__
+    return original(method).__self__
 
 
 def draw_of(callee: Any, args: Sequence[Any], is_outside: Callable[[Any], bool]) -> str | None:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from graphopt._compat.threads import CODE
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import (
     frames,
@@ -133,7 +134,7 @@ def asking_line(frame: FrameType) -> SourceLine | None:
     graphopt read for themselves."""
     for each in frames(frame):
         file = each.f_code.co_filename
-        if file == __file__:
+        if file == __file__ or each.f_code is CODE:
             continue
         if is_around_step(each) or is_own_file(file) or is_torch_file(file):
             return None

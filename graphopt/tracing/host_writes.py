@@ -13,8 +13,6 @@ import datetime
 import io
 import logging
 import pathlib
-import sys
-import threading
 import time
 import types
 import warnings
@@ -24,7 +22,7 @@ from typing import Any
 
 from graphopt.ir.user_frames import current_user_line, is_installed, is_own_file, is_torch_file
 from graphopt.tracing.refusals import HostWork
-from graphopt.tracing.replace import replaced
+from graphopt.tracing.replace import calling_frame, replaced
 
 _CLOCKS = frozenset(
     getattr(time, name)
@@ -134,11 +132,10 @@ def _is_writing_mode(value: Any) -> bool:
 @contextmanager
 def no_printing() -> Iterator[None]:
     """While active, what this thread's own code prints is refused."""
-    thread, real = threading.get_ident(), builtins.print
+    real = builtins.print
 
     def checked(*args: Any, **options: Any) -> None:
-        file = sys._getframe(1).f_code.co_filename
-        if threading.get_ident() == thread and not _is_of_package(file):
+        if not _is_of_package(calling_frame().f_code.co_filename):
             raise HostWork.PRINT.refused()
         real(*args, **options)
 

@@ -9,11 +9,8 @@ from types import FrameType
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
+from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import (
@@ -56,12 +53,10 @@ def no_other_optimizers(
         if optimizer in idle:
             idle.pop(optimizer).end()
 
-    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
     try:
-        yield
+        with _compat.hooks_around_steps(before, after):
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
         for each in idle.values():  # whose step has raised
             each.end()
 

@@ -8,7 +8,6 @@ of the program's whose keys are inputs of the step have the stand-ins for keys a
 from __future__ import annotations
 
 import builtins
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,7 @@ from graphopt.ir.user_frames import is_own_file, is_torch_file
 from graphopt.tracing.effects import contents
 from graphopt.tracing.effects.contents import ObjectKind
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.replace import replaced
+from graphopt.tracing.replace import calling_frame, replaced
 
 Keyed = tuple[ObjectKind, Any]
 """A dictionary or a set, with its kind."""
@@ -123,7 +122,7 @@ def _identity(tensors: Mapping[int, torch.Tensor]) -> Any:
         tensor = tensors.get(own(value))
         if tensor is None:
             return own(value)
-        file = sys._getframe(1).f_code.co_filename
+        file = calling_frame().f_code.co_filename
         return own(value if is_torch_file(file) or is_own_file(file) else tensor)
 
     return identity

@@ -1,11 +1,22 @@
-"""Replace attributes of modules for the time of a trace."""
+"""Replace functions of torch and Python for the time of a trace, and for its threads alone.
+
+with replaced((math, "sqrt", traced_sqrt)):
+    math.sqrt(x)    ==>    traced_sqrt(x)    in the trace
+                           sqrt(x)           in other threads
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import builtins
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
+
+from graphopt._compat.threads import CODE, Replacement
+
+_MISSING = object()
 
 
 def original(function: Any) -> Any:
@@ -19,17 +30,32 @@ def original(function: Any) -> Any:
 
 @contextmanager
 def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """While active, each `(owner, name, value)` holds; then the former values do again."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    """While active, each `(owner, name, value)` holds in the threads of the trace that is running;
+    then the former values do again. In other threads they always do.
+
+    Args:
+        changes: functions; a name that a class or module has only from elsewhere is removed again.
+            What is no function has to ask for itself who looks at it (`is_of_trace`).
+    """
+    before: list[tuple[Any, str, Any]] = []
+    stand_ins: list[Replacement] = []
     try:
-        for (owner, name, value), (_, _, former) in zip(changes, before, strict=True):
-            if isinstance(value, FunctionType):
-                vars(value)["stands_for"] = former
+        for owner, name, value in changes:
+            former: Any = getattr(owner if hasattr(owner, name) else builtins, name)
+            before.append((owner, name, vars(owner).get(name, _MISSING)))
+            if callable(value):
+                stand_ins.append(Replacement(value, former))
+                value = _named(stand_ins[-1].function, value, former)
             setattr(owner, name, value)
         yield
     finally:
-        for owner, name, value in reversed(before):
-            setattr(owner, name, value)
+        for owner, name, raw in reversed(before):
+            if raw is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, raw)
+        for each in stand_ins:
+            each.end()
 
 
 def is_in(callee: Any, functions: frozenset[Any]) -> bool:
@@ -38,3 +64,29 @@ def is_in(callee: Any, functions: frozenset[Any]) -> bool:
         return callee in functions
     except TypeError:
         return False
+
+
+def _named(call: Any, value: Callable[..., Any], former: Callable[..., Any]) -> Any:
+    for name in ("__module__", "__name__", "__qualname__"):
+        setattr(call, name, getattr(value, name, None) or "replaced")
+    if isinstance(value, FunctionType):
+        vars(value)["stands_for"] = former
+        vars(call).update(vars(value))
+    vars(call)["stands_for"] = former
+    return call
+
+
+def calling_frame(depth: int = 1) -> FrameType:
+    """The frame that has called the function that calls this, where that has been put in the place
+    of another; `depth`: how many frames further out."""
+    frame = _outside(sys._getframe(2))
+    for _ in range(depth - 1):
+        assert frame.f_back is not None
+        frame = _outside(frame.f_back)
+    return frame
+
+
+def _outside(frame: FrameType) -> FrameType:
+    while frame.f_code is CODE and frame.f_back is not None:
+        frame = frame.f_back
+    return frame

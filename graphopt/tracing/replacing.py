@@ -215,8 +215,13 @@ def _is_updated(tensors: tuple[torch.Tensor, ...]) -> bool:
 
 
 def _optimizers() -> Iterator[Optimizer]:
+    """All optimizers of the program, by their classes: a list of all objects would be in the way of
+    threads that are making some of them."""
+    kinds: list[type] = [Optimizer]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
     with frozen_objects_seen():
-        found = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+        found = [each for each in gc.get_referrers(*kinds) if issubclass(type(each), Optimizer)]
     yield from found
 
 

@@ -52,6 +52,7 @@ from graphopt.tracing.ranks.collectives import functional_collectives, stand_in_
 from graphopt.tracing.ranks.uniformity import own_inputs
 from graphopt.tracing.redirect import Redirect
 from graphopt.tracing.refused_calls import RefusedCalls, refusing
+from graphopt.tracing.replace import replaced
 from graphopt.tracing.replacing import Replacing
 from graphopt.tracing.results.collector import LeftOutside, Ran, ResultCollector
 from graphopt.tracing.results.recipes import Recipes
@@ -197,10 +198,12 @@ class StepRun:
         yield impurity.no_other_optimizers(optimizers, self.finder.optimizer, own)
         yield rng.traced_generators()
         yield numbers.noting(self.made)
-        yield _compat.truths_of_fakes(numbers.truth)
+        yield replaced(
+            _compat.truths_of_fakes(numbers.truth),
+            _compat.floats_of_statistics(converted),
+            _compat.moved_where_needed(),
+        )
         yield traced_math()
-        yield _compat.floats_of_statistics(converted)
-        yield _compat.moved_where_needed()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             yield functional_collectives()
         yield identified(self.outside.stands_for)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from graphopt import _compat
+from graphopt._compat.threads import other_threads_run
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location
 from graphopt.tracing.call import Call
@@ -119,11 +120,16 @@ def lists_kept(containers: Iterable[Any]) -> Iterator[None]:
 
 @dataclass
 class GeneratorStates:
-    """States of the random number generators a step might use besides torch's CUDA ones."""
+    """States of the random number generators a step might use besides torch's CUDA ones.
+
+    Other threads draw from them as well. Where some run, what has been drawn is not put back, and
+    it is the trace's only where that has noted it.
+    """
 
     torch_cpu: torch.Tensor
     python: Any
     numpy: Any
+    shared: bool
 
     @classmethod
     def read(cls) -> GeneratorStates:
@@ -133,18 +139,27 @@ class GeneratorStates:
             torch_cpu=torch.random.default_generator.get_state(),
             python=random.getstate(),
             numpy=None if numpy is None else numpy.random.get_state(legacy=True),
+            shared=other_threads_run(),
         )
 
     def restore(self) -> None:
         """Put the generators back."""
+        if self.shared or other_threads_run():
+            return
         torch.random.default_generator.set_state(self.torch_cpu)
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
 
-    def advanced(self) -> str | None:
-        """The name of a generator whose state is no longer this one."""
+    def advanced(self, noted: Sequence[str] = ()) -> str | None:
+        """The name of a generator whose state is no longer this one.
+
+        Args:
+            noted: names of those from which the trace is known to have drawn.
+        """
         now = GeneratorStates.read()
+        if self.shared or now.shared:
+            return noted[0] if noted else None
         if self.python_advanced(now):
             return "random" if now.python != self.python else "numpy.random"
         return None if torch.equal(now.torch_cpu, self.torch_cpu) else "torch"

@@ -16,6 +16,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt._compat.ctc import register_ctc_shapes
+from graphopt._compat.threads import taking_turns
 from graphopt.errors import CaptureError
 from graphopt.ir.families import FUSED_OPTIMIZERS
 from graphopt.ir.source import SourceLine
@@ -31,6 +32,7 @@ from graphopt.tracing.effects.host_state import (
 )
 from graphopt.tracing.effects.written_values import read_and_replaced
 from graphopt.tracing.failures import definition_of, explained, raised_by_step
+from graphopt.tracing.generators import draws_noted
 from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.inputs.implicit import MoreInputs
 from graphopt.tracing.inputs.remembered import idle_in
@@ -81,7 +83,7 @@ def trace(call: Call, inputs: Inputs, communication: MarkedCommunication | None)
     """
     _compat.register_fused_meta_kernels(f"{name}_" for name in FUSED_OPTIMIZERS)
     register_ctc_shapes()
-    with call.besides.present():
+    with taking_turns(), call.besides.present():
         for _ in range(2):  # the first time, modules imported on the way may draw, too
             raw, drawn = _attempt(call, inputs, communication)
             if drawn is None:
@@ -175,12 +177,13 @@ def _run_once(
         stack.push(run.caches.close)
         stack.enter_context(_compat.foreach_accepts_fakes())
         stack.enter_context(_compat.errors_raised_once())
+        noted = stack.enter_context(draws_noted())
         generators = GeneratorStates.read()
         with nullcontext() if fakes else run.mode:  # else torch finds the mode of the inputs
             graph_module = _compat.make_fx(run)(*fakes)
         _inputs_first(graph_module)
         refuse_counts(graph_module.graph)
-        drawn = generators.advanced()
+        drawn = generators.advanced(noted)
         _refuse_kept_numbers(run, call, _numbers_of(call) | run.kept_numbers)
     if run.finder.found:
         more = MoreInputs(run.finder.found)

@@ -73,7 +73,7 @@ class ContainerChanges(KnownObjects):
     def mutated(self, container: Any, line: SourceLine) -> None:
         """The step adds to or takes from a container."""
         key = id(container)
-        if not self.is_outside(container) or self.unrepeated.is_of_others():
+        if not self.is_outside(container):
             return
         self.unrepeated.note(container, self.path(container, type(container).__name__), line)
         if key not in self._mutated:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import gc
+import threading
 from builtins import id as identity_of  # a step that is traced may have another in its place
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
+
+from graphopt.runtime.collector import BEFORE_AGEING, count_all_as_old
+
+_callbacks = threading.RLock()
+"""Held while the callbacks of the collector change, which captures of all threads do."""
 
 
 class Existing:
@@ -40,11 +46,15 @@ class Births:
         """While active, objects that are made are noted; those before count as made at 0."""
         self._look()
         self._made.clear()
-        gc.callbacks.append(self._before_run)
+        with _callbacks:
+            gc.callbacks.append(self._before_run)
+        BEFORE_AGEING.append(self._note)
         try:
             yield
         finally:
-            gc.callbacks.remove(self._before_run)
+            BEFORE_AGEING.remove(self._note)
+            with _callbacks:
+                gc.callbacks.remove(self._before_run)
 
     def now(self) -> Existing:
         """The objects that there are now."""
@@ -64,27 +74,29 @@ class Births:
         if self._some_frozen:
             self._run()
         else:  # which moves everything in no time
-            gc.freeze()
-            gc.unfreeze()
+            count_all_as_old()
 
     @staticmethod
     def _run() -> None:
         """Let the collector go through what is new, but not call what others have given it: that
         would be a part of the step that is traced meanwhile."""
-        others = gc.callbacks[:]
-        gc.callbacks.clear()
-        try:
-            gc.collect(0)
-        finally:
-            gc.callbacks[:] = others
+        with _callbacks:
+            others = gc.callbacks[:]
+            gc.callbacks.clear()
+            try:
+                gc.collect(0)
+            finally:
+                gc.callbacks[:] = others
 
     def _before_run(self, phase: str, _: dict[str, int]) -> None:
         if phase == "start":
             self._note()
 
     def _note(self) -> None:
-        addresses = map(identity_of, gc.get_objects(generation=0))
-        self._made.update(zip(addresses, repeat(self._moment)))
+        # In one call of C, during which no other thread runs: one that makes a tuple of what a
+        # generator gives fails where somebody has a reference to it, as this list would.
+        objects = chain.from_iterable(map(gc.get_objects, (0,)))
+        self._made.update(zip(map(identity_of, objects), repeat(self._moment)))
 
 
 _births: ContextVar[Births | None] = ContextVar("births", default=None)

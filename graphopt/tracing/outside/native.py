@@ -7,8 +7,6 @@ changes, as is giving a file or an iterator to code that is not observed.
 from __future__ import annotations
 
 import io
-import sys
-import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -115,9 +113,3 @@ def set_by_c(value: Any) -> bool:
         return False
     method = getattr(type(value), "__setitem__", None)
     return isinstance(method, types.WrapperDescriptorType)
-
-
-def other_threads() -> frozenset[int]:
-    """Threads that run besides this one."""
-    mine = threading.get_ident()
-    return frozenset(each for each in sys._current_frames() if each != mine)

@@ -11,7 +11,6 @@ import gc
 import importlib
 import logging
 import sys
-import threading
 import warnings
 import weakref
 from collections import Counter
@@ -24,12 +23,12 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt._compat import frames
+from graphopt._compat.threads import is_of_trace
 from graphopt._compat.untraced import OwnTracer, UntracedOperators
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import frames as frames_around
 from graphopt.ir.user_frames import is_library_file
-from graphopt.tracing.outside import native
 from graphopt.tracing.outside.accesses import OutsideAccess, steps_of
 from graphopt.tracing.outside.attributes import read_function, read_method
 from graphopt.tracing.outside.callees import Substitute
@@ -193,7 +192,8 @@ def _line(frame: FrameType) -> SourceLine:
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """While active, functions that run in this thread, and in those that begin, are observed."""
+    """While active, functions are observed that run for the trace: in this thread, and from 3.12 on
+    in those of autograd as well."""
     if not frames.can_read(sys._getframe()):
         yield
     elif sys.version_info >= (3, 12):
@@ -256,16 +256,14 @@ class _Tracer(OwnTracer):
 
 @contextmanager
 def _traced(observer: Observer) -> Iterator[None]:
-    before, before_threads = sys.gettrace(), threading.gettrace()
+    before = sys.gettrace()
     tracer = _Tracer(observer, before)
-    threading.settrace(_Tracer(observer, before_threads))
     sys.settrace(tracer)
     try:
         with UntracedOperators() if tracer.alone else nullcontext():
             yield
     finally:
         sys.settrace(before)
-        threading.settrace(before_threads)
 
 
 # ---------------------------------------------------------------------------- from 3.12 on
@@ -278,10 +276,9 @@ def _monitored(observer: Observer) -> Iterator[None]:
     monitoring.use_tool_id(tool, "graphopt")
     instruction, start = monitoring.events.INSTRUCTION, monitoring.events.PY_START
     looked_at: dict[CodeType, dict[int, OutsideAccess]] = {}
-    others = native.other_threads()  # which are monitored as well
 
     def started(code: CodeType, offset: int) -> Any:
-        if threading.get_ident() in others:
+        if not is_of_trace():
             return None
         steps = observer.entered(sys._getframe(1))
         if steps and code not in looked_at:
@@ -291,14 +288,14 @@ def _monitored(observer: Observer) -> Iterator[None]:
         return monitoring.DISABLE if id(code) in observer.ignored else None
 
     def executed(code: CodeType, offset: int) -> None:
-        if threading.get_ident() in others:
+        if not is_of_trace():
             return
         step = looked_at[code].get(offset)
         if step is not None:
             observer.before(sys._getframe(1), step)
 
     def handled(code: CodeType, offset: int, error: BaseException) -> None:
-        if code in looked_at and threading.get_ident() not in others:
+        if code in looked_at and is_of_trace():
             observer.raised(error)
 
     caught = monitoring.events.EXCEPTION_HANDLED

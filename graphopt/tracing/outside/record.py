@@ -138,8 +138,6 @@ class Record(OutsideReads):
         """The step writes to a place, `counting` if what it makes of the value there; `owner` is
         the object that has it as an attribute."""
         identity = place.identity
-        if self.unrepeated.is_of_others():
-            return
         if self._is_its_own(place):
             self.mutated(place.holder, line or SourceLine("", 0, ""))
             return

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 import types
 from typing import Any, NamedTuple
 
 from graphopt import _compat
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import current_user_line, frames, is_library_file
-from graphopt.tracing.outside import native
 from graphopt.tracing.outside.places import OutsidePlace
 
 
@@ -55,7 +53,6 @@ class Unrepeated:
         self._lines: dict[int, tuple[str, SourceLine]] = {}
         self._locks: dict[int, tuple[Any, bool, str, SourceLine]] = {}
         self._arrays: dict[int, tuple[Any, Any, str, SourceLine]] = {}
-        self._others = native.other_threads()
 
     def add(self, what: str, line: SourceLine | None) -> None:
         """The step leaves something changed that it would change again."""
@@ -65,10 +62,6 @@ class Unrepeated:
         """The same of what a trace does not put back, so that it cannot be traced a second time."""
         self.add(what, line)
         self.at_once = True
-
-    def is_of_others(self) -> bool:
-        """Whether a thread is running that is none of the step's."""
-        return threading.get_ident() in self._others
 
     def note(self, holder: Any, path: str, line: SourceLine) -> None:
         """The step writes to an object."""

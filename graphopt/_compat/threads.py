@@ -1,0 +1,131 @@
+"""Which threads work for the trace that is running, and whose turn it is to trace.
+
+Functions of torch and Python that a trace replaces are the process's, and other threads call them
+as well: they train, load and evaluate something else meanwhile. So whatever is replaced asks who
+calls. A trace runs in one thread, and in those that autograd has for devices while they go back for
+it: autograd hands them what torch keeps for a thread, the mark of the trace included.
+
+Written for torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+import torch
+
+_KEY = "graphopt.trace"
+_turns = threading.RLock()
+
+
+def mark_of_trace() -> object | None:
+    """The mark of the trace that the calling thread works for; None where it does for none."""
+    if not torch._C._is_key_in_tls(_KEY):
+        return None
+    mark: object | None = torch._C._get_obj_in_tls(_KEY)
+    return mark
+
+
+def is_of_trace() -> bool:
+    """Whether the calling thread works for a trace."""
+    return mark_of_trace() is not None
+
+
+@contextmanager
+def taking_turns() -> Iterator[None]:
+    """While active, this thread traces, and others that begin to trace wait, `torch.compile`
+    included: it traces with the same machinery, which is not made for two at once.
+
+    A trace within a trace is a part of it. Nothing that waits for another process may run inside.
+    """
+    if is_of_trace():
+        yield
+        return
+    # always in this order, in which a backend of `torch.compile` takes them as well
+    with _turns_of_compilers(), _turns:
+        torch._C._stash_obj_in_tls(_KEY, object())
+        try:
+            yield
+        finally:
+            torch._C._stash_obj_in_tls(_KEY, None)
+
+
+def _turns_of_compilers() -> Any:
+    """The lock under which `torch.compile` compiles."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
+
+
+def _free_in_child() -> None:
+    """In a process that has been forked, the thread that traced does not run."""
+    _turns._at_fork_reinit()  # type: ignore[attr-defined]
+    dynamo: Any = sys.modules.get("torch._dynamo.convert_frame")
+    if dynamo is not None:
+        dynamo.compile_lock._at_fork_reinit()
+    if is_of_trace():
+        torch._C._stash_obj_in_tls(_KEY, None)
+
+
+if hasattr(os, "register_at_fork"):  # where processes fork
+    os.register_at_fork(after_in_child=_free_in_child)
+
+
+def other_threads_run() -> bool:
+    """Whether Python code runs in other threads than this one, and may draw random numbers."""
+    mine = threading.get_ident()
+    return any(each != mine for each in sys._current_frames())
+
+
+class Replacement:
+    """A function of torch or Python that is another one to the threads of the trace that runs.
+
+    Args:
+        value: the other one.
+        former: itself, which all other threads call.
+
+    Attributes:
+        function: what stands in the place of both.
+    """
+
+    def __init__(self, value: Callable[..., Any], former: Callable[..., Any]) -> None:
+        mark = mark_of_trace()
+        assert mark is not None, "only a trace replaces anything"
+        self._held = held = [value]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            function = former
+            if mark_of_trace() is mark and held:
+                function = held[0]
+            return function(*args, **kwargs)
+
+        self.function = call
+
+    def end(self) -> None:
+        """Keep nothing of the trace alive: a call by another thread may last longer than it."""
+        self._held.clear()
+
+
+def _code_of_replacements() -> CodeType:
+    codes = (each for each in Replacement.__init__.__code__.co_consts)
+    return next(each for each in codes if isinstance(each, CodeType))
+
+
+CODE = _code_of_replacements()
+"""The code of all functions that stand in the place of two."""
+
+
+class TrueInTrace:
+    """A flag that is true to the threads of the trace that is running, and to no others."""
+
+    def __init__(self) -> None:
+        self._mark = mark_of_trace()
+
+    def __bool__(self) -> bool:
+        return mark_of_trace() is self._mark
