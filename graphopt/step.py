@@ -115,12 +115,25 @@ class TrainStep:
         call = Call(self._fn, args, kwargs)
         if self._fallback.active:
             return self._run_eagerly(call)
+        if self._is_watched():
+            with _compat.modes_learned():
+                return self._run_eagerly(call)
         try:
             with _compat.named_in_profile(STEP):
                 return self._run_or_captured(call)
         except BaseException:
             self._entries.forget_waiting()
             raise
+
+    def _is_watched(self) -> bool:
+        """Whether a call runs eagerly, since something around it watches the functions that it
+        calls, which a graph does not. Several ranks, who may be watched differently, refuse it."""
+        watching = _compat.watches_functions()
+        if watching is None or _compat.rank_among_several() is not None:
+            return False
+        self.flush()
+        self._fallback.warn_of(watching)
+        return True
 
     def _run_or_captured(self, call: Call) -> Any:
         from graphopt.runtime.agreed import Others
@@ -377,7 +390,7 @@ class TrainStep:
             for ranks in ways:  # which tell ranks that have come to agree
                 with suppress(NotAsAgreedError), ranks:
                     raise
-        with undisturbed(), self._communication.shards_admitted():
+        with undisturbed(), _compat.unwatched(), self._communication.shards_admitted():
             captured, agreed = self._stages.compile(call, ways)
         call = call.using(captured.besides) or call
         keep_memory_of(captured.graph_module.graph)

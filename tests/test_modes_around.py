@@ -1,11 +1,15 @@
 """Modes of torch, hooks on saved tensors and the search for anomalies around the call of a step,
-and functions of torch that a program has replaced: never a graph that takes no notice of them."""
+and functions of torch that a program has replaced: never a graph that takes no notice of them.
+
+What sees operators sees those of the graph; what sees functions of torch sees an eager call."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -13,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 import graphopt
 from graphopt.errors import CaptureError
@@ -53,6 +59,23 @@ class CountingOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class KeepingOperators(TorchDispatchMode):
+    """Notes the memory of what operators give, as trackers of memory do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: WeakSet[torch.UntypedStorage] = WeakSet()
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor):
+                self.live.add(each.untyped_storage())
+        self.peak = max(self.peak, sum(each.nbytes() for each in self.live))
+        return result
+
+
 def doubling_saved() -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(
         lambda saved: saved, lambda saved: saved * 2 if saved.is_floating_point() else saved
@@ -66,12 +89,14 @@ def counting_flops() -> AbstractContextManager[Any]:
 CHANGING: list[Around] = [Doubling, DoublingOperators, doubling_saved]
 """What changes the numbers of a step."""
 
-SEEING: list[Around] = [Counting, CountingOperators, counting_flops, torch.autograd.detect_anomaly]
-"""What sees what is called."""
+WATCHING: list[Around] = [Doubling, doubling_saved, Counting, torch.autograd.detect_anomaly]
+"""What has to see the functions of a step themselves."""
 
 HARMLESS: list[Around] = [
     torch.autograd.graph.save_on_cpu,
     lambda: torch.device("cpu"),
+    *(CountingOperators, counting_flops, ModuleTracker, KeepingOperators),
+    torch.profiler.profile,
     lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
 ]
 
@@ -132,19 +157,85 @@ PATTERNS = [[True, True], [False, False, True, False, True]]
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("pattern", PATTERNS, ids=["first", "later"])
-@pytest.mark.parametrize("around", [*CHANGING, *SEEING], ids=name_of)
-def test_around_a_call_is_refused(around: Around, pattern: list[bool]) -> None:
-    training = Training()
-    step = graphopt.compile(training.step)
-    first = pattern.index(True)
-    losses = losses_of(step, nullcontext, [False] * first)
-    state = [p.detach().clone() for p in training.model.parameters()]
-    with pytest.raises(CaptureError) as raised, around():
-        step(torch.ones(3, 4))
-    assert raised.value.hint is not None
-    assert all(map(torch.equal, state, training.model.parameters()))
-    assert losses == losses_of(Training().step, nullcontext, [False] * first)
+@pytest.mark.parametrize("around", WATCHING, ids=name_of)
+def test_a_call_whose_functions_are_watched_runs_eagerly(
+    around: Around, pattern: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    step = graphopt.compile(Training().step)
+    assert losses_of(step, around, pattern) == losses_of(Training().step, around, pattern)
+    assert caplog.text.count("runs eagerly where it is called with") == 1
+    assert len(step.captures) == (0 if all(pattern) else 1)
+
+
+class Overflowing(Training):
+    def step(self, x: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = (self.model(x) * 0).sqrt().sum()
+        loss.backward()
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected")
+def test_an_anomaly_is_found_as_in_eager_code() -> None:
+    step = graphopt.compile(Overflowing().step)
     step(torch.ones(3, 4))
+    with pytest.raises(RuntimeError, match=r"returned nan values"), torch.autograd.detect_anomaly():
+        step(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("around", [counting_flops, CountingOperators], ids=name_of)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=["first", "later"])
+def test_the_operators_of_a_graph_are_counted(
+    around: Callable[[], Any], pattern: list[bool]
+) -> None:
+    """And none of its capture, whose graph all calls share; a mode that is not torch's sees an
+    eager call first."""
+
+    def counts(step: Callable[[Tensor], Tensor]) -> list[Any]:
+        found = []
+        for on in pattern:
+            with around() if on else nullcontext() as mode:
+                step(torch.ones(3, 4))
+            if isinstance(mode, FlopCounterMode):
+                found.append(mode.get_total_flops())
+            elif mode is not None:
+                calls = Counter(call.replace("_.", ".") for call in mode.calls)
+                found.append([calls[f"aten.{name}.default"] for name in ("mm", "addmm", "relu")])
+        return found
+
+    step = graphopt.compile(Training().step)
+    step(torch.ones(3, 4))
+    assert counts(step) == counts(Training().step)
+    assert len(step.captures) == 1
+
+
+class DoublingInPlace(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.mul_(2) if func is torch.ops.aten.relu.default else result
+
+
+class DoublingArguments(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.relu.default:
+            args = (args[0] * 2,)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("around", [DoublingOperators, DoublingInPlace, DoublingArguments])
+def test_operators_that_a_mode_changes(around: Around, caplog: pytest.LogCaptureFixture) -> None:
+    """As in eager code, in each call: a graph may have other operators than the step."""
+    step, pattern = graphopt.compile(Training().step), [False, True, True, True]
+    assert losses_of(step, around, pattern) == losses_of(Training().step, around, pattern)
+    assert "may change what operators give" in caplog.text
+
+
+@pytest.mark.parametrize("watching", [Counting, doubling_saved], ids=name_of)
+def test_what_watches_a_capture_alone_is_refused(watching: Around) -> None:
+    training = Training()
+    with pytest.raises(CaptureError, match="it is called with") as raised, watching():
+        graphopt.capture(training.step, torch.ones(3, 4))
+    assert raised.value.hint is not None
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")

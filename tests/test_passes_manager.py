@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+import graphopt
 from graphopt.errors import PassDefinitionError, PassOrderError
 from graphopt.graph_utils import call_function_with_meta, find_nodes, is_operator
 from graphopt.iter_graph import IterGraphModule
@@ -22,6 +23,7 @@ from graphopt.manager import (
     records_of,
 )
 from graphopt.saved import load_graph, save_graph
+from graphopt.stages.pipelines import manager_for
 from graphs import inputs_of, training_step
 from toy_passes import declare, double_negation
 
@@ -296,3 +298,14 @@ def test_options_that_are_nodes(registry: PassRegistry, gm: fx.GraphModule) -> N
     nodes = list(gm.graph.nodes)[:2]
     record = look(gm, nodes, again=nodes[0])
     assert record.arguments == {"nodes": [n.name for n in nodes], "again": nodes[0].name}
+
+
+@pytest.mark.parametrize("name", ["default", "none"])
+def test_named_pipelines_are_those_of_steps(name: str) -> None:
+    """`PassManager(name)` has the passes that `graphopt.compile(pipeline=name)` applies."""
+    manager = graphopt.PassManager(name)
+    assert str(manager) == str(manager_for(name, None))
+    assert bool(str(manager)) == (name == "default")
+    step = graphopt.compile(lambda x: x * 2, pipeline=manager)
+    assert step(torch.ones(2)).tolist() == [2, 2]
+    assert not graphopt.PassManager("none", registry=graphopt.PassRegistry()).pipeline

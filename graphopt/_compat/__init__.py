@@ -128,8 +128,8 @@ from graphopt._compat.tensors import (
 )
 from graphopt._compat.torch_functions import (
     function_asked,
+    function_modes,
     hooks_on_saved_tensors,
-    modes_of_program,
     reads_metadata,
     runs_mode,
 )
@@ -168,3 +168,4 @@ from graphopt._compat.trees import (
     tree_map,
     tree_unflatten,
 )
+from graphopt._compat.watching import modes_learned, unwatched, watches_functions

@@ -7,20 +7,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from graphopt._compat.torch_functions import hooks_on_saved_tensors, modes_of_program
-
-_GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
-    *(
-        table
-        for name, table in vars(torch.nn.modules.module).items()
-        if name.startswith("_global_") and isinstance(table, dict)
-    ),
-    _global_optimizer_pre_hooks,
-    _global_optimizer_post_hooks,
-)
-
+from graphopt._compat.torch_functions import function_modes, hooks_on_saved_tensors
+from graphopt._compat.watching import global_hooks, unknown_modes
 
 _CPU = torch.device("cpu")
 """The default device where no mode says another."""
@@ -32,9 +21,10 @@ def global_settings() -> tuple[Any, ...]:
     off."""
     # What `torch.backends` says of these, without its Python.
     return (
-        [tuple(table) for table in _GLOBAL_HOOKS if table],
+        global_hooks(),
         _CPU if not torch._C._len_torch_function_stack() else torch.get_default_device(),
-        modes_of_program(),
+        [type(mode) for mode in function_modes()],
+        unknown_modes(),
         hooks_on_saved_tensors(),
         torch.is_anomaly_enabled(),
         torch._C._get_mkldnn_enabled(),

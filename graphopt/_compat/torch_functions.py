@@ -21,7 +21,7 @@ from torch.overrides import (
     handle_torch_function,
 )
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _TELLS = handle_torch_function.__code__
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -70,25 +70,23 @@ def _function_of(frame: FrameType) -> FunctionType:
     return FunctionType(code, frame.f_globals, code.co_name, None, cells)
 
 
-def modes_of_program() -> tuple[type, ...]:
-    """The classes of modes that a program has entered, which see what is called: of functions, but
-    for a default device, and of operators, but for those that trace and make fake tensors."""
-    modes: list[Any] = []
-    if torch._C._len_torch_function_stack():
-        modes += _get_current_function_mode_stack()
-    if torch._C._len_torch_dispatch_stack():
-        modes += _get_current_dispatch_mode_stack()
-    return tuple(type(mode) for mode in modes if _is_of_program(mode))
+def function_modes() -> list[Any]:
+    """The modes of functions that a program has entered, but for a default device."""
+    if not torch._C._len_torch_function_stack():
+        return []
+    return [mode for mode in _get_current_function_mode_stack() if is_of_program(mode)]
 
 
 def runs_mode(frame: FrameType) -> bool:
     """True if a frame is of a method by which such a mode sees what is called."""
     if frame.f_code.co_name not in ("__torch_function__", "__torch_dispatch__"):
         return False
-    return _is_of_program(frame.f_locals.get("self"))
+    return is_of_program(frame.f_locals.get("self"))
 
 
-def _is_of_program(mode: Any) -> bool:
+def is_of_program(mode: Any) -> bool:
+    """Whether a program has entered a mode, which sees what is called: of functions, but for a
+    default device, or of operators, but for those that trace and make fake tensors."""
     if type(mode).__module__.startswith(("graphopt.", "torch.utils.checkpoint")):
         return False  # what a selective checkpoint sees while it is traced is what eager code shows
     if isinstance(mode, TorchFunctionMode):

@@ -13,6 +13,7 @@ import importlib.metadata
 import logging
 import pkgutil
 from functools import cache
+from typing import Any
 
 from graphopt.manager import (
     Pass,
@@ -71,6 +72,13 @@ def _load_entry_point(entry_point: importlib.metadata.EntryPoint) -> None:
 def install() -> None:
     """Let the default registry find passes when it is first asked for one."""
     registry.add_loader(load)
+    registry.pipelines["default"] = _default
+
+
+def _default() -> list[Any]:
+    pipelines = importlib.import_module("graphopt.stages.pipelines")
+    found: list[Any] = pipelines.default_pipeline()
+    return found
 
 
 install()

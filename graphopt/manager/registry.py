@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import PassDefinitionError, PipelineSyntaxError
 from graphopt.graph_utils.ordering import earliest_order
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 class PassRegistry:
     """Passes by name. `PassRegistry()` is empty and knows of no other.
 
+    Attributes:
+        pipelines: makers of the pipelines that have a name.
+
     >>> import graphopt
     >>> graphopt.PassRegistry().names()
     []
@@ -28,6 +31,7 @@ class PassRegistry:
         self._passes: dict[str, Pass] = {}
         self._loaders: list[Callable[[], None]] = []
         self._running: list[Callable[[], None]] = []
+        self.pipelines: dict[str, Callable[[], list[Any]]] = {"none": list}
 
     def add_loader(self, loader: Callable[[], None]) -> None:
         """Let `loader` run, once, before the registry is first asked: it declares passes."""

@@ -57,8 +57,9 @@ class PassManager:
     before that pass; passes before it stay applied. `str` of a manager is its pipeline as text.
 
     Args:
-        pipeline: text, a pass, a list of passes, names and ``(pass or name, options)`` pairs, or
-            another manager, whose passes are taken over.
+        pipeline: "default" or "none", as `graphopt.compile` has them, text, a pass, a list of
+            passes, names and ``(pass or name, options)`` pairs, or another manager, whose passes
+            are taken over.
         verify: "off", "dependencies" or "equivalence" (the default): what is checked after each
             pass.
         dump_dir: folder in which the graph is written after each pass.
@@ -338,6 +339,8 @@ def _refuse_unread(context: PassContext, inserted: Sequence[str]) -> None:
 
 
 def _read_pipeline(pipeline: object, registry: PassRegistry) -> Pipeline:
+    if isinstance(pipeline, str) and pipeline in registry.pipelines:
+        pipeline = registry.pipelines[pipeline]()
     if isinstance(pipeline, str):
         return parse_pipeline(pipeline, registry)
     if isinstance(pipeline, PassManager):

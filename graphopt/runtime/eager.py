@@ -46,6 +46,7 @@ class Fallback:
         self._off = _is_off()
         self.refusal: GraphOptError | None = None
         self._trained: ImplicitInputs | None = None
+        self._watching: set[str] = set()
         if self._off:
             logger.warning("%s runs eagerly: %s is set", name, OFF)
 
@@ -74,6 +75,12 @@ class Fallback:
         self.refusal = error
         logger.warning("%s runs eagerly from now on, until reset(): %s", self._name, error)
         return True
+
+    def warn_of(self, watching: str) -> None:
+        """Warn once that calls run eagerly because of what watches them."""
+        if watching not in self._watching:
+            self._watching.add(watching)
+            logger.warning("%s runs eagerly where it is called with %s", self._name, watching)
 
     def forget(self) -> None:
         """Let the next call be captured, if that is not turned off."""

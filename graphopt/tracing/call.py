@@ -245,13 +245,14 @@ def is_array(value: Any) -> bool:
 
 
 def _check_modes() -> None:
-    """A graph has other operators than the step: what sees each of them sees others."""
-    inside = "enter it within the step, whose graph then has what it does"
-    for mode in _compat.modes_of_program():
-        raise CaptureError(f"it is called in a {mode.__qualname__}, a mode of torch", hint=inside)
-    if (hooks := _compat.hooks_on_saved_tensors()) is not None:
-        raise CaptureError(f"it is called with hooks on saved tensors ({hooks})", hint=inside)
-    check_anomalies()
+    """A graph has other functions than the step: what sees each of them sees others."""
+    watching = _compat.watches_functions()
+    if watching is not None:
+        raise CaptureError(
+            f"it is called with {watching}",
+            hint="enter it within the step, whose graph then has what it does; or call the step"
+            " itself, which is not captured",
+        )
 
 
 def check_anomalies() -> None:

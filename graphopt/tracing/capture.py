@@ -291,7 +291,8 @@ def capture_call(
     with ExitStack() as stack:
         for context in (
             taking_turns() if alone else nullcontext(),
-            *(dispatch_keys_kept(), _compat.without_fake_mode(), collector_paused()),
+            *(dispatch_keys_kept(), _compat.unwatched(), _compat.without_fake_mode()),
+            collector_paused(),
             births_noted(),
         ):
             stack.enter_context(context)

@@ -1,0 +1,196 @@
+"""Modes and hooks that a program has entered around a call and that watch what is called.
+
+They stand aside while a step is captured, since they would see what the capture does, and are there
+again when its graph runs:
+
+    with FlopCounterMode() as counter:
+        step(x)      capture: unseen; graph: each operator is seen
+
+A mode of operators that is not torch's might give other results than it is given. A first call
+runs eagerly in it, and shows that (`modes_learned`).
+
+Written for torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils._pytree import tree_leaves
+
+from graphopt._compat.torch_functions import function_modes, hooks_on_saved_tensors, is_of_program
+
+_GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
+    *(
+        table
+        for name, table in vars(torch.nn.modules.module).items()
+        if name.startswith("_global_") and isinstance(table, dict)
+    ),
+    _global_optimizer_pre_hooks,
+    _global_optimizer_post_hooks,
+)
+
+_TRACKERS = {
+    "torch.utils.module_tracker": "ModuleTracker",
+    "torch.distributed._tools.mod_tracker": "ModTracker",
+}
+"""Classes whose hooks note which module runs, for modes that count."""
+
+
+_ONLY_LOOK: WeakSet[type] = WeakSet()
+"""Classes of modes of operators that have been seen to give what they are given."""
+
+_CHANGE: WeakSet[type] = WeakSet()
+"""Classes of those that have been seen not to."""
+
+
+def watches_functions() -> str | None:
+    """What has to see the step's own functions, which its graph does not call; None if nothing."""
+    for kind in unknown_modes():
+        return f"a {kind.__qualname__}, a mode of torch that may change what operators give"
+    for mode in function_modes():
+        return f"a {type(mode).__qualname__}, which sees functions of torch"
+    hooks = hooks_on_saved_tensors()
+    if hooks is not None:
+        return f"hooks on saved tensors ({hooks})"
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        return "torch's search for anomalies"
+    return None
+
+
+def unknown_modes() -> list[type]:
+    """The classes of modes of operators that a program has entered and that may change what these
+    give."""
+    known = _ONLY_LOOK - _CHANGE
+    return [
+        type(mode)
+        for mode in _modes_of_operators()
+        if not type(mode).__module__.startswith("torch.") and type(mode) not in known
+    ]
+
+
+def _modes_of_operators() -> list[Any]:
+    modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+    return list(filter(is_of_program, modes))
+
+
+@contextmanager
+def modes_learned() -> Iterator[None]:
+    """While active, what a program runs shows whether its modes of operators change anything."""
+    kinds = unknown_modes()
+    if not kinds:
+        yield
+        return
+    below, above = _Below(), None
+    with ExitStack() as stack:
+        modes = _modes_of_operators()
+        for _ in modes:
+            stack.callback(_push_mode, _pop_mode())
+        with below, ExitStack() as inside:
+            for mode in modes:
+                _push_mode(mode)
+                inside.callback(_pop_mode)
+            above = inside.enter_context(_Above(below))
+            yield
+    (_CHANGE if above.changed else _ONLY_LOOK).update(kinds)
+
+
+class _Below(TorchDispatchMode):
+    """Notes the calls that modes make of operators.
+
+    Attributes:
+        calls: operator, arguments and result of each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Any, list[int], list[Any]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, _identities((args, kwargs)), tree_leaves(result)))
+        return result
+
+
+class _Above(TorchDispatchMode):
+    """Compares what modes are asked for with the calls that they make, and with what they give.
+
+    Attributes:
+        changed: whether one of them has given anything else.
+    """
+
+    def __init__(self, below: _Below) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.below, self.changed = below, False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        asked, calls = _identities((args, kwargs)), self.below.calls
+        calls.clear()
+        result = func(*args, **(kwargs or {}))
+        own = [results for called, given, results in calls if called is func and given == asked]
+        wrote = any(called._schema.is_mutable for called, _, _ in calls if called is not func)
+        same = len(own) == 1 and _identities(own[0]) == _identities(result)
+        self.changed |= wrote or not same
+        calls.clear()
+        return result
+
+
+def _identities(nest: Any) -> list[int]:
+    return [id(each) for each in tree_leaves(nest) if isinstance(each, torch.Tensor)]
+
+
+def global_hooks() -> list[tuple[Any, ...]]:
+    """The keys of the hooks of all modules and optimizers, but for those of torch's trackers."""
+    tables = (table for table in _GLOBAL_HOOKS if table)
+    found = (tuple(k for k, hook in table.items() if not _tracks(hook)) for table in tables)
+    return [keys for keys in found if keys]
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """While active, no mode of the program's that only looks sees the operators of this thread, and
+    no tracker of torch's which modules run."""
+    with ExitStack() as stack:
+        for table in _GLOBAL_HOOKS:
+            if table and any(map(_tracks, table.values())):
+                stack.enter_context(_without_trackers(table))
+        for _ in [] if unknown_modes() else _modes_of_operators():
+            stack.callback(_push_mode, _pop_mode())
+        yield
+
+
+@contextmanager
+def _without_trackers(table: dict[Any, Any]) -> Iterator[None]:
+    before = list(table.items())
+    for key, hook in before:
+        if _tracks(hook):
+            del table[key]
+    try:
+        yield
+    finally:
+        added = [(key, hook) for key, hook in table.items() if key not in dict(before)]
+        table.clear()
+        table.update([*before, *added])
+
+
+def _tracks(hook: Any) -> bool:
+    kind = type(getattr(hook, "__self__", None))
+    module = sys.modules.get(kind.__module__)
+    name = _TRACKERS.get(kind.__module__)
+    return name is not None and kind is getattr(module, name, None)
