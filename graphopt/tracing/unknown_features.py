@@ -75,6 +75,11 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
         "compute with plain tensors: leave out as_subclass and the like",
     ),
     (
+        r"'TracedWork' object has no attribute '(\w+)'",
+        r"it uses \1 of a collective in flight (async_op=True), which no graph has",
+        "wait for it, work.wait(), and compute with the tensor behind that",
+    ),
+    (
         "in the TorchScript interpreter",
         "it calls a TorchScript function that decides by values or makes what no trace sees",
         "call the Python function it was made from",
