@@ -74,7 +74,7 @@ class CachedCall(NamedTuple):
             self.function(*self.args, **self.kwargs)
         generator = drawn.advanced(noted)
         if generator is not None:
-            drawn.restore()
+            drawn.restore(noted)
             self.function.cache_clear()
             raise CaptureError(
                 f"a function with a cache ({self.function.__name__}) draws from the {generator}"

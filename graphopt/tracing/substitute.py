@@ -142,9 +142,9 @@ class GeneratorStates:
             shared=other_threads_run(),
         )
 
-    def restore(self) -> None:
-        """Put the generators back."""
-        if self.shared or other_threads_run():
+    def restore(self, noted: Sequence[str] = ()) -> None:
+        """Put the generators back: where other threads run, if it is known that the trace drew."""
+        if not noted and (self.shared or other_threads_run()):
             return
         torch.random.default_generator.set_state(self.torch_cpu)
         random.setstate(self.python)
