@@ -116,9 +116,11 @@ AT_ONCE = 6
 
 
 def groups_at(place: str, spare: bool = False) -> list[list[Case]]:
-    """All accesses at one place."""
-    cases = [(access, place, spare) for access in ACCESSES]
-    return [cases[start : start + AT_ONCE] for start in range(0, len(cases), AT_ONCE)]
+    """All accesses at one place; hooks in steps of their own, since they change when the gradients
+    of all models are averaged."""
+    cases = [(access, place, spare) for access in ACCESSES if access not in HOOKS]
+    groups = [cases[start : start + AT_ONCE] for start in range(0, len(cases), AT_ONCE)]
+    return [*groups, *([(access, place, spare)] for access in HOOKS)]
 
 
 NUMBERS = range(len(groups_at("before")))
