@@ -60,6 +60,9 @@ class Expansion:
         """Rewrite the graph. Returns how many markers there were."""
         markers = 0
         for node in list(self._graph.nodes):
+            if is_marker(node) and marks_gradient(node):
+                _average_behind_views(node)
+        for node in list(self._graph.nodes):
             if node.op == "placeholder":
                 self._cut(node)
             elif is_marker(node):
@@ -340,6 +343,25 @@ class Expansion:
         while source in self._sources:
             source = self._sources[source]
         return not self._is_kept(source)
+
+
+def _average_behind_views(marker: fx.Node) -> None:
+    """Let what is averaged have the shape in which the optimizer reads it: rows of a transposed
+    gradient would be columns of its parameter."""
+    graph = marker.graph
+    while len(marker.users) == 1:
+        (view,) = marker.users
+        if view.op != "call_function" or not is_pure_view(view) or len(view.all_input_nodes) != 1:
+            return
+        if not isinstance(known_value(view), torch.Tensor):
+            return
+        with graph.inserting_before(marker):
+            first = graph.node_copy(view, lambda _: cast(fx.Node, marker.args[0]))
+        first.meta = dict(view.meta)
+        set_value(marker, fake_value(view))
+        marker.args = (first, *marker.args[1:])
+        view.replace_all_uses_with(marker)
+        graph.erase_node(view)
 
 
 def _kept(graph: fx.Graph, keep_bytes: float) -> set[fx.Node]:
