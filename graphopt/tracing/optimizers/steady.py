@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt import _compat
 from graphopt._compat.late import set_gradient
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import get_output
@@ -80,7 +81,7 @@ class NewState:
         try:
             self.put()
             for parameter, like in self.gradients:
-                set_gradient(parameter, uninitialised_like(like))
+                set_gradient(parameter, _any_values(parameter, like))
             yield
         finally:
             for parameter, _ in self.gradients:
@@ -92,6 +93,13 @@ class NewState:
                     del of[name]
                 else:
                     of[name] = value
+
+
+def _any_values(parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor that lies in memory like another one, fake where the parameter is."""
+    if _compat.is_fake(parameter):
+        return _compat.fake_laid_out(parameter, like.shape, like.stride(), like.dtype)
+    return uninitialised_like(like)
 
 
 def _forget(table: dict[Any, Any], known: dict[Any, set[str]]) -> None:
