@@ -292,7 +292,10 @@ def test_nobody_asked_for_what_the_default_pipeline_leaves_out(
     torch.compile(square, backend=backend, options={"lower": None})(torch.ones(3))
     ((level, text),) = messages(caplog)
     assert level == logging.INFO
-    left_out = "remove_copy_from_optimizer, drop_unread_gradients, iter_move_grads_and_optimizers"
+    left_out = (
+        "remove_copy_from_optimizer, drop_unread_gradients, schedule_gathers,"
+        " iter_move_grads_and_optimizers"
+    )
     assert f"{left_out}\n" in text
     applied = [r.getMessage().partition("(")[0] for r in caplog.records[1:]]
     assert applied[0] == "comm_fusion_with_concat"

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
@@ -125,6 +126,24 @@ def one_by_one(buffers: Any, group: Any, call: Nodes) -> Any:
     return [receive_buffers([buffer], group, call)[0] for buffer in buffers]
 
 
+def put_in_order(graph: fx.Graph) -> None:
+    """Let what has moved stand before its readers."""
+    ordered: dict[fx.Node, None] = {}
+
+    def put(node: fx.Node) -> None:
+        for read in node.all_input_nodes:
+            if read not in ordered:
+                put(read)
+        ordered[node] = None
+
+    for node in graph.nodes:
+        if node not in ordered:
+            put(node)
+    nodes = list(ordered)
+    for before, node in pairwise(nodes):
+        before.append(node)
+
+
 class InOneBucket(DataParallel):
     """All gradients of a step in one all-reduce, behind the last of them."""
 
@@ -147,6 +166,7 @@ class InOneBucket(DataParallel):
                 call(aten.view.default, item, list(marker.meta["val"].shape))
             )
             graph.erase_node(marker)
+        put_in_order(graph)
         return len(markers)
 
 
@@ -232,6 +252,7 @@ def test_a_gradient_for_another_is_refused() -> None:
             first.args = (given[1], *first.args[1:])
             second.prepend(first)
             second.args = (given[0], *second.args[1:])
+            put_in_order(graph)
             return super().expand(graph)
 
     assert problems_of(Exchanged(), "mlp")

@@ -28,7 +28,7 @@ def is_copy(node: fx.Node) -> bool:
 
     >>> from graphopt.graph_utils import find_nodes, is_copy
     >>> [str(node.args[0]) for node in find_nodes(gm.graph, is_copy)][:2]
-    ['weight', 'bias']
+    ['optimizer_weight_step', 'optimizer_bias_step']
     """
     return operator_of(node).copies
 
