@@ -1,5 +1,4 @@
-"""Objects among the arguments of a step that hold tensors, such as batches of a class: taken apart
-as lists and dictionaries are."""
+"""Objects with tensors among the arguments, such as batches: taken apart as dictionaries are."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import gc
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -309,3 +308,107 @@ def test_an_item_of_a_list_of_more_than_tensors() -> None:
         assert torch.equal(found, step(models[1], optimizers[1], batches[1]))
         assert torch.equal(batches[0].rows[0], batches[1].rows[0])
         assert torch.equal(before[0], first) and batches[0].rows[1] == "text"
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class TuplesInObjectsBatch:
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.pair, self.named = (x, y), Pair(x, y)
+        self.nest, self.mixed = ((x, y), y * 2), (x, None, 3, y)
+        self.rows = [(x, y), (y, x)]
+        self.table = {"pair": (x, y)}
+
+
+def unpacked(batch: TuplesInObjectsBatch) -> Any:
+    x, y = batch.pair
+    return x, y
+
+
+def named(batch: TuplesInObjectsBatch) -> Any:
+    return batch.named.x, batch.named[1]
+
+
+def nested(batch: TuplesInObjectsBatch) -> Any:
+    return batch.nest[0][0], batch.nest[1]
+
+
+def mixed(batch: TuplesInObjectsBatch) -> Any:
+    assert batch.mixed[1] is None
+    return batch.mixed[0] * batch.mixed[2], batch.mixed[-1]
+
+
+def in_a_list(batch: TuplesInObjectsBatch) -> Any:
+    return batch.rows[0]
+
+
+def in_a_table(batch: TuplesInObjectsBatch) -> Any:
+    return [tensor * 1 for tensor in batch.table["pair"]]
+
+
+def put_anew(batch: TuplesInObjectsBatch) -> Any:
+    batch.pair = (batch.pair[0] * 2, batch.pair[1])
+    batch.named = batch.named._replace(x=batch.pair[0])
+    return batch.pair
+
+
+WAYS: list[Callable[[TuplesInObjectsBatch], Any]] = [
+    unpacked,
+    named,
+    nested,
+    mixed,
+    in_a_list,
+    in_a_table,
+    put_anew,
+]
+
+
+def _trained(way: Callable[[TuplesInObjectsBatch], Any], compiled: bool) -> tuple[list[Any], int]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(batch: TuplesInObjectsBatch) -> Tensor:
+        x, y = way(batch)
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    run = graphopt.compile(step) if compiled else step
+    left = []
+    for _ in range(4):
+        batch = TuplesInObjectsBatch(torch.rand(5, 3), torch.rand(5, 2))
+        left.append([run(batch).item(), str(batch.pair), str(batch.named)])
+    left.append([p.tolist() for p in model.parameters()])
+    return left, len(run.captures) if isinstance(run, graphopt.TrainStep) else 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_in_tuples_are_inputs(way: Callable[[TuplesInObjectsBatch], Any]) -> None:
+    left, graphs = _trained(way, True)
+    assert left == _trained(way, False)[0]
+    assert graphs == 1
+
+
+def test_tuples_of_another_structure_have_a_graph_of_their_own() -> None:
+    model = nn.Linear(3, 2)
+    step = graphopt.compile(lambda batch: sum(model(x).sum() for x in batch.pair))
+    for _ in range(2):
+        for count in (1, 2):
+            batch = TuplesInObjectsBatch(torch.rand(5, 3), torch.rand(5, 3))
+            batch.pair = batch.pair[:count]  # type: ignore[assignment]
+            assert torch.equal(step(batch), sum(model(x).sum() for x in batch.pair))
+    assert len(step.captures) == 2
+
+
+def test_a_constant_in_a_tuple_is_one_that_a_graph_holds_for() -> None:
+    step = graphopt.compile(lambda batch: batch.mixed[0] * batch.mixed[2])
+    for factor in (3, 4, 3):
+        batch = TuplesInObjectsBatch(torch.rand(5, 3), torch.rand(5, 2))
+        batch.mixed = (batch.mixed[0], None, factor, batch.mixed[3])
+        assert torch.equal(step(batch), batch.mixed[0] * factor)

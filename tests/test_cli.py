@@ -1,4 +1,4 @@
-"""The `graphopt` command: what it accepts, what it passes on, and what it shows."""
+"""The `graphopt` command: what it accepts, passes on and shows; `graphopt bisect`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 import typer
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import fx, nn
 from typer.testing import CliRunner, Result
 
 import graphopt
 from graphopt import cli
-from graphopt.cli import demo
+from graphopt.cli import app, demo
+from graphopt.commands.bisect import Culprit, first_failure
 from graphopt.demo import main as demo_main
 from graphopt.graph_utils import call_function_with_meta
 from graphopt.iter_graph import IterGraphModule
@@ -24,9 +27,11 @@ from graphopt.manager import applied_passes, default_registry
 from graphopt.readable import graph_diff, graph_text
 from graphopt.saved import load_graph, save_graph
 from graphopt.schedule import collectives_text, simulate
+from graphs import training_step
 from registry import isolate
 
 COMMANDS = sorted(typer.main.get_group(cli.app).commands)
+
 
 LOAD = "import sys, graphopt.cli; print(sorted({'torch', 'networkx'} & set(sys.modules)))"
 
@@ -302,3 +307,70 @@ def test_show_a_difference(folder: Path) -> None:
     assert result.output == graph_diff(*graphs, ("step.pt", "out.pt"))
     assert "-%t_default = aten.t.default(%x)" in result.output
     assert invoke("show", "step.pt", "--diff", "step.pt").output == "no difference\n"
+
+
+PASSES_OF_BISECT = '''
+import torch
+from torch import fx
+import graphopt
+
+def scale(gm, factor):
+    node = next(n for n in gm.graph.nodes if n.target is torch.ops.aten.gelu.default)
+    with gm.graph.inserting_after(node):
+        new = graphopt.graph_utils.call_function_with_meta(
+            gm.graph, torch.ops.aten.mul.Tensor, (node, factor), like=node)
+    for user in [u for u in node.users if u is not new]:
+        user.replace_input_with(node, new)
+
+@graphopt.graph_optimization_pass(repeatable=True)
+def right_one(gm: fx.GraphModule) -> None:
+    """Changes nothing."""
+
+@graphopt.graph_optimization_pass(repeatable=True)
+def wrong_one(gm: fx.GraphModule) -> None:
+    """Scales an activation."""
+    scale(gm, 2.0)
+'''
+
+
+@given(passes=st.integers(1, 40), first=st.integers(0, 41))
+def test_the_first_failure_is_found(passes: int, first: int) -> None:
+    asked: list[int] = []
+
+    def check(count: int) -> str | None:
+        asked.append(count)
+        return f"wrong with {count}" if count >= first else None
+
+    expected = None if first > passes else Culprit(first, f"wrong with {first}")
+    found = first_failure(passes, check)
+    assert found == expected or (first == 0 and found == Culprit(0, "wrong with 0"))
+    assert len(asked) <= 2 + passes.bit_length()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    graph, passes = tmp_path / "step.pt", tmp_path / "bisected_passes.py"
+    save_graph(training_step(2), graph)
+    passes.write_text(PASSES_OF_BISECT)
+    return graph, passes
+
+
+def test_a_saved_graph(files: tuple[Path, Path], tmp_path: Path) -> None:
+    graph, passes = files
+    pipeline = "right_one -> right_one -> wrong_one -> right_one"
+    out = tmp_path / "before.pt"
+    arguments = [str(graph), "--pipeline", pipeline, "--import", str(passes), "--out", str(out)]
+    result = CliRunner().invoke(app, ["bisect", *arguments])
+    assert result.exit_code == 0, result.output
+    assert "pass 3 of 4, wrong_one, is the first that makes it fail" in result.output
+    assert "aten.mul.Tensor" in result.output
+    assert out.is_file()
+
+
+def test_a_command() -> None:
+    """The exit status says whether it is as it should be."""
+    script = "import os, sys; sys.exit(int(os.environ['GRAPHOPT_STOP_AFTER']) >= 2)"
+    pipeline = "comm_fusion_with_concat -> schedule_comm_wait"
+    arguments = ["--pipeline", pipeline, "--", sys.executable, "-c", script]
+    result = CliRunner().invoke(app, ["bisect", *arguments])
+    assert "pass 2 of 2, schedule_comm_wait" in result.output

@@ -44,7 +44,7 @@ LATER = frozenset(
         "_create_compile_options",
         "_device_types",  # of a process group
         "_get_backend",
-        "_loss_fn",  # of schedules, which need a group: test_pipelining_schedules.py
+        "_loss_fn",  # of schedules, which need a group: test_pipelining_stages.py
         "_stage",
         "_stages",
         "_timeout",  # of the options of a process group

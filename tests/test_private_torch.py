@@ -1,9 +1,4 @@
-"""Private attributes and overridden private methods of torch's classes are in `graphopt._compat`.
-
-`test_imports.py` looks at private names that are imported; this at those of objects, such as
-`node.target._schema` or `module._modules`, read or by `getattr`, and at classes that torch's are
-bases of: which private names torch's classes have is asked of the torch that runs this.
-"""
+"""Private parts of torch, and keys of metadata, are used in one place each."""
 
 from __future__ import annotations
 
@@ -25,6 +20,7 @@ from torch.distributed.pipelining.stage import PipelineStage
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphopt._compat import OpOverload, TorchDispatchMode, new_fake_mode
+from graphopt.ir import metadata
 from test_imports import FILES, PRIVATE_TORCH_IS_IN, dotted, imports, tree_of, within
 
 CLASSES: tuple[type, ...] = (
@@ -37,6 +33,7 @@ CLASSES: tuple[type, ...] = (
 )
 """Classes of torch whose objects pass through graphopt."""
 
+
 OF_PYTHON = frozenset(
     {
         *("_asdict", "_fields", "_make", "_replace"),  # of named tuples
@@ -46,6 +43,7 @@ OF_PYTHON = frozenset(
     }
 )
 """Names with an underscore that belong to Python."""
+
 
 ACCESSES = ("getattr", "setattr", "hasattr", "delattr")
 
@@ -184,6 +182,7 @@ SEEN = {
     "            return t._version",
 }
 
+
 UNSEEN = {
     "own class": "class A:\n    def __init__(self):\n        self._graph = 1\n"
     "def f(a):\n    return a._graph",
@@ -197,3 +196,43 @@ UNSEEN = {
 def test_what_is_seen(source: str) -> None:
     uses = Uses(ast.parse(source), {"nn": nn, "fx": fx, "torch": torch}, {"torch": "torch"})
     assert bool(uses.found) is (source in SEEN.values())
+
+
+KEYS = frozenset(
+    value for name, value in vars(metadata).items() if name.isupper() and isinstance(value, str)
+)
+
+
+OTHER_DIALECTS = ("graphopt._compat", "graphopt.ir.metadata")
+"""Modules that read and write the metadata of torch's own graphs."""
+
+
+def keys_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Where a text is used as a key of metadata: `x.meta["val"]`, `x.meta.get("val")`, `"val" in
+    x.meta`."""
+    for node in ast.walk(tree):
+        used: list[ast.expr] = []
+        if isinstance(node, ast.Subscript) and _is_metadata(node.value):
+            used = [node.slice]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            used = node.args[:1] if _is_metadata(node.func.value) else []
+        elif isinstance(node, ast.Compare) and any(map(_is_metadata, node.comparators)):
+            used = [node.left]
+        for key in used:
+            if isinstance(key, ast.Constant) and key.value in KEYS:
+                yield node.lineno, str(key.value)
+
+
+def _is_metadata(expression: ast.expr) -> bool:
+    return isinstance(expression, ast.Attribute) and expression.attr == "meta"
+
+
+def test_keys_of_metadata() -> None:
+    modules = [module for module in FILES if not within(module, OTHER_DIALECTS)]
+    found = [f"{m}:{line} {key}" for m in modules for line, key in keys_in(tree_of(m))]
+    assert not found, f"graphopt.ir.metadata has a function for each: {found}"
+
+
+def test_what_is_found() -> None:
+    written = 'x.meta["val"]; x.meta.get("kind", 0); "phase" in x.meta; x.meta["own"]; x["val"]'
+    assert [key for _, key in keys_in(ast.parse(written))] == ["val", "kind", "phase"]

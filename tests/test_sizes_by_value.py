@@ -1,4 +1,4 @@
-"""Sizes that depend on values: kept as symbols, as numbers where a step needs them."""
+"""Sizes that depend on values: kept as symbols, as numbers where they are constants or needed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import graphopt
+from graphopt._compat.remembering import RememberingMode
 from graphopt.cost import DEVICES, RooflineCost
 from graphopt.errors import AssumptionFailedError, CaptureError
 from graphopt.graph_utils import is_operator, same_kind
+from graphopt.host.assumptions import Assumption
 from loops import Loop, graphs_of
 from test_decisions import assert_alike, finish, left_by
 
@@ -85,6 +87,7 @@ STEPS: dict[Step, int] = {
     up_to_longest: 1, similar: 2, where_there_are_some: 4,
 }  # fmt: skip
 """Each with how many graphs its calls need at most."""
+
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -194,3 +197,98 @@ def test_sizes_of_tensors_are_returned_and_left_as_such() -> None:
         return Loop(step, lambda: kept)
 
     assert graphs_of(make, 4) <= 4
+
+
+def counted(x: Tensor) -> Tensor:
+    sizes = torch.tensor([2, 2, 3])
+    ends = torch.cumsum(torch.unique_consecutive(sizes, return_counts=True)[1], 0)
+    start, out = 0, x.new_zeros(())
+    for end in ends:
+        out = out + x[start:end].sum() * (end - start)
+        start = end
+    return out
+
+
+def chosen(x: Tensor) -> Tensor:
+    return x[torch.tensor([1, 0, 1, 1, 0, 0, 0, 1]).nonzero().squeeze(1)]
+
+
+def masked(x: Tensor) -> Tensor:
+    return x[torch.arange(8) % 3 == 0] * x.masked_select(torch.arange(8) % 3 == 1).sum()
+
+
+def distinct(x: Tensor) -> Tensor:
+    found = torch.unique(torch.tensor([3, 1, 3, 2]))
+    return x[found] * len(found)
+
+
+def in_place(x: Tensor) -> Tensor:
+    mask = torch.zeros(8, dtype=torch.bool)
+    mask[2:5] = True
+    mask[3] = False
+    return x[mask]
+
+
+def repeated_of_sizes_of_constants(x: Tensor) -> Tensor:
+    return x[:2].repeat_interleave(torch.tensor([2, 3]), dim=0)
+
+
+def counted_bins(x: Tensor) -> Tensor:
+    return x.sum() * torch.bincount(torch.tensor([0, 2, 2]))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [counted, chosen, masked, distinct, in_place, repeated_of_sizes_of_constants, counted_bins],
+)
+def test_they_are_known(step: Callable[[Tensor], Tensor]) -> None:
+    captured = graphopt.capture(step, torch.ones(8))
+    nodes = captured.graph_module.graph.nodes
+    assert not any(isinstance(node.target, Assumption) for node in nodes)
+    run = graphopt.compile(step)
+    for _ in range(2):
+        x = torch.rand(8)
+        assert torch.equal(run(x), step(x))
+    assert len(run.captures) == 1
+
+
+def test_what_an_input_is_written_into_is_no_constant() -> None:
+    def step(x: Tensor) -> Tensor:
+        mask = torch.zeros(8, dtype=torch.bool)
+        mask[:] = x > 0.5
+        return x[mask].sum()
+
+    run = graphopt.compile(step)
+    for _ in range(4):
+        x = torch.rand(8)
+        assert torch.equal(run(x), step(x))
+
+
+def test_what_is_drawn_is_no_constant() -> None:
+    def step(x: Tensor) -> Tensor:
+        return x[torch.rand(8) > 0.5].sum()
+
+    run = graphopt.compile(step)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        found = run(torch.ones(8))
+        torch.manual_seed(seed)
+        assert torch.equal(found, step(torch.ones(8)))
+
+
+def test_a_slice_takes_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace went through all rows of what a step takes a slice of."""
+    times = [0]
+    dispatch = RememberingMode.__torch_dispatch__
+
+    def count(self: Any, *args: Any) -> Any:
+        times[0] += 1
+        return dispatch(self, *args)
+
+    monkeypatch.setattr(RememberingMode, "__torch_dispatch__", count)
+    asked = []
+    for rows in (3, 300):
+        times[0] = 0
+        graphopt.capture(lambda x: x[1:3] + x[:-1].sum(), torch.ones(rows, 2))
+        asked.append(times[0])
+    assert asked[0] == asked[1]

@@ -1,11 +1,11 @@
-"""The list of stages: what each leaves is recorded, written, shown to compute the same, or refused
-by its name, with a file that reproduces it."""
+"""The list of stages: what each leaves is recorded, written, proven, or refused by its name."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import typer
 from torch import fx, nn
 
 import graphopt
+from gloo import Pool
 from graphopt.commands.optimize_stages import run_stages
 from graphopt.executable import finalize
 from graphopt.graph_utils import find_nodes, get_outputs, is_collective, is_operator, set_outputs
@@ -24,6 +25,8 @@ from graphopt.iter_graph import IterGraphModule
 from graphopt.lowering import stages as lowering_stages
 from graphopt.lowering.boxed import boxed
 from graphopt.lowering.partial import Lowering
+from graphopt.lowering.stages import Lower
+from graphopt.ranks.meeting import Meeting
 from graphopt.saved import load_graph
 from graphopt.stages import entries, stages_for
 from graphopt.stages.compiling import Stages, StepInMaking
@@ -35,11 +38,14 @@ from zoo import MODELS, OPTIMIZERS, train_step
 
 aten = torch.ops.aten
 
+
 SMALL_BUCKETS = [
     "remove_copy_from_optimizer",
     ("comm_fusion_with_concat", {"bucket_size_mb": 0.002}),
     "schedule_comm_wait",
 ]
+
+
 LATE = [*SMALL_BUCKETS, ("iter_move_grads_and_optimizers", {"held_back": 0.33})]
 
 
@@ -340,3 +346,52 @@ def test_public_checks_of_stages() -> None:
     for graph in step.graphs.values():
         before = fx.GraphModule(graph, graph.graph)
         assert check_divided(before, stages.behind[0].apply(graph, None)).ok  # type: ignore[arg-type]
+
+
+TIMEOUT = 2.0
+
+
+def train(rank: int, fails: bool = False) -> tuple[list[str], list[torch.Tensor]]:
+    """What happens in which order while rank 1 compiles for longer than ranks wait."""
+    seen: list[str] = []
+    exchange, lower, finalize = Meeting.exchange, Lower.apply, entries.finalize
+
+    def noting(self: Meeting, mine: dict[str, Any], **options: Any) -> Any:
+        seen.append("/".join(mine))
+        return exchange(self, mine, **options)
+
+    def compiling(self: Lower, *args: Any) -> Any:
+        seen.append("lower")
+        if rank == 1:
+            time.sleep(TIMEOUT * 2)
+            if fails:
+                raise graphopt.LoweringError("the compiler is broken")
+        return lower(self, *args)
+
+    Meeting.exchange, Lower.apply = noting, compiling  # type: ignore[method-assign]
+    try:
+        torch.manual_seed(0)
+        model = MODELS["mlp"].make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        parallel = graphopt.DataParallel(timeout=TIMEOUT)
+        step = graphopt.compile(train_step, lower="inductor", parallel=parallel)
+        step(model, optimizer, *MODELS["mlp"].batch(rank))
+        step.flush()
+        return seen, [p.detach().clone() for p in model.parameters()]
+    finally:
+        Meeting.exchange, Lower.apply = exchange, lower  # type: ignore[method-assign]
+        entries.finalize = finalize
+
+
+@pytest.mark.full
+def test_a_slow_compiler_is_waited_for(two_ranks: Pool) -> None:
+    (first, parameters), (second, others) = two_ranks.run(train)
+    assert first == second
+    agreed = next(place for place, seen in enumerate(first) if seen.startswith("plans/"))
+    assert agreed < first.index("lower") < first.index("ready")
+    assert all(map(torch.equal, parameters, others))
+
+
+def test_a_compiler_that_fails_is_told_to_all(two_ranks: Pool) -> None:
+    with pytest.raises(Exception, match=r"stage 'lower' of 'setup' raised|could not capture"):
+        two_ranks.run(train, True)

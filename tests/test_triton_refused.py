@@ -1,16 +1,26 @@
-"""Targets and graphs for which there are no Triton kernels, and what is said of them."""
+"""Targets and graphs without Triton kernels: what is said, and that nothing is left behind."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor, fx
+from torch._dynamo.device_interface import CudaInterface
+from torch._inductor import codecache, config, graph, scheduler, utils
+from torch._inductor.runtime import hints, triton_helpers
+from torch._subclasses import fake_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from graphopt._compat.triton import pretended_gpu
+from graphopt._compat.triton_methods import methods_for_fake_cuda_tensors
 from graphopt.errors import LoweringError
 from graphopt.lowering.triton_kernels import compile_triton, lower_to_triton, parse_target
 from triton_cases import check, kernels_of, traced
@@ -142,3 +152,143 @@ def test_placeholder_without_metadata() -> None:
         node.meta.clear()
     with pytest.raises(LoweringError, match=r"has no meta\['val'\]"):
         compile_triton(module)
+
+
+OWNERS = (
+    CudaInterface,
+    codecache.CacheBase,
+    fake_tensor,
+    graph.GraphLowering,
+    hints.DeviceProperties,
+    scheduler,
+    torch.cuda,
+    torch.Tensor,
+    triton.runtime.driver,
+    triton.knobs.compilation,
+    triton_helpers,
+)
+
+
+def state() -> tuple[Any, ...]:
+    """Everything that `pretended_gpu` might leave behind."""
+    attributes = [dict(vars(owner)) for owner in OWNERS]
+    caches = (utils.is_big_gpu, utils.get_gpu_type, codecache.CacheBase.get_system)
+    remembered = [cache.cache_info().currsize for cache in caches]
+    flags = (torch.cuda.is_initialized(), torch.is_grad_enabled(), torch.get_rng_state().tolist())
+    return attributes, remembered, config.save_config(), dict(os.environ), flags
+
+
+def kernel_fails(module: fx.GraphModule) -> None:
+    compile_triton(traced(lambda x: x.to(torch.float8_e4m3fn).float(), torch.ones(9)), "cuda:80")
+
+
+def region_fails(module: fx.GraphModule) -> None:
+    compile_triton(traced(lambda x: x * x.sum().item(), torch.ones(3)))
+
+
+def interrupted(module: fx.GraphModule) -> None:
+    def interrupt(name: str) -> None:
+        assert torch.cuda.get_device_capability() == (9, 0)
+        raise KeyboardInterrupt
+
+    lower_to_triton(module, progress=interrupt)
+
+
+@pytest.mark.parametrize(
+    ("run", "error"),
+    [
+        (compile_triton, None),
+        (kernel_fails, LoweringError),
+        (region_fails, LoweringError),
+        (interrupted, KeyboardInterrupt),
+    ],
+)
+def test_nothing_stays_patched(run: Callable[[fx.GraphModule], Any], error: Any) -> None:
+    module = traced(lambda x: torch.softmax(x, -1)[1:], torch.randn(64, 48))
+    compile_triton(module)  # what torch imports and registers once is there now
+    before = state()
+    if error is None:
+        run(module)
+    else:
+        with pytest.raises(error):
+            run(module)
+    assert state() == before
+
+
+def test_the_gpu_of_the_machine_is_not_asked() -> None:
+    with pretended_gpu(80):
+        assert not torch.cuda.is_available()
+        assert torch.cuda.get_device_capability() == (8, 0)
+        assert torch.cuda.get_device_properties(0).multi_processor_count == 108
+        assert triton.runtime.driver.active.get_current_target().arch == 80
+    assert not torch.cuda.is_initialized()
+
+
+def test_threads_take_turns() -> None:
+    module = traced(lambda x: torch.softmax(x, -1), torch.randn(64, 48))
+    found: dict[str, str] = {}
+
+    def compile_for(target: str) -> None:
+        found[target] = compile_triton(module, target)[0].ptx
+
+    threads = [threading.Thread(target=compile_for, args=(f"cuda:{sm}",)) for sm in (80, 90)]
+    before = state()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ".target sm_80" in found["cuda:80"] and ".target sm_90a" in found["cuda:90"]
+    assert state() == before
+
+
+# ---------------------------------------------------------------------------- methods of tensors
+
+INDICES = {
+    "number": 1,
+    "negative": -1,
+    "slice": slice(1, None),
+    "step": slice(None, None, 2),
+    "none": None,
+    "all": ...,
+    "numbers": (1, 2),
+    "end": (..., 0),
+    "middle": (0, ..., slice(1, 3)),
+    "new": (slice(None), None, ..., None),
+    "tensor": torch.tensor([0, 2]),
+    "tensor after slice": (slice(None), torch.tensor([0, 2])),
+    "tensor after dots": (..., torch.tensor([0, 2])),
+    "number and tensor": (1, torch.tensor([0, 2])),
+    "two tensors": (torch.tensor([0, 2]), slice(None), torch.tensor([1, 1])),
+    "mask": torch.arange(12).view(3, 4) > 4,
+    "mask and number": (torch.arange(12).view(3, 4) > 4, 1),
+    "mask after number": (1, torch.tensor([True, False, True, True])),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_indexing_is_torchs(name: str) -> None:
+    from graphopt._compat import triton_methods
+
+    x = torch.arange(60).view(3, 4, 5)
+    assert torch.equal(triton_methods._getitem(x, INDICES[name]), x[INDICES[name]])
+
+
+def test_methods_of_other_tensors_are_torchs() -> None:
+    x = torch.arange(6).view(2, 3)
+    with methods_for_fake_cuda_tensors():
+        assert x[1].tolist() == [3, 4, 5]
+        assert (~(x > 2)).sum() == 3
+        assert x.t().contiguous().stride() == (2, 1)
+        x[0] = 1
+        assert x.clone().copy_(x, non_blocking=True)[0].tolist() == [1, 1, 1]
+    for kind in (torch.Tensor, fake_tensor.FakeTensor):
+        assert not {"__getitem__", "__setitem__", "copy_"} & vars(kind).keys()
+
+
+def test_a_tensor_of_tensors_can_still_be_made() -> None:
+    """A class that once had a `__getitem__` of Python's is a sequence ever after, to torch."""
+    with methods_for_fake_cuda_tensors():
+        pass
+    for kind in (torch.tensor, torch.as_tensor):
+        assert kind([torch.tensor(1.0), torch.tensor(2.0)]).tolist() == [1, 2]
+    assert torch.Tensor([torch.tensor(1.0)]).tolist() == [1]

@@ -1,0 +1,343 @@
+"""`graphopt trace` and `graphopt lower`: tables, files, messages, exit status."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from typer.testing import CliRunner, Result
+
+import graphopt
+import zoo
+from graphopt import cli
+from graphopt.pipelining.timeline import SCHEDULES, ScheduleOrder
+from graphopt.saved import save_graph
+
+PIPES = """
+import torch
+from torch import nn
+
+from graphopt.pipelining import balanced, pipeline
+
+
+def of(stages):
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)]
+    return pipeline(nn.Sequential(*layers), (torch.randn(3, 8),), split_policy=balanced(stages))
+
+
+def two():
+    return of(2)
+
+
+def number():
+    return 3
+
+
+def broken():
+    raise KeyError("weights")
+
+
+def same(stages):
+    return of(2)
+"""
+
+
+# torch closes the log of a rank only if it had to end that rank.
+@pytest.fixture
+def unclosed_logs() -> Iterator[None]:
+    yield
+    gc.collect()
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(cli.app, words, env={"COLUMNS": "160", "NO_COLOR": "1"})
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pipes.py").write_text(PIPES)
+
+
+def rows(result: Result) -> dict[str, list[str]]:
+    """Cells of the table by schedule."""
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.output.splitlines()]
+    start = next(index for index, words in enumerate(lines) if words[:1] == ["schedule"])
+    return {words[0]: words[1:] for words in lines[start + 1 :] if words[0] in SCHEDULES}
+
+
+def test_all_schedules() -> None:
+    found = rows(invoke("trace"))
+    assert list(found) == list(SCHEDULES)
+    assert found["gpipe"] == ["4", "4", "33", "s", "27.3", "%"]
+    assert found["interleaved"] == ["4", "8", "28.5", "s", "15.8", "%"]
+    assert found["zbv"] == ["4", "8", "25.5", "s", "5.9", "%"]
+
+
+def test_one_schedule_is_drawn() -> None:
+    result = invoke("trace", "--schedule", "Schedule1F1B", "--stages", "2", "--microbatches", "2")
+    assert result.exit_code == 0
+    assert result.output.startswith("1f1b, predicted: 2 ranks, 2 microbatches, step 9 s")
+    assert "  rank 0  |Ff..BB.bb|  33.3% idle" in result.output
+    assert rows(result) == {"1f1b": ["2", "2", "9", "s", "33.3", "%"]}
+
+
+def test_stages_share_a_rank_s_seconds() -> None:
+    words = "--schedule zbv --stages 4 --microbatches 4 --forward 2 --backward 4 --transfer 0.5"
+    result = invoke("trace", *words.split())
+    assert "zbv, predicted: 2 ranks, 4 microbatches" in result.output
+    assert [word for word in rows(result)["zbv"] if word != "s"][:2] == ["2", "4"]
+
+
+def test_seconds_of_each_stage() -> None:
+    result = invoke(
+        "trace",
+        "--schedule",
+        "gpipe",
+        "--microbatches",
+        "2",
+        "--forward",
+        "1,3",
+        "--backward",
+        "1,3",
+    )
+    assert rows(result) == {"gpipe": ["2", "2", "14", "s", "42.9", "%"]}
+
+
+def test_what_does_not_fit_is_named_beside_what_does() -> None:
+    found = rows(invoke("trace", "--ranks", "4", "--microbatches", "2"))
+    assert found["gpipe"][-1] == "%"
+    assert " ".join(found["1f1b"]).startswith("1f1b cannot run 2 microbatches: Number of")
+
+
+def test_files() -> None:
+    result = invoke("trace", "--microbatches", "8", "--out", "made/pictures")
+    assert result.exit_code == 0 and "saved: made/pictures" in result.output
+    made = {path.name for path in Path("made/pictures").iterdir()}
+    expected = {f"{name}.{end}" for name in SCHEDULES for end in ("html", "predicted.json")}
+    assert made == expected | {"schedules.html"}
+    text = Path("made/pictures/schedules.html").read_text()
+    assert all(f"0 {name} predicted" in text for name in SCHEDULES)
+    trace = json.loads(Path("made/pictures/zbv.predicted.json").read_text())
+    assert trace["otherData"]["schedule"] == "zbv"
+
+
+def test_a_file_of_actions() -> None:
+    order = ScheduleOrder.named("1f1b", 2, 2, 2)
+    lines = [",".join(map(str, rank)) for rank in order.actions]
+    Path("mine.csv").write_text("\n".join(lines))
+    result = invoke("trace", "--schedule", "mine.csv")
+    assert result.exit_code == 0
+    assert "mine, predicted: 2 ranks, 2 microbatches, step 9 s" in result.output
+    Path("stuck.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")
+    result = invoke("trace", "--schedule", "stuck.csv")
+    assert result.exit_code == 2 and "rank 0: 0B0 waits for 1B0" in result.output
+
+
+def test_a_pipe_is_measured_in_this_process() -> None:
+    found = rows(invoke("trace", "pipes.py:two", "--microbatches", "4"))
+    assert {name: cells[:2] for name, cells in found.items() if cells[0] in "12"} == {
+        "gpipe": ["2", "2"],
+        "1f1b": ["2", "2"],
+        "interleaved": ["1", "2"],
+        "looped-bfs": ["1", "2"],
+        "zero-bubble": ["1", "2"],
+        "zbv": ["1", "2"],
+        "dualpipev": ["1", "2"],
+    }
+    assert found["zbv"][-2:] == ["0.0", "%"]
+    found = rows(invoke("trace", "pipes.py:of", "--ranks", "2", "--microbatches", "4"))
+    assert found["zbv"][:2] == ["2", "4"] and found["gpipe"][:2] == ["2", "2"]
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.usefixtures("unclosed_logs")
+@pytest.mark.parametrize("chosen", ["zbv", pytest.param("", marks=pytest.mark.full)])
+def test_a_pipe_on_local_ranks(chosen: str) -> None:
+    words = "pipes.py:of --ranks 2 --microbatches 4 --measure --out pictures"
+    schedule = ["--schedule", chosen] if chosen else []
+    found = rows(invoke("trace", *words.split(), *schedule))
+    assert list(found) == ([chosen] if chosen else list(SCHEDULES))
+    assert all(cells.count("%") == 2 for cells in found.values())
+    assert Path("pictures/zbv.measured.json").exists()
+    text = Path("pictures/zbv.html").read_text()
+    assert "0 zbv predicted" in text and "0 zbv measured" in text
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.usefixtures("unclosed_logs")
+def test_a_rank_fails() -> None:
+    Path("once.py").write_text(
+        "import os\nfrom pipes import of\n\n\n"
+        "def pipe():\n    assert 'RANK' not in os.environ, 'no weights here'\n    return of(2)\n"
+    )
+    result = invoke("trace", "once.py:pipe", "--schedule", "gpipe", "--measure")
+    assert result.exit_code == 1
+    assert "graphopt trace: rank" in result.output and "no weights here" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--schedule fastest", "no schedule 'fastest'; known are gpipe, 1f1b, interleaved"),
+        ("--schedule nothing.csv", "nothing.csv cannot be read: No such file"),
+        ("--schedule 1f1b --ranks 4 --microbatches 2", "1f1b cannot run 2 microbatches"),
+        ("--schedule zbv --stages 3", "zbv has two stages on each rank"),
+        ("--schedule gpipe --ranks 2 --stages 3", "3 stages need 3 ranks"),
+        ("--forward fast", "'fast' is not a number"),
+        ("--forward 1,2,3 --backward 1,2 --schedule gpipe", "one number for each stage"),
+        ("--forward -1", "not less than 0"),
+        ("--microbatches 0", "--microbatches"),
+        ("--measure", "--measure runs a pipe"),
+        ("pipes.py:two --forward 1", "--forward and --backward do not go with a pipe"),
+        ("pipes.py:two --schedule a.csv --measure", "not a file of actions"),
+        ("--schedule a.csv --ranks 2", "it has its own"),
+        ("pipes.py", "names no function"),
+        ("nothing.py:two", "there is no file nothing.py"),
+        ("no_such_module:two", "no_such_module cannot be imported: ModuleNotFoundError"),
+        ("pipes.py:three", "pipes.py has no function three; it has: broken, number, of, same, two"),
+        ("pipes.py:number", "pipes.py:number returned a int; it is to return a Pipe"),
+        ("pipes.py:broken", "pipes.py:broken: KeyError: 'weights'"),
+        ("pipes.py:same --stages 3 --schedule gpipe", "a pipe of 2 stages; 3 are asked for"),
+        ("pipes.py:two --stages 3", "a pipe of 2 stages; 3 are asked for"),
+        ("--out pipes.py", "pipes.py cannot be made: File exists"),
+    ],
+)
+def test_misuse(words: str, message: str) -> None:
+    result = invoke("trace", *words.split())
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+
+
+def test_a_folder_that_cannot_be_made_is_found_before_measuring() -> None:
+    Path("file").touch()
+    result = invoke("trace", "pipes.py:of", "--ranks", "2", "--measure", "--out", "file/pictures")
+    assert result.exit_code == 2
+    assert "file" in result.output
+    assert "measur" not in result.output.lower()
+
+
+def test_a_function_that_exits_is_named() -> None:
+    Path("pipes.py").write_text(PIPES + "\n\ndef leaves():\n    raise SystemExit(3)\n")
+    result = invoke("trace", "pipes.py:leaves", "--schedule", "1f1b")
+    assert result.exit_code == 2
+    assert "pipes.py:leaves: SystemExit: 3" in result.output
+
+
+@pytest.fixture(autouse=True)
+def _folder_of_cli_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def softmax_and_product(x: Tensor, w: Tensor) -> Tensor:
+    return torch.softmax(x @ w, -1)
+
+
+def save(module: fx.GraphModule) -> None:
+    save_graph(module, "step.pt")
+
+
+def save_function(dtype: torch.dtype = torch.float32) -> None:
+    inputs = torch.randn(64, 48, dtype=dtype), torch.randn(48, 48, dtype=dtype)
+    save(make_fx(softmax_and_product, tracing_mode="fake")(*inputs))
+
+
+def save_step() -> None:
+    case = zoo.MODELS["mlp"]
+    model = case.make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    save(graphopt.capture(zoo.train_step, model, optimizer, *case.batch(0)).graph_module)
+
+
+def test_files_and_table() -> None:
+    save_function()
+    result = invoke("lower", "step.pt", "--target", "cuda:80", "--out", "made/kernels")
+    assert result.exit_code == 0, result.output
+    said = json.loads(Path("made/kernels/kernels.json").read_text())
+    (kernel,) = said["kernels"]
+    name = kernel["name"]
+    assert sorted(path.name for path in Path("made/kernels").iterdir()) == [
+        "kernels.json",
+        *(f"{name}.{suffix}" for suffix in ("cubin", "ptx", "py")),
+    ]
+    cubin = Path(f"made/kernels/{name}.cubin").read_bytes()
+    assert cubin.startswith(b"\x7fELF") and kernel["cubin_bytes"] == len(cubin)
+    assert ".target sm_80" in Path(f"made/kernels/{name}.ptx").read_text()
+    assert f"def {name}(" in Path(f"made/kernels/{name}.py").read_text()
+    assert said["target"] == "cuda:80" and said["regions"] == 1
+    assert said["externs"] == {"mm": 1} and said["failures"] == []
+    rows = [line.split() for line in result.output.splitlines()]
+    assert rows[0] == ["kernel", "registers", "shared", "spills", "cubin"]
+    figures = [str(kernel[key]) for key in ("shared_bytes", "spills", "cubin_bytes")]
+    assert rows[1] == [name, str(kernel["registers"]), *figures]
+    assert rows[2] == ["total", *figures]
+    assert result.output.splitlines()[3:] == [
+        "cuda:80: 1 kernels of 1 regions",
+        "calls of libraries: 1 mm",
+        "saved: made/kernels",
+    ]
+
+
+def test_a_saved_training_step() -> None:
+    save_step()
+    result = invoke("lower", "step.pt", "--out", "kernels", "--min-ops", "3")
+    assert result.exit_code == 0, result.output
+    said = json.loads(Path("kernels/kernels.json").read_text())
+    assert said["regions"] >= 1 and len(said["kernels"]) > 3
+    assert len(list(Path("kernels").glob("*.cubin"))) == len(said["kernels"])
+
+
+@pytest.mark.filterwarnings("ignore:compute capability 7.5 does not support bfloat16")
+def test_what_fails_is_named_and_the_status_is_1() -> None:
+    save_function(torch.bfloat16)
+    result = invoke("lower", "step.pt", "--target", "cuda:75", "--out", "kernels")
+    assert result.exit_code == 1
+    assert "graphopt lower: region 0: this cannot be lowered to Triton" in result.output
+    (failure,) = json.loads(Path("kernels/kernels.json").read_text())["failures"]
+    assert failure.startswith("region 0: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("lower nothing.pt --out kernels", "nothing.pt cannot be read: No such file"),
+        ("lower text.pt --out kernels", "does not hold a graph"),
+        ("lower step.pt --out text.pt", "text.pt cannot be made: File exists"),
+        ("lower step.pt --out kernels --target cuda:91", "there is no target 'cuda:91'; known are"),
+        ("lower step.pt --out kernels --target rocm", "there is no target 'rocm'; known are"),
+        ("lower step.pt --out kernels --min-ops 0", "--min-ops"),
+        ("lower step.pt", "--out"),
+        ("lower", "FILE"),
+    ],
+)
+def test_misuse_of_cli_lower(words: str, message: str) -> None:
+    save_function()
+    Path("text.pt").write_text("text")
+    result = invoke(*words.split())
+    assert result.exit_code == 2
+    assert message in result.output
+    assert not Path("kernels").exists()
+
+
+def test_a_step_without_regions() -> None:
+    save_step()
+    result = invoke("lower", "step.pt", "--out", "kernels", "--min-ops", "1000")
+    assert result.exit_code == 2
+    assert "no region of 1000 operators" in result.output and "--min-ops" in result.output
+
+
+def test_triton_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    save_function()
+    monkeypatch.setitem(sys.modules, "triton", None)
+    result = invoke("lower", "step.pt", "--out", "kernels")
+    assert result.exit_code == 2
+    assert "pip install 'graphopt[triton]'" in result.output
