@@ -10,11 +10,13 @@ Written for torch 2.11 to 2.15.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -22,6 +24,23 @@ import torch
 
 _KEY = "graphopt.trace"
 _turns = threading.RLock()
+
+
+def _keep(mark: object) -> None:
+    """Keep a mark for the calling thread, and for those that work for it."""
+    if _takes_references():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mark))
+    torch._C._stash_obj_in_tls(_KEY, mark)
+
+
+@cache
+def _takes_references() -> bool:
+    """Whether what torch keeps for a thread is freed without having been counted, as by 2.11."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))  # for torch, if it takes one
+    torch._C._stash_obj_in_tls(f"{_KEY}.probe", probe)
+    return sys.getrefcount(probe) == before + 1
 
 
 def mark_of_trace() -> object | None:
@@ -49,11 +68,11 @@ def taking_turns() -> Iterator[None]:
         return
     # always in this order, in which a backend of `torch.compile` takes them as well
     with _turns_of_compilers(), _turns:
-        torch._C._stash_obj_in_tls(_KEY, object())
+        _keep(object())
         try:
             yield
         finally:
-            torch._C._stash_obj_in_tls(_KEY, None)
+            _keep(None)
 
 
 def _turns_of_compilers() -> Any:
@@ -70,7 +89,7 @@ def _free_in_child() -> None:
     if dynamo is not None:
         dynamo.compile_lock._at_fork_reinit()
     if is_of_trace():
-        torch._C._stash_obj_in_tls(_KEY, None)
+        _keep(None)
 
 
 if hasattr(os, "register_at_fork"):  # where processes fork

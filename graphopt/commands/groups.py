@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 from torch import fx
@@ -24,7 +25,8 @@ def groups_present(graph_module: fx.GraphModule) -> Iterator[None]:
     try:
         for name, size in sizes.items():
             if _compat.group_named(name) is None:
-                _compat.name_group(dist.new_group(list(range(size))), name)
+                group: Any = dist.new_group(list(range(size)))
+                _compat.name_group(group, name)
         yield
     finally:
         dist.destroy_process_group()
