@@ -57,6 +57,9 @@ def _flag_of_trace() -> Iterator[None]:
 
     tracer: Any = proxy_tensor.PythonKeyTracer
     places, trace = vars(_symbolic_trace), inspect.unwrap(_symbolic_trace.Tracer.trace)
+    if "_is_fx_tracing_flag" not in places:  # torch 2.15, which has a flag for each thread
+        yield
+        return
     own_names = {**places}  # in which torch sets the flag, for nobody to see
     quiet = FunctionType(
         *(trace.__code__, own_names, trace.__name__, trace.__defaults__, trace.__closure__)
