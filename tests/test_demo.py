@@ -145,7 +145,7 @@ def test_a_paced_connection_takes_as_long_as_its_rate_says() -> None:
             seconds = time.monotonic() - start
             thread.join()
             assert pace_connections(None) >= 2
-    assert seconds > 0.8 * size / rate  # the kernel lets a first burst go at once
+    assert seconds > 0.5 * size / rate  # the kernel lets a first burst go at once
 
 
 @pytest.mark.full
