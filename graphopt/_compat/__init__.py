@@ -119,7 +119,6 @@ from graphopt._compat.tensors import (
     may_be_written,
     read_as,
     results_are_plain,
-    storage_key,
     storage_key_of_value,
     strided_parts,
     value_of,
@@ -169,3 +168,4 @@ from graphopt._compat.trees import (
     tree_unflatten,
 )
 from graphopt._compat.watching import modes_learned, unwatched, watches_functions
+from graphopt._compat.written import storage_key as storage_key

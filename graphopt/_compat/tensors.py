@@ -69,13 +69,6 @@ def version_kept(tensor: torch.Tensor) -> AbstractContextManager[None]:
     return kept
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """An integer equal for tensors over one storage, as long as that storage lives."""
-    if tensor.layout is not torch.strided:  # indices and values in storage of their own
-        return id(tensor)
-    return int(torch._C.TensorBase.untyped_storage(tensor)._cdata)
-
-
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors in whose storage a tensor lies: itself, or indices and values of a sparse one."""
     if tensor.layout is torch.sparse_coo:

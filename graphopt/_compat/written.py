@@ -23,6 +23,13 @@ _KEPT = frozenset(
 _COUNTED_BY_KERNELS = "aten::_foreach_"
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """An integer equal for tensors over one storage, as long as that storage lives."""
+    if tensor.layout is not torch.strided:  # indices and values in storage of their own
+        return id(tensor)
+    return int(torch._C.TensorBase.untyped_storage(tensor)._cdata)
+
+
 class Writes:
     """Writes to the memory of a mode's fake tensors."""
 
@@ -34,7 +41,7 @@ class Writes:
 
     def add(self, tensor: FakeTensor) -> None:
         """Count a write."""
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_key(tensor)
         self._counts[storage] = self._counts.get(storage, 0) + 1
 
     def forget(self, func: Any, args: Any) -> None:
@@ -42,7 +49,7 @@ class Writes:
         if func not in _KEPT or not self._counts or not isinstance(args[0], FakeTensor):
             return
         tensor: Any = args[0]
-        count = self._counts.get(tensor.untyped_storage()._cdata, 0)
+        count = self._counts.get(storage_key(tensor), 0)
         if self._seen.get(id(tensor), 0) != count:
             tensor.item_memo = tensor.nonzero_memo = None
             tensor.unique_memo = tensor.unique_consecutive_memo = None
