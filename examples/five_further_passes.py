@@ -1,6 +1,6 @@
 """Five further passes as users write them; `python examples/five_further_passes.py` tests each.
 
-norm_over_buckets    clip by one norm of all small gradients in place of one of each
+norm_over_buckets    clip by one norm of each bucket in place of one of each gradient in it
 scatter_and_gather   an all-reduce as a reduce-scatter and an all-gather: proven to be the same
 fold_decay           AdamW's decay as one multiplication of the parameters before its update
 recompute_gelu       GELU once more in the backward in place of keeping its result
@@ -17,10 +17,17 @@ import torch
 from torch import Tensor, fx, nn
 
 import graphopt
-from graphopt.comm import get_all_comm_blocks, parameters_of, replace_collective, updates_of
+from graphopt.comm import (
+    bucket_members,
+    get_all_comm_blocks,
+    parameters_of,
+    replace_collective,
+    updates_of,
+)
 from graphopt.graph_utils import call_function_with_meta, find_nodes, is_operator
 from graphopt.ir.metadata import phase_of
 from graphopt.iter_graph import IterGraphModule
+from graphopt.passes import comm_fusion_with_concat
 from graphopt.testing import check_pass, fake_ranks
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -35,23 +42,28 @@ def calls(gm: fx.GraphModule, name: str) -> list[fx.Node]:
     return find_nodes(gm.graph, lambda node: is_operator(node.target, f"aten::{name}"))
 
 
-@graphopt.graph_optimization_pass(changes_numerics=True)
-def norm_over_buckets(gm: fx.GraphModule, largest: int = 4096) -> int:
-    """Clip by the norms of rows that hold all gradients up to `largest` elements."""
+@graphopt.graph_optimization_pass([comm_fusion_with_concat], changes_numerics=True)
+def norm_over_buckets(gm: fx.GraphModule) -> int:
+    """Clip by one norm of each bucket as it is received, in place of one of each gradient in it."""
     changed = 0
     for stack in calls(gm, "stack"):
-        norms = list(stack.args[0])  # type: ignore[arg-type]
-        small = [norm for norm in norms if gradient_of(norm).meta["val"].numel() <= largest]
-        if len(small) < 2:
-            continue
-        with gm.graph.inserting_before(stack):
-            rows = [new(gm, norm, aten.reshape.default, gradient_of(norm), [-1]) for norm in small]
-            joined = new(gm, stack, aten.cat.default, rows)
-            norm = new(gm, small[0], aten.linalg_vector_norm.default, joined)
-            others = [other for other in norms if other not in small]
-            stacked = new(gm, stack, stack.target, [norm, *others], *stack.args[1:])
-        stack.replace_all_uses_with(stacked)
-        changed += len(small)
+        norms = {gradient_of(norm): norm for norm in stack.args[0]}  # type: ignore[union-attr]
+        one, joined = next(iter(norms.values())), []
+        for block in get_all_comm_blocks(gm, "all_reduce"):
+            members = [norms.keys() & member.received for member in bucket_members(block)]
+            if len(members) < 2 or not all(members):
+                continue
+            with gm.graph.inserting_before(stack):
+                bucket = block.wait_nodes[0]
+                joined.append(new(gm, one, aten.linalg_vector_norm.default, bucket))
+            for gradient in set().union(*members):
+                del norms[gradient]
+            changed += len(members)
+        if joined:
+            with gm.graph.inserting_before(stack):
+                new_norms = [*joined, *norms.values()]
+                stacked = new(gm, stack, stack.target, new_norms, *stack.args[1:])
+            stack.replace_all_uses_with(stacked)
     return changed
 
 

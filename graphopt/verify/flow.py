@@ -22,6 +22,7 @@ from graphopt.ir.families import STATE_NEEDS
 from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import operator_of
 from graphopt.ir.reads import values_read
+from graphopt.verify.any_order import AnyOrder
 from graphopt.verify.labels import Labels, signature_of
 from graphopt.verify.segments import (
     SegmentItems,
@@ -41,6 +42,7 @@ class Flow:
     Args:
         memory: the accesses of the graph.
         labels: collectives that values pass through, shared by the flows that are compared.
+        any_order: the nodes of the graph that read elements in any order.
         cut: nodes at which the flow begins anew: their vertices have no predecessors.
         needed: nodes that get vertices, beside those in `cut`; None for all.
 
@@ -55,6 +57,7 @@ class Flow:
         graph: fx.Graph,
         memory: MemoryOrder,
         labels: Labels,
+        any_order: AnyOrder,
         cut: Container[fx.Node] = (),
         needed: Container[fx.Node] | None = None,
     ) -> None:
@@ -63,6 +66,7 @@ class Flow:
         self.begins: dict[fx.Node, int] = {}
         self._memory = memory
         self._labels = labels
+        self._any_order = any_order
         self._values: dict[fx.Node, Value] = {}
         self._entries: dict[fx.Node, list[int]] = {}
         for node in graph.nodes:
@@ -85,7 +89,8 @@ class Flow:
     def sources(self, node: fx.Node) -> list[int]:
         """The vertices that a node as a whole is computed from."""
         writes = self._memory.implicit.get(node, {}).values()
-        return [*map(self.vertex, values_read(node)), *(self.vertex(*write) for write in writes)]
+        read = (self._any_order.read_by(node, source) for source in values_read(node))
+        return [*map(self.vertex, read), *(self.vertex(*write) for write in writes)]
 
     def _value(self, node: fx.Node) -> Value:
         if node not in self._values:  # a node at which the flow is cut
@@ -140,7 +145,10 @@ class Flow:
         entries: list[int] = []
         for item in range(call.count):
             read = call.reads(item)
-            needs = [self.vertex(*source) for source in read]
+            needs = [
+                self.vertex(self._any_order.read_by(node, source), number)
+                for source, number in read
+            ]
             if written:
                 needs += [self.vertex(*written[source]) for source, _ in read if source in written]
             entries.append(self._computed(node, needs + shared))
@@ -187,16 +195,15 @@ class Flow:
         sizes = [size_of(known_value(part)) for part in nodes]
         if None in sizes:
             return None
-        return concatenation(
-            (size or 0, self._value(part)) for size, part in zip(sizes, nodes, strict=True)
-        )
+        read = (self._value(self._any_order.read_by(node, part)) for part in nodes)
+        return concatenation((size or 0, value) for size, value in zip(sizes, read, strict=True))
 
     def _pointwise(self, node: fx.Node) -> Value | None:
         """Segments of one layout, combined with each other and with single elements."""
         segments: list[Segments] = []
         single: list[int] = []
         for source in node.all_input_nodes:
-            value = self._value(source)
+            value = self._value(self._any_order.read_by(node, source))
             if isinstance(value, Segments):
                 segments.append(value)
             elif _is_single(source):

@@ -9,6 +9,7 @@ from torch import fx
 
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.ir.entries import Entry
+from graphopt.verify.any_order import AnyOrder
 from graphopt.verify.flow import Flow
 from graphopt.verify.labels import Labels
 from graphopt.verify.reach import LabelReach, union
@@ -41,8 +42,9 @@ class Side:
         labels: Labels,
         cut: Container[fx.Node] | None = None,
     ) -> None:
-        needed = None if cut is None else _needed(graph, memory, places, cut)
-        self._flow = Flow(graph, memory, labels, cut or (), needed)
+        any_order = AnyOrder(graph)
+        needed = None if cut is None else _needed(graph, memory, any_order, places, cut)
+        self._flow = Flow(graph, memory, labels, any_order, cut or (), needed)
         self._needs = [
             [self._flow.vertex(*place.write)] if place.end else self._flow.sources(place.write.node)
             for place in places
@@ -63,20 +65,27 @@ class Side:
 
 
 def _needed(
-    graph: fx.Graph, memory: MemoryOrder, places: Sequence[SinkPlace], cut: Container[fx.Node]
+    graph: fx.Graph,
+    memory: MemoryOrder,
+    any_order: AnyOrder,
+    places: Sequence[SinkPlace],
+    cut: Container[fx.Node],
 ) -> set[fx.Node]:
     """Nodes outside `cut` that lie between it and the places."""
     needed: set[fx.Node] = set()
     for place in places:
-        nodes = [place.write.node] if place.end else _inputs(place.write.node, memory)
+        nodes = [place.write.node] if place.end else _inputs(place.write.node, memory, any_order)
         needed.update(node for node in nodes if node not in cut)
     for node in reversed(graph.nodes):
         if node in needed:
-            needed.update(source for source in _inputs(node, memory) if source not in cut)
+            needed.update(
+                source for source in _inputs(node, memory, any_order) if source not in cut
+            )
     return needed
 
 
-def _inputs(node: fx.Node, memory: MemoryOrder) -> list[fx.Node]:
+def _inputs(node: fx.Node, memory: MemoryOrder, any_order: AnyOrder) -> list[fx.Node]:
     """The nodes whose values `node` reads, those of implicit reads included."""
     writes = memory.implicit.get(node, {})
-    return [*node.all_input_nodes, *(write.node for write in writes.values())]
+    read = (any_order.read_by(node, source) for source in node.all_input_nodes)
+    return [*read, *(write.node for write in writes.values())]
