@@ -25,7 +25,9 @@ the next forward reads first before the others (`graphopt.schedule.launch_order`
 much): so the first layers do not stand behind all others on a slow link. Products of matrices whose
 results are held back are computed after the backward as well, others as soon as they can be
 (`graphopt.schedule.deferral`). The default pipeline holds back four tenths. Buckets that share an
-update, as with clipping, all stay where they are. With `two_parts`, that share of a gradient that
+update, as with clipping, all stay where they are; nor is anything held back where the forward waits
+for a collective of the same group, such as the broadcast of BatchNorm's buffers, behind which it
+would stand. With `two_parts`, that share of a gradient that
 is a large part of all is held back (`graphopt.schedule.two_part_sends`); `pipeline="auto"` tries
 it.
 
@@ -44,7 +46,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from graphopt.comm import CommBlock, get_all_comm_blocks, get_comm_block
+from graphopt.comm import CommBlock, argument, get_all_comm_blocks, get_comm_block
 from graphopt.cost import default_cost_model
 from graphopt.errors import IterationError
 from graphopt.graph_utils import (
@@ -116,7 +118,8 @@ def iter_move_grads_and_optimizers(
     for nodes in moved:
         move_before(nodes, end)
     if destination is None:
-        moved = _held_back(gm.graph, blocks, moved, held_back, two_parts)
+        share = 0.0 if _waits_before(gm, blocks) else held_back
+        moved = _held_back(gm.graph, blocks, moved, share, two_parts)
     moved = _unheld(moved)
     for nodes, before in zip(moved, _destinations(gm.graph, moved), strict=True):
         gm.graph.move_to_next_iter_before(nodes, destination or before)
@@ -130,6 +133,23 @@ def _check_share(held_back: float) -> None:
             f"held_back={held_back!r}: give the share of gradients to send after the backward, a"
             " number from 0 to below 1 (0.4 where the backward takes twice the forward)"
         )
+
+
+def _waits_before(gm: IterGraphModule, blocks: Sequence[CommBlock]) -> bool:
+    """True if the step waits for another collective of these groups before it sends gradients, such
+    as the broadcast of buffers: that one would stand behind all that is held back."""
+    if not blocks:
+        return False
+    groups = {argument(block.comm_node, "group_name") for block in blocks}
+    first = blocks[0].comm_node
+    others = (
+        b for b in get_all_comm_blocks(gm) if b.comm_node not in {x.comm_node for x in blocks}
+    )
+    return any(
+        argument(block.comm_node, "group_name") in groups and wait < first
+        for block in others
+        for wait in block.wait_nodes
+    )
 
 
 def _held_back(

@@ -35,7 +35,7 @@ from graphopt.cost.calibration import example_inputs
 from graphopt.cost.collectives import fitted
 from graphopt.cost.hosts import spans_hosts
 from graphopt.cost.operators import Measurement, machine_name
-from graphopt.cost.roofline import is_free
+from graphopt.cost.roofline import is_free, updates_in_place
 from graphopt.errors import SpmdMismatchError
 from graphopt.graph_utils import find_nodes, is_collective
 from graphs import inputs_of, training_step
@@ -397,3 +397,20 @@ def alone(rank: int) -> str:
 
 def test_a_rank_alone_is_told_so(two_ranks: Pool) -> None:
     assert "1" in two_ranks.run(alone)[0]
+
+
+def test_updates_are_measured_in_place() -> None:
+    """As the executable form runs them; what only looks like one is measured as it stands."""
+    weight, gradient = torch.ones(8), torch.ones(8)
+
+    def step(w: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        w.mul_(0.9).add_(g, alpha=-0.1)
+        return g * 2
+
+    graph = graphopt.capture(step, weight, gradient).graph_module.graph
+    (copy,) = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    found = [str(node.target) for node in updates_in_place(copy)]
+    assert found == ["aten.add.Tensor", "aten.mul.Tensor"]
+    other = graph.find_nodes(op="placeholder")[1]
+    copy.args = (other, copy.args[1])
+    assert updates_in_place(copy) == []

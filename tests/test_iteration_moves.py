@@ -31,10 +31,14 @@ def group() -> Iterator[None]:
         yield
 
 
-def drawn(*, returned: bool = False, reads_first: int = 0) -> IterGraphModule:
+def drawn(
+    *, returned: bool = False, reads_first: int = 0, averaged_input: bool = False
+) -> IterGraphModule:
     """Two layers, each ``h = h * w``, updated by ``w += average of h.sum() * ones``."""
     s = Sketch()
     x = s.input("x", 4, kind="user_input")
+    if averaged_input:
+        x = s.wait(s.average(x))
     weights = [s.input(f"w{i}", 4, kind="parameter") for i in range(2)]
     h = x
     for weight in (weights[reads_first], weights[1 - reads_first]):
@@ -186,6 +190,17 @@ def test_held_back_launches_stand_behind_the_others() -> None:
     places = {_layer_of(node): place for node, place in gm.graph.late.items() if _is_update(node)}
     assert len({places[layer] for layer in (4, 2, 0)}) == 1
     assert len(set(places.values())) == 4
+
+
+@pytest.mark.parametrize("forward_waits", [False, True])
+def test_nothing_is_held_back_where_the_forward_waits_for_its_group(forward_waits: bool) -> None:
+    """A collective of the forward would stand behind all that is held back."""
+    gm = drawn(reads_first=1, averaged_input=forward_waits)
+    before = [node.name for node in gm.graph.nodes if is_collective(node)]
+    applied(gm, held_back=0.5)
+    after = [node.name for node in gm.graph.nodes if is_collective(node)]
+    assert gm.graph.late
+    assert (after == before) == forward_waits
 
 
 def _layers() -> IterGraphModule:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt.cost.roofline import DEVICES, Device, RooflineCost, is_free
+from graphopt.cost.roofline import DEVICES, Device, RooflineCost, is_free, updates_in_place
 from graphopt.graph_utils import is_collective, is_wait, tensors_in
 from graphopt.host import is_host_call
+from graphopt.ir.inplace import inplace_form
 from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import argument as operator_argument
 from graphopt.ir.operators import fused_in_place, fused_optimizer, updated_lists
@@ -135,6 +136,10 @@ class _Timing(fx.Interpreter):
         self.total = 0.0
         self._keys: dict[fx.Node, str] = {}
         self._received: dict[fx.Node, Any] = {}
+        copies = graph_module.graph.find_nodes(
+            op="call_function", target=torch.ops.aten.copy_.default
+        )
+        self._in_place = {node for copy in copies for node in updates_in_place(copy)}
 
     def run_node(self, n: fx.Node) -> Any:
         if is_host_call(n):
@@ -158,10 +163,14 @@ class _Timing(fx.Interpreter):
         return returned if result is None else result
 
     def _prepared(self, n: fx.Node) -> tuple[Callable[[], Any], Any]:
-        """What is to be timed, and its result where it returns none: fused optimizers run in place,
-        as they do in a graph in its executable form."""
+        """What is to be timed, and its result where it returns none: updates run in place, as they
+        do in a graph in its executable form."""
         name = fused_optimizer(n.target)
         results = known_value(n)
+        if n in self._in_place and (written := inplace_form(n.target, results)) is not None:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            if isinstance(args[0], torch.Tensor):
+                return partial(written, args[0].clone(), *args[1:], **kwargs), None
         if name is None or not isinstance(results, (list, tuple)):
             return partial(super().run_node, n), None
         args, kwargs = self.fetch_args_kwargs_from_env(n)

@@ -190,13 +190,22 @@ def is_free(node: fx.Node) -> bool:
 def _stands_already(copy: fx.Node) -> bool:
     """True if a graph in its executable form has no such `copy_`: what is copied is computed from
     the destination itself, by operators that write in place there."""
+    return bool(updates_in_place(copy))
+
+
+def updates_in_place(copy: fx.Node) -> list[fx.Node]:
+    """The operators that compute what a `copy_` writes, each from what it overwrites in the
+    executable form; none where that does not begin with the destination."""
     destination: Any = copy.args[0]
     value: Any = copy.args[1]
+    found: list[fx.Node] = []
     for _ in range(_LONGEST_UPDATE):
         if value is destination:
-            return True
+            return found
+        if isinstance(value, fx.Node):
+            found.append(value)
         value = _overwritten_by(value)
-    return False
+    return []
 
 
 def _overwritten_by(value: Any) -> Any:

@@ -34,6 +34,9 @@ DDP_BUCKETS_MB = (25.0, 4.0, 1.0)
 _UNITS = {"": 1e6, "mbit": 1e6, "gbit": 1e9}
 _PAYLOAD = 0.95
 """The share of a link's bits that are not headers."""
+_CORE_SECONDS_PER_BYTE = 0.85e-9
+"""That gloo and the kernel take of a core for each byte which a rank sends and receives."""
+_MOST_OF_A_CORE = 0.5
 
 
 @dataclass(frozen=True)
@@ -133,9 +136,19 @@ def predict(
         gm: of a step that averages its gradients (`captured_for_ranks`); left as it is.
         costs: whose compute counts.
     """
+    here = CostModel(costs.compute, network, _slowdown(gm, network))
     for count in ranks:
-        here = CostModel(costs.compute, network, costs.slowdown, costs.burst)
         yield _prediction(gm, here, count)
+
+
+def _slowdown(gm: fx.GraphModule, network: Network) -> float:
+    """By which share compute takes longer while something is sent: on CPUs by threads of gloo, on
+    cores that all compute."""
+    sent = [known_value(block.comm_node) for block in get_all_comm_blocks(gm)]
+    if any(tensor.device.type != "cpu" for tensor in tensors_in(sent)):
+        return 0.0
+    taken = min(_MOST_OF_A_CORE, _CORE_SECONDS_PER_BYTE * network.bytes_per_second)
+    return taken / (1 - taken)
 
 
 def _prediction(gm: fx.GraphModule, costs: CostModel, ranks: int) -> Prediction:
@@ -145,7 +158,8 @@ def _prediction(gm: fx.GraphModule, costs: CostModel, ranks: int) -> Prediction:
         timeline, peaks[size] = _simulated(gm, _as_ddp(size), costs, ranks)
         ddp[size] = timeline.step_seconds
     launches = [block.comm_node for block in get_all_comm_blocks(gm, "all_reduce")]
-    buckets = collectives_by_cost(gm.graph, launches, costs, ranks)
+    by_table = CostModel(default_cost_model(gm.graph).compute, costs.communication)
+    buckets = collectives_by_cost(gm.graph, launches, by_table, ranks)  # as the default decides
     ours, peak = _simulated(gm, pipeline_with(buckets, HELD_BACK), costs, ranks)
     best = min(ddp, key=ddp.__getitem__)
     return Prediction(
