@@ -64,6 +64,7 @@ from graphopt._compat.groups import (
     fake_world_size,
     gloo_channel,
     group_named,
+    group_of_ranks,
     group_or_default,
     maximum,
     name_group,

@@ -114,6 +114,14 @@ def ranks_of_group(name: str) -> list[int] | None:
     return None if group is None else dist.get_process_group_ranks(group)
 
 
+def group_of_ranks(ranks: list[int]) -> dist.ProcessGroup | None:
+    """The process group made first that has just these ranks, in order; None where none has."""
+    from torch.distributed.distributed_c10d import _world
+
+    wanted = {rank: index for index, rank in enumerate(ranks)}
+    return next((group for group, has in _world.pg_group_ranks.items() if has == wanted), None)
+
+
 def name_group(group: dist.ProcessGroup, name: str) -> None:
     """Let operators know a group by another name as well."""
     from torch._C._distributed_c10d import _register_process_group

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from graphopt import _compat
 from graphopt.ir.placement import Placement
 
 if TYPE_CHECKING:
@@ -24,6 +25,12 @@ class Parallel(ABC):
     """
 
     meaning: ClassVar[str] = ""
+
+    @property
+    def axes(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of this rank along the axes of the mesh of ranks; values are cut along the
+        last one. None where the ranks share nothing."""
+        return ()
 
     @abstractmethod
     def expand(self, graph: fx.Graph) -> int:
@@ -70,6 +77,16 @@ class OverRanks(Parallel):
     broadcast: bool = True
     broadcast_buffers: bool = True
     timeout: float = 120.0
+
+    @property
+    def axes(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of this rank along the axes of the mesh of ranks."""
+        return (_compat.group_or_default(self.group),)
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """The ranks that run the step alike and agree on it."""
+        return _compat.group_or_default(self.group)
 
     def placement_of_parameter(self, parameter: torch.Tensor) -> Placement:
         """The placement of a parameter, given with its whole shape."""

@@ -41,10 +41,12 @@ class At:
         return made
 
 
-def scattered(make: Make, gradient: fx.Node, shards: RowShards, group: Group) -> fx.Node:
-    """This rank's window of the mean of a gradient."""
+def scattered(
+    make: Make, gradient: fx.Node, shards: RowShards, group: Group, ranks: int
+) -> fx.Node:
+    """This rank's window of the sum over a group of a gradient, of the mean over `ranks`."""
     windows = windows_of_all(make, flat(make, gradient), shards)
-    sent = make(aten.mul.Tensor, windows, 1.0 / group.ranks)
+    sent = make(aten.mul.Tensor, windows, 1.0 / ranks)
     return reduced(make, sent, shards.length, group)
 
 

@@ -27,6 +27,7 @@ from graphopt.ir.placement import placement_of
 from graphopt.ir.rows import RowShards
 from graphopt.ir.views import is_pure_view
 from graphopt.parallel.data_parallel import average, receive_buffers
+from graphopt.parallel.hybrid import summed_over_replicas
 from graphopt.parallel.markers import Group, Nodes, group_of, marks_gradient, replace_marker
 from graphopt.parallel.shard_communication import At, gathered, part_of, scattered
 from graphopt.parallel.shard_norms import Norms
@@ -42,10 +43,13 @@ class Expansion:
         group: the ranks over which values are sharded.
         keep_bytes: of parameters that the backward does not gather again: of those that the forward
             reads last.
+        replicas: the ranks that have the same rows as this one; None where there are no others.
     """
 
-    def __init__(self, graph: fx.Graph, group: Group, keep_bytes: float = 0) -> None:
-        self._graph, self._group = graph, group
+    def __init__(
+        self, graph: fx.Graph, group: Group, keep_bytes: float = 0, replicas: Group | None = None
+    ) -> None:
+        self._graph, self._group, self._replicas = graph, group, replicas
         self._kept = _kept(graph, keep_bytes)
         self._rows: dict[fx.Node, RowShards] = {}
         self._items: dict[fx.Node, Any] = {}
@@ -59,6 +63,7 @@ class Expansion:
     def run(self) -> int:
         """Rewrite the graph. Returns how many markers there were."""
         markers = 0
+        _cancel_views(self._graph)
         for node in list(self._graph.nodes):
             if is_marker(node) and marks_gradient(node):
                 _average_behind_views(node)
@@ -108,7 +113,9 @@ class Expansion:
         if shards is None:
             replace_marker(marker, average(source, group_of(marker), make))
             return
-        part = scattered(make, source, shards, self._group)
+        part = scattered(make, source, shards, self._group, group_of(marker).ranks)
+        if self._replicas is not None:
+            part = summed_over_replicas(make, part, self._replicas)
         self._rows[part] = shards
         replace_marker(marker, part)
 
@@ -345,15 +352,41 @@ class Expansion:
         return not self._is_kept(source)
 
 
+def _cancel_views(graph: fx.Graph) -> None:
+    """Leave out views that undo one another, as two transposes do: they are of a whole alone."""
+    for node in list(graph.nodes):
+        if not _is_view_of_one(node):
+            continue
+        source = node.all_input_nodes[0]
+        while _is_view_of_one(source):
+            source = source.all_input_nodes[0]
+            if _is_view_like(node, source):
+                node.replace_all_uses_with(source)
+                break
+
+
+def _is_view_of_one(node: fx.Node) -> bool:
+    if node.op != "call_function" or not is_pure_view(node) or len(node.all_input_nodes) != 1:
+        return False
+    return isinstance(known_value(node), torch.Tensor)
+
+
+def _is_view_like(view: fx.Node, source: fx.Node) -> bool:
+    """True if a view has all of its source, as that lies in memory."""
+    one, other = fake_value(view), known_value(source)
+    if not isinstance(other, torch.Tensor) or one.shape != other.shape:
+        return False
+    lie_alike = one.stride() == other.stride() and one.dtype == other.dtype
+    return lie_alike and one.storage_offset() == other.storage_offset()
+
+
 def _average_behind_views(marker: fx.Node) -> None:
     """Let what is averaged have the shape in which the optimizer reads it: rows of a transposed
     gradient would be columns of its parameter."""
     graph = marker.graph
     while len(marker.users) == 1:
         (view,) = marker.users
-        if view.op != "call_function" or not is_pure_view(view) or len(view.all_input_nodes) != 1:
-            return
-        if not isinstance(known_value(view), torch.Tensor):
+        if not _is_view_of_one(view):
             return
         with graph.inserting_before(marker):
             first = graph.node_copy(view, lambda _: cast(fx.Node, marker.args[0]))

@@ -18,6 +18,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import CollectiveError
+from graphopt.ir.rank_groups import shifted_copies
 
 _library = torch.library.Library("graphopt_shards", "FRAGMENT")
 _library.define("window(Tensor flat, int[] starts, int length, str group_name) -> Tensor")
@@ -48,11 +49,19 @@ def rank_in(group_name: str) -> int:
     acting = _acting.get()
     if acting is not None:
         ranks = _compat.ranks_of_group(group_name)
-        return acting if ranks is None else ranks.index(acting)
+        return acting if ranks is None else _index_in_copy(ranks, acting)
     group = _compat.group_named(group_name)
     if group is None:
         raise CollectiveError(f"there is no process group {group_name!r}")
     return group.rank()
+
+
+def _index_in_copy(ranks: Sequence[int], rank: int) -> int:
+    """The number of a rank in the copy of a group that it is in."""
+    for copy in shifted_copies(ranks):
+        if rank in copy:
+            return copy.index(rank)
+    raise CollectiveError(f"rank {rank} is in no copy of a group of the ranks {list(ranks)}")
 
 
 def _window(

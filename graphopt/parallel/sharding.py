@@ -8,22 +8,21 @@ window_of     DTensor → window, which the graph takes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from graphopt import _compat
-from graphopt.ir.placement import Placement, Rows
 from graphopt.ir.rows import RowShards
+from graphopt.parallel.hybrid import mesh_of_ranks
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
 SMALL = 64 * 1024
 """Bytes of a tensor that is replicated where its rows do not end at multiples of 64 elements."""
-
-OF_ROWS = Placement((Rows(0),))
 
 
 def shards_of(tensor: torch.Tensor, ranks: int) -> RowShards | None:
@@ -57,20 +56,23 @@ def owned_rows(window: torch.Tensor, shards: RowShards, rank: int) -> torch.Tens
 def as_dtensor(
     window: torch.Tensor,
     shards: RowShards,
-    group: dist.ProcessGroup,
+    mesh: DeviceMesh,
     wanted: Callable[[torch.Tensor], torch.Tensor] = lambda made: made,
 ) -> torch.Tensor:
     """A window as DTensor of the whole shape, whose local tensor are the rows that this rank owns.
     No rank speaks to another one.
 
     Args:
+        mesh: along whose last dimension the tensor is cut.
         wanted: makes a parameter of it, say.
     """
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
     stride = torch.empty(shards.shape, device="meta").stride()
-    rows = owned_rows(window, shards, group.rank())
-    mesh, placements = mesh_of(group, window.device), [Shard(0)]
+    place = mesh.get_coordinate()
+    assert place is not None
+    rows = owned_rows(window, shards, place[-1])
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     like = torch.empty_like(rows)  # a DTensor takes over the offset, and cannot be copied then
     shape = torch.Size(shards.shape)
     made: Any = wanted(
@@ -81,18 +83,27 @@ def as_dtensor(
     return found
 
 
-_meshes: dict[tuple[str, str], Any] = {}
+_meshes: dict[tuple[str, ...], DeviceMesh] = {}
 
 
-def mesh_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The mesh of the ranks of a group; one object for each."""
+def mesh_of(axes: Sequence[dist.ProcessGroup], device: torch.device) -> DeviceMesh:
+    """The mesh of the ranks of groups, one for each dimension; one object for each mesh."""
+    key = (*(axis.group_name for axis in axes), device.type)
+    known = _meshes.get(key)
+    if known is None or any(known.get_group(i) is not axis for i, axis in enumerate(axes)):
+        known = _meshes[key] = _made_mesh(axes, device)
+    return known
+
+
+def _made_mesh(axes: Sequence[dist.ProcessGroup], device: torch.device) -> DeviceMesh:
     from torch.distributed.device_mesh import DeviceMesh
 
-    key = (group.group_name, device.type)
-    known = _meshes.get(key)
-    if known is None or known.get_group() is not group:
-        known = _meshes[key] = DeviceMesh.from_group(group, device.type)
-    return known
+    if len(axes) == 1:
+        return DeviceMesh.from_group(axes[0], device.type)
+    replicas, shards = axes
+    ranks = torch.tensor(mesh_of_ranks(shards, replicas))
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group(list(axes), device.type, mesh=ranks, mesh_dim_names=names)
 
 
 def window_of(dtensor: Any, shards: RowShards, rank: int) -> torch.Tensor:

@@ -14,14 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import torch.distributed as dist
+
 from graphopt.errors import ParallelismError
-from graphopt.ir.placement import Placement
+from graphopt.ir.placement import Placement, Replicate, Rows
+from graphopt.parallel.hybrid import group_of_mesh, mesh_of_ranks
 from graphopt.parallel.kinds import OverRanks
-from graphopt.parallel.sharding import OF_ROWS, shards_of
+from graphopt.parallel.sharding import shards_of
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
     from torch import fx
 
 
@@ -35,7 +37,9 @@ class ZeRO(OverRanks):
             scattered. 3: parameters are sharded as well.
         keep_mb: with stage 3, so many MiB of the parameters that the forward reads last stay whole
             until the backward, which does not gather them again; None: none do.
-        replicate_over: not there yet; anything but None is refused.
+        replicate_over: a second process group, for hybrid sharding: each of its ranks has the same
+            rows, and `group` is one row of a mesh of which this group is a column. Gradients are
+            scattered over `group`, and summed over both (`graphopt.parallel.hybrid`).
         broadcast, broadcast_buffers, timeout: as of `DataParallel`.
 
     >>> import graphopt
@@ -54,38 +58,58 @@ class ZeRO(OverRanks):
             raise ParallelismError(f"stage={self.stage!r}: ZeRO has the stages 1, 2 and 3")
         if self.keep_mb is not None and not _is_size(self.keep_mb):
             raise ParallelismError(f"keep_mb={self.keep_mb!r}: give a number of MiB, from 0")
-        if self.replicate_over is not None:
-            raise ParallelismError("ZeRO(replicate_over=...) is not there yet: leave it out")
         if self.stage == 2:
             object.__setattr__(self, "stage", 1)
 
     @property
-    def ranks(self) -> int:
-        """Number of ranks that share a sharded value."""
-        from graphopt import _compat
+    def axes(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of this rank along the axes of the mesh; values are cut along the last."""
+        shards = super().axes
+        return shards if self.replicate_over is None else (self.replicate_over, *shards)
 
-        return _compat.group_or_default(self.group).size()
+    @property
+    def mesh(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks: in a row those that share the rows of a value, in a column replicas.
+
+        Raises:
+            ParallelismError: the groups span no mesh.
+        """
+        if self.replicate_over is not None:
+            return mesh_of_ranks(self.axes[-1], self.replicate_over)
+        return (tuple(dist.get_process_group_ranks(self.axes[-1])),)
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """The ranks that run the step alike and agree on it: those of the whole mesh."""
+        return super().everyone if self.replicate_over is None else group_of_mesh(self.mesh)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that share the rows of a sharded value."""
+        return self.axes[-1].size()
 
     def placement_of_state(self, state: torch.Tensor, parameter: torch.Tensor) -> Placement:
         """How the ranks hold an entry of the optimizer's state: as its parameter is cut, if it has
         an element for each of that."""
         same = state.shape == parameter.shape and shards_of(parameter, self.ranks) is not None
-        return OF_ROWS if same and state.layout is parameter.layout else Placement.FULL
+        return self._of_rows() if same and state.layout is parameter.layout else Placement.FULL
 
     def placement_of_parameter(self, parameter: torch.Tensor) -> Placement:
         """The placement of a parameter."""
         sharded = self.stage == 3 and shards_of(parameter, self.ranks) is not None
-        return OF_ROWS if sharded else Placement.FULL
+        return self._of_rows() if sharded else Placement.FULL
+
+    def _of_rows(self) -> Placement:
+        return Placement((*[Replicate()] * (len(self.axes) - 1), Rows(0)))
 
     def expand(self, graph: fx.Graph) -> int:
         """Scatter the marked gradients, let each rank update its rows, and gather parameters."""
-        from graphopt import _compat
         from graphopt.parallel.markers import Group
         from graphopt.parallel.shard_expansion import Expansion
 
-        group = _compat.group_or_default(self.group)
+        *replicas, group = (Group(axis.group_name, axis.size()) for axis in self.axes)
         keep = (self.keep_mb or 0.0) * 2**20
-        return Expansion(graph, Group(group.group_name, group.size()), keep).run()
+        return Expansion(graph, group, keep, *replicas).run()
 
 
 def _is_size(number: object) -> bool:

@@ -26,7 +26,7 @@ from graphopt.parallel import OverRanks, Parallel
 def ranks_together(parallel: Parallel) -> frozenset[int]:
     """The ranks that run a step alike."""
     if isinstance(parallel, OverRanks):
-        return frozenset(dist.get_process_group_ranks(_compat.group_or_default(parallel.group)))
+        return frozenset(dist.get_process_group_ranks(parallel.everyone))
     return frozenset({dist.get_rank()})
 
 

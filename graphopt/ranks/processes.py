@@ -11,11 +11,15 @@ import logging
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from graphopt import _compat
+
+if TYPE_CHECKING:
+    from graphopt.parallel import OverRanks
 
 logger = logging.getLogger("graphopt")
 
@@ -61,12 +65,18 @@ def register(store: dist.Store, group: dist.ProcessGroup) -> None:
     store.set(_key(group, group.rank()), json.dumps(asdict(Process.current())))
 
 
-def announce(group: dist.ProcessGroup | None) -> None:
-    """`register`, where there are a group and a store: the sooner, the sooner an end is noticed."""
+def announce(parallel: OverRanks | None) -> None:
+    """`register` with the ranks that run a step alike, where there are a group and a store: the
+    sooner, the sooner an end is noticed.
+
+    Args:
+        parallel: None: all ranks do.
+    """
     if not dist.is_available() or not dist.is_initialized():
         return
+    group = _compat.group_or_default(None) if parallel is None else parallel.everyone
     try:
-        register(_compat.default_store(), _compat.group_or_default(group))
+        register(_compat.default_store(), group)
     except (RuntimeError, ValueError) as error:
         logger.debug("the process of this rank is not announced: %s", error)
 

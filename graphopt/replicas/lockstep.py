@@ -10,6 +10,7 @@ Neither processes nor threads nor a backend take part, so that two runs give the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from graphopt.errors import CollectiveError, GraphOptError
 from graphopt.graph_utils import is_collective, is_random, is_wait, without_autocast
 from graphopt.host import is_host_call
 from graphopt.ir.operators import arguments_by_name
+from graphopt.ir.rank_groups import shifted_copies
 from graphopt.parallel.shard_operators import acting_as
 from graphopt.replicas.exchange import exchange
 from graphopt.replicas.replica_generators import ReplicaGenerators
@@ -149,18 +151,13 @@ class Lockstep:
 
     def _divisions(self, group: str) -> list[list[int]]:
         """All ranks, in the sets in which they meet: a group and its shifted copies."""
-        ranks = sorted(self._ranks_of(group))
-        found: list[list[int]] = []
-        left = set(range(self.count))
-        while left:
-            shift = min(left) - ranks[0]
-            found.append([rank + shift for rank in ranks])
-            if not left.issuperset(found[-1]):
-                raise CollectiveError(
-                    f"group {group!r} has ranks {ranks}: {self.count} ranks do not divide into such"
-                    " groups"
-                )
-            left.difference_update(found[-1])
+        ranks = self._ranks_of(group)
+        found = list(islice(shifted_copies(ranks), self.count // len(ranks)))
+        if {rank for copy in found for rank in copy} != set(range(self.count)):
+            raise CollectiveError(
+                f"group {group!r} has ranks {sorted(ranks)}: {self.count} ranks do not divide into"
+                " such groups"
+            )
         return found
 
     def _ranks_of(self, group: str) -> Sequence[int]:

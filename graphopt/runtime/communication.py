@@ -40,7 +40,7 @@ class Communication:
         self._joint_capture: JointCapture | None = None
         self._sharded_models: ShardedModels | None = None
         if parallel is None or isinstance(parallel, OverRanks):
-            announce(None if parallel is None else parallel.group)
+            announce(parallel)
 
     @property
     def is_own(self) -> bool:
@@ -53,10 +53,8 @@ class Communication:
         if not isinstance(parallel, OverRanks):
             ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
             return ("own communication", ranks)
-        from graphopt import _compat
-
-        group = _compat.group_or_default(parallel.group)
-        return ("averaged" if self.averaging else "no_sync", group.group_name, group.size())
+        group, names = parallel.everyone, [axis.group_name for axis in parallel.axes]
+        return ("averaged" if self.averaging else "no_sync", group.group_name, group.size(), *names)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -75,7 +73,6 @@ class Communication:
         Args:
             step: which call of the training step it is, counted from 1.
         """
-        from graphopt import _compat
         from graphopt.ranks.failures import tell
 
         parallel = resolve(self._parallel)
@@ -83,7 +80,7 @@ class Communication:
             yield parallel
         except BaseException as error:
             if isinstance(parallel, OverRanks):
-                tell(_compat.group_or_default(parallel.group), step, error)
+                tell(parallel.everyone, step, error)
             raise
 
     def shard(self, call: Call) -> bool:
@@ -113,14 +110,13 @@ class Communication:
     @contextmanager
     def shards_admitted(self) -> Iterator[None]:
         """While active, a call may be captured with what this kind has sharded."""
-        from graphopt import _compat
         from graphopt.tracing.ranks.admitted_shards import admitted
 
         parallel = resolve(self._parallel)
         if not isinstance(parallel, OverRanks):
             yield
             return
-        with admitted(_compat.group_or_default(parallel.group).group_name):
+        with admitted(parallel.axes):
             yield
 
     def ways(self, call: Call, mode: tuple[Any, ...], others: Others) -> Iterable[Ranks]:

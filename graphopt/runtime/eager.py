@@ -149,10 +149,9 @@ class Fallback:
 def _averaging(
     call: Call, parallel: DataParallel, sync: bool, step: int, shared: list[nn.Module]
 ) -> Any:
-    from graphopt import _compat
     from graphopt.runtime.averages import Averages
 
-    group = _compat.group_or_default(parallel.group)
+    group = parallel.everyone
     if not sync or group.size() == 1:
         return nullcontext()
     return Averages(call, group, step, shared).active(parallel.broadcast_buffers)

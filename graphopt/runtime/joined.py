@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphopt import _compat
 from graphopt.parallel import OverRanks
 from graphopt.parallel.sharding import is_dtensor
 from graphopt.ranks.failed_runs import sending_explained
@@ -56,7 +55,7 @@ class JoinedModules:
         """
         if self.has_all(call):
             return
-        group = _compat.group_or_default(parallel.group)
+        group = parallel.everyone
         for _, root in call.named_roots():
             if parallel.broadcast and (is_trained(root) or not uneven):
                 with sending_explained(group, 1, "broadcast", "what all ranks start from"):

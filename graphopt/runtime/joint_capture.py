@@ -136,7 +136,7 @@ class _Together(Ranks):
 
     def __enter__(self) -> Ranks:
         self._votes.hear()
-        group = _compat.group_or_default(self._parallel.group)
+        group = self._parallel.everyone
         self._meeting = Channel(group, self._joint.topic, self._parallel.timeout).meeting()
         self._meeting.__enter__()
         return self
@@ -170,7 +170,7 @@ class _Together(Ranks):
 
     def _separate_buffers(self, call: Call) -> None:
         if self._sync and self._parallel.broadcast_buffers:
-            group = _compat.group_or_default(self._parallel.group)
+            group = self._parallel.everyone
             make_group_of_buffers(group, [root for _, root in call.named_roots()], self._meeting)
 
     def _communication(self, order: AgreedOrder | None) -> MarkedCommunication | None:
@@ -220,7 +220,7 @@ class _Together(Ranks):
         )
         self.agreement = Agreement.of_all([theirs["callbacks"] for theirs in everyone])
         asking = self._sync and any(theirs["asks"] for theirs in everyone)
-        group = _compat.group_or_default(self._parallel.group)
+        group = self._parallel.everyone
         self._questions = Questions.of(group, everyone[0]["channel"]) if asking else None
 
     def ready(self, captured: CapturedStep) -> None:
@@ -228,7 +228,7 @@ class _Together(Ranks):
         guards = Guards(self._call, self._inputs, self._mode, captured.signature)
         entries = {entry.fqn: entry.tensor for entry in self._inputs.parameters}
         parameters = tuple(weakref.ref(entries[name]) for name in self._order)
-        group = _compat.group_or_default(self._parallel.group)
+        group = self._parallel.everyone
         unused = UnusedParameters(group, self._joint.topic)
         agreed = Agreed(
             *(guards, parameters, unused, self._plans, self._held),
@@ -311,7 +311,7 @@ class JointCapture:
                 " that a rank takes by values of its own"
             )
         self.alone = False
-        group = _compat.group_or_default(parallel.group)
+        group = parallel.everyone
         votes = self._votes.setdefault(group, Votes(group))
         yield _Together(self, call, parallel, sync, mode, self._matching(call, mode), votes)
 
@@ -372,7 +372,7 @@ class JointCapture:
         if not self._joined.has_trained(call):
             names = JointNames(call, module_tensors(call))
             mine = {"tensors": names.tensors, "besides": names.besides}
-            group = _compat.group_or_default(parallel.group)
+            group = parallel.everyone
             if _compat.fake_world_size() is None:  # else there is nobody to ask
                 topic = f"{self.topic} as it is"
                 self.compare(Channel(group, topic, parallel.timeout).exchange(mine))

@@ -23,7 +23,7 @@ from graphopt.errors import CaptureError, CollectiveError, GraphOptError, SpmdMi
 from graphopt.ir.placement import Placement
 from graphopt.ir.rows import RowShards
 from graphopt.parallel import ZeRO
-from graphopt.parallel.sharding import as_dtensor, is_dtensor, local_part, window_of
+from graphopt.parallel.sharding import as_dtensor, is_dtensor, local_part, mesh_of, window_of
 from graphopt.ranks.meeting import Channel
 from graphopt.runtime.joined import broadcast_from_first
 from graphopt.runtime.late import settle
@@ -56,7 +56,7 @@ class ShardedModels:
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks over which they are sharded."""
-        return _compat.group_or_default(self._parallel.group)
+        return self._parallel.axes[-1]
 
     def shard(self, call: Call) -> bool:
         """Let this rank keep its rows alone of what a call has whole. All ranks come here in the
@@ -82,14 +82,15 @@ class ShardedModels:
         return shard_states(call, self._parallel) > 0 or changed
 
     def _agree(self, call: Call) -> None:
-        group, parallel = self.group, self._parallel
-        if group.size() == 1:
+        parallel = self._parallel
+        if self.group.size() == 1:
             raise CollectiveError(
                 "ZeRO shards over the ranks of a group, and this one has a single rank",
                 hint="leave parallel= out where there is one rank",
             )
         mine = {
             "stage": f"ZeRO(stage={parallel.stage}, keep_mb={parallel.keep_mb})",
+            "groups": [str(list(row)) for row in parallel.mesh],
             "parameters": [
                 f"{name} {parameter.dtype} {list(parameter.shape)}"
                 for _, root in call.named_roots()
@@ -97,7 +98,8 @@ class ShardedModels:
                 if parameter.requires_grad
             ],
         }
-        everyone = Channel(group, f"{self._topic} sharded", parallel.timeout).exchange(mine)
+        channel = Channel(parallel.everyone, f"{self._topic} sharded", parallel.timeout)
+        everyone = channel.exchange(mine)
         for key in mine:
             for rank, theirs in enumerate(everyone):
                 if theirs[key] != everyone[0][key]:
@@ -115,7 +117,8 @@ class ShardedModels:
                     hint="call optimizer.zero_grad() before the first call of the step",
                 )
         if self._parallel.broadcast:
-            broadcast_from_first([parameter for _, parameter in chosen], self.group)
+            tensors = [parameter for _, parameter in chosen]
+            broadcast_from_first(tensors, self._parallel.everyone)
         new = {id(parameter): self._sharded(parameter) for _, parameter in chosen}
         for table, key in _slots(call):
             if id(table[key]) in new:
@@ -156,7 +159,8 @@ class ShardedModels:
         shards = RowShards(tuple(parameter.shape), group.size())
         part = local_part(parameter, shards, group.rank())
         wanted = partial(nn.Parameter, requires_grad=parameter.requires_grad)
-        new: Any = as_dtensor(part, shards, group, wanted)
+        mesh = mesh_of(self._parallel.axes, parameter.device)
+        new: Any = as_dtensor(part, shards, mesh, wanted)
         vars(new).update({k: v for k, v in vars(parameter).items() if k not in vars(new)})
         return new
 
@@ -196,8 +200,8 @@ class ShardedModels:
         window_of(sharded, shards, rank).copy_(local_part(whole, shards, rank))
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The state of the models, whole, on the CPU, on all ranks; of several with the names of
-        the arguments before those of tensors.
+        """A copy of the state of the models, whole, on the CPU, on all ranks; of several with the
+        names of the arguments before those of tensors.
 
         Raises:
             SpmdMismatchError: not all ranks have come.
@@ -211,7 +215,8 @@ class ShardedModels:
         return found
 
     def _meet(self, what: str) -> None:
-        Channel(self.group, f"{self._topic} {what}", SECONDS).exchange({"what": what})
+        channel = Channel(self._parallel.everyone, f"{self._topic} {what}", SECONDS)
+        channel.exchange({"what": what})
 
     def _live(self) -> Iterator[nn.Module]:
         for _, reference in self._roots.values():
@@ -223,8 +228,9 @@ class ShardedModels:
 def _on_cpu(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    whole = value.full_tensor() if is_dtensor(value) else value  # type: ignore[attr-defined]
-    return whole.detach().cpu()
+    if is_dtensor(value):
+        return value.full_tensor().detach().cpu()  # type: ignore[attr-defined]
+    return value.detach().to("cpu", copy=True)  # not what the next step updates
 
 
 def _slots(call: Call) -> Iterator[Slot]:
@@ -247,10 +253,11 @@ def _cut_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *oth
             continue
         if value.shape != parameter.shape:
             continue  # which torch says
-        group = parameter.device_mesh.get_group()  # type: ignore[attr-defined]
-        shards = RowShards(tuple(value.shape), group.size())
-        part = local_part(value.to(parameter.device, parameter.dtype), shards, group.rank())
-        state_dict[prefix + key] = as_dtensor(part, shards, group)
+        mesh = parameter.device_mesh  # type: ignore[attr-defined]
+        shards = RowShards(tuple(value.shape), mesh.size(mesh.ndim - 1))
+        rank = mesh.get_coordinate()[-1]
+        part = local_part(value.to(parameter.device, parameter.dtype), shards, rank)
+        state_dict[prefix + key] = as_dtensor(part, shards, mesh)
 
 
 def _first_difference(mine: Any, first: Any) -> str:

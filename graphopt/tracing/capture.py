@@ -449,7 +449,7 @@ def communication_for(
     """What a trace needs to know of the process group; `agreed` and `accumulated`: see there."""
     if not isinstance(parallel, OverRanks):
         return None
-    group = _compat.group_or_default(parallel.group)
+    group = parallel.everyone
     named = Group(group.group_name, group.size())
     buffers = group_of_buffers(group)
     return MarkedCommunication(parallel, named, buffers, agreed, accumulated)

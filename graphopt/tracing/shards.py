@@ -15,7 +15,7 @@ from graphopt import _compat
 from graphopt.ir.placement import Placement
 from graphopt.ir.rows import RowShards
 from graphopt.parallel.kinds import OverRanks
-from graphopt.parallel.sharding import as_dtensor, is_dtensor, local_part, window_of
+from graphopt.parallel.sharding import as_dtensor, is_dtensor, local_part, mesh_of, window_of
 from graphopt.tracing.inputs.entries import ModuleTensor
 
 if TYPE_CHECKING:
@@ -78,9 +78,10 @@ def _sharded(value: Any, parameter: Any, parallel: OverRanks) -> Any:
         return value
     if is_dtensor(value) or parallel.placement_of_state(value, parameter) == Placement.FULL:
         return value
-    group = _compat.group_or_default(parallel.group)
+    *_, group = parallel.axes
     shards = RowShards(tuple(value.shape), group.size())
-    return as_dtensor(local_part(value, shards, group.rank()), shards, group)
+    part = local_part(value, shards, group.rank())
+    return as_dtensor(part, shards, mesh_of(parallel.axes, value.device))
 
 
 class Windows:
@@ -96,7 +97,7 @@ class Windows:
         self._known: dict[int, tuple[Any, int, torch.Tensor]] = {}
         if sharded:
             assert isinstance(parallel, OverRanks)
-            group = _compat.group_or_default(parallel.group)
+            *_, group = parallel.axes
             self._ranks, self._rank = group.size(), group.rank()
 
     def put(self, values: list[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -30,6 +30,7 @@ from graphopt.verify.evaluated import NotDecidedError
 from graphopt.verify.evaluation import evaluate_graph
 from graphopt.verify.outcomes import of_values_and_draws
 from graphopt.verify.problems import Problem
+from graphopt.verify.shard_mesh import Ranks, ShardMesh
 from graphopt.verify.sharded import for_all_ranks
 from graphopt.verify.sharded_elements import NotOfBlocksError
 from graphopt.verify.terms import Terms
@@ -128,7 +129,11 @@ graph is compared with is the same; it is read for all ranks together (`graphopt
 
 
 def sharing_problems(
-    meaning: str, marked: fx.Graph, shared: fx.GraphModule, proof: Proof | None = None
+    meaning: str,
+    marked: fx.Graph,
+    shared: fx.GraphModule,
+    proof: Proof | None = None,
+    axes: Sequence[str] = (),
 ) -> Iterator[Problem]:
     """Where a graph does not share what its markers said. Not decided, which is logged, where terms
     cannot speak of the marked graph, or no definition is named.
@@ -138,13 +143,14 @@ def sharing_problems(
         marked: the captured graph with its markers.
         shared: the graph that a kind of parallelism made of it.
         proof: that is to know the calls of it afterwards.
+        axes: the groups along the axes of the mesh of ranks, where they are not the markers'.
     """
     definition = MEANINGS.get(meaning)
     if definition is None:
         logger.info("what ranks share is not compared: its meaning is not defined")
         return
     if meaning == "sharded":
-        yield from _problems_of_sharded(definition(marked), marked, shared.graph)
+        yield from _problems_of_sharded(definition(marked), marked, shared.graph, axes)
         return
     report = (proof or Proof()).compare(definition(marked), shared.graph)
     if report.decidable:
@@ -154,17 +160,22 @@ def sharing_problems(
 
 
 def _problems_of_sharded(
-    wanted: fx.Graph, marked: fx.Graph, sharded: fx.Graph
+    wanted: fx.Graph, marked: fx.Graph, sharded: fx.Graph, axes: Sequence[str]
 ) -> Iterator[Problem]:
     """Where what all ranks compute together is not what one device computes. What cannot be decided
     is a problem: no sharded graph runs that has not been shown to be the step."""
-    groups = {(cast(int, m.args[2]), str(m.args[3])) for m in find_nodes(marked, is_marker)}
-    if not groups:
+    markers = find_nodes(marked, is_marker)
+    if not markers:
         return
-    ranks, group = groups.pop()
+    gradients = [m for m in markers if is_operator(m.target, "graphopt::reduce_gradient")]
+    ranks, group = (gradients or markers)[0].args[2:4]  # buffers may have a group of their own
+    mesh = ShardMesh.of(Ranks(cast(int, ranks), str(group)), axes)
+    if mesh is None:
+        yield Problem(f"the groups {list(axes)} are no row and column of the ranks of {group!r}")
+        return
     terms = Terms(whole_cuts=True)
     try:
-        together = for_all_ranks(sharded, marked, ranks, group)
+        together = for_all_ranks(sharded, marked, mesh)
         old, new = (evaluate_graph(graph, terms) for graph in (wanted, together))
     except (NotOfBlocksError, NotDecidedError) as error:
         yield error.problem

@@ -7,6 +7,7 @@ rank holds of a value stand the *blocks* of all ranks beside one another.
     window(x, starts)              the blocks, cut from x
     elementwise operators          the same of the blocks
     exchange, sum in rank order    all_reduce of the blocks
+    all_reduce down the column     all_reduce of the blocks over all ranks, of what was summed
     gather                         the blocks themselves
     copy_ into rows                what the ranks own of the blocks, copied into the whole
 
@@ -14,7 +15,8 @@ So the result can be compared with the step of one device. These are the axioms 
 with a test on real ranks (tests/test_zero_proof.py): an elementwise operator commutes with taking
 rows at multiples of 64 elements; to scatter a reduction and gather it is an all-reduce; to exchange
 and add in rank order is to scatter a reduction, up to the order of sums over more than two ranks;
-a norm is made of the norms of rows, up to the order of sums.
+a norm is made of the norms of rows, up to the order of sums; to sum over a row of a mesh of ranks,
+and down its column, is to sum over all, up to the order of sums.
 
 Whatever else reads what a rank holds, or lets it depend on what other ranks need not have, is
 refused: the blocks of the other ranks would not be what is written here.
@@ -34,25 +36,26 @@ from graphopt.ir.metadata import fake_value
 from graphopt.ir.operators import argument, is_operator, operator_of
 from graphopt.ir.placement import placement_of
 from graphopt.ir.rows import RowShards
+from graphopt.verify.shard_mesh import ShardMesh
 from graphopt.verify.sharded_elements import ComputedBlocks, NotOfBlocksError
 from graphopt.verify.sharded_norms import NormsOfRows, norm_order, stands_for_norms
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
 
-def for_all_ranks(sharded: fx.Graph, marked: fx.Graph, ranks: int, group: str) -> fx.Graph:
+def for_all_ranks(sharded: fx.Graph, marked: fx.Graph, mesh: ShardMesh) -> fx.Graph:
     """The graph of one device that says what all ranks compute together.
 
     Args:
         sharded: as a rank runs it.
         marked: as it was captured, with placeholders of whole shapes.
-        ranks, group: over which it is sharded.
+        mesh: the ranks over which it is sharded.
 
     Raises:
         NotOfBlocksError: a node reads what a rank holds in another way.
     """
     wholes = {n.target: fake_value(n) for n in marked.find_nodes(op="placeholder")}
-    return _Blocks(sharded, wholes, ranks, group).run()
+    return _Blocks(sharded, wholes, mesh).run()
 
 
 class _Blocks(ComputedBlocks):
@@ -112,7 +115,10 @@ class _Blocks(ComputedBlocks):
             self._copies[node] = self._gathered[cast(fx.Node, node.args[0])]
             self._same.add(node)
         elif operator_of(node).wait and node.args[0] in self._blocks:
-            self._blocks[node] = self._blocks[cast(fx.Node, node.args[0])]
+            launch = cast(fx.Node, node.args[0])
+            self._blocks[node] = self._blocks[launch]
+            if launch in self._row_sums:
+                self._row_sums[node] = self._row_sums[launch]
         elif any(source in self._norms for source in node.all_input_nodes):
             self._of_norms(node)
         elif not any(map(self._is_partial, node.all_input_nodes)):
@@ -168,6 +174,12 @@ class _Blocks(ComputedBlocks):
     def _launched(self, node: fx.Node) -> None:
         sent = node.args[0]
         kind = operator_of(node).reduction
+        down_column = self._mesh.replicas is not None and node.args[-1] == self._mesh.replicas
+        if down_column and kind == "all_reduce" and node.args[1] == "sum":
+            whole = self._row_sums.get(cast(fx.Node, sent))
+            if whole is not None:
+                self._blocks[node] = self._reduced(node, whole, "sum", self._mesh.everyone.group)
+                return
         if node.args[-1] == self._group and isinstance(sent, fx.Node):
             if kind == "all_to_all_single" and not self._is_partial(sent):
                 size = fake_value(sent).numel() // self._ranks
@@ -181,7 +193,7 @@ class _Blocks(ComputedBlocks):
             if kind.startswith(("reduce_scatter", "all_gather")):
                 self._check_size(node)
             if kind == "reduce_scatter_tensor" and not self._is_partial(sent):
-                self._blocks[node] = self._reduced(node, self._copies[sent], str(node.args[1]))
+                self._scattered(node, self._copies[sent], str(node.args[1]))
                 return
             if kind == "all_gather_into_tensor" and sent in self._blocks:
                 self._gathered[node] = self._blocks[sent]
@@ -195,15 +207,21 @@ class _Blocks(ComputedBlocks):
         if argument(node, "group_size") != self._ranks:
             raise NotOfBlocksError(f"%{node.name} speaks of another number of ranks", node)
 
-    def _reduced(self, node: fx.Node, sent: fx.Node, how: str) -> fx.Node:
-        launched = self._make(node, functional.all_reduce.default, sent, how, self._group)
+    def _scattered(self, node: fx.Node, sent: fx.Node, how: str) -> None:
+        """The blocks of what the ranks have reduced; of a mesh, those of one row have."""
+        self._blocks[node] = self._reduced(node, sent, how, self._group)
+        if how == "sum":
+            self._row_sums[node] = sent
+
+    def _reduced(self, node: fx.Node, sent: fx.Node, how: str, group: str) -> fx.Node:
+        launched = self._make(node, functional.all_reduce.default, sent, how, group)
         return self._make(node, functional.wait_tensor.default, launched)
 
     def _summed(self, node: fx.Node) -> None:
         source, ranks = cast(Any, node.args)
         if source not in self._exchanged or ranks != self._ranks:
             raise NotOfBlocksError(f"%{source.name} is nothing that all ranks have sent", node)
-        self._blocks[node] = self._reduced(node, self._exchanged[source], "sum")
+        self._scattered(node, self._exchanged[source], "sum")
 
     def _write(self, node: fx.Node) -> None:
         """What the ranks own is copied into the whole."""

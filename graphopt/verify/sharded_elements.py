@@ -20,6 +20,7 @@ from graphopt.ir.metadata import fake_value, input_kind, known_value
 from graphopt.ir.operators import is_operator, operator_of
 from graphopt.ir.rows import ALIGNED, RowShards
 from graphopt.verify.problems import Problem
+from graphopt.verify.shard_mesh import ShardMesh
 from graphopt.verify.sharded_norms import NormsOfRows
 
 aten = torch.ops.aten
@@ -48,11 +49,13 @@ class ComputedBlocks:
     """One reading, as far as nothing is communicated.
 
     `_copies`: by the node of one rank, what all ranks have alike; `_blocks`: the blocks of all
-    ranks; `_listed`: of a list, which of its items are such; `_cut`: how placeholders are cut.
+    ranks; `_listed`: of a list, which of its items are such; `_cut`: how placeholders are cut;
+    `_row_sums`: of blocks that are sums over one row of the mesh, what is summed.
     """
 
-    def __init__(self, graph: fx.Graph, wholes: Any, ranks: int, group: str) -> None:
-        self._graph, self._wholes, self._ranks, self._group = graph, wholes, ranks, group
+    def __init__(self, graph: fx.Graph, wholes: Any, mesh: ShardMesh) -> None:
+        self._graph, self._wholes, self._mesh = graph, wholes, mesh
+        self._ranks, self._group = mesh.shards.count, mesh.shards.group
         self._new = fx.Graph()
         self._copies: dict[fx.Node, Any] = {}
         self._blocks: dict[fx.Node, fx.Node] = {}
@@ -60,6 +63,7 @@ class ComputedBlocks:
         self._cut: dict[fx.Node, RowShards] = {}
         self._exchanged: dict[fx.Node, fx.Node] = {}
         self._gathered: dict[fx.Node, fx.Node] = {}
+        self._row_sums: dict[fx.Node, fx.Node] = {}
         self._norms: dict[fx.Node, NormsOfRows] = {}
         self._same: set[fx.Node] = set()
         self._same_entries: dict[fx.Node, list[bool]] = {}
@@ -70,7 +74,7 @@ class ComputedBlocks:
         if node.op == "placeholder":
             same = input_kind(node) in _SAME_INPUTS and node not in self._blocks
         elif traits.collective:
-            same = traits.same_on_all and bool(node.args[-1] == self._group)
+            same = traits.same_on_all and node.args[-1] in (self._group, self._mesh.everyone.group)
         else:
             same = not traits.random and all(map(self._same.__contains__, node.all_input_nodes))
         if same:

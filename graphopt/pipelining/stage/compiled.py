@@ -144,7 +144,7 @@ class CompiledStage:
         """The layouts that fit the gradients of all ranks, of which each sees its own loss."""
         if self._parallel is None:
             return incoming
-        group = _compat.group_or_default(self._parallel.group)
+        group = self._parallel.everyone
         topic = f"the gradients of the results of pipeline stage {self._stage}"
         channel = Channel(group, topic, self._parallel.timeout)
         everyone = [theirs["layouts"] for theirs in channel.exchange({"layouts": incoming})]
@@ -204,7 +204,7 @@ class CompiledStage:
 
     def _receive_buffers(self) -> None:
         assert self._parallel is not None
-        group = _compat.group_or_default(self._parallel.group)
+        group = self._parallel.everyone
         with torch.no_grad():
             broadcast_buffers(self._module, Group(group.group_name, group.size()))
 

@@ -3,22 +3,26 @@ parallelism has sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from graphopt.parallel.sharding import is_dtensor
+from graphopt.parallel.sharding import is_dtensor, mesh_of
 
-_admitted: ContextVar[str | None] = ContextVar("_admitted", default=None)
+Axes = Sequence[dist.ProcessGroup]
+
+_admitted: ContextVar[Axes] = ContextVar("_admitted", default=())
 
 
 @contextmanager
-def admitted(group: str | None) -> Iterator[None]:
-    """While active, tensors that are sharded over this group may be among the inputs."""
-    token = _admitted.set(group)
+def admitted(groups: Axes) -> Iterator[None]:
+    """While active, tensors that are sharded by rows over the last of these groups, and the same
+    along the others, may be among the inputs."""
+    token = _admitted.set(groups)
     try:
         yield
     finally:
@@ -26,13 +30,17 @@ def admitted(group: str | None) -> Iterator[None]:
 
 
 def is_admitted(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is sharded by rows over the group of the step that is captured."""
-    group = _admitted.get()
-    return group is not None and is_dtensor(tensor) and is_of_rows(tensor, group)
+    """Whether a tensor is sharded by rows over the groups of the step that is captured."""
+    groups = _admitted.get()
+    return bool(groups) and is_dtensor(tensor) and is_of_rows(tensor, groups)
 
 
-def is_of_rows(tensor: Any, group: str) -> bool:
-    """Whether a DTensor is sharded by rows over a group."""
-    mesh, placements = tensor.device_mesh, tensor.placements
-    of_rows = len(placements) == 1 and placements[0].is_shard(0)
-    return of_rows and mesh.get_group().group_name == group
+def is_of_rows(tensor: Any, groups: Axes) -> bool:
+    """Whether a DTensor is sharded by rows over the ranks of the last of some groups, along the
+    axes of its mesh, and the same along the others. DTensor takes meshes of the same ranks for one
+    another, whatever their groups are called."""
+    mesh, (*others, last) = tensor.device_mesh, tensor.placements
+    if len(groups) != mesh.ndim or not last.is_shard(0):
+        return False
+    alike = all(placement.is_replicate() for placement in others)
+    return alike and bool(mesh == mesh_of(groups, tensor.device))

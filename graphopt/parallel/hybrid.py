@@ -1,0 +1,72 @@
+"""Hybrid sharding: rows over the ranks of one group, and replicas of these over another one.
+
+    ranks        group=           replicate_over=      a gradient
+    [[0, 1],     a row, [0, 1]    a column, [0, 2]     is scattered along the row, and summed
+     [2, 3]]                                           down the column: the sum of all ranks
+
+What is gathered is gathered along a row alone: where rows are machines, in the fast network.
+
+Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (VLDB 2023).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+
+from graphopt import _compat
+from graphopt.errors import ParallelismError
+from graphopt.ir.rank_groups import rank_mesh
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from graphopt.parallel.markers import Group
+    from graphopt.parallel.shard_communication import Make
+
+
+def summed_over_replicas(make: Make, part: fx.Node, replicas: Group) -> fx.Node:
+    """The sum of what the ranks of a column have of a gradient, each of its own row."""
+    functional = torch.ops._c10d_functional
+    launched = make(functional.all_reduce.default, part, "sum", replicas.name)
+    return cast("fx.Node", make(functional.wait_tensor.default, launched))
+
+
+def mesh_of_ranks(
+    shards: dist.ProcessGroup, replicas: dist.ProcessGroup
+) -> tuple[tuple[int, ...], ...]:
+    """The mesh that two groups of this rank span: its rows share rows, its columns are replicas.
+
+    Raises:
+        ParallelismError: they are no row and column of one mesh.
+    """
+    row, column = map(dist.get_process_group_ranks, (shards, replicas))
+    mesh = rank_mesh(row, column)
+    if mesh is None:
+        raise ParallelismError(
+            f"replicate_over has the ranks {column}, and group {row}: with this rank,"
+            f" {dist.get_rank()}, these are no column and row of one mesh\n"
+            "  hint:  take the groups of two dimensions of a mesh: mesh = init_device_mesh("
+            'device, (2, 4), mesh_dim_names=("replicate", "shard")); graphopt.ZeRO('
+            'group=mesh.get_group("shard"), replicate_over=mesh.get_group("replicate"))'
+        )
+    return mesh
+
+
+def group_of_mesh(mesh: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
+    """The process group of all ranks of a mesh, which agree on a step, and average together what is
+    not cut.
+
+    Raises:
+        ParallelismError: there is none.
+    """
+    ranks = sorted(rank for row in mesh for rank in row)
+    found = _compat.group_of_ranks(ranks)
+    if found is None:
+        raise ParallelismError(
+            f"group and replicate_over span the ranks {ranks}, and no process group has just these"
+            f"\n  hint:  make one on all ranks, before the step: dist.new_group({ranks})"
+        )
+    return found

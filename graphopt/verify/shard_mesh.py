@@ -1,0 +1,61 @@
+"""The groups of ranks over which a sharded step is proven: those that share rows, and all.
+
+With hybrid sharding, a second group has the ranks with the same rows: both are a row and a column
+of the mesh of all ranks. A sum over a row, summed down the column, is the sum over all ranks then,
+up to the order of sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphopt import _compat
+from graphopt.ir.rank_groups import rank_mesh
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a process group.
+
+    Attributes:
+        count: how many there are.
+        group: the name of the group.
+    """
+
+    count: int
+    group: str
+
+
+@dataclass(frozen=True)
+class ShardMesh:
+    """The ranks that run one sharded step.
+
+    Attributes:
+        shards: those that share the rows of a value.
+        everyone: all of them.
+        replicas: the group of those that have the same rows; None where no others have.
+    """
+
+    shards: Ranks
+    everyone: Ranks
+    replicas: str | None = None
+
+    @classmethod
+    def of(cls, everyone: Ranks, axes: Sequence[str]) -> ShardMesh | None:
+        """The mesh that groups span; None where they do not.
+
+        Args:
+            everyone: as markers have it.
+            axes: names of the groups along the axes; none, or one: all share the rows of a value.
+        """
+        if len(axes) < 2:
+            return cls(everyone, everyone)
+        replicas, shards = axes
+        row, column, all_ranks = map(_compat.ranks_of_group, (shards, replicas, everyone.group))
+        if row is None or column is None or all_ranks is None:
+            return None
+        rows = rank_mesh(row, column)
+        if rows is None or sorted(rank for each in rows for rank in each) != sorted(all_ranks):
+            return None
+        return cls(Ranks(len(row), shards), everyone, replicas)
