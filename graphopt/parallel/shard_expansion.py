@@ -363,6 +363,9 @@ def _cancel_views(graph: fx.Graph) -> None:
             if _is_view_like(node, source):
                 node.replace_all_uses_with(source)
                 break
+    for node in reversed(list(graph.nodes)):
+        if not node.users and _is_view_of_one(node):
+            graph.erase_node(node)  # nothing is gathered for what nobody reads
 
 
 def _is_view_of_one(node: fx.Node) -> bool:
