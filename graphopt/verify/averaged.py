@@ -30,7 +30,7 @@ from graphopt.verify.evaluated import NotDecidedError
 from graphopt.verify.evaluation import evaluate_graph
 from graphopt.verify.outcomes import of_values_and_draws
 from graphopt.verify.problems import Problem
-from graphopt.verify.shard_mesh import Ranks, ShardMesh
+from graphopt.verify.shard_mesh import RanksOfGroup, ShardMesh
 from graphopt.verify.sharded import for_all_ranks
 from graphopt.verify.sharded_elements import NotOfBlocksError
 from graphopt.verify.terms import Terms
@@ -169,7 +169,7 @@ def _problems_of_sharded(
         return
     gradients = [m for m in markers if is_operator(m.target, "graphopt::reduce_gradient")]
     ranks, group = (gradients or markers)[0].args[2:4]  # buffers may have a group of their own
-    mesh = ShardMesh.of(Ranks(cast(int, ranks), str(group)), axes)
+    mesh = ShardMesh.of(RanksOfGroup(cast(int, ranks), str(group)), axes)
     if mesh is None:
         yield Problem(f"the groups {list(axes)} are no row and column of the ranks of {group!r}")
         return

@@ -15,7 +15,7 @@ from graphopt.ir.rank_groups import rank_mesh
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RanksOfGroup:
     """The ranks of a process group.
 
     Attributes:
@@ -37,12 +37,12 @@ class ShardMesh:
         replicas: the group of those that have the same rows; None where no others have.
     """
 
-    shards: Ranks
-    everyone: Ranks
+    shards: RanksOfGroup
+    everyone: RanksOfGroup
     replicas: str | None = None
 
     @classmethod
-    def of(cls, everyone: Ranks, axes: Sequence[str]) -> ShardMesh | None:
+    def of(cls, everyone: RanksOfGroup, axes: Sequence[str]) -> ShardMesh | None:
         """The mesh that groups span; None where they do not.
 
         Args:
@@ -58,4 +58,4 @@ class ShardMesh:
         rows = rank_mesh(row, column)
         if rows is None or sorted(rank for each in rows for rank in each) != sorted(all_ranks):
             return None
-        return cls(Ranks(len(row), shards), everyone, replicas)
+        return cls(RanksOfGroup(len(row), shards), everyone, replicas)
