@@ -380,7 +380,7 @@ def _is_view_like(view: fx.Node, source: fx.Node) -> bool:
     if not isinstance(other, torch.Tensor) or one.shape != other.shape:
         return False
     lie_alike = one.stride() == other.stride() and one.dtype == other.dtype
-    return lie_alike and one.storage_offset() == other.storage_offset()
+    return bool(lie_alike and one.storage_offset() == other.storage_offset())
 
 
 def _average_behind_views(marker: fx.Node) -> None:
