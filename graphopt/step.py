@@ -195,16 +195,44 @@ class TrainStep:
         if going_on is None:
             try:
                 other = self._other_graph(entry, other, call, failed, bool(left.sent))
-            except BaseException:
-                if failed.alone:
-                    entry.leave(self._calls, left.sent)
-                raise
+            except BaseException as error:
+                if not failed.alone:
+                    raise
+                other = self._graph_of_all(entry, call, failed, left.sent, error)
+                left.sent = {}
         if other is None:
             return self._run_eagerly(call)
         result = self._run(other, call, going_on, left.sent)
         if going_on is None and not apart and self._stages.hands_out:
             learn(left, entry, other, self._stages.make_ready)
         return result
+
+    def _graph_of_all(
+        self,
+        entry: BoundStep,
+        call: Call,
+        failed: AssumptionFailedError,
+        sent: SentBefore,
+        error: BaseException,
+    ) -> BoundStep | None:
+        """The graph of a call that this rank has left, where all have: nothing of it has happened.
+
+        Args:
+            error: why this rank has left.
+        """
+        from graphopt.runtime.agreed import NoGraphAloneError, Others
+
+        known, number = None, None
+        if isinstance(error, NoGraphAloneError):
+            known = self._known(call.deciding(error.answers) if error.answers else call)
+            number = known.agreed.number if known is not None and known.agreed is not None else 0
+        number = entry.leave(self._calls, sent, number)
+        if number is None:
+            raise error
+        if number:
+            return known
+        cause = Cause.of_branch(failed.place, failed.found)
+        return self._captured_or_refused(call, cause, Others(anew=True))
 
     def _other_graph(
         self,
@@ -220,13 +248,16 @@ class TrainStep:
         Args:
             launched: see `Others`.
         """
-        from graphopt.runtime.agreed import Others
+        from graphopt.runtime.agreed import NoGraphAloneError, Others
         from graphopt.runtime.other_launches import warn_of_other_launches
 
         vote = None
         if entry.agreed is not None and not failed.alone:
             vote = functools.partial(entry.agreed.votes.alike, step=self._calls)
         if known is not None and failed.alone and not _stand_on_same(known, entry):
+            if known.decides_no_more(failed.index):
+                with self._communication.failures_told(self._calls):
+                    raise NoGraphAloneError(f": {failed.place}")
             known = None
         if known is not None:
             number = known.agreed.number if known.agreed else 0

@@ -49,6 +49,11 @@ def tell(group: dist.ProcessGroup, step: int, error: BaseException) -> None:
         logger.debug("the other ranks could not be told of a failure: %s", gone)
 
 
+def withdraw(group: dist.ProcessGroup) -> None:
+    """Take back what this rank has told: it has not failed."""
+    _compat.default_store().delete_key(_key(group, group.rank()))
+
+
 def reasons(group: dist.ProcessGroup, step: int) -> dict[int, str]:
     """Why other ranks say that they failed in a step, by rank in the group.
 

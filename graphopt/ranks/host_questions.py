@@ -52,7 +52,7 @@ class Questions:
         Raises:
             SpmdMismatchError: another rank does not.
         """
-        other = self._said([0], step)[0] - 1
+        other = self._said([0, 0, 0, 0], step)[0] - 1
         if other < 0:
             return
         group = self._group()
@@ -62,10 +62,24 @@ class Questions:
             f" the step as well\n  rank {other} said:  {reason}"
         )
 
-    def end(self, step: int) -> None:
-        """Say that this rank does not go on with a call. Waits for all of them."""
+    def end(self, step: int, number: int | None = None) -> int | None:
+        """Say that this rank does not go on with a call. Waits for all of them.
+
+        Args:
+            number: of the agreement for which it has a graph instead, 0 where it has none yet; None
+                where it has failed.
+
+        Returns:
+            That number, where all ranks say it; 0 where no rank goes on and none has failed, so
+            that all may agree anew; None otherwise.
+        """
         group = self._group()
-        self._said([1 + (0 if group is None else group.rank())], step)
+        rank = 0 if group is None else group.rank()
+        instead = number or 0
+        _, fails, most, least = self._said([1 + rank, -(number is not None), instead, -instead], step)
+        if fails == 0:
+            return None
+        return most if most == -least else 0
 
     def _said(self, numbers: list[int], step: int) -> list[int]:
         """The largest of each number that the ranks say."""

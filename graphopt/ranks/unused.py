@@ -42,7 +42,7 @@ class UnusedParameters:
     """
 
     def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
-        self._group, self._topic = group, topic
+        self.group, self._topic = group, topic
         self._numbers = _calls.setdefault(group, Counter())
         self._said: tuple[int, list[int]] | None = None
 
@@ -54,7 +54,7 @@ class UnusedParameters:
         if now == before:
             return
         self._said = number, now
-        key = self._key(self._group.rank(), number)
+        key = self._key(self.group.rank(), number)
         with self._explained():
             store = _compat.default_store()
             store.set(key, json.dumps([number, now]))
@@ -63,7 +63,7 @@ class UnusedParameters:
     def used_anywhere(self, positions: Sequence[int]) -> tuple[int, ...]:
         """Behind collectives of all ranks: 1 for each of these parameters that some rank uses."""
         number = self._numbers[self._topic]
-        keys = [self._key(rank, number) for rank in range(self._group.size())]
+        keys = [self._key(rank, number) for rank in range(self.group.size())]
         with self._explained():
             store = _compat.default_store()
             if not store.check(keys):
@@ -78,8 +78,8 @@ class UnusedParameters:
         self._numbers[self._topic] += 1
 
     def _key(self, rank: int, number: int) -> str:
-        return f"graphopt/{self._group.group_name}/{self._topic}/unused/{number % _KEPT}/{rank}"
+        return f"graphopt/{self.group.group_name}/{self._topic}/unused/{number % _KEPT}/{rank}"
 
     def _explained(self) -> AbstractContextManager[None]:
         step = self._numbers[self._topic] + 1
-        return sending_explained(self._group, step, "exchange", "which parameters are used")
+        return sending_explained(self.group, step, "exchange", "which parameters are used")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import fx
 
+from graphopt.errors import SpmdMismatchError
 from graphopt.guards.guards import Guards
 from graphopt.host.assumptions import Answer
 from graphopt.host.votes import Agreement, Votes
@@ -66,7 +68,35 @@ class OneVote:
 
 
 class NotAsAgreedError(Exception):
-    """A step needs other communication than the ranks agreed on before."""
+    """A step needs other communication than the ranks agreed on before.
+
+    Args:
+        difference: of what it launches, in words.
+    """
+
+    def __init__(self, difference: str = "") -> None:
+        self.difference = difference
+        super().__init__(difference)
+
+
+class NoGraphAloneError(SpmdMismatchError):
+    """A rank has no graph that goes with those which the other ranks run in this call.
+
+    Args:
+        at: the user's line at which it decided otherwise.
+        difference: of what it would launch from then on, in words.
+        answers: to the decisions of the call, as far as they are known.
+    """
+
+    def __init__(self, at: str, difference: str = "", answers: tuple[Answer, ...] = ()) -> None:
+        self.answers = answers
+        super().__init__(
+            f"this rank decided otherwise than other ranks{at}\n  and on its way it"
+            f" {difference or 'communicates otherwise'}, which they wait for\n"
+            "  hint:  decide there by a value that all ranks have alike, such as"
+            " torch.distributed.all_reduce(value) before the branch; or call backward() and"
+            " communicate on both ways (`loss * 0` gives gradients of zero)"
+        )
 
 
 @dataclass
@@ -164,6 +194,16 @@ class Ranks:
     def ready(self, captured: CapturedStep) -> None:
         """The graphs of this rank are ready to run. All ranks wait for one another, as long as it
         takes: how long they compile says nothing."""
+
+
+def first_difference(agreed: Plans, own: Plans) -> str:
+    """What a rank launches otherwise than the ranks agreed on, in words; empty where it launches
+    the same."""
+    for name, wanted in agreed.items():
+        for theirs, mine in zip_longest(wanted, own.get(name, []), fillvalue="nothing"):
+            if theirs != mine:
+                return f"has {mine} where the others have {theirs}"
+    return ""
 
 
 def plans_of(graphs: Mapping[str, fx.GraphModule], parallel: OverRanks) -> Plans:

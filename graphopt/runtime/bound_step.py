@@ -20,10 +20,10 @@ from graphopt.guards.guards import Guards
 from graphopt.host.assumptions import Answer, uniform_answers
 from graphopt.host.running import HostRun, running
 from graphopt.host.sizes import Sizes, answered_alike, found_before
-from graphopt.host.used import unused
+from graphopt.host.used import Used, unused
 from graphopt.iter_graph import IterGraphModule
 from graphopt.ranks.failed_runs import explained, group_names
-from graphopt.ranks.failures import check_usable
+from graphopt.ranks.failures import check_usable, withdraw
 from graphopt.ranks.independent_ranks import launched_apart
 from graphopt.ranks.leaving import join_with_zeros, sends_before_own
 from graphopt.runtime.agreed import Agreed
@@ -216,18 +216,26 @@ class BoundStep:
         begun.left.generators.restore(begun.left.drawn)
         return generators, before
 
-    def leave(self, step: int, sent: SentBefore) -> None:
+    def leave(self, step: int, sent: SentBefore, number: int | None = None) -> int | None:
         """This rank cannot go on with a call whose graph the others run: let them come to where
         they learn of it.
 
         Args:
             sent: what has been sent in it.
+            number: of what the ranks agreed on for the graph that this rank has instead, 0 where it
+                has none; None where it has failed.
+
+        Returns:
+            As of `Questions.end`: how all ranks begin the call once more; None where they do not.
         """
         agreed = self.agreed
         if agreed is None or agreed.questions is None or not agreed.agreement.alone:
-            return
+            return None
         join_with_zeros(self.module.first_executable, self.groups, sent)
-        agreed.questions.end(step)
+        found = agreed.questions.end(step, None if self.apart else number)
+        if found is not None:
+            withdraw(agreed.unused.group)
+        return found
 
     def take_left(self) -> Left:
         """What the last call has left behind, in which an assumption failed."""
@@ -238,6 +246,10 @@ class BoundStep:
     def goes_on(self, answers: Sequence[Answer]) -> bool:
         """Whether it holds for a call whose first decisions have these answers."""
         return not answers or answered_alike(self.module.graph, self.answers, answers)
+
+    def decides_no_more(self, index: int) -> bool:
+        """Whether it takes no decision behind this one, but for what other ranks use."""
+        return all(isinstance(answer, Used) for answer in self.answers[index + 1 :])
 
     def answers_before(self, index: int) -> tuple[Answer, ...]:
         """To the first decisions of the last call, which came to a decision that failed."""

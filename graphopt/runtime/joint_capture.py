@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import weakref
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -12,8 +13,10 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from graphopt import _compat
-from graphopt.errors import CaptureError, CollectiveError, SpmdMismatchError
+from graphopt.errors import CaptureError, CollectiveError
 from graphopt.guards.guards import Guards
+from graphopt.host.assumptions import Answer
+from graphopt.host.used import Used
 from graphopt.host.votes import Agreement, Votes
 from graphopt.manager import records_of
 from graphopt.parallel import OverRanks
@@ -22,7 +25,16 @@ from graphopt.ranks.host_questions import Questions
 from graphopt.ranks.meeting import Channel
 from graphopt.ranks.spmd import FREEZE, check_same, check_same_plans, merged_order
 from graphopt.ranks.unused import UnusedParameters
-from graphopt.runtime.agreed import Agreed, NotAsAgreedError, OneVote, Others, Ranks, plans_of
+from graphopt.runtime.agreed import (
+    Agreed,
+    NoGraphAloneError,
+    NotAsAgreedError,
+    OneVote,
+    Others,
+    Ranks,
+    first_difference,
+    plans_of,
+)
 from graphopt.runtime.collector import collector_paused
 from graphopt.runtime.joined import JoinedModules
 from graphopt.runtime.joint_names import JointNames
@@ -44,6 +56,10 @@ class _AsAgreed(Ranks):
 
     Args:
         vote: as of `Others`.
+
+    Attributes:
+        answers: to the decisions of the call, as far as nothing depends on the other ranks.
+        difference: of what the call launches, in words; empty where there is none.
     """
 
     def __init__(
@@ -53,8 +69,12 @@ class _AsAgreed(Ranks):
         self._vote = vote
         self._joint, self.agreed, self._parallel = joint, agreed, parallel
         self.agreement = agreed.agreement
+        self.answers: tuple[Answer, ...] = ()
+        self.difference = ""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, NotAsAgreedError):
+            self.difference = error.difference
         if self._vote is not None and not self._vote.is_cast:  # which others wait for
             raise NotAsAgreedError from error
 
@@ -72,6 +92,8 @@ class _AsAgreed(Ranks):
     def _captured(self, call: Call, held: Set[str]) -> CapturedStep:
         while True:
             call, inputs, raw = first_joint_trace(call, self._joint.marked(self._parallel))
+            alone = itertools.takewhile(lambda answer: type(answer) is not Used, inputs.answers)
+            self.answers = tuple(alone)
             order = AgreedOrder(self._order(inputs, raw), frozenset(raw.used))
             communication = self._joint.marked(self._parallel, order)
             try:
@@ -92,8 +114,9 @@ class _AsAgreed(Ranks):
         before = self.agreement
         needed = Agreement.needed_by(captured.graph_module.graph)
         same = Agreement.of_all([needed.said, before.said]) == before
-        if not same or plans_of(graphs, self._parallel) != self.agreed.plans:
-            raise NotAsAgreedError
+        plans = plans_of(graphs, self._parallel)
+        if not same or plans != self.agreed.plans:
+            raise NotAsAgreedError(first_difference(self.agreed.plans, plans))
         if self._vote is not None and not self._vote(self.agreed.number):
             raise NotAsAgreedError
 
@@ -297,19 +320,16 @@ class JointCapture:
         matching = self._matching(call, mode)
         if others.alone:  # the others run what this graph stands on
             matching = [each for each in matching if each is others.agreed]
+        answers, difference = (), ""
         for earlier in [] if others.anew else matching:
             if vote is None or not vote.is_cast:
-                yield _AsAgreed(self, earlier, parallel, vote)
+                ranks = _AsAgreed(self, earlier, parallel, vote)
+                yield ranks
+                answers, difference = ranks.answers, ranks.difference
         if vote is not None and not vote.is_cast:
             vote(0)
         if others.alone:
-            raise SpmdMismatchError(
-                "another graph is needed for what this rank decides, or for the parameters that the"
-                f" ranks use, in this call{others.at}; it has other collectives, or other decisions"
-                " that all ranks take alike, than the ranks agreed on\n  hint:  communicate, call"
-                " backward() and decide by values that all ranks have alike outside of branches"
-                " that a rank takes by values of its own"
-            )
+            raise NoGraphAloneError(others.at, difference, answers)
         self.alone = False
         group = parallel.everyone
         votes = self._votes.setdefault(group, Votes(group))
