@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from graphopt import _compat
-from graphopt.errors import AssumptionFailedError, CaptureError, GraphOptError
+from graphopt.errors import AssumptionFailedError, CaptureError, GraphOptError, SpmdMismatchError
 from graphopt.runtime.binding import Binding
 from graphopt.runtime.budget import Cause
 from graphopt.runtime.captured_graphs import CapturedGraphs
@@ -222,13 +222,13 @@ class TrainStep:
         """
         from graphopt.runtime.agreed import NoGraphAloneError, Others
 
-        known, number = None, None
+        known, number, lacks = None, None, isinstance(error, NoGraphAloneError)
         if isinstance(error, NoGraphAloneError):
             known = self._known(call.deciding(error.answers) if error.answers else call)
             number = known.agreed.number if known is not None and known.agreed is not None else 0
         number = entry.leave(self._calls, sent, number)
         if number is None:
-            raise error
+            raise SpmdMismatchError(str(error)) if lacks else error
         if number:
             return known
         cause = Cause.of_branch(failed.place, failed.found)

@@ -3,8 +3,9 @@
 A program is a model of several layers and a list of statements, drawn by a seed, which all ranks
 have alike: layers on the rows that a mask selects, experts that may get no row, layers by the sign
 of a mean, as many rounds as a mask has rows, an early return. What a rank uses of the model depends
-on its batch. Some programs hold what no graph can follow on one rank alone: a branch that raises,
-that communicates, or that leaves out the backward.
+on its batch. Some programs leave out the backward, or the update, by a number of the batch that all
+ranks happen to have alike. Some hold what no graph can follow on one rank alone: a branch that
+raises, that communicates, or that leaves out the backward.
 """
 
 from __future__ import annotations
@@ -175,7 +176,8 @@ class RandomProgram:
 
     Attributes:
         may_be_refused: it has a branch that a rank may not take alone.
-        leaves_out: whether the backward is left out where the loss is small.
+        leaves_out: a rank leaves out the backward by a number of its own batch.
+        returns: where all ranks end the step by a number that their batches have alike.
     """
 
     seed: int
@@ -191,10 +193,11 @@ class RandomProgram:
             kinds.insert(draws.randrange(len(kinds) + 1), draws.choice(REFUSED))
         self.may_be_refused = self.leaves_out or any(kind in REFUSED for kind in kinds)
         self.statements = [kind(draws, draws.randrange(1, self._layers)) for kind in kinds]
+        self.returns = draws.choice(["", "", "at once", "with the loss", "after backward"])
         self.names = [kind.__name__ for kind in kinds]
 
     def __str__(self) -> str:
-        ends = f"{self.ending}{', no backward' if self.leaves_out else ''}"
+        ends = f"{self.ending}{', no backward' if self.leaves_out else ''}; returns {self.returns}"
         return f"{self.seed}: {self.names} {ends}"
 
     def model(self) -> RandomModel:
@@ -209,16 +212,22 @@ class RandomProgram:
         Args:
             net: the model, or what averages its gradients.
         """
-        ending, leaves_out = self.ending, self.leaves_out
+        ending, leaves_out, returns = self.ending, self.leaves_out, self.returns
 
         def step(x: Tensor) -> Tensor:
             optimizer.zero_grad()
+            if returns == "at once" and x[0, 1] > 0:
+                return x.sum()
             loss = net(x).square().mean()
+            if returns == "with the loss" and x[0, 1] > 0:
+                return loss.detach()  # type: ignore[no-any-return]
             if leaves_out and x[0, 0] < -0.5:
                 return loss.detach()  # type: ignore[no-any-return]
             if ending == "halved" and loss.item() > 0.3:
                 loss = loss * 0.5
             loss.backward()
+            if returns == "after backward" and x[0, 1] > 0:
+                return loss.detach()  # type: ignore[no-any-return]
             if ending in ("clipped", "finite"):
                 norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 if ending == "finite" and not torch.isfinite(norm):
@@ -230,7 +239,11 @@ class RandomProgram:
 
     def batches(self, rank: int, count: int) -> list[Tensor]:
         numbers = torch.Generator().manual_seed(1000 * self.seed + rank)
-        return [torch.randn(ROWS, WIDTH, generator=numbers) for _ in range(count)]
+        batches = [torch.randn(ROWS, WIDTH, generator=numbers) for _ in range(count)]
+        alike = torch.Generator().manual_seed(self.seed)
+        for batch in batches if self.returns else []:
+            batch[0, 1] = torch.randn(1, generator=alike)
+        return batches
 
 
 def left(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -56,7 +56,8 @@ class Eager:
         local: Any = None
         if ranks > 1:
             bucket = 1e-6 if ranks > 2 else 25
-            net = DistributedDataParallel(net, find_unused_parameters=spare, bucket_cap_mb=bucket)
+            unused = spare or ranks > 2  # else the first call has all gradients in one bucket
+            net = DistributedDataParallel(net, find_unused_parameters=unused, bucket_cap_mb=bucket)
             if access not in AVERAGED_EACH:
                 local = net.no_sync  # where nobody looks between backwards (docs/exactness.md)
         self._step = step_of(self.trained, net, place, ACCESSES[access], local)

@@ -197,3 +197,97 @@ def other_collectives(rank: int) -> str:
 
 def test_branches_with_other_collectives_are_refused_on_all_ranks(two_ranks: Pool) -> None:
     assert all("rank 1 has other" in message for message in two_ranks.run(other_collectives))
+
+
+def returning(rank: int, place: str, compiled: bool, signs: str) -> tuple[list[Tensor], list[int]]:
+    """A step that returns early where the sign of a rank's own batch is negative.
+
+    Returns:
+        What calls give and leave, and how many graphs there are behind each.
+    """
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    net = model if compiled else DistributedDataParallel(model, find_unused_parameters=True)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        if place == "before the forward" and x.mean() < 0:
+            return x.sum()
+        loss: Tensor = net(x).square().mean()
+        if place == "with the loss" and x.mean() < 0:
+            return loss.detach()
+        if place == "by two ways" and x.mean() < 0:
+            return loss.detach() if x[0, 0] < x[1, 0] else 2 * loss.detach()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if place == "before the update" and x.mean() < 0:
+            return loss.detach()
+        optimizer.step()
+        return loss.detach()
+
+    run: Any = graphopt.compile(step) if compiled else step
+    numbers = torch.Generator().manual_seed(rank)
+    left, graphs = [], []
+    for sign in signs:
+        x = torch.randn(5, 4, generator=numbers)
+        left += [
+            run(x - x.mean() + (1 if sign == "+" else -1)),
+            *map(torch.clone, net.parameters()),
+        ]
+        graphs.append(len(run.captures) if compiled else 0)
+    return [tensor.detach() for tensor in left], graphs
+
+
+def compare_returning(rank: int, place: str, signs: str) -> list[int]:
+    found, graphs = returning(rank, place, True, signs)
+    expected, _ = returning(rank, place, False, signs)
+    assert all(map(torch.equal, expected, found)), place
+    return graphs
+
+
+@pytest.mark.parametrize("place", ["before the forward", "with the loss", "before the update"])
+def test_all_ranks_return_early_by_values_of_their_own(two_ranks: Pool, place: str) -> None:
+    """Each way is captured once; from then on the graphs take turns."""
+    for graphs in two_ranks.run(compare_returning, place, "++-+-+-+"):
+        assert graphs[-1] == graphs[4], graphs
+
+
+def test_all_ranks_return_early_in_their_first_call(two_ranks: Pool) -> None:
+    two_ranks.run(compare_returning, "with the loss", "-++-")
+
+
+def test_all_ranks_return_early_by_different_ways(three_ranks: Pool) -> None:
+    three_ranks.run(returning, "by two ways", True, "+--+-")
+
+
+def one_returns(rank: int, call: int) -> list[str]:
+    """Rank 1 leaves out the backward of one call, which DistributedDataParallel waits for."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @graphopt.compile
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        if x.sum() < 0:
+            return loss.detach()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    said = []
+    for number in range(3):
+        try:
+            step(torch.full((3, 4), -1.0 if (rank, number) == (1, call) else 1.0))
+        except graphopt.SpmdMismatchError as error:
+            said.append(f"{number}: {error}")
+    return said
+
+
+@pytest.mark.parametrize("call", [0, 1])
+def test_a_backward_that_one_rank_leaves_out(two_ranks: Pool, call: int) -> None:
+    """All ranks learn where they parted, and what to do, and go on with the next call."""
+    for said in two_ranks.run(one_returns, call):
+        assert [text[0] for text in said] == [str(call)], said
+        assert "if x.sum() < 0:" in said[0], said
+        assert "all_reduce(value) before the branch" in said[0], said

@@ -16,7 +16,7 @@ import graphopt
 from gloo import Pool
 from random_own_decisions import BranchError, RandomProgram, left
 
-CALLS = 3
+CALLS = 4
 PIPELINES = ["none", "default"]
 
 
@@ -81,16 +81,16 @@ SLICE = [0, 1, 4, 6, 8, 10, 46, 78]
 
 @pytest.mark.parametrize("seed", SLICE)
 def test_random_programs_on_two_ranks(two_ranks: Pool, seed: int) -> None:
-    check(two_ranks.run(outcome, 2, seed, PIPELINES[seed % 2]))
+    check(two_ranks.run(outcome, 2, seed, PIPELINES[seed % 2], timeout=600.0))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(100))
 def test_a_hundred_random_programs_on_two_ranks(two_ranks: Pool, seed: int) -> None:
-    check(two_ranks.run(outcome, 2, seed, PIPELINES[seed % 2]))
+    check(two_ranks.run(outcome, 2, seed, PIPELINES[seed % 2], timeout=600.0))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(100))
 def test_a_hundred_random_programs_on_three_ranks(three_ranks: Pool, seed: int) -> None:
-    check(three_ranks.run(outcome, 3, seed, "none"))
+    check(three_ranks.run(outcome, 3, seed, "none", timeout=600.0))

@@ -41,7 +41,9 @@ def tell(group: dist.ProcessGroup, step: int, error: BaseException) -> None:
         error: what is raised on this rank.
     """
     text = str(error).strip()
-    reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    kinds = (kind for kind in type(error).__mro__ if _is_public(kind))
+    kind = next(kinds, type(error)).__name__
+    reason = f"{kind}: {text}" if text else kind
     try:
         store = _compat.default_store()
         store.set(_key(group, group.rank()), json.dumps({"step": step, "reason": reason}))
@@ -108,6 +110,11 @@ def check_usable(names: Collection[str]) -> None:
                 hint="make the group anew on all ranks (destroy_process_group,"
                 " init_process_group) and load a checkpoint",
             )
+
+
+def _is_public(kind: type) -> bool:
+    """Whether users know a class of errors: not so where it is one of the package's own."""
+    return not kind.__module__.startswith("graphopt.") or kind.__module__ == "graphopt.errors"
 
 
 def _key(group: dist.ProcessGroup, rank: int) -> str:

@@ -76,7 +76,9 @@ class Questions:
         group = self._group()
         rank = 0 if group is None else group.rank()
         instead = number or 0
-        _, fails, most, least = self._said([1 + rank, -(number is not None), instead, -instead], step)
+        _, fails, most, least = self._said(
+            [1 + rank, -(number is not None), instead, -instead], step
+        )
         if fails == 0:
             return None
         return most if most == -least else 0

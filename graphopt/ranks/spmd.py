@@ -28,6 +28,12 @@ _TAKE_THE_DECISION = (
     "let all ranks ask for the value, whatever they make of the answer: `if loss < best and rank =="
     " 0`, not `if rank == 0 and loss < best`"
 )
+DECIDE_ALIKE = (
+    "decide there by a value that all ranks have alike (torch.distributed.all_reduce(value) before"
+    " the branch), or go backward on both ways (`loss = loss * 0` in place of a return)"
+)
+"""A hint where ranks communicate otherwise on their way from a decision on."""
+
 _BUILD_ALIKE = "all ranks have to build the same model and take the same branches"
 
 FREEZE = (
@@ -85,20 +91,37 @@ def launch_part(argument: object) -> object:
 def check_same_plans(
     plans: Sequence[Sequence[tuple[str, Sequence[str]]]],
     histories: Sequence[Sequence[Sequence[str]]],
+    decided: Sequence[Sequence[Sequence[str]]],
 ) -> None:
-    """`check_same` of collectives, which names the pass that made them differ.
+    """`check_same` of collectives, which names the decision or the pass that made them differ.
 
     Args:
         plans: of each rank, the name of each graph that runs and its `collective_plan`.
         histories: of each rank, pairs of the name of a stage or pass and `launches_digest` of what
             it has left; the first is that of the capture.
+        decided: of each rank, pairs of the line and the outcome of each decision by value.
     """
     try:
         check_same("graphs", [[name for name, _ in theirs] for theirs in plans])
         for graphs in zip(*plans, strict=True):
             check_same("collectives", [plan for _, plan in graphs])
     except SpmdMismatchError as error:
+        parted = _parted(decided)
+        if parted:
+            text = str(error).partition("\n  hint:")[0]
+            raise SpmdMismatchError(f"{text}\n{parted}\n  hint:  {DECIDE_ALIKE}") from None
         raise SpmdMismatchError(f"{error}{_differing_pass(histories)}") from None
+
+
+def _parted(decided: Sequence[Sequence[Sequence[str]]]) -> str:
+    """The first decision that a rank took otherwise than rank 0; empty where there is none."""
+    for rank, theirs in enumerate(decided):
+        for (line, answer), (first_line, first) in zip(theirs, decided[0], strict=False):
+            if line != first_line:
+                break
+            if answer != first:
+                return f"  from:  {line}\n  decided:  {first} on rank 0, {answer} on rank {rank}"
+    return ""
 
 
 def _differing_pass(histories: Sequence[Sequence[Sequence[str]]]) -> str:

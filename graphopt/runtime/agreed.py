@@ -17,7 +17,7 @@ from graphopt.host.votes import Agreement, Votes
 from graphopt.parallel import OverRanks
 from graphopt.ranks.host_questions import Questions
 from graphopt.ranks.independent_ranks import ranks_together
-from graphopt.ranks.spmd import collective_plan
+from graphopt.ranks.spmd import DECIDE_ALIKE, collective_plan
 from graphopt.ranks.unused import UnusedParameters
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep, capture_call
@@ -90,12 +90,10 @@ class NoGraphAloneError(SpmdMismatchError):
 
     def __init__(self, at: str, difference: str = "", answers: tuple[Answer, ...] = ()) -> None:
         self.answers = answers
+        what = f": it {difference}" if difference else ""
         super().__init__(
-            f"this rank decided otherwise than other ranks{at}\n  and on its way it"
-            f" {difference or 'communicates otherwise'}, which they wait for\n"
-            "  hint:  decide there by a value that all ranks have alike, such as"
-            " torch.distributed.all_reduce(value) before the branch; or call backward() and"
-            " communicate on both ways (`loss * 0` gives gradients of zero)"
+            f"this rank decided otherwise than other ranks{at}\n  and communicates otherwise from"
+            f" there on than they do{what}\n  hint:  {DECIDE_ALIKE}"
         )
 
 
@@ -202,7 +200,7 @@ def first_difference(agreed: Plans, own: Plans) -> str:
     for name, wanted in agreed.items():
         for theirs, mine in zip_longest(wanted, own.get(name, []), fillvalue="nothing"):
             if theirs != mine:
-                return f"has {mine} where the others have {theirs}"
+                return f"has {mine}, they have {theirs}"
     return ""
 
 

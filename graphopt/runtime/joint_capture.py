@@ -38,7 +38,7 @@ from graphopt.runtime.agreed import (
 from graphopt.runtime.collector import collector_paused
 from graphopt.runtime.joined import JoinedModules
 from graphopt.runtime.joint_names import JointNames
-from graphopt.runtime.joint_traces import decisions, first_joint_trace, left_out, trained
+from graphopt.runtime.joint_traces import decisions, first_joint_trace, left_out, outcomes, trained
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep, communication_for, finish, retried
 from graphopt.tracing.collecting import module_tensors
@@ -236,10 +236,11 @@ class _Together(Ranks):
             "callbacks": needed.said,
             "channel": secrets.token_hex(8),
             "asks": self._asks or needed.alone,
+            "decided": outcomes(captured.graph_module.graph),
         }
         everyone = self._meeting.exchange(planned)
         check_same_plans(
-            [theirs["plans"] for theirs in everyone], [theirs["history"] for theirs in everyone]
+            *([theirs[said] for theirs in everyone] for said in ("plans", "history", "decided"))
         )
         self.agreement = Agreement.of_all([theirs["callbacks"] for theirs in everyone])
         asking = self._sync and any(theirs["asks"] for theirs in everyone)
@@ -320,7 +321,8 @@ class JointCapture:
         matching = self._matching(call, mode)
         if others.alone:  # the others run what this graph stands on
             matching = [each for each in matching if each is others.agreed]
-        answers, difference = (), ""
+        answers: tuple[Answer, ...] = ()
+        difference = ""
         for earlier in [] if others.anew else matching:
             if vote is None or not vote.is_cast:
                 ranks = _AsAgreed(self, earlier, parallel, vote)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from graphopt.host.assumptions import Assumption
+from torch import fx
+
+from graphopt.host.assumptions import Assumption, assumptions
 from graphopt.host.used import Used
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import first_trace
@@ -56,3 +58,10 @@ def decisions(raw: RawTrace) -> tuple[int, bool]:
     found = [each for each in targets if isinstance(each, Assumption)]
     own = [each for each in found if each.alone and not isinstance(each.answer, Used)]
     return sum(not each.alone for each in found), bool(own)
+
+
+def outcomes(graph: fx.Graph) -> list[tuple[str, str]]:
+    """The line and the outcome of each decision by value that a graph takes."""
+    found = (node.target for node in assumptions(graph))
+    taken = (each for each in found if isinstance(each, Assumption))
+    return [(each.line, repr(each.answer)) for each in taken if not isinstance(each.answer, Used)]
