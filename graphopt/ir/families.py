@@ -99,16 +99,38 @@ FUSED_OPTIMIZERS: dict[str, tuple[int, ...]] = {
 """Positions of the lists that a fused optimizer updates; results of the functional form stand at
 the same positions. Gradients (1) are written only where a `grad_scale` is given."""
 
-_SCALED = ("maximize", "grad_scale", "found_inf")
-STATE_NEEDS: dict[str, dict[int, tuple[str, ...]]] = {
-    "_fused_adamw": {
-        2: ("grads", "exp_avgs", "beta1", *_SCALED),
-        3: ("grads", "exp_avg_sqs", "beta2", *_SCALED),
-        4: ("grads", "exp_avg_sqs", "max_exp_avg_sqs", "beta2", *_SCALED),
+_SCALED = ("grad_scale", "found_inf")
+_DECAYED = ("self", "weight_decay")  # a decay that is added to gradients
+_GRADIENTS = {1: ("grads", *_SCALED)}
+
+
+def _moments(*gradient: str) -> dict[int, tuple[str, ...]]:
+    """The state of Adam and AdamW, by what is known of the gradient that they take in."""
+    squares = ("exp_avg_sqs", "beta2", *gradient)
+    return {
+        **_GRADIENTS,
+        2: ("exp_avgs", "beta1", *gradient),
+        3: squares,
+        4: ("max_exp_avg_sqs", *squares),
     }
+
+
+STATE_NEEDS: dict[str, dict[int, tuple[str, ...]]] = {
+    "_fused_adam": _moments("grads", *_DECAYED, *_SCALED),
+    "_fused_adamw": _moments("grads", *_SCALED),
+    "_fused_sgd": {
+        **_GRADIENTS,
+        2: ("grads", "momentum_buffer_list", "momentum", "dampening", *_DECAYED, *_SCALED),
+    },
+    "_fused_adagrad": {
+        **_GRADIENTS,
+        2: ("grads", "state_sums", *_DECAYED, *_SCALED),
+        3: ("state_steps",),
+    },
 }
-"""Arguments that a list of results of a fused optimizer depends on, by the position of the list,
-where they are not all: its weight decay is no part of the state."""
+"""Arguments that gradients and state depend on in a fused optimizer, by the position of the list
+among its results: neither its learning rate nor its step count, and of AdamW not its weight decay.
+Parameters depend on all arguments. Flags are left out: they are no values of a graph."""
 
 _WRITE_STATISTICS = _aten("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 

@@ -220,8 +220,9 @@ class Flow:
 
 def _state_needs(node: fx.Node) -> Mapping[int, tuple[str, ...]]:
     """Per list of results of a fused optimizer, the arguments that it depends on."""
-    name = _compat.operator_name(node.target).partition("::")[2]
-    return STATE_NEEDS.get(name, {})
+    needs = STATE_NEEDS.get(_compat.operator_name(node.target).partition("::")[2], {})
+    count = len(fake_value(node))  # not all overloads return all lists
+    return {number: names for number, names in needs.items() if number < count}
 
 
 def _is_single(node: fx.Node) -> bool:
