@@ -24,8 +24,7 @@ from graphopt.comm import (
     replace_collective,
     updates_of,
 )
-from graphopt.graph_utils import call_function_with_meta, find_nodes, is_operator
-from graphopt.ir.metadata import phase_of
+from graphopt.graph_utils import call_function_with_meta, find_nodes, is_operator, phase_of
 from graphopt.iter_graph import IterGraphModule
 from graphopt.passes import comm_fusion_with_concat
 from graphopt.testing import check_pass, fake_ranks

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from graphopt import PassManager, PassRegistry, graph_optimization_pass
 from graphopt.errors import PipelineSyntaxError, VerificationError
-from graphopt.graph_utils import call_function_with_meta, get_output
+from graphopt.graph_utils import call_function_with_meta, get_output, phase_of
 from graphopt.hooks import backend, graph_kind, inductor_pass, inductor_passes
 from graphopt.manager import Pass, PassCallback, PassContext, applied_passes
 
@@ -398,3 +398,31 @@ def test_a_hugging_face_model_trains_as_in_eager_mode() -> None:
         model, {"tokens": tokens}, lambda model, tokens: model(tokens, labels=tokens).loss
     )
     assert changes > 12
+
+
+def test_passes_know_the_phase_of_a_node_in_every_kind_of_graph() -> None:
+    seen: dict[tuple[str, str | None], set[str | None]] = {}
+
+    def watching(place: str) -> Pass:
+        @graph_optimization_pass(registry=PassRegistry(), name=f"phases_{place}")
+        def watch(gm: fx.GraphModule) -> None:
+            for node in gm.graph.nodes:
+                phases = seen.setdefault((place, graph_kind(gm)), set())
+                phases |= {phase_of(node)} if node.op == "call_function" else set()
+
+        return watch
+
+    with (
+        config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        inductor_passes(**{slot: watching(slot) for slot in SLOTS}),
+    ):
+        product(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)).sum().backward()
+        product(torch.ones(2, 2), torch.ones(2, 2))
+    assert seen.pop(("joint_pre", "joint")) == {"forward", "backward"}
+    for (_, kind), phases in seen.items():
+        assert phases <= {"forward", "backward", None}
+        if kind in ("forward", "backward"):
+            assert phases == {kind}
+        elif kind == "inference":
+            assert phases == {None}

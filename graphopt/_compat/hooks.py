@@ -41,6 +41,12 @@ def _aot_kind() -> str | None:
     return names[0].partition("_")[2] if names else None
 
 
+def phase_in_joint_graph(node: fx.Node) -> str | None:
+    """The phase in which AOTAutograd has traced a node of a joint graph, if it says so."""
+    tag = str(node.meta.get("partitioner_tag"))
+    return next((phase for phase in ("backward", "forward") if tag.endswith(phase)), None)
+
+
 def averages_outside_graphs() -> bool:
     """True if what is compiled now is the forward of a `DistributedDataParallel` whose reducer in
     C++ averages the gradients; not so with ``optimize_ddp="python_reducer"``."""

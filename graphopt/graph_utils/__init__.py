@@ -12,6 +12,7 @@ from graphopt.graph_utils.nodes import (
 )
 from graphopt.graph_utils.tensor_metadata import is_dense, lies_apart, same_kind, tensors_in
 from graphopt.ir.families import COLLECTIVE_NAMESPACE, WAIT_FOR_SEVERAL, WAITS
+from graphopt.ir.metadata import phase_of
 from graphopt.ir.operators import (
     is_collective,
     is_copy,
@@ -63,6 +64,7 @@ __all__ = [
     "may_alias",
     "move_after",
     "move_before",
+    "phase_of",
     "readers_through_views",
     "remove_identities",
     "same_kind",

@@ -11,8 +11,10 @@ import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt._compat import hooks as _torch
 from graphopt.errors import PipelineSyntaxError
-from graphopt.ir.metadata import provenance_of, set_provenance
+from graphopt.ir.metadata import phase_of, provenance_of, set_phase, set_provenance
+from graphopt.ir.operators import is_collective, is_wait
 from graphopt.manager import Pass, PassCallback, PassContext, PassManager, Pipeline
 from graphopt.manager.problems import Refused
 from graphopt.manager.text import Step
@@ -94,12 +96,24 @@ class PartialManager(PassManager):
         gm.meta = {**gm.meta, _KIND: kind}
         for node in gm.graph.nodes:
             set_provenance(node, provenance_of(node) or ("capture",))
+            if node.op == "call_function":
+                set_phase(node, _phase_in_part(node, kind))
         try:
             self.run(gm)
         except Exception as error:
             if self.on_error == "raise":
                 raise
             logger.warning("torch.compile goes on without a pass: %s", error)
+
+
+def _phase_in_part(node: fx.Node, kind: str | None) -> str | None:
+    """The phase of a node in a graph of some kind. Where nothing needs a gradient, it may be that
+    of an optimizer as well."""
+    if kind not in ("forward", "backward", "joint"):
+        return phase_of(node)
+    if is_collective(node) or is_wait(node):
+        return "communication"
+    return _torch.phase_in_joint_graph(node) if kind == "joint" else kind
 
 
 def _applicable(pipeline: Pipeline) -> tuple[Pipeline, tuple[str, ...]]:

@@ -66,7 +66,17 @@ def set_value(node: fx.Node, value: Any) -> None:
 
 
 def phase_of(node: fx.Node) -> str | None:
-    """ "forward", "backward", "communication" or "optimizer"; None where nothing is said."""
+    """The phase of a training step that a node belongs to.
+
+    Returns:
+        "forward", "backward", "communication" or "optimizer". None where that is not known: of
+        inputs, of nodes that a pass has made without `like`, of graphs of other tools, and inside
+        `torch.compile` of graphs in which nothing needs a gradient.
+
+    >>> from graphopt.graph_utils import phase_of
+    >>> phase_of(gm.graph.output_node()) is None
+    True
+    """
     phase: str | None = node.meta.get(PHASE)
     return phase
 
