@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,13 +45,6 @@ def broken():
 def same(stages):
     return of(2)
 """
-
-
-# torch closes the log of a rank only if it had to end that rank.
-@pytest.fixture
-def unclosed_logs() -> Iterator[None]:
-    yield
-    gc.collect()
 
 
 def invoke(*words: str) -> Result:
@@ -158,32 +149,6 @@ def test_a_pipe_is_measured_in_this_process() -> None:
     assert found["zbv"][:2] == ["2", "4"] and found["gpipe"][:2] == ["2", "2"]
 
 
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-@pytest.mark.usefixtures("unclosed_logs")
-@pytest.mark.parametrize("chosen", ["zbv", pytest.param("", marks=pytest.mark.full)])
-def test_a_pipe_on_local_ranks(chosen: str) -> None:
-    words = "pipes.py:of --ranks 2 --microbatches 4 --measure --out pictures"
-    schedule = ["--schedule", chosen] if chosen else []
-    found = rows(invoke("trace", *words.split(), *schedule))
-    assert list(found) == ([chosen] if chosen else list(SCHEDULES))
-    assert all(cells.count("%") == 2 for cells in found.values())
-    assert Path("pictures/zbv.measured.json").exists()
-    text = Path("pictures/zbv.html").read_text()
-    assert "0 zbv predicted" in text and "0 zbv measured" in text
-
-
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-@pytest.mark.usefixtures("unclosed_logs")
-def test_a_rank_fails() -> None:
-    Path("once.py").write_text(
-        "import os\nfrom pipes import of\n\n\n"
-        "def pipe():\n    assert 'RANK' not in os.environ, 'no weights here'\n    return of(2)\n"
-    )
-    result = invoke("trace", "once.py:pipe", "--schedule", "gpipe", "--measure")
-    assert result.exit_code == 1
-    assert "graphopt trace: rank" in result.output and "no weights here" in result.output
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -196,9 +161,7 @@ def test_a_rank_fails() -> None:
         ("--forward 1,2,3 --backward 1,2 --schedule gpipe", "one number for each stage"),
         ("--forward -1", "not less than 0"),
         ("--microbatches 0", "--microbatches"),
-        ("--measure", "--measure runs a pipe"),
         ("pipes.py:two --forward 1", "--forward and --backward do not go with a pipe"),
-        ("pipes.py:two --schedule a.csv --measure", "not a file of actions"),
         ("--schedule a.csv --ranks 2", "it has its own"),
         ("pipes.py", "names no function"),
         ("nothing.py:two", "there is no file nothing.py"),
@@ -215,14 +178,6 @@ def test_misuse(words: str, message: str) -> None:
     result = invoke("trace", *words.split())
     assert result.exit_code == 2, result.output
     assert message in result.output
-
-
-def test_a_folder_that_cannot_be_made_is_found_before_measuring() -> None:
-    Path("file").touch()
-    result = invoke("trace", "pipes.py:of", "--ranks", "2", "--measure", "--out", "file/pictures")
-    assert result.exit_code == 2
-    assert "file" in result.output
-    assert "measur" not in result.output.lower()
 
 
 def test_a_function_that_exits_is_named() -> None:

@@ -288,14 +288,14 @@ def test_page(tmp_path: Path) -> None:
     timeline.to_html(tmp_path / "page.html")
     found = contents((tmp_path / "page.html").read_text())
     blocks = [block for lane in found["lanes"] for block in lane["blocks"]]
-    assert [lane["name"] for lane in found["lanes"]] == ["0 zbv predicted", "1 zbv predicted"]
+    assert [lane["name"] for lane in found["lanes"]] == ["0 zbv", "1 zbv"]
     assert len(blocks) == len(timeline.slots)
     assert blocks[0][3] == "0F0: forward of microbatch 0 in stage 0, rank 0\n0 s to 500 ms: 500 ms"
     assert found["summary"] == (
         "zbv, predicted: 2 ranks, 4 microbatches, step 12.5 s, bubble share 4.0 %"
     )
     cells = found["collectives"][0]["cells"]
-    assert cells[:6] == ["zbv, predicted", "0", "0, 3", "12 s", "500 ms", "4.0 %"]
+    assert cells[:6] == ["zbv", "0", "0, 3", "12 s", "500 ms", "4.0 %"]
     assert found["table"] == "ranks" and len(found["heads"]) == len(cells)
 
 
@@ -312,7 +312,7 @@ def test_pictures_of_one_page_share_their_scale() -> None:
 
 def test_names_are_escaped() -> None:
     slots = (Slot(0, 0, "F", 0, 0.0, 1.0),)
-    page = schedules_page([ScheduleTimeline("<b>&", "measured", 1, slots)])
+    page = schedules_page([ScheduleTimeline("<b>&", 1, slots)])
     assert "<b>&" not in page and contents(page)["title"].endswith("<b>&")
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,31 +53,6 @@ def actions_in_csv(text: str) -> list[list[_Computed]]:
 
     rows = csv.reader(text.splitlines())
     return [list(_computed(map(_Action.from_str, row))) for row in rows]
-
-
-def stages_of(schedule: Any) -> list[Any]:
-    """The stages of this rank that a schedule runs."""
-    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-
-    if isinstance(schedule, PipelineScheduleSingle):
-        return [schedule._stage]
-    return list(schedule._stages)
-
-
-@contextmanager
-def loss_wrapped(
-    schedule: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """While active, the schedule computes its losses by `wrap(loss_fn)`."""
-    loss_fn = schedule._loss_fn
-    if loss_fn is None:
-        yield
-        return
-    schedule._loss_fn = wrap(loss_fn)
-    try:
-        yield
-    finally:
-        schedule._loss_fn = loss_fn
 
 
 def input_backward(

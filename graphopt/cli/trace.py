@@ -16,7 +16,7 @@ Examples:
 
     graphopt trace --schedule 1f1b --forward 1,1,2,1 --backward 2,2,4,2 --out pictures
 
-    graphopt trace my_model.py:make_pipe --ranks 2 --measure --out pictures
+    graphopt trace my_model.py:make_pipe --ranks 2 --out pictures
 
 make_pipe(stages) returns what graphopt.pipelining.pipeline makes, with so many stages. It may also
 take nothing.
@@ -61,9 +61,6 @@ def trace(
     transfer: Annotated[
         float, typer.Option(min=0.0, help="Seconds until another rank has what is sent to it.")
     ] = 0.0,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Also run the pipe on local gloo ranks.")
-    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -76,7 +73,7 @@ def trace(
     Predicted from how long stages take, in the order in which torch's schedules run them. Stages of
     a pipe are measured one by one in this process; without a pipe, their seconds are given.
 
-    The exit status is 1 when a rank fails, and 2 when the schedule or the pipe cannot be used.
+    The exit status is 2 when the schedule or the pipe cannot be used.
     """
     from graphopt.commands.trace import Request, run_trace
 
@@ -90,7 +87,6 @@ def trace(
             forward=_seconds(forward, "--forward"),
             backward=_seconds(backward, "--backward"),
             transfer=transfer,
-            measure=measure,
             out=out,
         )
     )

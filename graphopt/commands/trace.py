@@ -1,8 +1,7 @@
-"""`graphopt trace`: pictures of pipeline schedules, predicted and measured."""
+"""`graphopt trace`: pictures of pipeline schedules."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from graphopt.commands.errors import FAILED, reported
+from graphopt.commands.errors import reported
 from graphopt.commands.trace_pipe import PipeSource
 from graphopt.demo.launch import threads_per_rank
 from graphopt.errors import GraphOptError
@@ -56,24 +55,17 @@ class Request:
     forward: tuple[float, ...] | None
     backward: tuple[float, ...] | None
     transfer: float
-    measure: bool
     out: Path | None
 
 
 @dataclass(frozen=True)
-class SchedulePictures:
-    """A schedule: the pictures of it, or why there are none."""
+class SchedulePicture:
+    """A schedule: the picture of it, or why there is none."""
 
     name: str
     stages: int = 0
-    predicted: ScheduleTimeline | None = None
-    measured: ScheduleTimeline | None = None
+    picture: ScheduleTimeline | None = None
     reason: str = ""
-
-    @property
-    def pictures(self) -> list[ScheduleTimeline]:
-        """The pictures that there are: predicted, measured."""
-        return [picture for picture in (self.predicted, self.measured) if picture is not None]
 
 
 def run_trace(request: Request) -> None:
@@ -85,33 +77,21 @@ def run_trace(request: Request) -> None:
         _check(request)
         with Console(stderr=True).status("predicting"):
             rows = _predicted(request)
-    if request.out is not None:  # before what takes long
-        with reported("trace"):
-            make_folder(request.out)
-    if request.measure:
-        with reported("trace", FAILED), Console(stderr=True).status("running on local ranks"):
-            rows = _measured(request, rows)
     if len(rows) == 1:
-        for picture in rows[0].pictures:
-            console.print(str(picture), markup=False, highlight=False, soft_wrap=True)
+        console.print(str(rows[0].picture), markup=False, highlight=False, soft_wrap=True)
     console.print(_table(rows))
     if request.out is not None:
         with reported("trace"):
+            make_folder(request.out)
             _write(rows, request.out)
         console.print(f"saved: {request.out}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _check(request: Request) -> None:
-    if request.pipe is None and request.measure:
-        raise GraphOptError(
-            "--measure runs a pipe: name the function that makes it, file.py:function"
-        )
     if request.pipe is not None and (request.forward or request.backward):
         raise GraphOptError(
             "--forward and --backward do not go with a pipe: its stages are measured"
         )
-    if _is_file(request) and request.measure:
-        raise GraphOptError("--measure runs the schedules of torch by name, not a file of actions")
     if _is_file(request) and (request.ranks or request.stages):
         raise GraphOptError("--ranks and --stages do not go with a file of actions: it has its own")
 
@@ -123,7 +103,7 @@ def _is_file(request: Request) -> bool:
 # ---------------------------------------------------------------------------- predicted
 
 
-def _predicted(request: Request) -> list[SchedulePictures]:
+def _predicted(request: Request) -> list[SchedulePicture]:
     durations = _Durations(request)
     if _is_file(request):
         order = ScheduleOrder.from_csv(request.schedule)
@@ -131,29 +111,29 @@ def _predicted(request: Request) -> list[SchedulePictures]:
     if request.schedule != "all":
         return [_named(find_schedule(request.schedule), durations, request)]
     rows = [_named_or_reason(kind, durations, request) for kind in SCHEDULES.values()]
-    if not any(row.predicted for row in rows):
+    if not any(row.picture for row in rows):
         raise ScheduleError("\n".join(dict.fromkeys(row.reason for row in rows)))
     return rows
 
 
 def _named_or_reason(
     kind: ScheduleKind, durations: _Durations, request: Request
-) -> SchedulePictures:
+) -> SchedulePicture:
     try:
         return _named(kind, durations, request)
     except ScheduleError as error:
-        return SchedulePictures(kind.name, reason=str(error))
+        return SchedulePicture(kind.name, reason=str(error))
 
 
-def _named(kind: ScheduleKind, durations: _Durations, request: Request) -> SchedulePictures:
+def _named(kind: ScheduleKind, durations: _Durations, request: Request) -> SchedulePicture:
     ranks, stages = _layout(kind, request.ranks, durations.stages)
     order = ScheduleOrder.named(kind.name, ranks, stages, request.microbatches)
     return _row(order, durations.of(ranks, stages), request)
 
 
-def _row(order: ScheduleOrder, durations: StageDurations, request: Request) -> SchedulePictures:
+def _row(order: ScheduleOrder, durations: StageDurations, request: Request) -> SchedulePicture:
     picture = predict_schedule(order, durations, transfer=request.transfer)
-    return SchedulePictures(order.name, order.num_stages, picture)
+    return SchedulePicture(order.name, order.num_stages, picture)
 
 
 def _layout(kind: ScheduleKind, ranks: int | None, stages: int | None) -> tuple[int, int]:
@@ -217,58 +197,34 @@ def _threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# ---------------------------------------------------------------------------- measured
-
-
-def _measured(request: Request, rows: Sequence[SchedulePictures]) -> list[SchedulePictures]:
-    from graphopt.commands.trace_launch import measure_on_ranks
-
-    assert request.pipe is not None
-    by_ranks: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
-    for row in rows:
-        if row.predicted is not None:
-            by_ranks[row.predicted.num_ranks].append((row.name, row.stages))
-    found: dict[str, ScheduleTimeline] = {}
-    for ranks, schedules in by_ranks.items():
-        found |= measure_on_ranks(request.pipe, schedules, request.microbatches, ranks)
-    return [replace(row, measured=found.get(row.name)) for row in rows]
-
-
 # ---------------------------------------------------------------------------- shown and saved
 
 
-def _table(rows: Sequence[SchedulePictures]) -> Table:
-    measured = any(row.measured for row in rows)
+def _table(rows: Sequence[SchedulePicture]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("schedule", no_wrap=True)
     for heading in ("ranks", "stages", "step", "bubble"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("measured", "bubble") if measured else ():
-        table.add_column(heading, justify="right", no_wrap=True)
     if any(row.reason for row in rows):
         table.add_column("", overflow="fold")
     for row in rows:
-        table.add_row(row.name, *_cells(row, measured), escape(row.reason))
+        table.add_row(row.name, *_cells(row), escape(row.reason))
     return table
 
 
-def _cells(row: SchedulePictures, measured: bool) -> list[str]:
-    if row.predicted is None:
-        return [""] * (6 if measured else 4)
-    cells = [str(row.predicted.num_ranks), str(row.stages), *_figures(row.predicted)]
-    return cells + _figures(row.measured) if row.measured else cells
+def _cells(row: SchedulePicture) -> list[str]:
+    picture = row.picture
+    if picture is None:
+        return [""] * 4
+    figures = [seconds_text(picture.step_seconds), percent(picture.bubble_share)]
+    return [str(picture.num_ranks), str(row.stages), *figures]
 
 
-def _figures(picture: ScheduleTimeline) -> list[str]:
-    return [seconds_text(picture.step_seconds), percent(picture.bubble_share)]
-
-
-def _write(rows: Sequence[SchedulePictures], out: Path) -> None:
-    for row in rows:
-        for picture in row.pictures:
-            picture.save_chrome_trace(out / f"{row.name}.{picture.origin}.json")
-        if row.pictures:
-            write(out / f"{row.name}.html", schedules_page(row.pictures))
-    every: list[Any] = [picture for row in rows for picture in row.pictures]
+def _write(rows: Sequence[SchedulePicture], out: Path) -> None:
+    pictures = {row.name: row.picture for row in rows if row.picture is not None}
+    for name, picture in pictures.items():
+        picture.save_chrome_trace(out / f"{name}.predicted.json")
+        picture.to_html(out / f"{name}.html")
     if len(rows) > 1:
+        every: list[Any] = list(pictures.values())
         write(out / "schedules.html", schedules_page(every))

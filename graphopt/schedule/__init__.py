@@ -10,7 +10,6 @@ from graphopt.schedule.collectives_table import collectives_text
 from graphopt.schedule.deferral import defer_products, hasten
 from graphopt.schedule.granularity import collectives_by_cost
 from graphopt.schedule.launch_order import LaunchOrder, Send, apply_launch_order, hold_back
-from graphopt.schedule.measured import MeasuredSlot, MeasuredStep, measured_step
 from graphopt.schedule.order import Schedule, apply_schedule
 from graphopt.schedule.overlap import overlap_schedule
 from graphopt.schedule.program import Message, Program, program_of
@@ -23,8 +22,6 @@ __all__ = [
     "CollectiveSlot",
     "ComputeSlot",
     "LaunchOrder",
-    "MeasuredSlot",
-    "MeasuredStep",
     "Message",
     "Program",
     "Schedule",
@@ -40,7 +37,6 @@ __all__ = [
     "hasten",
     "hold_back",
     "in_two_parts",
-    "measured_step",
     "overlap_schedule",
     "program_of",
     "simulate",

@@ -1,4 +1,4 @@
-"""A simulated step as a trace for Perfetto, and as one page; a measured one beside it."""
+"""A simulated step as a trace for Perfetto, and as one page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import fx
 from graphopt.ir.metadata import phase_of, source_line
 from graphopt.readable.columns import readable_bytes
 from graphopt.readable.html_page import lanes_page
-from graphopt.schedule.measured import MeasuredSlot, MeasuredStep
 from graphopt.schedule.simulated_step import CollectiveSlot, ComputeSlot, SimulatedStep
 
 _MOST_BLOCKS = 3000
@@ -19,9 +18,8 @@ _MOST_BLOCKS = 3000
 _NAMES_SHOWN = 4
 
 
-def chrome_trace(timeline: SimulatedStep, measured: MeasuredStep | None = None) -> str:
-    """JSON in the trace event format: compute is one thread, each group another; what was measured
-    is a process of its own."""
+def chrome_trace(timeline: SimulatedStep) -> str:
+    """JSON in the trace event format: compute is one thread, each group another."""
     groups = _groups(timeline)
     events = [_named(0, "compute"), *(_named(tid, f"group {g}") for g, tid in groups.items())]
     events += [
@@ -39,29 +37,21 @@ def chrome_trace(timeline: SimulatedStep, measured: MeasuredStep | None = None) 
         "exposed_comm_seconds": timeline.exposed_comm_seconds,
         "bound_seconds": timeline.bound_seconds,
     }
-    if measured is not None:
-        about["measured_step_seconds"] = measured.step_seconds
-        events += _measured_events(timeline, measured)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
 
 
-def page(timeline: SimulatedStep, measured: MeasuredStep | None = None) -> str:
-    """HTML with a lane for compute and one for each group, each over the one that was measured, and
-    a table of the collectives."""
-    lanes = list(_lanes(timeline))
-    if measured is not None:
-        lanes = _beside(lanes, dict(_measured_lanes(timeline, measured)))
-    figures = str(timeline) if measured is None else f"{timeline}; measured: {measured}"
+def page(timeline: SimulatedStep) -> str:
+    """HTML with a lane for compute and one for each group, and a table of the collectives."""
     summary = (
-        f"{figures}; with due dates {1e3 * timeline.preemptive_bound_seconds:.3f} ms. In flight at"
+        f"{timeline}; with due dates {1e3 * timeline.preemptive_bound_seconds:.3f} ms. In flight at"
         f" most {readable_bytes(timeline.peak_bytes_in_flight)}. What has to become shorter for the"
         f" step to become shorter: {_critical(timeline)}. Gaps in the first lane are waits."
     )
     drawn = [
         {"name": name, "blocks": [[b.kind, b.start, b.seconds, b.hover, None, ""] for b in blocks]}
-        for name, blocks in lanes
+        for name, blocks in _lanes(timeline)
     ]
-    heads, rows = _table(timeline, measured)
+    heads, rows = _table(timeline)
     return lanes_page("Simulated step", summary, drawn, table="collectives", heads=heads, rows=rows)
 
 
@@ -127,60 +117,6 @@ def _compute_block(timeline: SimulatedStep, run: Sequence[ComputeSlot]) -> _Bloc
     return _Block(phase, start - timeline.begin, end - start, "\n".join(lines), node)
 
 
-MEASURED = "measured"
-
-
-def _measured_lanes(
-    timeline: SimulatedStep, measured: MeasuredStep
-) -> Iterator[tuple[str, list[_Block]]]:
-    """A lane of compute, and one for each group, or one for all where it is not known whose the
-    collectives are."""
-    yield "compute", [_measured_block(slot, "") for slot in measured.compute]
-    found: dict[str, list[_Block]] = {}
-    pairs = _pairs(timeline, measured) or [(None, slot) for slot in measured.collectives]
-    for predicted, slot in pairs:
-        name = "collectives" if predicted is None else f"group {predicted.message.group}"
-        facts = "" if predicted is None else f"\npredicted: {_took(predicted)}"
-        found.setdefault(name, []).append(_measured_block(slot, facts))
-    yield from found.items()
-
-
-def _measured_block(slot: MeasuredSlot, facts: str) -> _Block:
-    hover = f"{slot.name}\n{_milliseconds(slot.seconds)}{facts}"
-    return _Block(MEASURED, slot.start, slot.seconds, hover, None)
-
-
-def _pairs(
-    timeline: SimulatedStep, measured: MeasuredStep
-) -> list[tuple[CollectiveSlot | None, MeasuredSlot]]:
-    """Collectives by the order of their launches; none where not as many were measured."""
-    if len(timeline.collectives) != len(measured.collectives):
-        return []
-    return list(zip(timeline.collectives, measured.collectives, strict=True))
-
-
-def _beside(
-    lanes: Sequence[tuple[str, list[_Block]]], measured: dict[str, list[_Block]]
-) -> list[tuple[str, list[_Block]]]:
-    """Each measured lane below the predicted one of that name, others at the end."""
-    found = []
-    for name, blocks in lanes:
-        found.append((name, blocks))
-        if name in measured:
-            found.append((f"{MEASURED}", measured.pop(name)))
-    return found + [(f"{name}, {MEASURED}", blocks) for name, blocks in measured.items()]
-
-
-def _measured_events(timeline: SimulatedStep, measured: MeasuredStep) -> Iterator[dict[str, Any]]:
-    """As `chrome_trace` has them."""
-    yield {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": MEASURED}}
-    for tid, (name, blocks) in enumerate(_measured_lanes(timeline, measured)):
-        yield _named(tid, name) | {"pid": 1}
-        for block in blocks:
-            title = block.hover.splitlines()[0]
-            yield _event(title, tid, block.start, block.seconds, {}) | {"pid": 1}
-
-
 def _block(timeline: SimulatedStep, slot: CollectiveSlot) -> _Block:
     facts = "\n".join(f"{name}: {value}" for name, value in _facts(slot))
     hover = f"%{slot.message.launch.name}\n{facts}"
@@ -195,14 +131,10 @@ def _facts(slot: CollectiveSlot) -> Iterator[tuple[str, str]]:
     yield "collective", message.kind
     yield "bytes", readable_bytes(message.nbytes)
     yield "parameters", parameters_text(message.parameters)
-    yield "time", _took(slot)
+    yield "time", _milliseconds(slot.end - slot.start)
     yield "queued", _milliseconds(slot.start - slot.launched)
     yield "exposed", _milliseconds(slot.exposed)
     yield "waited for by", reader_text(slot)
-
-
-def _took(slot: CollectiveSlot) -> str:
-    return _milliseconds(slot.end - slot.start)
 
 
 def parameters_text(names: Sequence[str]) -> str:
@@ -220,18 +152,13 @@ def reader_text(slot: CollectiveSlot) -> str:
     return f"%{reader.name}" + (", one iteration later" if slot.message.lag else "")
 
 
-def _table(
-    timeline: SimulatedStep, measured: MeasuredStep | None
-) -> tuple[list[str], list[list[str]]]:
+def _table(timeline: SimulatedStep) -> tuple[list[str], list[list[str]]]:
     heads = ["launch", "collective", "bytes", "parameters", "time", "queued", "exposed", "reader"]
     rows = [
         [f"%{slot.message.launch.name}", *(value for _, value in _facts(slot))]
         for slot in timeline.collectives
     ]
-    times = [] if measured is None else [m.seconds for _, m in _pairs(timeline, measured)]
-    for row, seconds in zip(rows, times, strict=False):
-        row.append(_milliseconds(seconds))
-    return heads + [MEASURED] * bool(times), rows
+    return heads, rows
 
 
 def _groups(timeline: SimulatedStep) -> dict[str, int]:

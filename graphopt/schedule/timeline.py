@@ -5,7 +5,6 @@ from __future__ import annotations
 from os import PathLike
 
 from graphopt.runtime.places import place, write
-from graphopt.schedule.measured import MeasuredStep
 from graphopt.schedule.pictures import chrome_trace, page
 from graphopt.schedule.simulated_step import SimulatedStep
 
@@ -18,27 +17,18 @@ class Timeline(SimulatedStep):
     True
     """
 
-    def save_chrome_trace(
-        self, path: str | PathLike[str], measured: MeasuredStep | None = None
-    ) -> None:
+    def save_chrome_trace(self, path: str | PathLike[str]) -> None:
         """Write the step in the trace event format, for Perfetto or ``chrome://tracing``.
 
-        Args:
-            measured: the same step as `measured_step` has read it, to lay beside.
-
         Raises:
             FileError: the file cannot be written.
         """
-        write(place(path), chrome_trace(self, measured))
+        write(place(path), chrome_trace(self))
 
-    def to_html(self, path: str | PathLike[str], measured: MeasuredStep | None = None) -> None:
+    def to_html(self, path: str | PathLike[str]) -> None:
         """Write one page that needs nothing else: lanes, and a table of the collectives.
 
-        Args:
-            measured: the same step as `measured_step` has read it; each lane is over what was
-                measured.
-
         Raises:
             FileError: the file cannot be written.
         """
-        write(place(path), page(self, measured))
+        write(place(path), page(self))

@@ -1,4 +1,4 @@
-"""Pictures of pipeline schedules: predicted from durations, or measured in a real step."""
+"""Pictures of pipeline schedules, predicted from the durations of stages."""
 
 from graphopt.errors import ScheduleError
 from graphopt.pipelining.timeline.durations import StageDurations, measure_durations
@@ -6,14 +6,12 @@ from graphopt.pipelining.timeline.errors import ScheduleDeadlockError
 from graphopt.pipelining.timeline.orders import SCHEDULES, ScheduleOrder
 from graphopt.pipelining.timeline.picture import ScheduleTimeline
 from graphopt.pipelining.timeline.predicting import predict_schedule
-from graphopt.pipelining.timeline.recording import Recording, record_schedule
 from graphopt.pipelining.timeline.slots import Action, RankFigures, Slot
 
 __all__ = [
     "SCHEDULES",
     "Action",
     "RankFigures",
-    "Recording",
     "ScheduleDeadlockError",
     "ScheduleError",
     "ScheduleOrder",
@@ -22,5 +20,4 @@ __all__ = [
     "StageDurations",
     "measure_durations",
     "predict_schedule",
-    "record_schedule",
 ]

@@ -20,7 +20,6 @@ def chrome_trace(times: ScheduleTimes) -> str:
     events += [_event(slot, times.start) for slot in times.slots]
     described = {
         "schedule": times.schedule,
-        "origin": times.origin,
         "step_seconds": times.step_seconds,
         "bubble_share": times.bubble_share,
     }

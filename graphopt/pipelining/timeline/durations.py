@@ -200,24 +200,19 @@ def _stage_alone(
 def _loss_of(pipe: Pipe, plan: ChainPlan) -> Callable[[Sequence[Tensor]], Tensor]:
     """The loss among the tensors that the last stage returns, or one made of all of them."""
     if not pipe.has_loss_and_backward:
-        return total
+        return _total
     leaves: Any = get_output(pipe.split_gm.graph).args[0]
     loss: fx.Node = leaves[pipe.loss_fn.index]
     position = plan.returned.index(loss)
     return lambda outputs: outputs[position]
 
 
-def total(outputs: Sequence[Tensor]) -> Tensor:
+def _total(outputs: Sequence[Tensor]) -> Tensor:
     """A stand-in for a loss: the sum of all elements that can have gradients."""
     parts = [value.float().sum() for value in outputs if value.requires_grad]
     if not parts:
         raise ScheduleError("nothing that the pipe returns needs a gradient")
     return torch.stack(parts).sum()
-
-
-def example_inputs(pipe: Pipe, device: torch.device | str) -> list[Tensor]:
-    """Tensors for the model's arguments, for one microbatch."""
-    return _examples(find_flow(pipe.split_gm, plan_chain(pipe.split_gm.graph)), device)
 
 
 def _examples(flow: StageFlow, device: torch.device | str) -> list[Tensor]:

@@ -49,12 +49,12 @@ def _lanes(times: ScheduleTimes) -> Iterator[dict[str, Any]]:
             ]
             for slot in slots
         ]
-        yield {"name": f"{figures.rank} {times.schedule} {times.origin}", "blocks": blocks}
+        yield {"name": f"{figures.rank} {times.schedule}", "blocks": blocks}
 
 
 def _row(times: ScheduleTimes, figures: RankFigures) -> list[str]:
     return [
-        f"{times.schedule}, {times.origin}",
+        times.schedule,
         str(figures.rank),
         ", ".join(map(str, figures.stages)),
         *map(seconds_text, (figures.busy, figures.idle)),

@@ -12,10 +12,9 @@ from graphopt.runtime.places import place, write
 
 
 class ScheduleTimeline(ScheduleTimes):
-    """A schedule over time: the action that each rank runs, or would run. `str` of it is for a
-    terminal.
+    """A schedule over time: the action that each rank would run. `str` of it is for a terminal.
 
-    Made by `predict_schedule` and `record_schedule`. `ScheduleTimes` has the figures.
+    Made by `predict_schedule`. `ScheduleTimes` has the figures.
     """
 
     def save_chrome_trace(self, path: str | Path) -> None:

@@ -73,7 +73,7 @@ class _Simulation:
                 runnable.extend(waiting.pop(action, ()))
         self._check_done()
         slots = sorted(self._done.values(), key=lambda slot: (slot.rank, slot.start, slot.end))
-        return ScheduleTimeline(self._order.name, "predicted", self._order.num_ranks, tuple(slots))
+        return ScheduleTimeline(self._order.name, self._order.num_ranks, tuple(slots))
 
     def _run(self, rank: int, action: Action) -> None:
         start = max([self._free[rank], *(self._arrival(n, rank) for n in self._needs(action))])

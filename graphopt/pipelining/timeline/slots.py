@@ -82,7 +82,6 @@ class ScheduleTimes:
     """
 
     schedule: str
-    origin: Literal["predicted", "measured"]
     num_ranks: int
     slots: tuple[Slot, ...] = field(repr=False)
 

@@ -25,7 +25,7 @@ def terminal_picture(times: ScheduleTimes) -> str:
 def summary(times: ScheduleTimes) -> str:
     """`1f1b, predicted: 4 ranks, 8 microbatches, step 33 s, bubble share 27.3 %`."""
     return (
-        f"{times.schedule}, {times.origin}: {times.num_ranks} ranks, {times.microbatches}"
+        f"{times.schedule}, predicted: {times.num_ranks} ranks, {times.microbatches}"
         f" microbatches, step {seconds_text(times.step_seconds)}, bubble share"
         f" {percent(times.bubble_share)}"
     )
