@@ -27,9 +27,7 @@ results are held back are computed after the backward as well, others as soon as
 (`graphopt.schedule.deferral`). The default pipeline holds back four tenths. Buckets that share an
 update, as with clipping, all stay where they are; nor is anything held back where the forward waits
 for a collective of the same group, such as the broadcast of BatchNorm's buffers, behind which it
-would stand. With `two_parts`, that share of a gradient that
-is a large part of all is held back (`graphopt.schedule.two_part_sends`); `pipeline="auto"` tries
-it.
+would stand.
 
 Needs optimizers that update each parameter on its own; the lists of fused and foreach optimizers
 are split (`graphopt.optim.split_updates`) once it is known which buckets move, of which each has
@@ -42,7 +40,6 @@ Flushing then communicates, so that all ranks have to do it together.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from torch import fx
 
@@ -64,16 +61,7 @@ from graphopt.manager import PassArgumentError, graph_optimization_pass
 from graphopt.manager.notes import note
 from graphopt.optim import split_updates
 from graphopt.readable.columns import readable_bytes
-from graphopt.schedule import (
-    LaunchOrder,
-    Send,
-    apply_launch_order,
-    defer_products,
-    divide,
-    hasten,
-    hold_back,
-    in_two_parts,
-)
+from graphopt.schedule import Send, apply_launch_order, defer_products, hasten, hold_back
 
 REDUCTIONS = ("all_reduce", "reduce_scatter_tensor", "all_to_all_single")
 GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
@@ -87,7 +75,6 @@ def iter_move_grads_and_optimizers(
     target_comm_node: str | None = None,
     target_dest_node: str | None = None,
     held_back: float = 0.0,
-    two_parts: bool = False,
 ) -> int:
     """Wait for gradients and update their parameters one iteration late.
 
@@ -97,8 +84,6 @@ def iter_move_grads_and_optimizers(
         target_dest_node: name of the node to move before; None: the first read of the parameters.
         held_back: share of the bytes of gradients, from 0 to below 1, that is sent only after the
             backward, while the next forward computes; only of buckets that move.
-        two_parts: hold back this share of a gradient that is a large part of all, rather than all
-            of it or nothing (three ranks or more: sums in another order).
 
     Returns:
         How many waits moved.
@@ -119,7 +104,7 @@ def iter_move_grads_and_optimizers(
         move_before(nodes, end)
     if destination is None:
         share = 0.0 if _waits_before(gm, blocks) else held_back
-        moved = _held_back(gm.graph, blocks, moved, share, two_parts)
+        moved = _held_back(gm.graph, blocks, moved, share)
     moved = _unheld(moved)
     for nodes, before in zip(moved, _destinations(gm.graph, moved), strict=True):
         gm.graph.move_to_next_iter_before(nodes, destination or before)
@@ -153,11 +138,7 @@ def _waits_before(gm: IterGraphModule, blocks: Sequence[CommBlock]) -> bool:
 
 
 def _held_back(
-    graph: fx.Graph,
-    blocks: Sequence[CommBlock],
-    moved: list[list[fx.Node]],
-    share: float,
-    two_parts: bool,
+    graph: fx.Graph, blocks: Sequence[CommBlock], moved: list[list[fx.Node]], share: float
 ) -> list[list[fx.Node]]:
     """Send a share of the buckets after the backward; returns `moved` in the new launch order.
 
@@ -174,33 +155,11 @@ def _held_back(
     due = [position[read] for read in _first_reads(graph, moved)]
     now = [any(map(is_held_somewhere, _states(nodes))) for nodes in moved]
     sends = [Send(b.comm_node, b.nbytes, d, n) for b, d, n in zip(blocks, due, now, strict=True)]
-    divided = in_two_parts(sends) if share and two_parts else []
-    order = _launch_order(graph, sends, divided, share, update)
+    order = hold_back(sends, share)
     apply_launch_order(order)
     hasten(graph, {send.launch for send in order.at_once})
     defer_products(graph, [send.launch for send in order.held])
-    return [update[send.launch] for send in order.sends if send.launch in update]
-
-
-def _launch_order(
-    graph: fx.Graph,
-    sends: Sequence[Send],
-    divided: Sequence[Send],
-    share: float,
-    update: dict[fx.Node, list[fx.Node]],
-) -> LaunchOrder:
-    """What is held back; of those that are `divided` the second part, which has the update."""
-    order = hold_back([send for send in sends if send not in divided], share)
-    first: dict[Send, Send] = {}
-    held = list(order.held)
-    for send in divided:
-        launches, received = divide(graph, send.launch, share)
-        nodes = update.pop(send.launch)
-        update[launches[1]] = [*received, *(node for node in nodes if not is_wait(node))]
-        first[send] = replace(send, launch=launches[0])
-        held.append(replace(send, launch=launches[1]))
-    at_once = [first.get(send, send) for send in sends if send not in order.held]
-    return LaunchOrder(tuple(at_once), tuple(sorted(held, key=lambda send: send.due)))
+    return [update[send.launch] for send in order.sends]
 
 
 def _unheld(moved: list[list[fx.Node]]) -> list[list[fx.Node]]:

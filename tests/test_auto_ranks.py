@@ -106,7 +106,7 @@ def test_alone_nothing_is_measured() -> None:
     model, optimizer = made()
     step = graphopt.compile(train_step, pipeline="auto")
     step(model, optimizer, torch.ones(8, 96))
-    assert options_of(step) == {"min_buckets": None, "held_back": 0.4, "two_parts": False}
+    assert options_of(step) == {"min_buckets": None, "held_back": 0.4}
 
 
 def constant_costs(overhead: float, rate: float) -> CostModel:

@@ -25,7 +25,6 @@ from graphopt.graph_utils import is_operator, tensors_in
 from graphopt.ir.inplace import inplace_form
 from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import is_fused_optimizer, operator_of
-from graphopt.ir.parts import can_be_put_together, can_be_taken_apart
 
 TERA = 1e12
 GIGA = 1e9
@@ -179,7 +178,7 @@ def is_free(node: fx.Node) -> bool:
         if is_operator(node.target, "aten::copy_"):
             return _stands_already(node)
         return not known.writes
-    if is_operator(node.target, *_FREE) or can_be_taken_apart(node) or can_be_put_together(node):
+    if is_operator(node.target, *_FREE):
         return True
     value = known_value(node)
     if isinstance(value, torch.Tensor):

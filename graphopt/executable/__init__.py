@@ -21,7 +21,6 @@ from graphopt.graph_utils import (
     Outputs,
     call_function_with_meta,
     get_outputs,
-    is_collective,
     is_dense,
     is_operator,
     is_pointwise,
@@ -32,9 +31,8 @@ from graphopt.graph_utils import (
 from graphopt.ir.effects import Effects
 from graphopt.ir.entries import ListCall, list_call
 from graphopt.ir.inplace import inplace_form
-from graphopt.ir.metadata import carried_index, fake_value, known_value
+from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import argument, fused_in_place, fused_optimizer, updated_lists
-from graphopt.ir.parts import PUT_TOGETHER, TAKE_APART, can_be_put_together, can_be_taken_apart
 from graphopt.ir.writing_operators import FunctionalForm, call_original, form_behind
 
 aten = torch.ops.aten
@@ -74,8 +72,6 @@ class _Reuse:
         self._effects = Effects(graph)
         self._outputs = get_outputs(graph)
         self._counted: tuple[fx.Node | None, _Arguments] = (None, _Arguments(Counter(), Counter()))
-        self._parts: list[fx.Node] = []
-        self._joined: list[fx.Node] = []
         self._finals = {copy.args[1]: copy.args[0] for copy in self._outputs.updates}
 
     def run(self) -> None:
@@ -86,10 +82,6 @@ class _Reuse:
                 self._call_again(node, form)
             elif is_operator(node.target, "aten::clone"):
                 self._drop_clone(node)
-            elif can_be_taken_apart(node):
-                self._take_apart(node)
-            elif can_be_put_together(node):
-                self._put_together(node)
             else:
                 self._reuse(node)
         self._drop_copies()
@@ -128,10 +120,6 @@ class _Reuse:
             return False
         if effects.old_read_after(source, node) or effects.leaves_the_graph(source):
             return False
-        if any(effects.same(source, whole) for whole in self._joined):
-            return False  # another step may have handed on its parts
-        if not is_collective(node) and any(effects.same(source, part) for part in self._parts):
-            return False  # what is computed there would last as long as the other parts
         arguments = self._arguments(node)
         if arguments.storages[effects.key(source)] > 1:
             return False
@@ -229,34 +217,6 @@ class _Reuse:
         self._effects.join(source, clone)
         clone.replace_all_uses_with(source)
         self._graph.erase_node(clone)
-
-    def _take_apart(self, node: fx.Node) -> None:
-        """What is sent in parts, and not read any more, is sent from where it is; but where the
-        user is given one of them."""
-        (source,) = node.all_input_nodes
-        effects = self._effects
-        owned = effects.input_of(source) is None and not effects.leaves_the_graph(source)
-        if not owned or effects.old_read_after(source, node):
-            return
-        returned = {effects.key(n) for n in self._outputs.results if isinstance(n, fx.Node)}
-        sent = (launch for item in node.users for launch in item.users)
-        if returned.isdisjoint(map(effects.key, sent)):
-            node.target = TAKE_APART
-            self._parts += node.users
-
-    def _put_together(self, node: fx.Node) -> None:
-        """What has arrived in parts, and is not read any more, is read where it is."""
-        parts, effects = node.all_input_nodes, self._effects
-        if any(effects.leaves_the_graph(each) for each in (node, *parts)):
-            return
-        owners = filter(None, map(effects.input_of, parts))
-        if any(carried_index(owner) is None for owner in owners):
-            return
-        if not any(effects.old_read_after(part, node) for part in parts):
-            node.target = PUT_TOGETHER
-            self._joined.append(node)
-            for part in parts:
-                effects.join(part, node)
 
     def _drop_copies(self) -> None:
         """Drop each `copy_` whose value stands in its destination already."""

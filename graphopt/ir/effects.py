@@ -21,7 +21,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.ir import views
 from graphopt.ir.metadata import carried_index, known_value, late_group
-from graphopt.ir.operators import operator_of, overwritten
+from graphopt.ir.operators import overwritten
 from graphopt.ir.outputs import Outputs, get_outputs
 from graphopt.ir.reads import ReadersOfClasses, read_by
 
@@ -41,18 +41,6 @@ class OperatorCalls:
 
     shared_with = staticmethod(views.shared_with)
     written = staticmethod(overwritten)
-
-
-class PartsApart(OperatorCalls):
-    """The same, but that operators which give storage on share none: nobody reads or writes what
-    was given on, so parts of a tensor are as good as tensors of their own."""
-
-    @staticmethod
-    def shared_with(node: fx.Node) -> list[fx.Node]:
-        """As `Calls` has it."""
-        maker = node.args[0] if operator_of(node).item else node
-        apart = isinstance(maker, fx.Node) and operator_of(maker).gives_on
-        return [] if apart else views.shared_with(node)
 
 
 class Effects:

@@ -17,9 +17,6 @@ WAITS = (f"{COLLECTIVE_NAMESPACE}::wait_tensor", WAIT_FOR_SEVERAL)
 """The operators that wait for functional collectives; all others of their namespace launch."""
 
 
-TAKE_APART, PUT_TOGETHER = "graphopt_parts::take_apart", "graphopt_parts::put_together"
-"""See `graphopt.ir.parts`."""
-
 MARKERS = ("graphopt::reduce_gradient", "graphopt::sync_buffers")
 """What a capture writes where communication belongs; see `graphopt.parallel.markers`."""
 
@@ -59,7 +56,6 @@ UNDECLARED_ALIASES = {
     **dict.fromkeys(
         _aten("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"), (3, 4)
     ),
-    **dict.fromkeys((TAKE_APART, PUT_TOGETHER), (0,)),
 }
 """Positions of the arguments whose memory a result may share, against what the schema says."""
 
@@ -71,7 +67,6 @@ MAY_COPY = (
         *("resolve_neg", "to"),
     )
     | _collective("isend", "irecv", "batch_p2p_ops")
-    | {TAKE_APART, PUT_TOGETHER}
 )
 """Operators that return their argument, a view of it, or something else."""
 
@@ -146,9 +141,8 @@ def written_where(name: str) -> Mapping[int, str]:
     return {1: "grad_scale"} if fused else {}
 
 
-WORKSPACES = {"aten::mkldnn_rnn_layer_backward": (22,), TAKE_APART: (0,)}
-"""Positions of arguments that a kernel computes in, or gives on as its results: what stands there
-afterwards means nothing."""
+WORKSPACES = {"aten::mkldnn_rnn_layer_backward": (22,)}
+"""Positions of arguments that a kernel computes in: what stands there afterwards means nothing."""
 
 UNDECLARED_WRITES = {
     **dict.fromkeys(_collective("irecv"), (0,)),
@@ -200,7 +194,7 @@ SAME_ELEMENTS = _aten(
 SPLITS = _aten(
     *("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk"),
     *("unsafe_split_with_sizes", "split_with_sizes_copy"),
-) | {TAKE_APART}
+)
 
 METADATA_ONLY = _aten(
     *("empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones"),

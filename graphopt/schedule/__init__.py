@@ -16,7 +16,6 @@ from graphopt.schedule.program import Message, Program, program_of
 from graphopt.schedule.simulated_step import CollectiveSlot, ComputeSlot
 from graphopt.schedule.simulator import simulate, simulate_program
 from graphopt.schedule.timeline import Timeline
-from graphopt.schedule.two_part_sends import divide, in_two_parts
 
 __all__ = [
     "CollectiveSlot",
@@ -33,10 +32,8 @@ __all__ = [
     "collectives_by_cost",
     "collectives_text",
     "defer_products",
-    "divide",
     "hasten",
     "hold_back",
-    "in_two_parts",
     "overlap_schedule",
     "program_of",
     "simulate",

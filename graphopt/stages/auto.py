@@ -38,8 +38,7 @@ logger = logging.getLogger("graphopt")
 
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48)
 HELD_BACK = (0.4, 0.0, 0.2, 0.6)
-"""What is tried: first how many buckets, with the first share held back, then the other shares, and
-whether large gradients are sent in two parts."""
+"""What is tried: first how many buckets, with the first share held back, then the other shares."""
 
 _FORMAT = "graphopt plans"
 
@@ -49,7 +48,6 @@ class Plan(NamedTuple):
 
     min_buckets: int
     held_back: float
-    two_parts: bool = False
 
 
 class AutoPipeline:
@@ -142,7 +140,6 @@ def _candidates(tried: Mapping[Plan, float]) -> Iterator[Plan]:
     yield from (Plan(count, HELD_BACK[0]) for count in BUCKETS)
     count = _fastest_of(tried).min_buckets
     yield from (Plan(count, share) for share in HELD_BACK[1:])
-    yield _fastest_of(tried)._replace(two_parts=True)
 
 
 def _fastest_of(tried: Mapping[Plan, float]) -> Plan:
@@ -176,8 +173,8 @@ def _group_of(gm: fx.GraphModule, apart: Collection[str]) -> dist.ProcessGroup |
 
 
 def _checked(plan: Any) -> dict[str, Any]:
-    count, share, parts = found = Plan(**plan)
-    known = isinstance(count, int) and isinstance(share, float) and isinstance(parts, bool)
+    count, share = found = Plan(**plan)
+    known = isinstance(count, int) and isinstance(share, float)
     if not (known and count >= 1 and 0 <= share < 1):
         raise ValueError(f"{plan} is no plan")
     return found._asdict()

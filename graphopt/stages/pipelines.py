@@ -24,9 +24,7 @@ def default_pipeline() -> list[PipelineEntry]:
     return pipeline_with(None, HELD_BACK)
 
 
-def pipeline_with(
-    min_buckets: int | None, held_back: float, two_parts: bool = False
-) -> list[PipelineEntry]:
+def pipeline_with(min_buckets: int | None, held_back: float) -> list[PipelineEntry]:
     """The default passes with other options."""
     from graphopt import passes
 
@@ -37,7 +35,7 @@ def pipeline_with(
         (passes.fuse_exchanges, {"min_buckets": min_buckets}),
         passes.schedule_comm_wait,
         passes.schedule_gathers,
-        (passes.iter_move_grads_and_optimizers, {"held_back": held_back, "two_parts": two_parts}),
+        (passes.iter_move_grads_and_optimizers, {"held_back": held_back}),
         passes.schedule_updates,
     ]
 

@@ -25,9 +25,9 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import lies_apart, same_kind
 from graphopt.ir import inplace
-from graphopt.ir.effects import Effects, PartsApart
+from graphopt.ir.effects import Effects
 from graphopt.ir.entries import list_call
-from graphopt.ir.metadata import carried_index, has_value, known_value, set_value
+from graphopt.ir.metadata import has_value, known_value, set_value
 from graphopt.ir.operators import (
     is_copy,
     is_wait,
@@ -38,7 +38,6 @@ from graphopt.ir.operators import (
     written_positions,
 )
 from graphopt.ir.outputs import follows_output_convention, get_outputs
-from graphopt.ir.parts import CAPTURED, PUT_TOGETHER
 from graphopt.ir.views import holds_several, is_pure_view, launch_of
 from graphopt.ir.writing_operators import FunctionalForm, form_of
 from graphopt.verify.functional import functional_form, functional_form_for
@@ -67,8 +66,7 @@ def works_in_place(graph: fx.Graph) -> bool:
 
 
 def _is_of_the_dialect(node: fx.Node) -> bool:
-    known = operator_of(node)
-    return known.gives_on or (bool(known.writes) and not is_copy(node))
+    return bool(operator_of(node).writes) and not is_copy(node)
 
 
 def is_finalized(graph: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]) -> bool:
@@ -98,14 +96,13 @@ class _Storages:
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._effects = Effects(graph, PartsApart())
+        self._effects = Effects(graph)
         self._tensors: dict[fx.Node, fx.Node] = {}
         self._writes: dict[object, list[fx.Node]] = defaultdict(list)
         self._born: dict[fx.Node, dict[object, int]] = {}
-        self.joined: set[object] = set()
         self.constants = {key for n in graph.find_nodes(op="get_attr") for key in self.keys(n)}
         self._last: dict[object, fx.Node] = {}
-        self._values: dict[fx.Node, fx.Node | None] = {}
+        self._values: dict[fx.Node, fx.Node] = {}
         self.key = self._effects.key
 
     def keys(self, node: fx.Node) -> list[object]:
@@ -131,9 +128,9 @@ class _Storages:
         """Number of writes to each storage of a node so far."""
         return {key: len(self._writes[key]) for key in self.keys(node)}
 
-    def write(self, writer: fx.Node | None, node: fx.Node, value: fx.Node | None) -> None:
-        """Say that a tensor holds `value` now, None: nothing that has a meaning; `writer`: None for
-        a `copy_` of the captured graph, which its comparison follows."""
+    def write(self, writer: fx.Node | None, node: fx.Node, value: fx.Node) -> None:
+        """Say that a tensor holds `value` now; `writer`: None for a `copy_` of the captured graph,
+        which its comparison follows."""
         tensor, key = self.tensor(node), self.key(node)
         if writer is not None:
             self._writes[key].append(writer)
@@ -178,9 +175,7 @@ class _Reading:
                 self._still_sends(launch_of(node), node)
             if operator_of(node).collective and operator_of(node).reads_until_wait:
                 self._sent[node] = {n: self._storages.counts(n) for n in node.all_input_nodes}
-            if operator_of(node).gives_on:
-                self._parts(node)
-            elif overwritten(node):
+            if overwritten(node):
                 self._write(node)
             else:
                 self._copy(node)
@@ -252,15 +247,6 @@ class _Reading:
         if form.gives_one:
             self.copies[node] = self._item(copy, (0,), node)
 
-    def _parts(self, node: fx.Node) -> None:
-        """What is taken apart is not there any more, nor are parts that are put together."""
-        self._copy(node, CAPTURED[node.target])
-        self._storages.add(node)
-        for source in node.all_input_nodes:
-            self._storages.write(node, source, None)
-        if node.target is PUT_TOGETHER:
-            self._storages.joined.add(self._storages.key(node))
-
     def _copy_to(self, node: fx.Node) -> None:
         """A `copy_` of the captured graph is one here: to the input, whatever stands there."""
         destination, value = node.args[0], node.args[1]
@@ -312,8 +298,6 @@ class _Reading:
                 why = "elements of which share memory"
             elif storages.key(source) in storages.constants:
                 why = "a constant of the module"
-            elif storages.key(source) in storages.joined:
-                why = "which lies where its parts were, that may be of another step"
             elif shared[storages.key(source)] > 1:
                 why = "the memory of which another argument has"
             elif given[source] > 1 and not operator_of(node).pointwise:
@@ -357,8 +341,6 @@ class _Reading:
         """Copies of what stands in inputs at the end, which later readers read."""
         for source in self._given.find_nodes(op="placeholder"):
             by, value = self._storages.overwriting(source), self._storages.now(source)
-            if by is not None and by.target is PUT_TOGETHER and carried_index(source) is not None:
-                continue  # it is read there, and nobody writes to it
             if by is not None:
                 self._wrong(f"%{by.name} overwrites a part of %{source.name}", (by, source))
             if value is None or is_copy(value):

@@ -9,7 +9,6 @@ import torch
 
 from graphopt import _compat
 from graphopt.ir import inplace
-from graphopt.ir.parts import CAPTURED
 
 _OURS = {written: functional for functional, written in inplace.INPLACE.items()}
 
@@ -49,9 +48,7 @@ def is_standard(target: Any, value: Any) -> bool:
 @cache
 def standard_form(target: Any) -> Any:
     """One operator for all functional ones that give what the same in-place operator writes to a
-    contiguous tensor, and for what takes tensors apart without a copy the one that copies."""
-    if target in CAPTURED:
-        return CAPTURED[target]
+    contiguous tensor."""
     written = inplace.INPLACE.get(target)
     if written is None or written in inplace.ROUNDING:
         return target

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.ir.effects import Effects, PartsApart
+from graphopt.ir.effects import Effects
 from graphopt.ir.operators import is_copy, operator_of
 from graphopt.ir.outputs import Outputs, get_output, get_outputs
 from graphopt.verify.problems import Problem
@@ -84,14 +84,12 @@ def _origin(node: fx.Node, kept: Any) -> tuple[fx.Node, tuple[Any, ...]]:
 
 
 def shared_results(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
-    """What leaves the graph does not move into the storage of an input, or of another such value;
-    parts of one tensor may be handed on.
+    """What leaves the graph does not move into the storage of an input, or of another such value.
 
     Args:
         after: in the executable dialect.
     """
     was, now = _places(before), _places(after)
-    apart: Effects | None = None  # nearly never asked
     first: dict[object, tuple[Any, fx.Node]] = {}
     for place, (node, key) in now.items():
         if key not in first:
@@ -99,9 +97,6 @@ def shared_results(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
             continue
         other, holder = first[key]
         if place not in was or other not in was or was[place][1] == was[other][1]:
-            continue
-        apart = apart or Effects(after, PartsApart())
-        if place[0] == other[0] != "results" and not apart.same(node, holder):
             continue
         yield Problem(f"%{node.name} lies in the storage of %{holder.name}", (node, holder))
 

@@ -75,11 +75,7 @@ class Updates:
         return self._put(node, destination, with_layout(value, fake_value(destination)))
 
     def taken(self, node: fx.Node, workspace: fx.Node) -> None:
-        """Let a node have the storage of an argument; what gives it on, only one of the graph's
-        own."""
-        owner = self._contents.owner(workspace)
-        if operator_of(node).gives_on and owner.op in ("placeholder", "get_attr"):
-            raise NotDecidedError(f"it takes the storage of %{owner.name}", node)
+        """Let a node have the storage of an argument."""
         self._refuse_sent(node, workspace)
         self._contents.take(workspace)
 

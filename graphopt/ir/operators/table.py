@@ -21,11 +21,9 @@ from graphopt.ir.families import (
     MAY_COPY,
     METADATA_ONLY,
     ONE_TENSOR_TWICE,
-    PUT_TOGETHER,
     ROUNDS_IN_PLACE,
     SAME_ELEMENTS,
     SPLITS,
-    TAKE_APART,
     UNDECLARED_ALIASES,
     UNDECLARED_WRITES,
     WAITS,
@@ -45,10 +43,7 @@ class Operator:
         view: each result is a view of the first argument for certain, and nothing is computed.
         item: it picks one of several results.
         writes: positions of the arguments that it may update in place; see `written`.
-        workspaces: positions of the arguments that it computes in or gives on, and leaves without
-            a meaning.
-        gives_on: its results lie in the memory of its arguments, which nobody reads or writes any
-            more.
+        workspaces: positions of the arguments that it computes in, and leaves without a meaning.
         copies: it does not read what it writes, all of which it replaces.
         random: it draws random numbers, or reads or writes the state of a generator.
         wait, collective: it ends or launches a collective.
@@ -72,7 +67,6 @@ class Operator:
     item: bool = False
     writes: tuple[int, ...] = ()
     workspaces: tuple[int, ...] = ()
-    gives_on: bool = False
     copies: bool = False
     random: bool = False
     wait: bool = False
@@ -162,7 +156,6 @@ def _row(target: _compat.OpOverload) -> Operator:
         view=any(aliases) and not writes and not wait and name not in MAY_COPY,
         writes=writes,
         workspaces=WORKSPACES.get(name, ()),
-        gives_on=name in (TAKE_APART, PUT_TOGETHER),
         copies=name in COPIES,
         random=torch.Tag.nondeterministic_seeded in target.tags
         or _takes_a_generator(schema)
@@ -237,7 +230,7 @@ def is_list_of_tensors(kind: Any) -> bool:
 
 
 def _elements(name: str, wait: bool, by_element: bool) -> str:
-    if name in ("aten::cat", PUT_TOGETHER):
+    if name == "aten::cat":
         return "cat"
     if wait or name in SAME_ELEMENTS:
         return "same"
