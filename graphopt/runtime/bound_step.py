@@ -27,7 +27,6 @@ from graphopt.ranks.failures import check_usable, withdraw
 from graphopt.ranks.independent_ranks import launched_apart
 from graphopt.ranks.leaving import join_with_zeros, sends_before_own
 from graphopt.runtime.agreed import Agreed
-from graphopt.runtime.branch import Begun, Branch, Left
 from graphopt.runtime.budget import Cause
 from graphopt.runtime.generators import DrawnGenerators
 from graphopt.runtime.input_values import InputValues
@@ -64,7 +63,7 @@ class BoundStep:
 
     Attributes:
         cause: why it was captured besides others; None for the first.
-        branch: its graph as it runs.
+        module: the graph, ready to run.
         groups: names of the process groups that it communicates in.
         apart: those of them whose other ranks go on where a call begins once more.
         answers: to the decisions by value, in the order of the step, that it holds for.
@@ -81,7 +80,7 @@ class BoundStep:
         number: int,
     ) -> None:
         self.captured = captured
-        self.branch = Branch(module)
+        self.module = module
         self.guards = guards
         self.agreed = agreed
         self.number = number
@@ -100,7 +99,7 @@ class BoundStep:
         )
         self._step = 0
         self._unused = unused(module.graph)
-        self._left: Left | None = None
+        self._sent: SentBefore = {}
         self._moved = MovedApart(captured)
         self._results = StepResults(captured)
         reference = weakref.ref(self)
@@ -111,19 +110,11 @@ class BoundStep:
         """How many calls one after another have taken another branch."""
         return self.tries.failures
 
-    @property
-    def module(self) -> IterGraphModule:
-        """The graph, ready to run."""
-        return self.branch.module
-
-    def __call__(
-        self, call: Call, step: int, begun: Begun | None = None, sent: SentBefore | None = None
-    ) -> Any:
+    def __call__(self, call: Call, step: int, sent: SentBefore | None = None) -> Any:
         """Run the step.
 
         Args:
             step: which call of the training step it is, counted from 1.
-            begun: what another graph has done of it, from which it goes on.
             sent: what the collectives of another graph have given in it, where other ranks have
                 gone on.
 
@@ -142,25 +133,23 @@ class BoundStep:
             state, self.captured.state = self.captured.state, None
             host = self._host_run(flat, step, call)
             self._running = True
-            generators, drawn = self._before_drawing(begun)
+            drawn = self._generators.states()
             notes = sent or self._unused or self._notes_launches
             noting = CollectiveResults(sent or {}) if notes else nullcontext()
-            branch, there = (begun.branch, begun.there) if begun else (self.branch, [])
             try:
                 with torch.no_grad(), without_autocast(), running(host), noting:
-                    user, _, carried = branch.run(flat, there, leave)
+                    user, _, carried = self.module.forward(*flat, last_iter=not leave)
                 host.say()
             except AssumptionFailedError as error:
                 put_back(moved)
-                self._left = Left(branch, error.index, flat, error.handed_out, generators)
                 self._note_failure(error, noting)
-                generators.restore(drawn)
+                self._generators.restore(drawn)
                 self.captured.state = state
                 raise
             except BaseException as error:
                 self._set_modes()
                 host.put.undo()
-                self._raise_explained(error, step, host, branch.module)
+                self._raise_explained(error, step, host)
                 raise
             finally:
                 self._running = False
@@ -186,9 +175,7 @@ class BoundStep:
     def _note_failure(self, error: AssumptionFailedError, noting: object) -> None:
         """An assumption has failed: note what the collectives of the call have given."""
         if isinstance(noting, CollectiveResults) and (error.alone or self.apart):
-            assert self._left is not None
-            self._left.sent = noting.results(None if error.alone else self.apart)
-        error.handed_out = ()
+            self._sent = noting.results(None if error.alone else self.apart)
         if not error.alone:
             self.tries.failures += 1
 
@@ -205,16 +192,6 @@ class BoundStep:
     def values(self, call: Call) -> list[Any]:
         """The inputs of the graph as they are now, in order."""
         return self._late.own(self._inputs.of_state()) + self._inputs.of_call(call)
-
-    def _before_drawing(self, begun: Begun | None) -> tuple[DrawnGenerators, list[torch.Tensor]]:
-        """The generators that a call draws from, and what they are before it; they go on from where
-        what has begun has left them."""
-        if begun is None:
-            return self._generators, self._generators.states()
-        generators = self._generators.joined(begun.left.generators)
-        before = generators.states()
-        begun.left.generators.restore(begun.left.drawn)
-        return generators, before
 
     def leave(self, step: int, sent: SentBefore, number: int | None = None) -> int | None:
         """This rank cannot go on with a call whose graph the others run: let them come to where
@@ -237,11 +214,11 @@ class BoundStep:
             withdraw(agreed.unused.group)
         return found
 
-    def take_left(self) -> Left:
-        """What the last call has left behind, in which an assumption failed."""
-        left, self._left = self._left, None
-        assert left is not None
-        return left
+    def take_sent(self) -> SentBefore:
+        """What the collectives of the last call have given, in which an assumption failed, where
+        other ranks have gone on."""
+        sent, self._sent = self._sent, {}
+        return sent
 
     def goes_on(self, answers: Sequence[Answer]) -> bool:
         """Whether it holds for a call whose first decisions have these answers."""
@@ -268,14 +245,9 @@ class BoundStep:
         return HostRun(storages, rank, step, votes, agreement, call.given, *asked)
 
     def _raise_explained(
-        self,
-        error: BaseException,
-        step: int,
-        host: HostRun | None = None,
-        module: IterGraphModule | None = None,
+        self, error: BaseException, step: int, host: HostRun | None = None
     ) -> None:
-        module = module or self.module
-        failure = explained(module, error, step, host) if self.groups else None
+        failure = explained(self.module, error, step, host) if self.groups else None
         if failure is not None:
             raise failure from error
 
