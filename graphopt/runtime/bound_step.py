@@ -126,7 +126,6 @@ class BoundStep:
             self._hear()
             leave = self._late.may_be_left(self.flush, known=not self.answers)
             with without_torch_function():
-                self.captured.besides.resize()
                 moved = self._moved.move()
                 flat = self.values(call)
             self._late.settle_others(flat)

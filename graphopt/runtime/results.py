@@ -99,10 +99,6 @@ class StepResults:
         signature, tensors = self._signature, self._tensors
         for placeholder, computed in signature.data.items():
             ran.flat[placeholder].data = ran.results[computed.index]
-        for position, shape in signature.reshaped.items():
-            call.leaves[position].as_strided_(*shape)
-        for number, shape in signature.shrunk.items():
-            tensors[number].live().as_strided_(*shape)
         for position, flag in signature.flags.items():
             call.leaves[position].requires_grad_(flag)
         for gradient in signature.gradients:

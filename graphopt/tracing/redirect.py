@@ -12,7 +12,6 @@ It sees every torch function the step calls, before autograd does, and
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -122,14 +121,11 @@ class Redirect(TorchFunctionMode):
             return func(*args, **kwargs)  # of autograd's own formulas
         if _compat.reads_metadata(func):
             known = self._traced.by_id
-            given = [known.get(id(value), value) for value in args]
-            self._rebinding.reshaping.uses(func, given, kwargs, sys._getframe(1))
-            return func(*given, **kwargs)
+            return func(*(known.get(id(value), value) for value in args), **kwargs)
         if func in _PROFILED:
             with _compat.without_dispatch():
                 return func(*args, **kwargs)
         args, kwargs = untraced(self._prepared, func, args, kwargs)
-        self._rebinding.reshaping.uses(func, args, kwargs, sys._getframe(1))
         if not self._is_back:
             self._shared.mark_used((args, kwargs))
         result = self._call(func, args, kwargs)

@@ -231,7 +231,7 @@ class StepRun:
             stepped = notice_steps(
                 *(optimizers, self._tagger, self._view.steps, self._communication is not None)
             )
-            rebinding = Rebinding(self._call, self._inputs, traced, self.finder, self._alone)
+            rebinding = Rebinding(self._call, self._inputs, traced)
             redirect = Redirect(
                 *(traced, self._tagger, self._shared, self.made, optimizers),
                 *(self.finder, rebinding),
@@ -358,8 +358,6 @@ class StepRun:
         signature.attributes += collector.attributes(marked)
         self._view.settle(signature)
         signature.data.update(recipes.computed(rebinding.given))
-        signature.reshaped = rebinding.reshaping.reshaped
-        signature.shrunk = rebinding.reshaping.shrunk
         signature.keeps_casts = self._casts.kept
         signature.rebound.update(recipes.computed(rebinding.rebound))
         marks.put_back()

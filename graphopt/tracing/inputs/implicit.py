@@ -68,8 +68,6 @@ class ImplicitInputs:
         made: attributes that the first call gives tensors, which are among `tensors`: of which
             object, name, tensor.
         rounds: how many traces have found some of all that.
-        resized: tensors among `tensors` that the step resizes before it does anything else with
-            them, to which sizes.
         found_twice: places, by their identities, whose tensor it finds elsewhere as well.
         replaced: those of buffers that it replaces.
         cached: calls of functions with a cache that have to be made before a trace; see `caches`.
@@ -86,7 +84,6 @@ class ImplicitInputs:
     carried: list[CarriedPlace] = field(default_factory=list)
     made: list[tuple[dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
     rounds: int = 0
-    resized: list[tuple[torch.Tensor, torch.Size]] = field(default_factory=list)
     found_twice: frozenset[Hashable] = frozenset()
     replaced: frozenset[Hashable] = frozenset()
     cached: list[Any] = field(default_factory=list)
@@ -94,7 +91,7 @@ class ImplicitInputs:
     def __bool__(self) -> bool:
         found = self.objects or self.tensors or self.counts or self.carried or self.exchanged
         otherwise = self.plain or self.as_traced
-        held = self.resized or self.cached or self.found_twice or self.replaced
+        held = self.cached or self.found_twice or self.replaced
         return bool(found or otherwise or self.whole_objects or held)
 
     def live(self) -> list[tuple[str, Any]] | None:
@@ -116,7 +113,6 @@ class ImplicitInputs:
             [*self.carried, *other.carried],
             [*self.made, *other.made],
             self.rounds + other.rounds,
-            [*self.resized, *other.resized],
             self.found_twice | other.found_twice,
             self.replaced | other.replaced,
             [*self.cached, *other.cached],
@@ -124,34 +120,15 @@ class ImplicitInputs:
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """While active, objects have the tensors that the first call gives them, and tensors the
-        sizes that the step gives them first."""
-        sizes = [(tensor, tensor.shape) for tensor, _ in self.resized]
+        """While active, objects have the tensors that the first call gives them."""
         before = [(attributes, name, attributes[name]) for attributes, name, _ in self.made]
         try:
             for attributes, name, tensor in self.made:
                 attributes[name] = tensor
-            _resize_unseen(self.resized)
             yield
         finally:
-            _resize_unseen(reversed(sizes))
             for attributes, name, value in before:
                 attributes[name] = value
-
-    def resize(self) -> None:
-        """Give tensors the sizes that the step gives them first."""
-        for tensor, shape in self.resized:
-            if tensor.shape != shape:
-                with torch.no_grad():
-                    tensor.resize_(shape)
-
-
-def _resize_unseen(sizes: Iterable[tuple[torch.Tensor, torch.Size]]) -> None:
-    """Resize tensors for a while."""
-    for tensor, shape in sizes:
-        if tensor.shape != shape:
-            with torch.no_grad(), _compat.without_modes(), _compat.version_kept(tensor):
-                tensor.resize_(shape)
 
 
 NOTHING = ImplicitInputs()
@@ -254,10 +231,6 @@ class Finder:
         if new:
             self.found.carried.append(CarriedPlace(path, place, counted))
         return new
-
-    def resizes(self, tensor: torch.Tensor, shape: torch.Size) -> None:
-        """The step resizes a tensor outside before it does anything else with it."""
-        self.found.resized.append((tensor, shape))
 
     def leads_to(self, value: Any) -> bool:
         """Whether the step got to an object by places that a guard holds."""

@@ -104,8 +104,7 @@ def remembered(graphs: Iterable[tuple[ImplicitInputs, Inputs]]) -> Remembered:
 
 def _plain_tensors(besides: ImplicitInputs, inputs: Inputs) -> Iterator[tuple[str, torch.Tensor]]:
     """Those that are there in each call as they are, be it since the first one has made them."""
-    special = {id(tensor) for tensor, _ in besides.resized}
-    special.update(id(entry.tensor) for entry in inputs.module_tensors if entry.rebindable)
+    special = {id(entry.tensor) for entry in inputs.module_tensors if entry.rebindable}
     special.update(id(made) for table, name, made in besides.made if table.get(name) is not made)
     return (each for each in besides.tensors if id(each[1]) not in special)
 

@@ -171,7 +171,7 @@ def _settings(raw: RawTrace) -> list[Any]:
     """What else a call changes: settings of parameter groups, and the storage of parameters."""
     settings = [(s.optimizer, s.group, s.key, _known(s.recipe)) for s in raw.signature.settings]
     signature = raw.signature
-    moved = [list(signature.rebound), list(signature.data), signature.reshaped, signature.shrunk]
+    moved = [list(signature.rebound), list(signature.data)]
     return [settings, *moved, signature.flags, signature.flags_of_parameters]
 
 

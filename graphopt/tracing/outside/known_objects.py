@@ -41,8 +41,6 @@ class KnownObjects:
         exchanged: those that have stand-ins for keys.
         gone_through: of the former, those of which the step asks for more than one item.
         compared: where it asks whether a tensor is one that has a stand-in.
-        resized: tensors, by id, that have the sizes which the step gives them before it does
-            anything else with them.
     """
 
     def __init__(self, own: Iterable[dict[str, Any]]) -> None:
@@ -62,7 +60,6 @@ class KnownObjects:
         self.exchanged: set[int] = set()
         self.gone_through: set[int] = set()
         self.compared: SourceLine | None = None
-        self.resized: Set[int] = frozenset()
 
     def marking(self, value: Any, name: Any) -> Any:
         """A tensor of which the step sets an attribute: what stands for it, if anything does, as

@@ -56,10 +56,9 @@ class OutsidePlace:
         kind: "item" of a dictionary or sequence; "has", whether it is there; "class", what a class
             has for a name; "attribute" that `getattr` finds; "type" of an object; "size"; "length"
             of an item; "keys" of a dictionary in order; "cell" of a closure; "whole" contents;
-            "kind" of a tensor: all that is known of it but its values; "form", that without its
-            sizes; "target" of a weak reference; "remembers", whether a function with a cache has
-            not been made to forget since the cache was so full; "cached", what such a function
-            gives for arguments.
+            "kind" of a tensor: all that is known of it but its values; "target" of a weak
+            reference; "remembers", whether a function with a cache has not been made to forget
+            since the cache was so full; "cached", what such a function gives for arguments.
     """
 
     kind: str
@@ -247,11 +246,6 @@ def _kind(holder: torch.Tensor, key: Any) -> Any:
         return (*tensor_kind(holder), holder.is_leaf, holder.is_leaf and holder.grad is None)
 
 
-def _form(holder: torch.Tensor, key: Any) -> Any:
-    """What a graph depends on where it resizes the tensor first."""
-    return (*_kind(holder, key)[2:], holder.is_contiguous())
-
-
 _READERS: Mapping[str, Any] = {
     "class": lambda holder, key: vars(holder)[key],
     "item": _item,
@@ -264,7 +258,6 @@ _READERS: Mapping[str, Any] = {
     "cell": _cell,
     "whole": _whole,
     "kind": _kind,
-    "form": _form,
     "target": lambda holder, key: holder(),
     "remembers": _remembers,
     "cached": lambda holder, key: holder(*key[0], **dict(key[1])),

@@ -112,8 +112,7 @@ class OutsideReads(ContainerChanges):
         if identity not in self.reads:
             self.reads[identity] = self._made(place, value, path, line)
             if isinstance(value, torch.Tensor):
-                kind = "form" if id(value) in self.resized else "kind"
-                self.read(OutsidePlace(kind, value), path, line)
+                self.read(OutsidePlace("kind", value), path, line)
             elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
                 self._reads_bytes(value, path, line)
         return value

@@ -41,7 +41,6 @@ def record_for(call: Call, inputs: Iterable[OutsidePlace]) -> Record:
     told = {each.place.identity for each in call.besides.carried if each.counted}
     places = [*inputs, *(field.place for field in call.objects.fields)]
     record = Record(own, {place.identity for place in places}, told)
-    record.resized = {id(tensor) for tensor, _ in call.besides.resized}
     record.repeated = {id(each.table) for each in call.objects.tables}
     return record
 

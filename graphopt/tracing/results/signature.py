@@ -204,8 +204,6 @@ class Signature:
         rebound: module tensors that get other storage in each call, with what the step has written
             to the storage that they had, None where it has not; see `tensors.rebinding`.
         data: gradients and arguments that get other storage (`.data = …`), by their placeholder.
-        reshaped: sizes and strides of arguments that get others in place, by position.
-        shrunk: the same of tensors outside, by their numbers among the module tensors.
         flags: `requires_grad` of arguments that get another, by position.
         flags_of_parameters: `requires_grad` of module tensors that get another, by their number.
         stamps: of what the step has left last in places that functions on the host find changed, by
@@ -229,8 +227,6 @@ class Signature:
     placed: list[PlacedResult] = field(default_factory=list)
     rebound: dict[int, Computed | None] = field(default_factory=dict)
     data: dict[int, Computed] = field(default_factory=dict)
-    reshaped: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    shrunk: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     flags: dict[int, bool] = field(default_factory=dict)
     flags_of_parameters: dict[int, bool] = field(default_factory=dict)
     stamps: dict[Hashable, int] = field(default_factory=dict)

@@ -29,9 +29,7 @@ from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs, Storage
-from graphopt.tracing.inputs.implicit import Finder
 from graphopt.tracing.substitute import Traced
-from graphopt.tracing.tensors.reshaping import Reshaping
 
 
 class Rebinding:
@@ -42,12 +40,9 @@ class Rebinding:
             storage that they had.
         left_storages: which that is (`storage_key` of stand-ins).
         given: gradients and arguments that end in other storage, by their placeholder.
-        reshaping: what is done to the shapes of inputs.
     """
 
-    def __init__(
-        self, call: Call, inputs: Inputs, traced: Traced, finder: Finder, is_alone: bool
-    ) -> None:
+    def __init__(self, call: Call, inputs: Inputs, traced: Traced) -> None:
         alone = {id(h) for h in inputs.placeholders if not isinstance(h, Storage)}
         self._positions = {
             id(traced.by_id[id(entry.tensor)]): index
@@ -62,7 +57,6 @@ class Rebinding:
         self.rebound: dict[int, torch.Tensor] = {}
         self.left_storages: set[int] = set()
         self.given: dict[int, torch.Tensor] = {}
-        self.reshaping = Reshaping(call, inputs, traced, finder, is_alone)
 
     def set(self, target: torch.Tensor, new: Any) -> None:
         """`target.data = new`.
@@ -89,11 +83,13 @@ class Rebinding:
 
     def grown(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
         """`tensor.resize_(sizes)` of a tensor without elements that the step has made: it gets new
-        storage, as in eager code, whose values nobody knows. And what gives an input another shape.
-        None for other calls."""
-        reshaped = self.reshaping.done(func, args, kwargs)
-        if reshaped is not None:
-            return reshaped
+        storage, as in eager code, whose values nobody knows. None for other calls.
+
+        Raises:
+            CaptureError: an input gets another shape.
+        """
+        if func in _SHAPING and id(args[0]) in self._inputs:
+            return _in_shape(func, args, kwargs)
         if func not in _RESIZING or kwargs or not isinstance(args[0], torch.Tensor):
             return None
         target: torch.Tensor = args[0]
@@ -126,7 +122,6 @@ class Rebinding:
         Raises:
             CaptureError: a parameter ends in storage that another tensor of the model has.
         """
-        self.reshaping.finish()
         taken = set(self._storages)
         for position, (target, before) in self._before.items():
             if _compat.storage_key(target) == _compat.storage_key(before):
@@ -144,6 +139,39 @@ _OTHER_STORAGE = "it gives a tensor other storage (`.data = …`)"
 
 
 _RESIZING = (torch.Tensor.resize_, torch.Tensor.resize_as_)
+
+_VIEWS: dict[Any, Any] = {
+    getattr(torch.Tensor, f"{name}_"): getattr(torch.Tensor, name)
+    for name in ("unsqueeze", "squeeze", "t", "transpose", "swapaxes", "swapdims", "as_strided")
+}
+_SHAPING = frozenset({*_VIEWS, *_RESIZING})
+
+
+def _in_shape(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """An input that has the shape already that it is given in place.
+
+    Raises:
+        CaptureError: it has another one.
+    """
+    target: torch.Tensor = args[0]
+    sizes = list(args[1:])
+    with torch.no_grad():
+        if func in _VIEWS:
+            view = _VIEWS[func](*args, **kwargs)
+            same = view.shape == target.shape and view.stride() == target.stride()
+        elif func is torch.Tensor.resize_as_:
+            same = sizes[0].shape == target.shape
+        else:
+            same = torch.Size(_flat(sizes)) == target.shape
+    if not same:
+        name = func.__name__
+        raise CaptureError(
+            f"it changes the shape or strides of an input in place ({name})",
+            location=current_location(),
+            hint=f"use the operator that gives a new tensor: x = x.{name.rstrip('_')}(…), or for a"
+            " tensor that is resized, x = source.clone(); or do it outside the step",
+        )
+    return target
 
 
 def _flat(sizes: list[Any]) -> Any:
