@@ -368,10 +368,7 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
     if knowing is not None:
         return knowing
     if isinstance(error, MoreInputs):
-        for cached in error.besides.cached:
-            with explained(call):
-                cached.make()
-        more = _once_more(call, replace(error.besides, cached=[]))
+        more = _once_more(call, error.besides)
     elif _may_be_told(call, inputs):
         more = ImplicitInputs(as_traced=error.reason)
     elif call.objects:

@@ -110,7 +110,7 @@ class StepRun:
         self.outside = record_for(call, places)
         known = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
         self.finder = Finder(self.outside, known, mode, call.besides)
-        self.caches = CachedFunctions(self.outside, self.finder)
+        self.caches = CachedFunctions(self.outside)
         self._aliases = Aliases(call, inputs)
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()

@@ -174,7 +174,6 @@ def _run_once(
         stack.callback(run.outside.close)
         stack.enter_context(preserved(call))
         stack.enter_context(explained(call))
-        stack.push(run.caches.close)
         stack.enter_context(_compat.foreach_accepts_fakes())
         stack.enter_context(_compat.errors_raised_once())
         noted = stack.enter_context(draws_noted())

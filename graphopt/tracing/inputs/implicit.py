@@ -70,7 +70,6 @@ class ImplicitInputs:
         rounds: how many traces have found some of all that.
         found_twice: places, by their identities, whose tensor it finds elsewhere as well.
         replaced: those of buffers that it replaces.
-        cached: calls of functions with a cache that have to be made before a trace; see `caches`.
     """
 
     objects: list[tuple[str, weakref.ref[Any]]] = field(default_factory=list)
@@ -86,12 +85,11 @@ class ImplicitInputs:
     rounds: int = 0
     found_twice: frozenset[Hashable] = frozenset()
     replaced: frozenset[Hashable] = frozenset()
-    cached: list[Any] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         found = self.objects or self.tensors or self.counts or self.carried or self.exchanged
         otherwise = self.plain or self.as_traced
-        held = self.cached or self.found_twice or self.replaced
+        held = self.found_twice or self.replaced
         return bool(found or otherwise or self.whole_objects or held)
 
     def live(self) -> list[tuple[str, Any]] | None:
@@ -115,7 +113,6 @@ class ImplicitInputs:
             self.rounds + other.rounds,
             self.found_twice | other.found_twice,
             self.replaced | other.replaced,
-            [*self.cached, *other.cached],
         )
 
     @contextmanager

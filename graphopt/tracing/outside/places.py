@@ -58,7 +58,7 @@ class OutsidePlace:
             of an item; "keys" of a dictionary in order; "cell" of a closure; "whole" contents;
             "kind" of a tensor: all that is known of it but its values; "target" of a weak
             reference; "remembers", whether a function with a cache has not been made to forget
-            since the cache was so full; "cached", what such a function gives for arguments.
+            since the cache was so full.
     """
 
     kind: str
@@ -260,7 +260,6 @@ _READERS: Mapping[str, Any] = {
     "kind": _kind,
     "target": lambda holder, key: holder(),
     "remembers": _remembers,
-    "cached": lambda holder, key: holder(*key[0], **dict(key[1])),
 }
 
 
