@@ -1,24 +1,21 @@
-"""A parameter in whose place a module puts another one: `self.weight = nn.Parameter(new)`.
+"""A buffer in whose place a module puts another one: `self.average = new`.
 
 Eager code goes on with a new object, and whoever has the old one keeps it. In the graph this is an
-update of the parameter, which is the same as long as nobody sees the difference: no optimizer holds
-the old one, the step neither reaches nor leaves it elsewhere, and nothing shares the memory of the
-new one. A buffer that is replaced by a tensor of the same kind is updated as well.
+update of the buffer, which is the same as long as nobody sees the difference: the step neither
+reaches nor leaves the old one elsewhere, and nothing shares the memory of the new one. A parameter
+that is replaced is refused.
 """
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.runtime.collector import frozen_objects_seen
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs, ModuleTensor
 from graphopt.tracing.inputs.implicit import Finder
@@ -28,7 +25,7 @@ from graphopt.tracing.substitute import Traced
 
 
 class Replacing:
-    """Takes new parameters and buffers for updates of the old ones.
+    """Takes new buffers for updates of the old ones.
 
     Args:
         alone: no other rank runs the same step.
@@ -76,10 +73,7 @@ class Replacing:
                     continue
                 if self._is_put(owner, key):
                     continue
-                if entry.kind == "parameter":
-                    self._update_parameter(entry, stand_in, value)
-                else:
-                    self._update_buffer(entry, stand_in, value)
+                self._update_buffer(entry, stand_in, value)
                 owner[key] = stand_in
 
     def _is_put(self, owner: Any, key: str) -> bool:
@@ -118,24 +112,18 @@ class Replacing:
                     hint="return or keep a copy (clone()), or update it in place (copy_)",
                 )
 
-    def _update_parameter(self, entry: ModuleTensor, old: torch.Tensor, new: object) -> None:
-        """Let `old`, which stands for a parameter, be what `new` is, its gradient included.
+    def _update_buffer(self, entry: ModuleTensor, old: torch.Tensor, new: object) -> None:
+        """Let `old`, which stands for a buffer, be what `new` is.
 
         Raises:
-            CaptureError: somebody would see that it is another object in eager code.
+            CaptureError: it is of another kind, a parameter, or somebody sees that it is another
+                object in eager code.
         """
-        reason = self._reason(entry, old, new)
-        if reason is not None or not isinstance(new, torch.Tensor):
+        if entry.kind == "parameter":
             raise CaptureError(
-                f"it replaces {entry.fqn} by another object{reason or ''}",
-                hint="update it in place, with the same shape and dtype: with torch.no_grad():"
-                " parameter.copy_(new)",
+                f"it replaces the parameter {entry.fqn} by another object",
+                hint="update it in place: with torch.no_grad(): parameter.copy_(new)",
             )
-        self._update(entry, old, new)
-        old.grad = new.grad
-
-    def _update_buffer(self, entry: ModuleTensor, old: torch.Tensor, new: object) -> None:
-        """The same of a buffer, which any of its kind may replace."""
         if not isinstance(new, torch.Tensor) or _kind(new) != _kind(old):
             raise CaptureError(
                 f"it replaces the buffer {entry.fqn}, {_said(old)}, by {_said(new)}",
@@ -163,23 +151,6 @@ class Replacing:
         with torch.no_grad():
             old.copy_(new)
 
-    def _reason(self, entry: ModuleTensor, old: torch.Tensor, new: object) -> str | None:
-        if not isinstance(new, torch.Tensor) or not _alike(old, new):
-            return ", which is no parameter of the same kind"
-        if not self._alone:
-            return ", which other ranks do not know of"
-        if len(entry.slots) > 1 or _compat.storage_key(old) in self._shared:
-            return ", and not everywhere where it is used"
-        if _compat.storage_key(new) in self._storages:
-            return ", which shares memory with another tensor"
-        if any(_compat.hooks_of(entry.tensor)) or any(_compat.hooks_of(new)):
-            return ", and one of them has hooks"
-        if self._is_elsewhere(entry.tensor):
-            return ", and uses the old one from elsewhere"
-        if _is_updated((entry.tensor, old)):
-            return ", while an optimizer updates the old one"
-        return None
-
     def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
         """Whether the step got to a tensor in another way than by its module."""
         given = any(leaf is tensor for leaf in self._call.leaves)
@@ -194,37 +165,3 @@ def _said(value: object) -> str:
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device
-
-
-def _alike(old: torch.Tensor, new: torch.Tensor) -> bool:
-    if new.grad_fn is not None or new.layout is not torch.strided:
-        return False
-    ours, theirs = (
-        (*_kind(t), t.stride(), t.requires_grad, isinstance(t, torch.nn.Parameter))
-        for t in (old, new)
-    )
-    return ours == theirs
-
-
-def _is_updated(tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Whether any optimizer of the program has one of the tensors among its parameters."""
-    if not any(_holds(optimizer, tensors) for optimizer in _optimizers()):
-        return False
-    gc.collect()  # some may be gone
-    return any(_holds(optimizer, tensors) for optimizer in _optimizers())
-
-
-def _optimizers() -> Iterator[Optimizer]:
-    """All optimizers of the program, by their classes: a list of all objects would be in the way of
-    threads that are making some of them."""
-    kinds: list[type] = [Optimizer]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    with frozen_objects_seen():
-        found = [each for each in gc.get_referrers(*kinds) if issubclass(type(each), Optimizer)]
-    yield from found
-
-
-def _holds(optimizer: Optimizer, tensors: tuple[torch.Tensor, ...]) -> bool:
-    groups = getattr(optimizer, "param_groups", ())
-    return any(p is tensor for group in groups for p in group["params"] for tensor in tensors)

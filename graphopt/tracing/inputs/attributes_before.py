@@ -46,7 +46,6 @@ class HeldBefore:
         self._alone = alone
         modules = list(call.named_submodules())
         objects = list(_plain_objects(call))
-        self._modules = {module for _, module in modules}
         self._registered = [Registered(name, module) for name, module in modules]
         self._names = [name for name, _ in (*modules, *objects)]
         self.objects = [attributes for _, attributes in objects]
@@ -96,7 +95,7 @@ class HeldBefore:
             CaptureError: it has registered parameters, buffers or submodules.
         """
         for registered in self._registered:
-            yield from registered.replaced(self._modules)
+            registered.refuse_changed()
         for name, table, before in () if self._alone else self._buffers:
             for key, value in table.items():
                 if value is not None and before.get(key) is None:
