@@ -397,7 +397,6 @@ class TrainStep:
         guards = [entry.guards for entry in self._entries]
         cause = self._recaptures.cause(call, mode, branch, guards)
         call = self._entries.with_counted(call, cause)
-        self._entries.keep_lasting()
         ways = self._communication.ways(call, mode, others)
         try:
             self._entries.make_room(cause)

@@ -31,8 +31,7 @@ class Binding:
         agreed: Agreed | None,
         number: int,
     ) -> BoundStep:
-        """What was captured for a call, after all stages, ready to be called; what eager code would
-        have changed outside is done.
+        """What was captured for a call, after all stages, ready to be called.
 
         Args:
             mode: how the call communicates.
@@ -49,7 +48,6 @@ class Binding:
         assert isinstance(module, IterGraphModule)
         self._counts = self._counts or TimesReached()
         share_counts(module.graph, self._counts)
-        captured.effects.apply()
         with captured.state_present():
             guards = Guards(
                 call, captured.live, mode, captured.signature, captured.outside, captured.modes

@@ -130,10 +130,6 @@ class CapturedGraphs(Sequence["BoundStep"]):
                 entry.close()  # a layer or another model may live on
         self._entries = list(filter(_is_usable, self._entries))
 
-    def keep_lasting(self) -> None:
-        """Forget the graphs that hold for no further call."""
-        self._entries = [entry for entry in self._entries if entry.captured.lasting]
-
     def forget_waiting(self) -> None:
         """Forget the graphs that hold once what the first call makes is there: it has made
         nothing."""
@@ -182,4 +178,4 @@ def _fits(entry: BoundStep, call: Call, mode: tuple[Any, ...]) -> bool:
     from graphopt._compat.late import without_torch_function
 
     with without_torch_function():  # to look at a tensor's kind is no use of it
-        return entry.captured.lasting and entry.guards.fit(call, mode)
+        return entry.guards.fit(call, mode)

@@ -152,7 +152,7 @@ class Stages:
                 call = call.using(captured.besides) or call
                 self._choose(captured, call)
                 step = self.apply_passes(captured, proof)
-                step.once = creates_state(call, captured) or not captured.lasting
+                step.once = creates_state(call, captured)
                 self.derive(step)
                 ranks.agree(captured, step.graphs)  # before anything is compiled: that takes long
                 step.agreement = ranks.agreement

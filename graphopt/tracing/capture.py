@@ -28,7 +28,7 @@ from graphopt.tracing.call import Call, check_supported, is_array
 from graphopt.tracing.casts import refuse_kept_casts
 from graphopt.tracing.collecting import collect
 from graphopt.tracing.decisions import OwnDecisionError, another_on_each_rank
-from graphopt.tracing.effects.host_state import OutsideChanges, is_told, left_by_branches
+from graphopt.tracing.effects.host_state import refuse_left
 from graphopt.tracing.effects.mode_changes import are_seen, mode_changes
 from graphopt.tracing.effects.reachable import trained_objects
 from graphopt.tracing.failures import definition_of, explained, is_raised
@@ -48,13 +48,10 @@ from graphopt.tracing.inputs.notes import (
 from graphopt.tracing.inputs.remembered import idle_in, without
 from graphopt.tracing.optimizers.steady import NewState, steady_step
 from graphopt.tracing.outside.existing import births_noted
-from graphopt.tracing.outside.record import Record
-from graphopt.tracing.outside.steps import unchanged
 from graphopt.tracing.ranks.uniformity import first_own, own_inputs
 from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication
 from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.results.followed_objects import following
-from graphopt.tracing.results.repeated_traces import complete, leaves_something, repeated
 from graphopt.tracing.results.signature import Signature
 from graphopt.tracing.shards import placements, shard_made
 from graphopt.tracing.trace import RawTrace, trace
@@ -72,8 +69,6 @@ class CapturedStep:
         inputs: one `InputSpec` per placeholder.
         signature: how results become the return value, gradients and new optimizer state.
         live: where the values of `inputs` are found.
-        effects: what else an eager call would have changed; see `effects.host_state`. Not done yet.
-        lasting: whether the graph holds for further calls as well, after the effects.
         outside: holds what the step read outside its arguments.
         besides: modules, optimizers and tensors that it works on besides its arguments.
         state: optimizer state among the inputs, to be put into the optimizers when the graph has
@@ -94,8 +89,6 @@ class CapturedStep:
     inputs: tuple[InputSpec, ...]
     signature: Signature
     live: Inputs
-    effects: OutsideChanges
-    lasting: bool
     outside: OutsideGuard
     besides: ImplicitInputs
     state: NewState | None = None
@@ -128,8 +121,7 @@ def finish(
     lasts: bool = False,
     held: Set[str] = frozenset(),
 ) -> CapturedStep:
-    """Make the captured dialect of a trace. A step that leaves something on the host is traced once
-    more, as its next call finds that.
+    """Make the captured dialect of a trace.
 
     Args:
         lasts: a first step that makes optimizer state is captured as the steps after it, where it
@@ -137,33 +129,24 @@ def finish(
         held: names of what any rank holds in a way in which its use is not seen.
 
     Raises:
-        CaptureError: traces differ: the step reads something that changes.
+        CaptureError: the step leaves something on the host.
     """
-    if inputs.answers and is_told(raw.effects):
-        raise left_by_branches(raw.effects, raw.outside, call)
+    refuse_left(raw.outside)
     steady = steady_step(call, inputs, communication, raw) if lasts else None
     seen = steady is not None and are_seen(raw, steady.state, call.optimizer_objects())
     if steady is not None and not seen:
-        record, effects = unchanged(steady.raw.outside), raw.effects
-        found = _Repeated(steady.raw, record, complete(raw), effects, steady.state)
+        refuse_left(steady.raw.outside)
         modules = (module for _, module in call.named_submodules())
-        found = found._replace(modes=mode_changes(raw, steady, modules))
+        found = _Traced(steady.raw, steady.state, mode_changes(raw, steady, modules))
         with steady.state.present():
             return _rewritten(call, steady.inputs, found, communication, held)
-    found = _Repeated(raw, raw.outside, True, raw.effects)
-    if leaves_something(raw):  # which the next call finds
-        raw, record, lasting = repeated(raw, lambda: trace(call, inputs, communication), call)
-        found = _Repeated(raw, record, lasting, raw.effects)
-    return _rewritten(call, inputs, found, communication, held)
+    return _rewritten(call, inputs, _Traced(raw), communication, held)
 
 
-class _Repeated(NamedTuple):
-    """A trace that further calls repeat; the other fields are those of `CapturedStep`."""
+class _Traced(NamedTuple):
+    """A trace; the other fields are those of `CapturedStep`."""
 
     raw: RawTrace
-    outside: Record
-    lasting: bool
-    effects: OutsideChanges
     state: NewState | None = None
     modes: tuple[ModeChange, ...] = ()
 
@@ -171,7 +154,7 @@ class _Repeated(NamedTuple):
 def _rewritten(
     call: Call,
     inputs: Inputs,
-    found: _Repeated,
+    found: _Traced,
     communication: MarkedCommunication | None,
     held: Set[str],
 ) -> CapturedStep:
@@ -203,10 +186,8 @@ def _rewritten(
     note_unread_numbers(functional.graph_module, inputs)
     inputs.rebound = list(raw.signature.rebound)
     note_held(functional.graph_module, inputs, held_names(inputs, raw), held)
-    if not found.lasting:  # what the step leaves may be there before the graph runs
-        raw.signature.stay()
-    with found.effects.applied(), call.besides.present():
-        guard = following(found.outside, raw.signature, inputs, call.besides)
+    with call.besides.present():
+        guard = following(raw.outside, raw.signature, inputs, call.besides)
     made = _made_beforehand(call, found.state)
     if made is not None:
         made.entries = shard_made(made.entries, parallel)
@@ -215,13 +196,11 @@ def _rewritten(
         specs,
         raw.signature,
         inputs,
-        found.effects,
-        found.lasting,
         guard,
         replace(call.besides, rounds=0),
         made,
         parallel,
-        tuple(found_places(found.outside, call, guard)),
+        tuple(found_places(raw.outside, call, guard)),
         found.modes,
     )
 

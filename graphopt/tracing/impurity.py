@@ -77,12 +77,12 @@ class _Idle:
             TABLE.write(table, before)
 
 
-def taken_for_a_number(how: str | None, line: SourceLine | None = None) -> CaptureError:
+def taken_for_a_number() -> CaptureError:
     """A setting of an optimizer becomes what further calls cannot follow."""
     return CaptureError(
         "a number that an optimizer's settings or counts decide (such as its learning rate) is"
-        f" {how or 'taken for a plain number'}, which would happen at capture only",
-        location=str(line or current_user_line()),
+        " taken for a plain number, which would happen at capture only",
+        location=str(current_user_line()),
         hint="let a function do it that is called in every step, graphopt.callback(print, rate), or"
         " do it outside the step; to compute with it, take it as it is, without float() or int()",
     )

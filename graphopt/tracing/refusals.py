@@ -27,7 +27,8 @@ class HostWork(Enum):
         "changes {}, and not by a tensor or a number that it puts into an attribute or an item of a"
         " dictionary",
         "return the value and add it behind the call, history.append(step(…)); or let a function"
-        " do it that is called in every step: graphopt.callback(history.append, loss)",
+        " do it that is called in every step: graphopt.callback(history.append, loss); what is"
+        " done once, such as filling a cache, do before the first step",
     )
     TEXT = (
         "makes a text of {}, which is another one in each call",

@@ -7,9 +7,9 @@ autograd is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -23,13 +23,7 @@ from graphopt.ir.source import SourceLine
 from graphopt.parallel.sharding import is_dtensor
 from graphopt.tracing import impurity
 from graphopt.tracing.call import Call
-from graphopt.tracing.effects.host_state import (
-    HostState,
-    OutsideChanges,
-    check_effects,
-    drawn_from,
-    keeps_plain_values,
-)
+from graphopt.tracing.effects.host_state import HostState, check_effects, drawn_from
 from graphopt.tracing.effects.written_values import read_and_replaced
 from graphopt.tracing.failures import definition_of, explained, raised_by_step
 from graphopt.tracing.generators import draws_noted
@@ -59,9 +53,7 @@ class RawTrace:
     Attributes:
         used: parameters whose gradients were marked here, in the order they were ready.
         gradients_first: the step looks at gradients before it computes any, as `zero_grad` does.
-        effects: what the step changed on the host, which has been put back.
         outside: what the step read outside its arguments.
-        handed_out: where an optimizer took one of its settings or counts as a plain number.
     """
 
     graph_module: fx.GraphModule
@@ -70,8 +62,6 @@ class RawTrace:
     used: tuple[str, ...]
     outside: Record
     gradients_first: bool
-    effects: OutsideChanges = field(default_factory=OutsideChanges)
-    handed_out: Sequence[SourceLine | None] = ()
 
 
 def trace(call: Call, inputs: Inputs, communication: MarkedCommunication | None) -> RawTrace:
@@ -115,16 +105,12 @@ def _attempt(
         effects = state.restore()
     with explained(call):
         check_effects(effects)
-        if raw.handed_out and keeps_plain_values(effects):
-            raise impurity.taken_for_a_number("kept", raw.handed_out[0])
     generator = drawn_from(effects)
     if generator is not None:
         drawn = drawn or Drawn(generator, state.generator_advanced)
     if effects and raw.outside.unrepeated.first is None:
         what, line = effects.first_change(raw.outside)
         raw.outside.unrepeated.add(what, line or definition_of(call))
-    raw.effects = effects.with_originals(raw.outside.stands_for)
-    raw.effects.constants.extend(raw.signature.constant_attributes())
     return raw, drawn
 
 
@@ -197,7 +183,6 @@ def _run_once(
         raise run.outside.refused
     first = run.gradients_first
     raw = RawTrace(graph_module, run.signature, fakes, run.used, run.outside, first)
-    raw.handed_out = run.made.handed_out
     return raw, None if drawn is None else Drawn(drawn, generators.python_advanced)
 
 

@@ -33,7 +33,7 @@ def mode_changes(
         modules: of the step.
     """
     state, tables = steady.state, {id(vars(module)) for module in modules}
-    alone = not (first.effects or state.entries or state.gradients)
+    alone = not (state.entries or state.gradients)
     modes = (name == "training" and id(of) in tables for of, name, _ in state.constants)
     if not alone or not all(modes):
         return ()

@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from graphopt.graph_utils import is_operator
-from graphopt.guards.values import is_plain
 from graphopt.ir.metadata import known_value
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs
@@ -129,22 +128,6 @@ def _same_attributes(first: RawTrace, following: RawTrace) -> bool:
         if recipe is None or not _same_recipe(recipe, attribute.recipe):
             return False
     return all(isinstance(recipe, Constant) for recipe in before.values())
-
-
-def gives_alike(first: RawTrace, following: RawTrace) -> bool:
-    """Whether both calls return the same numbers and texts, apart from what is computed, and leave
-    the same among their arguments and outside them."""
-    if first.signature.output_spec != following.signature.output_spec:
-        return False
-    if not (_same_containers(first, following) and _left_alike(first, following)):
-        return False
-    pairs = zip(_constants_returned(first), _constants_returned(following), strict=True)
-    return all(same(a, b) for a, b in pairs if is_plain(a) and is_plain(b))
-
-
-def _constants_returned(raw: RawTrace) -> list[Any]:
-    """What a call returns; None for what is computed."""
-    return [each.value if isinstance(each, Constant) else None for each in raw.signature.outputs]
 
 
 def _left_alike(first: RawTrace, following: RawTrace) -> bool:

@@ -34,7 +34,6 @@ from graphopt.tracing.optimizers.creation import Creation, creation_of
 from graphopt.tracing.optimizers.first_call import repeats_but_creation
 from graphopt.tracing.optimizers.optimizer_state import entries_at, has, write
 from graphopt.tracing.reduction import MarkedCommunication, UnagreedParameterError
-from graphopt.tracing.results.repeated_traces import works_on_what_is_left
 from graphopt.tracing.results.signature import Computed, Constant
 from graphopt.tracing.trace import RawTrace, trace
 
@@ -134,18 +133,19 @@ def steady_step(
     state = _made(call, inputs, first, creation)
     if not state:
         return None
-    with state.present(), first.effects.applied():
+    with state.present():
         following = collect(call, inputs)
         try:
             second = trace(call, following, communication)
         except UnagreedParameterError:
             return None
         except CaptureError:
-            if first.effects or state.constants:  # said when that call comes, if it finds these
+            if state.constants:  # said when that call comes, if it finds these
                 return None
             raise
         except MoreInputs as error:
-            if works_on_what_is_left(first, error):
+            holders = [each.place.holder for each in error.besides.carried]
+            if not all(map(first.outside.is_outside, holders)):  # this call makes them
                 return None
             raise
     equal = repeats_but_creation(call, (first, inputs), (second, following), creation)

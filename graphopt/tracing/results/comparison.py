@@ -25,15 +25,6 @@ class GraphDifference:
     source: SourceLine | None
 
 
-def first_difference(a: fx.GraphModule, b: fx.GraphModule) -> GraphDifference | None:
-    """The first node that differs in operator, arguments, constants or result; None if none does.
-
-    Whether autograd takes a gradient over or copies it depends on reference counts; copies that
-    change nothing are therefore passed over.
-    """
-    return difference_of(a, significant(a.graph), b, significant(b.graph))
-
-
 Said = tuple[fx.Node, Any]
 """A node that computes something, and its arguments in a form that can be compared."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from graphopt.tracing.effects.argument_changes import ContainerChange
 from graphopt.tracing.inputs.entries import ModuleTensor
 from graphopt.tracing.interception.nests import Path
 from graphopt.tracing.optimizers.optimizer_state import OfNone
-from graphopt.tracing.outside.places import MISSING, FollowedPlace, OutsidePlace
+from graphopt.tracing.outside.places import FollowedPlace, OutsidePlace
 
 
 @dataclass(frozen=True)
@@ -234,11 +234,6 @@ class Signature:
     found_by_functions: list[FoundObject] = field(default_factory=list)
     keeps_casts: bool = False
 
-    def stay(self) -> None:
-        """The graph is for one call, which leaves what it does in the very containers in which the
-        trace has left it."""
-        self.placed = [replace(each, within=None) for each in self.placed]
-
     def recipes(self) -> Iterator[Recipe]:
         """How each thing that the step returns or leaves behind is found."""
         yield from self.outputs
@@ -255,12 +250,3 @@ class Signature:
         for attribute in self.attributes:
             if isinstance(attribute.recipe, Constant):
                 yield attribute.attributes, attribute.name, attribute.recipe.value
-
-    @property
-    def makes_attributes(self) -> bool:
-        """Whether an attribute that takes a tensor is not there yet."""
-        made = [(each.place, each.recipe) for each in self.attributes]
-        made += [(each.place, each.recipe) for each in self.placed]
-        return any(
-            place.now() is MISSING for place, recipe in made if not isinstance(recipe, Constant)
-        )

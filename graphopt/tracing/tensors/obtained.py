@@ -35,14 +35,12 @@ class ObtainedValues:
         decider: answers decisions by values; not there before the step runs.
         positions: known numbers as positions; not there before the step runs.
         refused: an error that the step may have swallowed.
-        handed_out: where the step took a setting or count of an optimizer as the number that it is.
     """
 
     def __init__(self, tagger: Tagger, arguments: Collection[int]) -> None:
         self._tagger, self._arguments = tagger, set(arguments)
         self.decider: Decider
         self.positions: Positions
-        self.handed_out: list[SourceLine | None] = []
         self._references: list[tuple[weakref.ref[torch.Tensor], SourceLine | None]] = []
         self._numbers: list[tuple[weakref.ref[Any], SourceLine | None]] = []
         self.refused: CaptureError | None = None
@@ -66,11 +64,10 @@ class ObtainedValues:
         """
         if all(number in self._arguments for number in numbers):
             return
-        self.handed_out.append(current_user_line())
         if text:
             raise HostWork.TEXT.refused("a setting or a count of an optimizer")
         if self._tagger.phase != "optimizer":
-            raise self.refuse(taken_for_a_number(None))
+            raise self.refuse(taken_for_a_number())
 
     def decide(self, number: Any, kind: type) -> Any:
         """What a number is in this call."""
