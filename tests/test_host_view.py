@@ -1,5 +1,5 @@
-"""What functions on the host find outside the step, against eager: what the program has left there
-before it calls them, whatever it leaves and wherever they look."""
+"""What functions on the host find outside the step and change there: as in eager code, or an error
+wherever they use what the step has set before them, or change what it uses."""
 
 from __future__ import annotations
 
@@ -75,6 +75,7 @@ def plain(value: Any) -> Any:
 
 Body = Callable[[World, Tensor], Any]
 SEEN: dict[str, Body] = {}
+STALE: dict[str, Body] = {}
 REFUSED: dict[str, Body] = {}
 
 
@@ -83,121 +84,115 @@ def seen(body: Body) -> Body:
     return body
 
 
+def stale(body: Body) -> Body:
+    STALE[body.__name__] = body
+    return body
+
+
 def refused(body: Body) -> Body:
     REFUSED[body.__name__] = body
     return body
 
 
-@seen
+@stale
 def a_count(w: World, x: Tensor) -> Any:
     w.count += 1
     w.sees(lambda w: w.count)
+    return w.train(x)
+
+
+@stale
+def a_number_of_a_tensor(w: World, x: Tensor) -> Any:
     loss = w.train(x)
-    w.count += 1
-    w.sees(lambda w: w.count)
+    w.average = 0.9 * w.average + loss.item()
+    w.sees(lambda w: f"{w.average:.3f}")
     return loss
 
 
-@seen
-def what_is_taken_back(w: World, x: Tensor) -> Any:
-    w.flag, w.text, before = True, "a", w.count
-    w.count = before + 5
-    w.sees(lambda w: (w.flag, w.text, w.count))
-    w.flag, w.text, w.count = False, "b", before
-    w.sees(lambda w: (w.flag, w.text, w.count))
+@stale
+def an_item(w: World, x: Tensor) -> Any:
+    loss = w.train(x)
+    w.table["loss"] = loss.item()
+    w.sees(lambda w: w.table["loss"] + 1)
+    return loss
+
+
+@stale
+def a_tensor(w: World, x: Tensor) -> Any:
+    w.last = w.model(x).detach()
+    w.sees(lambda w: w.last.sum())
+    return w.train(x)
+
+
+@stale
+def a_new_attribute(w: World, x: Tensor) -> Any:
+    loss = w.train(x)
+    w.newest = loss
+    w.sees(lambda w: bool(w.newest))
+    return loss
+
+
+@stale
+def a_setting(w: World, x: Tensor) -> Any:
+    w.count += 1
+    w.rate = 0.1 / (w.count + 1)
+    w.sees(lambda w: w.rate * 2)
+    return w.train(x)
+
+
+@stale
+def an_object_as_a_whole(w: World, x: Tensor) -> Any:
+    w.space.count += 1
+    w.sees(lambda w: copy.deepcopy(w.space))
+    return w.train(x)
+
+
+COUNT = 0
+
+
+@stale
+def a_global_variable(w: World, x: Tensor) -> Any:
+    global COUNT
+    COUNT += 1
+    w.sees(lambda w: COUNT + 1)
     return w.train(x)
 
 
 @seen
-def a_number_of_a_tensor(w: World, x: Tensor) -> Any:
+def what_it_is_given(w: World, x: Tensor) -> Any:
+    w.count += 1
+    call(w.seen.append, w.count)
     loss = w.train(x)
     w.average = 0.9 * w.average + loss.item()
-    w.sees(lambda w: w.average)
+    call(lambda *given: w.seen.append(plain(given)), w.average, loss, w.count)
     return loss
 
 
 @seen
-def items(w: World, x: Tensor) -> Any:
-    loss = w.train(x)
+def constants_and_what_it_leaves_alone(w: World, x: Tensor) -> Any:
+    w.count += 1
+    w.text = "a"
+    w.sees(lambda w: (w.text, w.flag, w.history))
+    w.text = "b"
+    w.sees(lambda w: w.text)
+    return w.train(x)
+
+
+@seen
+def what_the_step_sets_later(w: World, x: Tensor) -> Any:
+    w.sees(lambda w: (w.count, w.table["count"], w.rate))
+    w.count += 1
     w.table["count"] += 1
-    w.table["loss"] = loss.item()
-    w.table.update(a=1, b=float(loss))
-    w.pair[0] += 1
-    w.pair[1] = float(loss)
-    w.sees(lambda w: (dict(w.table), list(w.pair)))
-    return loss
-
-
-@seen
-def tensors(w: World, x: Tensor) -> Any:
-    hidden = w.model(x).detach()
-    w.last = hidden
-    w.sees(lambda w: w.last)
-    hidden.add_(1)
-    w.sees(lambda w: w.last)
     loss = w.train(x)
-    w.last = [loss, x]
-    w.sees(lambda w: w.last)
+    w.rate = 0.1 / w.count
     return loss
 
 
 @seen
-def attributes_that_are_new(w: World, x: Tensor) -> Any:
-    loss = w.train(x)
-    w.newest = loss
-    w.temporary = 1
-    w.model.calls = getattr(w.model, "calls", 0) + 1
-    w.space.count += 2
-    w.sees(lambda w: (w.newest, hasattr(w, "temporary"), w.model.calls, w.space.count))
-    del w.temporary
-    w.sees(lambda w: hasattr(w, "temporary"))
-    return loss
-
-
-@seen
-def settings(w: World, x: Tensor) -> Any:
-    w.count += 1
-    w.rate = 0.1 / (w.count + 1)
-    w.sees(lambda w: w.rate)
-    loss = w.train(x)
-    w.rate = 0.5
-    w.sees(lambda w: w.rate)
-    return loss
-
-
-@seen
-def modes(w: World, x: Tensor) -> Any:
-    loss = w.train(x)
-    w.model.eval()
-    w.sees(lambda w: w.model.training)
-    w.model.train()
-    w.sees(lambda w: w.model.training)
-    return loss
-
-
-@seen
-def now_and_then(w: World, x: Tensor) -> Any:
+def what_a_function_keeps(w: World, x: Tensor) -> Any:
     loss = w.train(x)
     w.count += 1
-    w.sees(lambda w: w.count, every=2)
-    w.count += 1
-    return loss
-
-
-@seen
-def what_a_function_changes_stays(w: World, x: Tensor) -> Any:
-    w.count += 1
-    loss = w.train(x)
-
-    def restart() -> None:
-        w.history.append(w.count)
-        w.seen.append((w.count, list(w.history)))
-        if w.count == 2:
-            w.count = 0
-            w.history.clear()
-            w.rate = w.rate * 0.5
-
-    call(restart)
+    call(lambda value: w.history.append(value.item()), loss)
     return loss
 
 
@@ -211,6 +206,37 @@ def variables_of_the_step(w: World, x: Tensor) -> Any:
     table["a"] = 2
     call(lambda given: w.seen.append(dict(given)), table)
     return loss
+
+
+@refused
+def a_count_that_the_step_sets(w: World, x: Tensor) -> Any:
+    call(lambda: setattr(w, "count", 0))
+    loss = w.train(x)
+    w.count += 1
+    return loss
+
+
+@refused
+def a_count_that_the_step_has_set(w: World, x: Tensor) -> Any:
+    w.count += 1
+    call(lambda: setattr(w, "count", 0))
+    return w.train(x)
+
+
+@refused
+def a_rate_that_the_step_sets(w: World, x: Tensor) -> Any:
+    call(lambda: setattr(w, "rate", 0.25))
+    loss = w.train(x)
+    w.rate = 0.5
+    return loss
+
+
+@refused
+def a_list_of_the_step(w: World, x: Tensor) -> Any:
+    rows = [1]
+    call(lambda: w.seen.append(rows))
+    rows.append(2)
+    return w.train(x)
 
 
 @refused
@@ -295,14 +321,19 @@ def test_functions_find_what_the_program_has_left(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_step_would_not_see_is_an_error(name: str) -> None:
-    with pytest.raises(GraphOptError, match="on the host"):
+    with pytest.raises(GraphOptError, match=r"graphopt\.callback"):
         trained(REFUSED[name], True)
+
+
+@pytest.mark.parametrize("name", STALE)
+def test_what_the_step_has_set_before_is_an_error(name: str) -> None:
+    with pytest.raises(GraphOptError, match="which the step has set before"):
+        trained(STALE[name], True)
 
 
 @pytest.mark.parametrize("fails", [0, 2])
 def test_after_an_error_everything_is_as_before(fails: int) -> None:
-    """What stands before the last update has not happened; what the step has left for the function
-    is taken back."""
+    """What stands before the last update has not happened."""
     world = World()
     number = 0
 
@@ -314,7 +345,7 @@ def test_after_an_error_everything_is_as_before(fails: int) -> None:
         world.count += 1
         world.rate = 0.1 / world.count
         call(check)
-        call(lambda: world.seen.append((world.count, world.rate)))
+        call(lambda *given: world.seen.append(given), world.count, world.rate)
         return world.train(x)
 
     run = graphopt.compile(step)
@@ -362,7 +393,7 @@ def counted_on(rank: int, compiled: bool) -> tuple[Any, ...]:
         world.count += 1
         world.space.count += 1
         world.last = loss.item()
-        world.sees(lambda w: (w.count, w.last, w.space.count, w.rate))
+        call(lambda *given: world.seen.append(given), world.count, world.last, world.space.count)
         return loss
 
     run = graphopt.compile(step) if compiled else step

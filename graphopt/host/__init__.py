@@ -26,7 +26,7 @@ from graphopt.host.functions import is_same, name_of
 from graphopt.host.held import HeldByFunction
 from graphopt.host.modes import Modes
 from graphopt.host.running import current_run
-from graphopt.host.seen import Outside
+from graphopt.host.seen import SetBefore, UsedPlace
 from graphopt.ir.metadata import phase_of, set_phase
 
 __all__ = ["HostCall", "host_call_of", "host_calls", "insert_callback", "is_host_call"]
@@ -57,10 +57,9 @@ class HostCall:
         counts: how often places were reached; all graphs of one step share them.
         first: no update of state comes before it in the program.
         last: no update of state follows it in the program.
-        outside: what the function finds outside the step, and the step reads there behind it. The
-            values that it takes follow the arguments'.
+        found: places outside the step that it has set before.
+        watched: places outside the step that the function may not change, since the step uses them.
         held: what the function and its arguments hold that the step has made.
-        number: which call of a function it is in the program's order; None outside it.
 
     >>> from graphopt.host import host_call_of, insert_callback
     >>> (loss,) = graphopt.graph_utils.get_outputs(gm.graph).results
@@ -83,10 +82,9 @@ class HostCall:
         self.first = self.last = False
         self.values: list[Any] = []
         self._arguments = [self._taken_apart(argument) for argument in arguments]
-        self._count = len(self.values)
-        self.outside = Outside()
+        self.found: list[SetBefore] = []
+        self.watched: list[UsedPlace] = []
         self.held: HeldByFunction | None = None
-        self.number: int | None = None
         self._modes = Modes.now()
 
     def _taken_apart(self, argument: Any) -> tuple[Any, list[Any]]:
@@ -97,6 +95,14 @@ class HostCall:
             return None, [argument]
         self.values += found
         return spec, [_VALUE_OF_GRAPH if any(leaf is v for v in found) else leaf for leaf in leaves]
+
+    def take_apart(self, is_own: Callable[[Any], bool]) -> None:
+        """Let nests of constants be put together in each call, where the step has made them."""
+        for index, (spec, leaves) in enumerate(self._arguments):
+            if spec is None and is_own(leaves[0]):
+                parts, found = _compat.tree_flatten(leaves[0], is_leaf=lambda v: not is_own(v))
+                if _compat.is_applied(found):
+                    self._arguments[index] = found, parts
 
     def take_values(self) -> list[Any]:
         """The values among the arguments, which this then forgets."""
@@ -130,13 +136,13 @@ class HostCall:
         """Call the function now, if it is its turn."""
         if self.every > 1 and not self.counts.is_due(self.place, self.every):
             return
-        arguments = self._with(map(_owned, values[: self._count]))
+        arguments = self._with(map(_owned, values))
         run = current_run()
         with self._modes.restored():
             if run is None:
                 self.fn(*arguments)
             else:
-                run.call(self, arguments, values[self._count :])
+                run.call(self, arguments)
 
     def made_anew(self, arguments: Sequence[Any]) -> list[Any]:
         """Those arguments that are put together in each call, as they have values of the graph."""
@@ -158,12 +164,11 @@ class HostCall:
         given = {
             known: each.path
             for call in (self, other)
-            for known, each in (call.held.of_trace.items() if call.held else ())
+            for known, (_, each) in (call.held.of_trace.items() if call.held else ())
         }
         return (
             (self.every, specs) == (other.every, other_specs)
             and is_same(self.fn, other.fn, given=given)
-            and self.outside.repeats(other.outside)
             and all(
                 is_same(tuple(mine), tuple(theirs), given=given)
                 for mine, theirs in zip(constants, other_constants, strict=True)

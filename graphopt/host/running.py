@@ -24,7 +24,7 @@ from graphopt import _compat
 from graphopt.errors import GraphOptError
 from graphopt.host.context import while_set
 from graphopt.host.held import HeldByFunction, containers_in, refuse_changed_containers
-from graphopt.host.seen import Outside, PutOutside, refuse_changed
+from graphopt.host.seen import SetBefore, UsedPlace, refuse_changed, set_before
 
 
 class VotesOnErrors(Protocol):
@@ -65,9 +65,9 @@ class Called(Protocol):
 
     fn: Callable[..., Any]
     last: bool
-    outside: Outside
+    found: list[SetBefore]
+    watched: list[UsedPlace]
     held: HeldByFunction | None
-    number: int | None
 
     def made_anew(self, arguments: Sequence[Any]) -> list[Any]: ...
 
@@ -125,9 +125,6 @@ class HostRun:
         given: positional and keyword arguments of the step.
         unused: which parameters other ranks use; None where ranks share none.
         questions: how ranks ask one another; None where they do not.
-
-    Attributes:
-        put: what has been put outside the step for functions that were called.
     """
 
     def __init__(
@@ -149,39 +146,27 @@ class HostRun:
         self._failure: BaseException | None = None
         self._last = False
         self._agreed = False
-        self.put = PutOutside()
 
-    def call(self, host_call: Called, arguments: Sequence[Any], values: Sequence[Any]) -> None:
-        """Call a function.
-
-        Args:
-            arguments: what it is given.
-            values: what is put outside for it.
-        """
+    def call(self, host_call: Called, arguments: Sequence[Any]) -> None:
+        """Call a function with these arguments."""
         if self._failure is not None:  # eager code would not have come here
             return
         try:
-            self._call(host_call, arguments, values)
+            self._call(host_call, arguments)
         except BaseException as error:
             if not host_call.last and self._votes is None:
                 raise
             self._failure, self._last = error, host_call.last
 
-    def _call(self, host_call: Called, arguments: Sequence[Any], values: Sequence[Any]) -> None:
-        outside, held = host_call.outside, host_call.held
-        self.put.show(outside, values)
-        before = [each.place.now() for each in outside.read]
-        prepared = held.prepared(host_call.fn, arguments, self._given) if held else None
-        given = list(containers_in(host_call.made_anew(arguments)))
-        with self._alone():
-            if prepared is None:
-                host_call.fn(*arguments)
-            else:
-                prepared.fn(*prepared.arguments)
-        refuse_changed_containers([*given, *(prepared.containers if prepared else ())])
-        if prepared is not None:
-            prepared.refuse_changed()
-        refuse_changed(outside.read, before)
+    def _call(self, host_call: Called, arguments: Sequence[Any]) -> None:
+        before, fn = [each.place.now() for each in host_call.watched], host_call.fn
+        if host_call.held:
+            fn, arguments = host_call.held.prepared(fn, arguments, self._given)
+        made = list(containers_in(host_call.made_anew(arguments)))
+        with set_before(host_call.found), self._alone():
+            fn(*arguments)
+        refuse_changed_containers(made)
+        refuse_changed(host_call.watched, before)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -147,7 +147,6 @@ class BoundStep:
                 raise
             except BaseException as error:
                 self._set_modes()
-                host.put.undo()
                 self._raise_explained(error, step, host)
                 raise
             finally:
@@ -160,7 +159,7 @@ class BoundStep:
                     state.put()
                 results = [*user, *carried]
                 self._moved.leave(moved, results)
-                returned = self._results.put(call, flat, results, host.put)
+                returned = self._results.put(call, flat, results)
             host.end()
             return returned
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from graphopt import _compat
 from graphopt._compat.late import put_gradient
-from graphopt.host.seen import PutOutside
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.effects.argument_changes import found_in, make_change
@@ -50,16 +49,13 @@ class StepResults:
         self._signature, self._tensors = captured.signature, captured.live.module_tensors
         self._returns_one = captured.signature.output_spec == _compat.ONE_VALUE
 
-    def put(
-        self, call: Call, flat: Sequence[Any], results: Sequence[Any], there: PutOutside
-    ) -> Any:
+    def put(self, call: Call, flat: Sequence[Any], results: Sequence[Any]) -> Any:
         """Put it there.
 
         Args:
             call: the call of the step.
             flat: the inputs of the graph.
             results: what it returned besides state that it has updated itself.
-            there: what has been put outside the step already, for functions that it has called.
 
         Returns:
             What the step returns.
@@ -69,8 +65,8 @@ class StepResults:
         outputs = [self._value(recipe, ran) for recipe in self._signature.outputs]
         left = self._left_outside(call, ran)
         self._put_into_tensors(call, ran)
-        self._put_outside(left, there)
-        self._put_into_optimizers(call, ran, there)
+        self._put_outside(left)
+        self._put_into_optimizers(call, ran)
         if self._returns_one:
             return outputs[0]
         return _compat.tree_unflatten(outputs, self._signature.output_spec)
@@ -114,35 +110,26 @@ class StepResults:
         for number, flag in signature.flags_of_parameters.items():
             tensors[number].live().requires_grad_(flag)
 
-    def _put_outside(self, left: _LeftOutside, there: PutOutside) -> None:
+    def _put_outside(self, left: _LeftOutside) -> None:
         signature = self._signature
         for attribute, value in zip(signature.attributes, left.attributes, strict=True):
-            if not self._is_changed(attribute.place.identity, there):
-                attribute.attributes[attribute.name] = value
+            attribute.attributes[attribute.name] = value
         for placed, (place, value) in zip(signature.placed, left.placed, strict=True):
-            if not self._is_changed(placed.place.identity, there):
-                is_new = placed.behind and place.key not in place.holder
-                place.write(value)
-                if is_new:
-                    _move_behind(place.holder, placed.behind)
+            is_new = placed.behind and place.key not in place.holder
+            place.write(value)
+            if is_new:
+                _move_behind(place.holder, placed.behind)
         for given, (container, items) in zip(signature.containers, left.containers, strict=True):
             make_change(container, given.change, items)
 
-    def _put_into_optimizers(self, call: Call, ran: _Ran, there: PutOutside) -> None:
-        """Settings of groups, places that are as before again, and that optimizers have stepped."""
+    def _put_into_optimizers(self, call: Call, ran: _Ran) -> None:
+        """Settings of groups, and that optimizers have stepped."""
         signature, optimizers = self._signature, call.optimizer_objects()
         for setting in signature.settings:
             group = SettingPlace.of(optimizers[setting.optimizer], setting.group, setting.key)
-            if not self._is_changed(group.identity, there):
-                group.write(self._value(setting.recipe, ran))
-        there.restore(signature.restored)
+            group.write(self._value(setting.recipe, ran))
         for index in signature.stepped:
             _compat.mark_stepped(optimizers[index])
-
-    def _is_changed(self, identity: Hashable, there: PutOutside) -> bool:
-        """Whether a function has put something else where the step has left something before."""
-        stamps = self._signature.stamps
-        return bool(stamps) and there.has_changed(identity, stamps.get(identity))
 
     def _value(self, recipe: Recipe, ran: _Ran) -> Any:
         """What a recipe stands for, given this call's inputs and the graph's results."""

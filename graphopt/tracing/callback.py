@@ -79,11 +79,11 @@ def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
 
 
 def record(call: HostCall) -> None:
-    """Let a call be a node of the graph that is being traced, with what it is given, and what it
-    finds outside the step."""
+    """Let a call be a node of the graph that is being traced, with what it is given."""
     view = current_view()
-    found = [] if view is None else view.note(call)
-    call(*map(_detached, [*call.take_values(), *found]))
+    if view is not None:
+        view.note(call)
+    call(*map(_detached, call.take_values()))
 
 
 _counts = EagerCounts()

@@ -29,7 +29,7 @@ from graphopt.tracing.casts import refuse_kept_casts
 from graphopt.tracing.collecting import collect
 from graphopt.tracing.decisions import OwnDecisionError, another_on_each_rank
 from graphopt.tracing.effects.host_state import refuse_left
-from graphopt.tracing.effects.mode_changes import are_seen, mode_changes
+from graphopt.tracing.effects.mode_changes import mode_changes
 from graphopt.tracing.effects.reachable import trained_objects
 from graphopt.tracing.failures import definition_of, explained, is_raised
 from graphopt.tracing.functional.functionalization import functionalize, name_placeholders
@@ -133,8 +133,7 @@ def finish(
     """
     refuse_left(raw.outside)
     steady = steady_step(call, inputs, communication, raw) if lasts else None
-    seen = steady is not None and are_seen(raw, steady.state, call.optimizer_objects())
-    if steady is not None and not seen:
+    if steady is not None:
         refuse_left(steady.raw.outside)
         modules = (module for _, module in call.named_submodules())
         found = _Traced(steady.raw, steady.state, mode_changes(raw, steady, modules))

@@ -28,7 +28,8 @@ class HostWork(Enum):
         " dictionary",
         "return the value and add it behind the call, history.append(step(…)); or let a function"
         " do it that is called in every step: graphopt.callback(history.append, loss); what is"
-        " done once, such as filling a cache, do before the first step",
+        " done once, such as filling a cache or hooks that the first forward installs, do before"
+        " the first step: model(batch)",
     )
     TEXT = (
         "makes a text of {}, which is another one in each call",

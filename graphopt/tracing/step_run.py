@@ -135,9 +135,7 @@ class StepRun:
             marks = Marks(self._call, self._inputs, traced)
             held = HeldBefore(self._call, self.outside, traced.by_id, self._alone)
             self._shared.begin(traced)
-            self._view = HostView(
-                *(self._call, self._inputs, traced, self.outside), *(held.tables, held.groups)
-            )
+            self._view = HostView(self._call, self.outside, held.tables, held.groups)
             ran = self._run(traced, held)
             return self._collect(flat, traced, marks, held, ran)
 

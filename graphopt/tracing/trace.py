@@ -109,7 +109,7 @@ def _attempt(
     if generator is not None:
         drawn = drawn or Drawn(generator, state.generator_advanced)
     if effects and raw.outside.unrepeated.first is None:
-        what, line = effects.first_change(raw.outside)
+        what, line = effects.first_change(raw.outside, call)
         raw.outside.unrepeated.add(what, line or definition_of(call))
     return raw, drawn
 

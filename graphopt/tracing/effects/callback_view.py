@@ -1,11 +1,10 @@
-"""What a traced step has left outside when it calls a function on the host (`graphopt.host.seen`).
+"""What a traced step has set and read outside when it calls a function on the host.
 
     self.n += 1
-    graphopt.callback(lambda: print(self.n))      reaches self: is given self.n, and puts it there
-    graphopt.callback(losses.append, loss)        reaches nothing that the step has changed
+    graphopt.callback(lambda: print(self.n))      may look for what the step has set
+    graphopt.callback(losses.append, loss)        may not
 
-Only what a function can reach from its closure, its arguments and the globals that it names is put
-there for it.
+What a function can reach is what its closure, its arguments and the globals that it names lead to.
 """
 
 from __future__ import annotations
@@ -13,29 +12,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
-from graphopt import _compat
 from graphopt._compat.untraced import without_overrides
 from graphopt.errors import CaptureError
 from graphopt.host import HostCall
-from graphopt.host.held import FoundObject, Given, HeldByFunction
-from graphopt.host.seen import GivenValue, LeftThere, LeftValue, LiveValue, ReadBehind
+from graphopt.host.held import Given, HeldByFunction
+from graphopt.host.seen import SetBefore, Stale, UsedPlace
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import current_user_line
 from graphopt.tracing.call import Call
 from graphopt.tracing.effects.argument_changes import GivenContainers
 from graphopt.tracing.effects.reachable import Reach, reached_from
-from graphopt.tracing.effects.written_values import written_value
-from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.optimizers.setting_place import SettingPlace
 from graphopt.tracing.outside.behind import Behind
-from graphopt.tracing.outside.moving import is_object
-from graphopt.tracing.outside.places import MISSING, OutsidePlace, same
+from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_value, same
 from graphopt.tracing.outside.record import Record
-from graphopt.tracing.results.signature import Constant, Signature
-from graphopt.tracing.scalars.numbers import SYMBOLIC
-from graphopt.tracing.substitute import Traced
+from graphopt.tracing.results.signature import Signature
 
 Tables = Sequence[tuple[dict[str, Any], dict[str, Any]]]
 """Attributes of objects, with what they were when the step began."""
@@ -52,61 +43,50 @@ class HostView:
     def __init__(
         self,
         call: Call,
-        inputs: Inputs,
-        traced: Traced,
         record: Record,
         tables: Tables,
         settings: Sequence[tuple[int, int, dict[str, Any]]],
     ) -> None:
-        self._record, self._tables = record, tables
+        self._record, self._tables, self._settings = record, tables, settings
         self._optimizers = call.optimizer_objects()
-        self._settings = settings
-        self._live = {id(traced.by_id[id(entry.tensor)]): entry for entry in inputs.module_tensors}
         self._calls: list[tuple[HostCall, Reach]] = []
         self._lines: list[SourceLine | None] = []
-        self._objects: dict[int, FoundObject] = {}
-        self._known: dict[Any, tuple[int, Any, int]] = {}
-        self.given = GivenContainers((), {})
-        self._before: dict[Any, tuple[Any, Any]] = {}
-        self._stamps = 0
-        self._transient: set[Any] = set()
-        self._last: dict[Any, int] = {}
         self._groups: list[Any] = []
+        self.given = GivenContainers((), {})
 
     # ------------------------------------------------------------------ calls
 
-    def note(self, call: HostCall) -> list[Any]:
-        """Let a call know what its function finds; returns the values that it is given for that."""
+    def note(self, call: HostCall) -> None:
+        """The step calls a function."""
         if self._record.behind is None:
             self._record.behind = Behind(self._record.times_written)
         self._record.behind.calls()
+        call.take_apart(self._is_own_nest)
         with without_overrides():
             reach = reached_from(call.fn, call.constants)
-        call.number = len(self._calls)
         self._calls.append((call, reach))
         self._lines.append(current_user_line())
         call.held = self._held(call)
-        given: list[Any] = []
-        for place, holder, before in self._changed():
+        for path, place, before in self._changed():
             value = place.now()
-            real = self._record.real_groups.get(id(holder), holder)
-            if reach.has(holder) or reach.has(real) or self._record.is_namespace(holder):
-                left = self._left(value, given)
-                if left is not None:
-                    stamp = self._stamp(place, value)
-                    self._before.setdefault(place.identity, (place, before))
-                    self._record.pin(holder)
-                    self._record.pin(self._record.owner(holder))
-                    call.outside.left.append(LeftThere(place, left, stamp))
-        return given
+            if not same(value, before) and self._finds(reach, place):
+                plain = value is MISSING or is_value(value) or self._record.is_outside(value)
+                call.found.append(SetBefore(place, path, value if plain else Stale(path)))
+                self._pin(place)
+
+    def _is_own_nest(self, value: Any) -> bool:
+        """Whether a value is a list, dictionary or tuple that the step has made."""
+        if type(value) not in (list, dict, tuple):
+            return False
+        given = any(each is value for each, _ in self.given.paths())
+        return not given and not self._record.is_outside(value)
 
     def _held(self, call: HostCall) -> HeldByFunction | None:
         """What the function of a call, and what it is given, hold of the step's own."""
-        given = {id(value): Given(path) for value, path in self.given.paths()}
-        held = HeldByFunction(self._is_used, given, self._found)
-        held.add(call.fn)
-        for argument in call.constants:
-            held.add(argument)
+        given = {id(value): (value, Given(path)) for value, path in self.given.paths()}
+        held = HeldByFunction(self._is_used, given)
+        for value in (call.fn, *call.constants):
+            held.add(value)
         for part in call.parts_of_nests:
             self._record.pin(part)
         held.finish()
@@ -117,12 +97,13 @@ class HostView:
         self._record.pin(value)
         return self._record.is_outside(value)
 
-    def _found(self, value: Any) -> FoundObject | None:
-        """An object outside, where all that it does to the step is seen: each call may find another
-        one in its place."""
-        if not is_object(value) or not self._record.is_outside(value):
-            return None
-        return self._objects.setdefault(id(value), FoundObject(value))
+    def _finds(self, reach: Reach, place: Any) -> bool:
+        """Whether a function may find what is in a place."""
+        if not isinstance(place, OutsidePlace):
+            groups = self._groups or self._record.real_groups.values()
+            return reach.has(place.optimizer()) or any(map(reach.has, groups))
+        namespace = self._record.is_namespace(place.holder)
+        return reach.has(place.holder) or (namespace and reach.names(place.holder, place.key))
 
     def steps(self, optimizer: Any) -> None:
         """The step steps an optimizer, which reads its settings."""
@@ -138,97 +119,69 @@ class HostView:
                     path = f"{key!r} of a parameter group"
                     behind.reads(place, value, path, line)
 
-    def _changed(self) -> Iterator[tuple[Any, Any, Any]]:
-        """The places that the step has changed so far, each with its holder and what was there."""
+    def _changed(self) -> Iterator[tuple[str, Any, Any]]:
+        """The places that the step has changed so far, each with its name and what was there."""
         for written in self._record.written_places():
-            yield written.place, written.place.holder, written.before
+            yield written.path, written.place, written.before
+        optimizers = {id(vars(optimizer)) for optimizer in self._optimizers}
         for table, before in self._tables:
-            for key, value in table.items():
-                changed = value is not before.get(key, MISSING)
-                place = OutsidePlace("item", table, key)
-                known = self._record.has_written(table, key) or place.identity in self._before
-                if changed or known:  # torch's own code writes unseen
-                    yield place, table, before.get(key, MISSING)
+            for key, value in table.items() if id(table) not in optimizers else ():
+                if value is not before.get(key, MISSING):  # torch's own code writes unseen
+                    path = f"the attribute {key}"
+                    yield path, OutsidePlace("item", table, key), before.get(key, MISSING)
         for index, number, before in self._settings:
             optimizer = self._optimizers[index]
-            group = optimizer.param_groups[number]
-            for key, value in group.items():
-                setting = SettingPlace.of(optimizer, number, key)
-                changed = value is not before.get(key, MISSING) or setting.identity in self._before
-                if changed:
-                    yield setting, group, before.get(key, MISSING)
-
-    def _left(self, value: Any, given: list[Any]) -> LeftValue | None:
-        """What stands for a value; None where it cannot be made in each call."""
-        if value is MISSING or self._record.is_outside(value):
-            return LeftValue(None, (value,))
-        made = written_value(self._record, value, of_call=False)
-        if made is None:
-            return None
-        leaves, spec = _compat.tree_flatten(made)
-        marks = [self._leaf(leaf, given) for leaf in leaves]
-        return LeftValue(None if spec == _compat.ONE_VALUE else spec, tuple(marks))
-
-    def _leaf(self, leaf: Any, given: list[Any]) -> Any:
-        if isinstance(leaf, Constant):
-            return leaf.value
-        if not isinstance(leaf, (torch.Tensor, *SYMBOLIC)):
-            return leaf
-        entry = self._live.get(id(leaf))
-        if entry is not None:
-            return LiveValue(entry.tensor, entry.live)
-        given.append(leaf)
-        return GivenValue(len(given) - 1)
-
-    def _stamp(self, place: Any, value: Any) -> int:
-        times = self._record.times_written.get(place.identity, 0)
-        known = self._known.get(place.identity)
-        if known is None or known[0] != times or known[1] is not value:
-            self._stamps += 1
-            self._known[place.identity] = (times, value, self._stamps)
-        return self._known[place.identity][2]
+            for key, value in optimizer.param_groups[number].items():
+                if value is not before.get(key, MISSING):
+                    path = f"{key!r} of a parameter group"
+                    place = SettingPlace.of(optimizer, number, key)
+                    yield path, place, before.get(key, MISSING)
 
     # ------------------------------------------------------------------ the end
 
     def finish(self) -> None:
-        """The step is over, and all that it leaves is still there."""
-        for identity, (place, before) in self._before.items():
-            value = place.now()
-            self._last[identity] = self._stamp(place, value)
-            if same(value, before):
-                self._transient.add(identity)
-        self._known.clear()
-        self._before.clear()
+        """The step is over, and its optimizers still have the groups of the trace."""
         self._groups = list(self._record.real_groups.values())
 
     def settle(self, signature: Signature) -> None:
-        """Let each call know what its function finds: what each call of the step leaves there, or
-        takes back; and what is read behind it."""
-        signature.stamps = self._last
-        signature.found_by_functions = list(self._objects.values())
-        taken = {each.place.identity for each in signature.placed}
-        taken |= {each.place.identity for each in signature.attributes}
+        """The step is over: let each call know which places its function may not change."""
+        left: list[tuple[str, Any]] = [
+            *((f"the attribute {each.name}", each.place) for each in signature.attributes),
+            *((f"the item or attribute {each.place.key}", each.place) for each in signature.placed),
+        ]
         for setting in signature.settings:
-            optimizer = self._optimizers[setting.optimizer]
-            taken.add(SettingPlace.of(optimizer, setting.group, setting.key).identity)
-        signature.restored = {k: v for k, v in self._last.items() if k in self._transient - taken}
-        taken |= self._transient
+            place = SettingPlace.of(self._optimizers[setting.optimizer], setting.group, setting.key)
+            left.append((f"{setting.key!r} of a parameter group", place))
         changed = [container.change.path for container in signature.containers]
         for number, (call, reach) in enumerate(self._calls):
             self._refuse_changed(call, self._lines[number], changed)
-            outside = call.outside
-            outside.left = [each for each in outside.left if each.place.identity in taken]
-            outside.read = list(self._read_behind(number, reach))
+            sets = (UsedPlace(place, path, "sets") for path, place in left)
+            used = [*self._read_behind(number), *sets]
+            call.watched = [each for each in used if self._may_change(reach, each.place)]
+            for each in call.watched:
+                self._pin(each.place)
         self._calls.clear()
         self._groups.clear()
         self._record.behind = None
-        self._tables, self._settings, self._live = (), (), {}
+        self._tables, self._settings = (), ()
         self.given = GivenContainers((), {})
+
+    def _pin(self, place: Any) -> None:
+        """Each call needs the very object that a place is in."""
+        if isinstance(place, OutsidePlace):
+            self._record.pin(place.holder)
+            self._record.pin(self._record.owner(place.holder))
+
+    def _may_change(self, reach: Reach, place: Any) -> bool:
+        """Whether a function may put something else into a place."""
+        if self._finds(reach, place):
+            return True
+        return isinstance(place, OutsidePlace) and reach.sets(place.holder, place.key)
 
     def _refuse_changed(
         self, call: HostCall, line: SourceLine | None, changed: Sequence[Sequence[Any]]
     ) -> None:
-        held = call.held.of_trace.values() if call.held else ()
+        held = [given for _, given in call.held.of_trace.values()] if call.held else []
         if any(each.path == tuple(path)[: len(each.path)] for each in held for path in changed):
             raise CaptureError(
                 "a function given to graphopt.callback holds a list or dictionary among the step's"
@@ -237,15 +190,7 @@ class HostView:
                 hint="give the function what it needs of it, or let it change another one",
             )
 
-    def _read_behind(self, number: int, reach: Reach) -> Iterator[ReadBehind]:
+    def _read_behind(self, number: int) -> Iterator[UsedPlace]:
         behind = self._record.behind
-        if behind is None:
-            return
-        for place, path, line in behind.call(number):
-            holder = place.holder if isinstance(place, OutsidePlace) else place.optimizer()
-            of_optimizer = not isinstance(place, OutsidePlace)
-            found = reach.has(holder) or (of_optimizer and any(map(reach.has, self._groups)))
-            if found or (not of_optimizer and reach.sets(holder, place.key)):
-                self._record.pin(holder)
-                self._record.pin(self._record.owner(holder))
-                yield ReadBehind(place, path, f"{line.file}:{line.line}")
+        for place, path, line in behind.call(number) if behind is not None else ():
+            yield UsedPlace(place, path, f"reads behind the call: {line.file}:{line.line}")

@@ -48,7 +48,7 @@ class OutsideChanges:
     def __bool__(self) -> bool:
         return bool(self.changes)
 
-    def first_change(self, record: Record) -> tuple[str, SourceLine | None]:
+    def first_change(self, record: Record, call: Call) -> tuple[str, SourceLine | None]:
         """What is changed first, and by which line, as far as that was seen."""
         known = [record.unrepeated.written_at(change.changed) for change in self.changes]
         seen = next((each for each in known if each is not None), None)
@@ -57,6 +57,10 @@ class OutsideChanges:
         change = self.changes[0]
         if isinstance(change.changed, Names):
             return change.changed.differing(change.before, change.after), None
+        for name, module in call.named_submodules():
+            for key, value in vars(module).items():
+                if value is change.changed:
+                    return f"{name or 'the model'}.{key}", None
         kind = type(change.changed)
         return record.path(change.changed, f"a {kind.__name__}"), None
 

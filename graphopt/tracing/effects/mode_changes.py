@@ -12,12 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
-from torch.optim import Optimizer
 
 from graphopt.guards.modules import ModeChange
-from graphopt.host import host_call_of, host_calls
-from graphopt.tracing.optimizers.steady import NewState, Steady
-from graphopt.tracing.outside.places import OutsidePlace
+from graphopt.tracing.optimizers.steady import Steady
 from graphopt.tracing.trace import RawTrace
 
 
@@ -40,15 +37,3 @@ def mode_changes(
     if not first.outside.reads.keys() <= steady.raw.outside.reads.keys():
         return ()
     return tuple(ModeChange(of, of[name], value) for of, name, value in state.constants)
-
-
-def are_seen(first: RawTrace, state: NewState, optimizers: Iterable[Optimizer]) -> bool:
-    """Whether a function on the host may see attributes that a first call sets, behind the line
-    that does: the following call, which finds them set, does not show them. Those of optimizers,
-    whose first step notes that it was one, are made before schedulers look."""
-    own = {id(vars(optimizer)) for optimizer in optimizers}
-    constants = [(of, name) for of, name, _ in state.constants if id(of) not in own]
-    places = {OutsidePlace("item", of, name).identity for of, name in constants}
-    calls = map(host_call_of, host_calls(first.graph_module.graph))
-    left = (each.place for call in calls if call is not None for each in call.outside.left)
-    return any(place.identity in places for place in left)

@@ -240,12 +240,17 @@ class Reach:
 
     def sets(self, namespace: object, name: object) -> bool:
         """Whether a function among what was reached sets a global variable."""
-        return any(
-            name in frames.stored_globals(code)
-            for function in self.functions
-            if function.__globals__ is namespace
-            for code in codes_in(function.__code__)
-        )
+        return any(name in frames.stored_globals(code) for code in self._codes(namespace))
+
+    def names(self, namespace: object, name: object) -> bool:
+        """Whether a function among what was reached names a global variable."""
+        return any(name in code.co_names for code in self._codes(namespace))
+
+    def _codes(self, namespace: object) -> Iterator[CodeType]:
+        """The code of those functions whose global variables these are."""
+        for function in self.functions:
+            if function.__globals__ is namespace:
+                yield from codes_in(function.__code__)
 
 
 def reached_from(function: Any, arguments: Iterable[object]) -> Reach:

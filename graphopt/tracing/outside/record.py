@@ -283,10 +283,14 @@ class Record(OutsideReads):
 
     def _changed(self) -> tuple[Read, Any] | None:
         """A place that the step has read, and then changed, and what is there now."""
-        for read in self.reads.values():
+        for identity, read in list(self.reads.items()):
             now = read.place.now()
-            if not same(now, read.value) and id(read.place.holder) not in self.repeated:
-                return read, now
+            if same(now, read.value) or id(read.place.holder) in self.repeated:
+                continue
+            if read.value is MISSING and self.is_namespace(read.place.holder):
+                self.reads[identity] = read._replace(value=now)  # a package has imported it
+                continue
+            return read, now
         return None
 
 

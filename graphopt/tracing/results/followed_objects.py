@@ -31,8 +31,6 @@ def following(
     places = list(_places(signature, inputs, besides))
     pin_others(record, places)
     guard = OutsideGuard(record, places)
-    for found in signature.found_by_functions:
-        found.find = guard.holder_of(found.value)
     signature.placed = [replace(each, place=guard.moved(each.place)) for each in signature.placed]
     for followed in _followed(signature):
         followed.place = guard.moved(followed.place)
@@ -55,8 +53,6 @@ def _places(
     yield from (each.place for each in signature.placed if each.within is None)
     yield from (each.place for each in _followed(signature) if each.within is None)
     yield from (each.place for each in besides.carried)
-    for found in signature.found_by_functions:
-        yield OutsidePlace("attribute", found.value, "__dict__")
     yield from (each.place for each in inputs.hyperparameters if isinstance(each, PlacedNumber))
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from graphopt import _compat
-from graphopt.host.held import FoundObject
 from graphopt.tracing.effects.argument_changes import ContainerChange
 from graphopt.tracing.inputs.entries import ModuleTensor
 from graphopt.tracing.interception.nests import Path
@@ -206,11 +205,7 @@ class Signature:
         data: gradients and arguments that get other storage (`.data = …`), by their placeholder.
         flags: `requires_grad` of arguments that get another, by position.
         flags_of_parameters: `requires_grad` of module tensors that get another, by their number.
-        stamps: of what the step has left last in places that functions on the host find changed, by
-            the identity of the place; see `graphopt.host.seen`.
-        restored: those of them in which it leaves what it has found there.
         dead_gradients: module tensors whose gradient is dropped before anyone reads it.
-        found_by_functions: objects outside that functions on the host hold.
         keeps_casts: whether the step enters autocast; see `casts`.
     """
 
@@ -229,9 +224,6 @@ class Signature:
     data: dict[int, Computed] = field(default_factory=dict)
     flags: dict[int, bool] = field(default_factory=dict)
     flags_of_parameters: dict[int, bool] = field(default_factory=dict)
-    stamps: dict[Hashable, int] = field(default_factory=dict)
-    restored: dict[Hashable, int] = field(default_factory=dict)
-    found_by_functions: list[FoundObject] = field(default_factory=list)
     keeps_casts: bool = False
 
     def recipes(self) -> Iterator[Recipe]:
