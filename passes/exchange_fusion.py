@@ -15,14 +15,17 @@ Before:                                        After:
 it what is meant for the next one: so a bucket is an exchange as well, with one sum for all members.
 Sizes of buckets and their order are those of `comm_fusion_with_concat`, and members begin at
 multiples of 64 bytes likewise. What GPUs scatter with `reduce_scatter_tensor` goes into lists that
-nothing is copied into, see `schedule_overlap`.
+nothing is copied into (`graphopt.schedule.bucketing`). Buckets that are chosen by cost may be
+larger than `bucket_size_mb` there.
 
-Bitwise, on any number of ranks: each element is summed in the order of the ranks, whatever is sent
-beside it.
+Bitwise, on any number of ranks, for exchanges: each element is summed in the order of the ranks,
+whatever is sent beside it. NCCL may add in another order on three ranks or more, as it may for each
+size of a bucket.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 
@@ -44,6 +47,7 @@ from graphopt.ir.effects import Effects
 from graphopt.ir.metadata import fake_value
 from graphopt.manager import PassArgumentError, graph_optimization_pass
 from graphopt.schedule.bucket_sizes import bucket_limits
+from graphopt.schedule.bucketing import SCATTER, bucket_kind, join_launches
 
 aten = torch.ops.aten
 
@@ -52,7 +56,7 @@ aten = torch.ops.aten
 def fuse_exchanges(
     gm: fx.GraphModule, bucket_size_mb: float = 25, min_buckets: int | None = 1
 ) -> int:
-    """Fuse the exchanges in which sharded gradients are scattered.
+    """Fuse the exchanges and reduce-scatters in which sharded gradients are scattered.
 
     Args:
         bucket_size_mb: of gradients after which a bucket closes; the first one closes at 1 MB.
@@ -60,14 +64,40 @@ def fuse_exchanges(
             256 KB; None: as many as cost least, by tables (`graphopt.schedule.granularity`).
 
     Returns:
-        How many exchanges changed.
+        How many exchanges and reduce-scatters changed.
     """
-    found = fusable_blocks(gm, "all_to_all_single")
-    fusable = {launch: block for launch, block in found.items() if _is_scatter(block)}
     try:
-        limits = bucket_limits(gm.graph, fusable, bucket_size_mb, min_buckets)
+        return _fuse_exchanges(gm, bucket_size_mb, min_buckets) + _fuse_scatters(
+            gm, math.inf if min_buckets is None else bucket_size_mb, min_buckets
+        )
     except ValueError as error:
         raise PassArgumentError(str(error)) from None
+
+
+def _fuse_scatters(gm: fx.GraphModule, bucket_size_mb: float, min_buckets: int | None) -> int:
+    """Make lists of reduce-scatters, which nothing is copied into."""
+    found = fusable_blocks(gm, SCATTER)
+    fusable = {launch: block for launch, block in found.items() if bucket_kind(launch) is not None}
+    limits = bucket_limits(gm.graph, fusable, bucket_size_mb, min_buckets)
+    if len(fusable) < 2:
+        return 0
+    effects, changed = Effects(gm.graph), 0
+    for bucket in Planner(fusable, effects, pinned_nodes(gm.graph), limits).plan(gm.graph):
+        changed += len(bucket.blocks)
+        launches = [block.comm_node for block in bucket.blocks]
+        overtaken = [node for node in bucket.behind if node < launches[-1]]
+        for launch in launches[:-1]:
+            launches[-1].prepend(launch)
+        joined = join_launches(gm.graph, launches)
+        move_after(overtaken, max(joined.users))
+    return changed
+
+
+def _fuse_exchanges(gm: fx.GraphModule, bucket_size_mb: float, min_buckets: int | None) -> int:
+    """Make one exchange of several, whose members are copied into it."""
+    found = fusable_blocks(gm, "all_to_all_single")
+    fusable = {launch: block for launch, block in found.items() if _is_scatter(block)}
+    limits = bucket_limits(gm.graph, fusable, bucket_size_mb, min_buckets)
     if len(fusable) < 2:
         return 0
     effects, changed = Effects(gm.graph), 0

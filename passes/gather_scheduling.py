@@ -17,7 +17,8 @@ leave it to the next iteration.
 
 With stage 3 parameters are gathered for the forward and for the backward. Such gathers become few
 as well, by the order of their use, and each is launched two buckets ahead of its use
-(`graphopt.schedule.prefetch`).
+(`graphopt.schedule.prefetch`). On GPUs a schedule by costs follows, in no more memory
+(`graphopt.schedule.overlap`).
 
 Nodes are only reordered and collectives put together: bitwise.
 """
@@ -29,16 +30,21 @@ from torch import fx
 from graphopt.comm import get_all_comm_blocks
 from graphopt.cost import default_cost_model
 from graphopt.errors import ScheduleError
-from graphopt.ir.metadata import is_launch_kept
+from graphopt.ir.metadata import fake_value, is_launch_kept
 from graphopt.manager import PassArgumentError, graph_optimization_pass
 from graphopt.optim import split_updates
-from graphopt.schedule import Schedule, apply_schedule, collectives_by_cost
+from graphopt.schedule import Schedule, apply_schedule, collectives_by_cost, overlap_schedule
 from graphopt.schedule.bucket_sizes import SMALLEST_BUCKET_BYTES
 from graphopt.schedule.constraints import Predecessors, predecessors
 from graphopt.schedule.gathers import gathers_of_parameters, grouped, order_of_gathers
 from graphopt.schedule.prefetch import buckets_of, order_of_prefetch, uses_of_gathers
 
-_REDUCTIONS = ("all_to_all_single", "reduce_scatter_tensor", "all_reduce")
+_REDUCTIONS = (
+    "all_to_all_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
+    "all_reduce",
+)
 
 
 @graph_optimization_pass(
@@ -51,7 +57,18 @@ def schedule_gathers(gm: fx.GraphModule) -> int:
     Returns:
         How many nodes had to move, and collectives became fewer.
     """
-    return _of_uses(gm) + _of_updates(gm)
+    return _of_uses(gm) + _of_updates(gm) + _of_all(gm)
+
+
+def _of_all(gm: fx.GraphModule) -> int:
+    """On GPUs, all collectives and what computes beside them, in no more memory; nothing where
+    gathers are left to the next iteration."""
+    uses = uses_of_gathers(gm.graph)
+    on_cpu = any(fake_value(use.launch).device.type == "cpu" for use in uses)
+    if not uses or on_cpu or any(is_launch_kept(use.launch) for use in uses):
+        return 0
+    schedule = overlap_schedule(gm.graph, default_cost_model(gm.graph))
+    return 0 if schedule is None else apply_schedule(gm.graph, schedule)
 
 
 def _of_uses(gm: fx.GraphModule) -> int:

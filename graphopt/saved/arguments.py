@@ -6,6 +6,8 @@ operators.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 import operator
 from collections.abc import Callable
@@ -75,6 +77,8 @@ def decode_target(name: str) -> Callable[..., Any]:
             raise SavedGraphError(f"it calls the {name}, which writes to no argument here")
         return form.functional
     namespace, _, rest = name.partition("::")
+    if namespace.startswith("graphopt"):
+        _define_operators()
     operator_name, _, overload = rest.rpartition(".")
     try:
         found = getattr(getattr(getattr(torch.ops, namespace), operator_name), overload)
@@ -86,6 +90,14 @@ def decode_target(name: str) -> Callable[..., Any]:
             f" defines it, or use the torch version that the graph was saved with"
         )
     return found
+
+
+@functools.cache
+def _define_operators() -> None:
+    """Import the modules that define the operators of graphopt, which otherwise happens when a step
+    is captured."""
+    for name in ("parallel.shard_operators", "tracing.capture"):
+        importlib.import_module(f"graphopt.{name}")
 
 
 def encode(value: Any, special: Callable[[Any], Any]) -> Any:

@@ -138,9 +138,10 @@ def grouped(
 
 
 def _later(block: CommBlock, blocks: Sequence[CommBlock]) -> fx.Node | None:
-    """The launch by which so much was sent after a block that it has arrived."""
+    """The launch by which so much was sent after a block that it has arrived; None where that is
+    the last one, behind which most urgent ones are first."""
     passed = sum(other.nbytes for other in blocks) * LAG
-    for other in blocks[blocks.index(block) + 1 :]:
+    for other in blocks[blocks.index(block) + 1 : -1]:
         passed -= other.nbytes
         if passed <= 0:
             return other.comm_node
@@ -174,7 +175,10 @@ def order_of_gathers(
     launches = {launch for group in groups for launch in group.launches}
     held = launches | {node for group in groups for g in group.gathers for node in g.tail}
     held |= _only_for(graph, launches)
-    early = {group.after: group for group in groups if group.after is not None}
+    early: dict[fx.Node, list[GatherGroup]] = {}
+    for group in groups:
+        if group.after is not None:
+            early.setdefault(group.after, []).append(group)
     late = [group for group in groups if group.after is None]
     gradients = {node for node in graph.nodes if is_collective(node)} - launches
     for node in graph.nodes:
@@ -183,11 +187,10 @@ def order_of_gathers(
         if is_wait(node) and phase_of(node) == "communication" and gradients <= emitter.done:
             _launch_all(emitter, late)
         emitter.emit(node)
-        group = early.pop(node, None)
-        if group is not None and _is_independent(emitter, group):
-            emitter.launch(group.launches)
-        elif group is not None:
-            late.append(group)
+        ready: list[GatherGroup] = []
+        for group in early.pop(node, ()):
+            (ready if _is_independent(emitter, group) else late).append(group)
+        emitter.launch([launch for group in ready for launch in group.launches])
     _launch_all(emitter, late)
     for node in graph.nodes:
         emitter.emit(node)
