@@ -79,11 +79,8 @@ class Options:
     Attributes:
         random: lower random operators too. The numbers they draw are then not eager's.
         max_autotune: measure several kernels for each matrix product, and keep the fastest.
-        ahead: compile all regions when the graph is made, in parallel, with a progress bar; else
-            each on its first call.
         cudagraphs: replay the steady state as CUDA graphs.
         min_ops: regions with fewer ATen operators stay as they are.
-        static_memory: keep the memory that compiled code uses on the CPU from one call to the next.
 
     >>> from graphopt.lowering import Options
     >>> Options(max_autotune=True).config()["max_autotune"]
@@ -92,10 +89,8 @@ class Options:
 
     random: bool = False
     max_autotune: bool = False
-    ahead: bool = False
     cudagraphs: bool = False
     min_ops: int = 10
-    static_memory: bool = True
 
     def config(self) -> dict[str, Any]:
         """The settings of Inductor that this stands for."""

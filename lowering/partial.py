@@ -15,7 +15,6 @@ from graphopt.iter_graph import IterGraphModule
 from graphopt.lowering.compiler import Options
 from graphopt.lowering.extract import LoweredRegion, RegionCut
 from graphopt.lowering.lowerable import NodePredicate
-from graphopt.lowering.memory import Workspace
 from graphopt.lowering.regions import RegionPredicate, mark_regions
 from graphopt.lowering.subgraph import LoweredSubgraph
 
@@ -34,7 +33,6 @@ class Lowering:
     def __init__(self, *, dumper: Dumper | None = None, options: Options | None = None) -> None:
         self._dumper = dumper
         self._options = options or Options()
-        self._workspace = Workspace()
         self.subgraphs: dict[str, LoweredSubgraph] = {}
 
     def lower(self, gm: fx.GraphModule) -> fx.GraphModule:
@@ -45,10 +43,6 @@ class Lowering:
         gm.graph = cut.splice(partial(self._call, gm))
         gm.graph.lint()
         gm.recompile()
-        if self._options.ahead:
-            from graphopt.lowering.ahead import compile_ahead
-
-            compile_ahead(list(self.subgraphs.values()))
         return gm
 
     def _call(
@@ -67,7 +61,7 @@ class Lowering:
         if text not in self.subgraphs:
             name = f"region {len(self.subgraphs)}"
             module = fx.GraphModule({}, region.graph)
-            self.subgraphs[text] = LoweredSubgraph(module, name, self._options, self._workspace)
+            self.subgraphs[text] = LoweredSubgraph(module, name, self._options)
         return self.subgraphs[text]
 
     def _tag(self, name: str, module: LoweredSubgraph) -> str:

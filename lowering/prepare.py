@@ -17,7 +17,6 @@ from graphopt import _compat
 from graphopt.graph_utils import get_output, is_operator
 from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import is_fused_optimizer
-from graphopt.lowering.cross_entropy import RowSums
 from graphopt.lowering.number_arguments import Number, is_listed, written_out
 from graphopt.lowering.updates import call_update, gradients
 
@@ -55,7 +54,6 @@ class PreparedRegion(fx.Interpreter):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self._updates: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._row_sums = RowSums()
 
     def placeholder(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = super().placeholder(target, args, kwargs)
@@ -75,8 +73,6 @@ class PreparedRegion(fx.Interpreter):
             return call_update(target, self._laid_out(args), kwargs)
         if target in (aten.view.default, aten._unsafe_view.default):
             return aten.reshape.default(*args, **kwargs)
-        if self._row_sums.handles(target, args, kwargs):
-            return self._row_sums.call(target, args)
         leaves = _compat.tree_leaves((args, kwargs))
         if (
             is_listed(self._node)

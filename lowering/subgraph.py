@@ -13,9 +13,7 @@ from graphopt import _compat
 from graphopt._compat.inductor import Compiled
 from graphopt.errors import LoweringError
 from graphopt.graph_utils import tensors_in, written
-from graphopt.ir.metadata import fake_value
 from graphopt.lowering.compiler import Kind, Options, compile_body, kind_of, number_dtypes
-from graphopt.lowering.memory import StaticMemory, Workspace
 
 logger = logging.getLogger("graphopt")
 
@@ -33,7 +31,6 @@ class LoweredSubgraph(nn.Module):
         body: takes the inputs and returns a list of tensors. Kept as it is.
         name: for messages and the profiler.
         options: how to compile.
-        workspace: where compiled code finds its memory; None: a workspace of its own.
 
     Attributes:
         graph_module: `body`.
@@ -48,30 +45,17 @@ class LoweredSubgraph(nn.Module):
     (True, None)
     """
 
-    def __init__(
-        self,
-        body: fx.GraphModule,
-        name: str,
-        options: Options | None = None,
-        workspace: Workspace | None = None,
-    ) -> None:
+    def __init__(self, body: fx.GraphModule, name: str, options: Options | None = None) -> None:
         super().__init__()
         self.graph_module = body
         self.options = options or Options()
         self.failure: LoweringError | None = None
         self._name = name
-        self._workspace = workspace or Workspace()
         self._written = _written_inputs(body.graph)
         self._warned = False
         self._eager = _Checked(self._run_eagerly, [])
         self._compiled: dict[tuple[Kind, ...], Compiled] = {}
         self._current: tuple[tuple[Kind, ...], Compiled] | None = None
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of inputs that the region was made for."""
-        nodes = self.graph_module.graph.nodes
-        return tuple(kind_of(fake_value(node)) for node in nodes if node.op == "placeholder")
 
     @property
     def is_compiled(self) -> bool:
@@ -101,10 +85,6 @@ class LoweredSubgraph(nn.Module):
         with torch.profiler.record_function(tag or self._name):
             return current[1](args)
 
-    def prepare(self) -> None:
-        """Compile now for the inputs that the region was made for."""
-        self._for_kinds(self.kinds)
-
     def _for_kinds(self, kinds: tuple[Kind, ...]) -> Compiled:
         if kinds in self._compiled:
             return self._compiled[kinds]
@@ -117,8 +97,6 @@ class LoweredSubgraph(nn.Module):
             return self._eager
         try:
             compiled: Compiled = compile_body(self.graph_module, kinds, self.options)
-            if self.options.static_memory and all(kind.device.type == "cpu" for kind in kinds):
-                compiled = StaticMemory(compiled, self._workspace)
             numbers = number_dtypes(self.graph_module.graph, kinds)
         except LoweringError as error:
             self.failure = error

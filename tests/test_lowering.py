@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import graphopt
 from graphopt import _compat
 from graphopt.lowering import LoweredSubgraph, Options, partial_lower
-from graphopt.lowering.ahead import compile_ahead
 from zoo import MODELS, OPTIMIZERS, train_step
 
 aten = torch.ops.aten
@@ -139,14 +137,14 @@ def test_results_have_storage_of_their_own() -> None:
 
 
 def test_compiling_draws_no_random_numbers() -> None:
-    gm = lowered()
+    gm, x = lowered(), torch.randn(8, 3)
     torch.manual_seed(0)
     random.seed(0)
     expected = torch.rand(3), random.random()
     torch.manual_seed(0)
     random.seed(0)
-    region_of(gm).prepare()
-    compile_ahead([region_of(gm)])
+    gm(x)
+    assert region_of(gm).is_compiled
     assert torch.equal(torch.rand(3), expected[0])
     assert random.random() == expected[1]
 
@@ -195,28 +193,6 @@ def test_an_optimizer_is_in_the_region_that_computes_its_gradients(optimizer: st
     for index in range(3):
         step(model, opt, *MODELS["mlp"].batch(index))
     assert len(step.lowered) == 1
-
-
-@pytest.mark.full
-def test_compiled_ahead_in_other_processes() -> None:
-    """What they compile, this process finds in the cache."""
-    from torch._dynamo.utils import counters
-
-    fresh = random.SystemRandom().random()
-
-    def region(operator: Callable[[Tensor], Tensor]) -> LoweredSubgraph:
-        def body(x: Tensor) -> list[Tensor]:
-            return [operator(operator(x) + fresh)]
-
-        return LoweredSubgraph(traced(body, torch.ones(1, 1, 4, 4)), "region")
-
-    # The rule for pooling expects more of Inductor to be imported than others do.
-    regions = [region(torch.sin), region(lambda x: F.max_pool2d(x, 2, 1))]
-    before = counters["inductor"].copy()
-    compile_ahead(regions)
-    assert all(region.is_compiled for region in regions)
-    changed = counters["inductor"] - before
-    assert (changed["fxgraph_cache_hit"], changed["fxgraph_cache_miss"]) == (2, 0)
 
 
 def test_unknown_ways_to_lower() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import torch
@@ -13,17 +12,6 @@ from torch import fx
 from graphopt import _compat
 
 Compiled: TypeAlias = Callable[[list[Any]], Sequence[torch.Tensor]]
-Allocate: TypeAlias = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
-
-_ALLOCATE = "empty_strided_cpu"
-
-empty_strided: Allocate = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
-"""What compiled code makes its tensors on the CPU with."""
-
-TensorIn: TypeAlias = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.Tensor]
-tensor_in: TensorIn = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
-"""A tensor of these sizes and strides in the storage of another, so many elements behind its start,
-of its dtype. Not checked."""
 
 
 def decompose(
@@ -95,20 +83,6 @@ def compile_inner(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compile
         output = next(iter(reversed(gm.graph.nodes)))
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
         return compile_fx_inner(gm, inputs)
-
-
-def with_allocator(compiled: Compiled, allocate: Allocate) -> Compiled | None:
-    """The same code, making its tensors on the CPU with `allocate`; None if it has another form.
-
-    Operators that make their own results do so as before. It lives as long as `compiled` does.
-    """
-    method = getattr(compiled, "current_callable", None)
-    code, owner = getattr(method, "__func__", None), getattr(method, "__self__", None)
-    if not isinstance(code, FunctionType) or _ALLOCATE not in code.__globals__:
-        return None
-    names = {**code.__globals__, _ALLOCATE: allocate}
-    bound = FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
-    return MethodType(bound, owner)
 
 
 def patched_config(options: dict[str, Any]) -> AbstractContextManager[Any]:
