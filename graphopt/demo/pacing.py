@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-_SO_MAX_PACING_RATE = getattr(socket, "SO_MAX_PACING_RATE", 47)  # Linux's number; not in Python
+PACING_RATE = getattr(socket, "SO_MAX_PACING_RATE", 47)  # Linux's number; not in Python
 _UNLIMITED = 2**32 - 1
 _DESCRIPTORS = Path("/proc/self/fd")
 
@@ -29,7 +29,7 @@ def pace_connections(bytes_per_second: float | None) -> int:
     )
     found = 0
     for connection in _connections():
-        connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=I", rate))
+        connection.setsockopt(socket.SOL_SOCKET, PACING_RATE, struct.pack("=I", rate))
         found += 1
     return found
 
