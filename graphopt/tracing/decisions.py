@@ -260,6 +260,9 @@ class Decider:
         if not isinstance(values, ValuesBeforeCollectives):
             return cast(Answer, kind(values.of(number)))
         known = values.knows(number)
+        if kind is bool and values.needs_rows(number):
+            self._inputs.guessed = self._count
+            return True
         if kind is bool and not (known and (together or not values.launched)):
             self._inputs.guessed = self._count
         guessed = together and not known and not alone

@@ -17,6 +17,7 @@ from graphopt.host.assumptions import decides_behind_scheduler
 from graphopt.ir.generators import generators_used
 from graphopt.ir.operators import draws, is_marker
 from graphopt.ir.user_frames import current_location, current_user_line
+from graphopt.parallel.sharding import is_dtensor
 from graphopt.tracing.ranks.uniformity import depends_on, reached_by
 
 
@@ -102,7 +103,8 @@ class Values:
 
 class ValuesBeforeCollectives(Values):
     """Of a trace that collectives are part of: values that depend on none of them are known, others
-    are what they would be if all ranks had what this one has.
+    are what they would be if all ranks had what this one has. What is computed of values of which
+    each rank has rows is not known at all, and is left out.
 
     Attributes:
         launched: collectives stand before what has been asked for.
@@ -111,18 +113,55 @@ class ValuesBeforeCollectives(Values):
     def __init__(self, tracer: Any, live: Sequence[torch.Tensor]) -> None:
         super().__init__(tracer, live)
         self._unknown: set[Any] = set()
+        self._of_rows: set[Any] = set()
+        self._draws_of_rows = False
         self.launched = False
+
+    def of(self, wanted: Any) -> Any:
+        """The value of a node.
+
+        Raises:
+            CaptureError: it depends on what each rank has rows of.
+        """
+        if self.needs_rows(wanted):
+            raise CaptureError(
+                "what it reads is computed of values of which each rank has rows",
+                location=current_location(),
+                hint="read it in a step of its own, from what this one returns, or let all ranks"
+                " have parameters whole: graphopt.ZeRO(stage=1)",
+            )
+        return super().of(wanted)
 
     def knows(self, wanted: Any) -> bool:
         """Whether the value of a node is one of them."""
-        self.of(wanted)
+        self._compute()
         return wanted not in self._unknown
+
+    def needs_rows(self, wanted: Any) -> bool:
+        """Whether a node depends on what each rank has rows of, which nobody has computed."""
+        self._compute()
+        return wanted in self._of_rows
 
     def _is_unread(self, node: fx.Node) -> bool:
         self.launched |= is_collective(node) or is_marker(node)
         return super()._is_unread(node)
 
+    def _is_left_out(self, node: fx.Node) -> bool:
+        """Whether a node needs what each rank has rows of, or draws after one that does."""
+        if node.op == "placeholder":
+            found = is_dtensor(self._inputs[self._taken])
+            self._taken += found
+        else:
+            found = depends_on(node, self._of_rows) or (self._draws_of_rows and draws(node))
+        if found:
+            self._of_rows |= reached_by(node)
+            self._unknown |= reached_by(node)
+            self._draws_of_rows |= draws(node)
+        return found
+
     def _computed(self, node: fx.Node) -> Any:
+        if self._is_left_out(node):
+            return None
         communicates = is_collective(node) or is_marker(node)
         if communicates or depends_on(node, self._unknown):
             self._unknown |= reached_by(node)
