@@ -11,6 +11,8 @@ import torch
 from torch import fx
 
 import graphopt
+from graphopt.host.assumptions import Assumption
+from graphopt.ir.placement import placement_of
 from graphopt.iter_graph import copy_graph
 from graphopt.parallel.parallelize import parallelize
 from graphopt.testing import fake_ranks
@@ -32,6 +34,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamax": lambda p: torch.optim.Adamax(p, foreach=False),
     "nadam": lambda p: torch.optim.NAdam(p, foreach=True),
     "rprop": lambda p: torch.optim.Rprop(p, foreach=False),
+    "radam": lambda p: torch.optim.RAdam(p, foreach=False),
 }
 
 
@@ -55,6 +58,22 @@ def test_shown_to_be_the_step(optimizer: str, stage: int) -> None:
     with fake_ranks(3 if optimizer == "sgd" else 2) as ranks:
         marked, gm = expanded(optimizer, stage, ranks.size)
         assert [str(problem) for problem in sharing_problems("sharded", marked, gm)] == []
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_decisions_keep_the_rows_of_state(stage: int) -> None:
+    """An assumption reads state so that nothing is overwritten before it: nothing is gathered for
+    that, and what is gathered would be no such reader."""
+    with fake_ranks(2):
+        _, gm = expanded("radam", stage)
+        assumptions = [node for node in gm.graph.nodes if isinstance(node.target, Assumption)]
+        assert assumptions
+        cut = {p for p in gm.graph.find_nodes(op="placeholder") if placement_of(p).rows == 0}
+        assert cut
+        assert all(cut.issubset(node.all_input_nodes) for node in assumptions)
+        gathers = called(gm.graph, "all_gather_into_tensor")
+        once, again = 2, 1 if stage == 3 else 0
+        assert len(gathers) == once + again
 
 
 def called(graph: fx.Graph, name: str) -> list[fx.Node]:

@@ -154,6 +154,30 @@ def accumulating(
     return loss.detach()
 
 
+def finite(model: nn.Module, optimizer: Optimizer, tokens: Tensor, wanted: Tensor) -> Tensor:
+    """An update is left out where the loss is no number: a decision that all ranks take alike."""
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), wanted.flatten())
+    loss.backward()
+    if torch.isfinite(next(model.parameters()).grad.norm()):  # type: ignore[union-attr]
+        optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def by_length(model: nn.Module, optimizer: Optimizer, tokens: Tensor, wanted: Tensor) -> Tensor:
+    """A decision by values of a gradient, before some of the state is updated."""
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), wanted.flatten())
+    loss.backward()
+    first, *_ = (p.grad for p in model.parameters())
+    if first[0].sum() > 0:  # type: ignore[index]
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(2)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 def twice(model: nn.Module, optimizer: Optimizer, tokens: Tensor, wanted: Tensor) -> Tensor:
     """Two losses with backwards of their own."""
     first = F.cross_entropy(model(tokens).flatten(0, 1), wanted.flatten())
@@ -169,6 +193,11 @@ def twice(model: nn.Module, optimizer: Optimizer, tokens: Tensor, wanted: Tensor
 
 def _steps(pair: Beside, rank: int) -> None:
     pair.run(rank)
+
+
+def _eight(pair: Beside, rank: int) -> None:
+    """RAdam decides otherwise from the sixth step on."""
+    pair.run(rank, 8)
 
 
 def _shapes(pair: Beside, rank: int) -> None:
@@ -215,6 +244,10 @@ class Setting:
 FUSED = OPTIMIZERS["adamw, fused"]
 SETTINGS: dict[str, Setting] = {
     **{name: Setting(Mixed, make) for name, make in OPTIMIZERS.items()},
+    "radam, loop, longer": Setting(Mixed, OPTIMIZERS["radam, loop"], run=_eight),
+    "radam, foreach, longer": Setting(Mixed, OPTIMIZERS["radam, foreach"], run=_eight),
+    "decided": Setting(Mixed, step=finite, run=_eight),
+    "decided by a gradient": Setting(Mixed, OPTIMIZERS["adamw, loop"], by_length, _eight),
     "uneven": Setting(Uneven, FUSED),
     "uneven, loop": Setting(Uneven, OPTIMIZERS["adam, loop"]),
     "tied": Setting(lambda: Language(tied=True, width=128), FUSED),

@@ -20,6 +20,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import is_copy, is_list_operator, is_pointwise
+from graphopt.host.assumptions import Assumption
 from graphopt.ir.entries import list_positions
 from graphopt.ir.metadata import fake_value, input_kind, known_value, phase_of, set_value
 from graphopt.ir.operators import is_marker, operator_of
@@ -196,9 +197,11 @@ class Expansion:
         self._rows[node] = shards
 
     def _give_wholes(self, node: fx.Node) -> None:
-        """Let a node compute what it did, of wholes."""
+        """Let a node compute what it did, of wholes. An assumption keeps the state that it reads so
+        that nothing has overwritten it: of that, what this rank holds."""
+        kept = "placeholder" if isinstance(node.target, Assumption) else ""
         for source in node.all_input_nodes:
-            if source in self._rows:
+            if source in self._rows and source.op != kept:
                 node.replace_input_with(source, self._whole(source, node))
 
     def _common(self, node: fx.Node, inputs: list[fx.Node]) -> RowShards | None:

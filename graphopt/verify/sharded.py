@@ -32,6 +32,7 @@ import torch
 from torch import fx
 
 from graphopt.graph_utils import is_copy
+from graphopt.host.assumptions import Assumption
 from graphopt.ir.metadata import fake_value
 from graphopt.ir.operators import argument, is_operator, operator_of
 from graphopt.ir.placement import placement_of
@@ -99,7 +100,9 @@ class _Blocks(ComputedBlocks):
         self._blocks[node] = self._windows(copy, shards.starts, shards.length, node)
 
     def _call(self, node: fx.Node) -> None:
-        if node.target is operator.getitem and node.args[0] in self._listed:
+        if isinstance(node.target, Assumption):
+            self._assume(node)
+        elif node.target is operator.getitem and node.args[0] in self._listed:
             self._pick(node)
         elif is_operator(node.target, "graphopt_shards::window"):
             self._window(node)
@@ -129,6 +132,13 @@ class _Blocks(ComputedBlocks):
             self._norm(node)
         else:
             self._compute(node)
+
+    def _assume(self, node: fx.Node) -> None:
+        """An assumption is about what all ranks have; of placeholders it keeps what each holds."""
+        for source in node.all_input_nodes:
+            if self._is_partial(source) and source.op != "placeholder":
+                raise NotOfBlocksError(f"%{node.name} decides by what only this rank holds", node)
+        self._copies[node] = self._new.node_copy(node, self._copies.__getitem__)
 
     def _pick(self, node: fx.Node) -> None:
         """An item of what a list operator gives."""
