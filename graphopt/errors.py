@@ -57,6 +57,7 @@ class AssumptionFailedError(GraphOptError, RuntimeError):
         index: which assumption of the graph, in the order of the program.
         found: what would have been the right answer.
         place: the user's line.
+        handed_out: what the graph has computed by then, as far as another branch goes on from it.
         alone: other ranks may go on with this call meanwhile.
 
     >>> import graphopt, torch
@@ -71,6 +72,7 @@ class AssumptionFailedError(GraphOptError, RuntimeError):
 
     def __init__(self, index: int, found: Any, place: str) -> None:
         self.index, self.found, self.place = index, found, place
+        self.handed_out: tuple[object, ...] = ()
         self.alone = False
         super().__init__(
             f"the graph was captured for another outcome of a decision or a size by value than"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from graphopt.parallel import Parallel
     from graphopt.runtime.agreed import Others
     from graphopt.runtime.bound_step import BoundStep, Tries
+    from graphopt.runtime.branch import Begun
     from graphopt.runtime.sent_before import SentBefore
     from graphopt.stages.auto import AutoPipeline
     from graphopt.tracing import CapturedStep
@@ -157,10 +158,16 @@ class TrainStep:
         retried, self._retried = self._retried, None
         return self._entries.known(call, self._communication.mode(), retried)
 
-    def _run(self, entry: BoundStep, call: Call, sent: SentBefore | None = None) -> Any:
+    def _run(
+        self,
+        entry: BoundStep,
+        call: Call,
+        begun: Begun | None = None,
+        sent: SentBefore | None = None,
+    ) -> Any:
         call = call.using(entry.captured.besides) or call
         try:
-            result = entry(call, self._calls, sent)
+            result = entry(call, self._calls, begun, sent)
         except AssumptionFailedError as error:
             failed = error.with_traceback(None)  # whose frames hold all that was computed
         else:
@@ -175,21 +182,30 @@ class TrainStep:
         """Run the graph of the branch that the values of a call take, where `entry` took another
         one, and changed nothing."""
         from graphopt.host.used import Used
+        from graphopt.runtime.sharing import begun, learn
 
-        sent = entry.take_sent()
+        left = entry.take_left()
         # What stands behind is found out by all ranks together, who guess as `entry` did.
         behind = entry.answers[failed.index + 1 :] if isinstance(failed.found, Used) else ()
         call = call.deciding((*entry.answers_before(failed.index), failed.found, *behind))
         self._entries.land()
         other = self._known(call)
-        try:
-            other = self._other_graph(entry, other, call, failed, bool(sent))
-        except BaseException as error:
-            if not failed.alone:
-                raise
-            other = self._graph_of_all(entry, call, failed, sent, error)
-            sent = {}
-        return self._run_eagerly(call) if other is None else self._run(other, call, sent)
+        apart = failed.alone or bool(entry.apart)
+        going_on = None if apart else begun(left, entry, other, call, self._calls)
+        if going_on is None:
+            try:
+                other = self._other_graph(entry, other, call, failed, bool(left.sent))
+            except BaseException as error:
+                if not failed.alone:
+                    raise
+                other = self._graph_of_all(entry, call, failed, left.sent, error)
+                left.sent = {}
+        if other is None:
+            return self._run_eagerly(call)
+        result = self._run(other, call, going_on, left.sent)
+        if going_on is None and not apart and self._stages.hands_out:
+            learn(left, entry, other, self._stages.make_ready)
+        return result
 
     def _graph_of_all(
         self,

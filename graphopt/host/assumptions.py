@@ -30,6 +30,9 @@ from graphopt.ir.source import SourceLine
 
 Answer = bool | int | tuple[int, ...]
 
+_HANDED_OUT = "handed_out"
+"""Metadata of an assumption: how many of its last arguments are values for another branch."""
+
 
 class Assumption(HostCall):
     """The target of a node that compares a number with what the step was captured for.
@@ -62,11 +65,12 @@ class Assumption(HostCall):
         """Raise `AssumptionFailedError` where the first value is not as it was at capture."""
         found = cast(Any, type(self.answer))(values[0])
         if found != self.answer:
-            raise self.failed(found)
+            raise self.failed(found, values)
 
-    def failed(self, found: Answer) -> AssumptionFailedError:
-        """The error where the answer is another one."""
+    def failed(self, found: Answer, values: Sequence[Any]) -> AssumptionFailedError:
+        """The error where the answer is another one; it has the values that are handed out."""
         error = AssumptionFailedError(self.index, found, self.line)
+        error.handed_out = tuple(values[self.count :])
         error.alone = self.alone
         return error
 
@@ -85,7 +89,7 @@ class ValuesAssumption(Assumption):
     def run(self, values: Sequence[Any]) -> None:
         found = tuple(values[0].tolist())
         if found != self.answer:
-            raise self.failed(found)
+            raise self.failed(found, values)
 
     def repeats(self, other: HostCall) -> bool:
         return isinstance(other, ValuesAssumption) and super().repeats(other)
@@ -159,3 +163,22 @@ def decides_behind_scheduler(line: SourceLine | None) -> CaptureError:
         location=None if line is None else str(line),
         hint="step the scheduler behind the optimizer, or outside the step",
     )
+
+
+def without_handed_out(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments of a node without values that an assumption hands out."""
+    return node.args[: len(node.args) - node.meta.get(_HANDED_OUT, 0)]
+
+
+def hand_out(assumption: fx.Node, values: Sequence[fx.Node]) -> list[int]:
+    """Let an assumption hand out values where it fails.
+
+    Returns:
+        Where each of them stands in `AssumptionFailedError.handed_out`.
+    """
+    known = list(assumption.args[len(without_handed_out(assumption)) :])
+    new = [value for value in values if value not in known]
+    assumption.args = (*assumption.args, *new)
+    assumption.meta[_HANDED_OUT] = len(known) + len(new)
+    first = len(without_handed_out(assumption)) - _count(assumption)
+    return [first + (known + new).index(value) for value in values]

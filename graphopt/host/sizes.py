@@ -96,7 +96,7 @@ class SizeAssumption(Assumption):
         )
         self.relations.found[self.index] = found
         if not self.relations.hold(self.index, self.relations.found):
-            raise self.failed(found)
+            raise self.failed(found, values)
 
     def repeats(self, other: HostCall) -> bool:
         return isinstance(other, SizeAssumption) and super().repeats(other)

@@ -40,7 +40,7 @@ class UsedAnywhere(Assumption):
         running = current_run()
         found = None if running is None else running.used_anywhere(self.positions)
         if found is not None and found != self.answer:
-            raise self.failed(Used(found))
+            raise self.failed(Used(found), values)
 
     def repeats(self, other: HostCall) -> bool:
         same = isinstance(other, UsedAnywhere) and other.positions == self.positions

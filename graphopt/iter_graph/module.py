@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from torch import fx
@@ -193,6 +193,18 @@ class IterGraphModule(fx.GraphModule):
         if last_iter:
             self.flush()
         return self._packed(results)
+
+    def go_on(self, args: Sequence[Any], there: list[Any]) -> Any:
+        """Run a graph without late nodes that goes on from values of another one.
+
+        Args:
+            args: one value per input of the step.
+            there: the values, by their `carried_index`; taken out as they are needed.
+
+        Returns:
+            What `graph` returns.
+        """
+        return self._packed(self._program("setup").run(args, WorkInFlight(there, ()))[0])
 
     def derive(self) -> dict[str, fx.GraphModule]:
         """The graphs that run, by name: "setup" and, with late nodes, "main" and "drain"."""

@@ -1,7 +1,7 @@
 """Running captured steps.
 
 `captured_graphs` finds the graph whose guards hold for a call; `bound_step` binds it to the live
-tensors and runs it, and `results` puts what it gives where the step put it. `sharing` says which
-graph is tried first where decisions by value may go several ways. `late*` keeps updates in flight,
+tensors and runs it, and `results` puts what it gives where the step put it. `branch` goes on with
+another graph where a decision by value goes the other way. `late*` keeps updates in flight,
 `joint*` and `agreed` let ranks agree on a capture, and `eager` runs a step that is not captured.
 """

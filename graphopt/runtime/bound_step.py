@@ -27,6 +27,7 @@ from graphopt.ranks.failures import check_usable, withdraw
 from graphopt.ranks.independent_ranks import launched_apart
 from graphopt.ranks.leaving import join_with_zeros, sends_before_own
 from graphopt.runtime.agreed import Agreed
+from graphopt.runtime.branch import Begun, Branch, Left
 from graphopt.runtime.budget import Cause
 from graphopt.runtime.generators import DrawnGenerators
 from graphopt.runtime.input_values import InputValues
@@ -63,7 +64,7 @@ class BoundStep:
 
     Attributes:
         cause: why it was captured besides others; None for the first.
-        module: the graph, ready to run.
+        branch: its graph as it runs.
         groups: names of the process groups that it communicates in.
         apart: those of them whose other ranks go on where a call begins once more.
         answers: to the decisions by value, in the order of the step, that it holds for.
@@ -80,7 +81,7 @@ class BoundStep:
         number: int,
     ) -> None:
         self.captured = captured
-        self.module = module
+        self.branch = Branch(module)
         self.guards = guards
         self.agreed = agreed
         self.number = number
@@ -99,7 +100,7 @@ class BoundStep:
         )
         self._step = 0
         self._unused = unused(module.graph)
-        self._sent: SentBefore = {}
+        self._left: Left | None = None
         self._moved = MovedApart(captured)
         self._results = StepResults(captured)
         reference = weakref.ref(self)
@@ -110,11 +111,19 @@ class BoundStep:
         """How many calls one after another have taken another branch."""
         return self.tries.failures
 
-    def __call__(self, call: Call, step: int, sent: SentBefore | None = None) -> Any:
+    @property
+    def module(self) -> IterGraphModule:
+        """The graph, ready to run."""
+        return self.branch.module
+
+    def __call__(
+        self, call: Call, step: int, begun: Begun | None = None, sent: SentBefore | None = None
+    ) -> Any:
         """Run the step.
 
         Args:
             step: which call of the training step it is, counted from 1.
+            begun: what another graph has done of it, from which it goes on.
             sent: what the collectives of another graph have given in it, where other ranks have
                 gone on.
 
@@ -132,22 +141,24 @@ class BoundStep:
             state, self.captured.state = self.captured.state, None
             host = self._host_run(flat, step, call)
             self._running = True
-            drawn = self._generators.states()
+            generators, drawn = self._before_drawing(begun)
             notes = sent or self._unused or self._notes_launches
             noting = CollectiveResults(sent or {}) if notes else nullcontext()
+            branch, there = (begun.branch, begun.there) if begun else (self.branch, [])
             try:
                 with torch.no_grad(), without_autocast(), running(host), noting:
-                    user, _, carried = self.module.forward(*flat, last_iter=not leave)
+                    user, _, carried = branch.run(flat, there, leave)
                 host.say()
             except AssumptionFailedError as error:
                 put_back(moved)
+                self._left = Left(branch, error.index, flat, error.handed_out, generators)
                 self._note_failure(error, noting)
-                self._generators.restore(drawn)
+                generators.restore(drawn)
                 self.captured.state = state
                 raise
             except BaseException as error:
                 self._set_modes()
-                self._raise_explained(error, step, host)
+                self._raise_explained(error, step, host, branch.module)
                 raise
             finally:
                 self._running = False
@@ -173,7 +184,9 @@ class BoundStep:
     def _note_failure(self, error: AssumptionFailedError, noting: object) -> None:
         """An assumption has failed: note what the collectives of the call have given."""
         if isinstance(noting, CollectiveResults) and (error.alone or self.apart):
-            self._sent = noting.results(None if error.alone else self.apart)
+            assert self._left is not None
+            self._left.sent = noting.results(None if error.alone else self.apart)
+        error.handed_out = ()
         if not error.alone:
             self.tries.failures += 1
 
@@ -190,6 +203,16 @@ class BoundStep:
     def values(self, call: Call) -> list[Any]:
         """The inputs of the graph as they are now, in order."""
         return self._late.own(self._inputs.of_state()) + self._inputs.of_call(call)
+
+    def _before_drawing(self, begun: Begun | None) -> tuple[DrawnGenerators, list[torch.Tensor]]:
+        """The generators that a call draws from, and what they are before it; they go on from where
+        what has begun has left them."""
+        if begun is None:
+            return self._generators, self._generators.states()
+        generators = self._generators.joined(begun.left.generators)
+        before = generators.states()
+        begun.left.generators.restore(begun.left.drawn)
+        return generators, before
 
     def leave(self, step: int, sent: SentBefore, number: int | None = None) -> int | None:
         """This rank cannot go on with a call whose graph the others run: let them come to where
@@ -212,11 +235,11 @@ class BoundStep:
             withdraw(agreed.unused.group)
         return found
 
-    def take_sent(self) -> SentBefore:
-        """What the collectives of the last call have given, in which an assumption failed, where
-        other ranks have gone on."""
-        sent, self._sent = self._sent, {}
-        return sent
+    def take_left(self) -> Left:
+        """What the last call has left behind, in which an assumption failed."""
+        left, self._left = self._left, None
+        assert left is not None
+        return left
 
     def goes_on(self, answers: Sequence[Answer]) -> bool:
         """Whether it holds for a call whose first decisions have these answers."""
@@ -243,9 +266,14 @@ class BoundStep:
         return HostRun(storages, rank, step, votes, agreement, call.given, *asked)
 
     def _raise_explained(
-        self, error: BaseException, step: int, host: HostRun | None = None
+        self,
+        error: BaseException,
+        step: int,
+        host: HostRun | None = None,
+        module: IterGraphModule | None = None,
     ) -> None:
-        failure = explained(self.module, error, step, host) if self.groups else None
+        module = module or self.module
+        failure = explained(module, error, step, host) if self.groups else None
         if failure is not None:
             raise failure from error
 

@@ -26,6 +26,12 @@ class DrawnGenerators:
         found = dict.fromkeys(generator for each in given for generator in each)
         self._generators = list(found)
 
+    def joined(self, others: DrawnGenerators) -> DrawnGenerators:
+        """These and others."""
+        found = DrawnGenerators(None)
+        found._generators = list(dict.fromkeys([*self._generators, *others._generators]))
+        return found
+
     def states(self) -> list[torch.Tensor]:
         """What they are now."""
         return [generator.get_state() for generator in self._generators]

@@ -276,10 +276,21 @@ class Stages:
         proof = StageProof(Proof())
         return self._runner.run(behind, gm, DerivedGraph("setup"), gm, proof)
 
-    def make_ready(self, module: IterGraphModule) -> None:
+    @property
+    def hands_out(self) -> bool:
+        """True if graphs leave what they compute to other graphs: recordings write to the same
+        memory again."""
+        return self.options is None or not self.options.cudagraphs
+
+    def make_ready(self, module: IterGraphModule, agreement: Agreement | None = None) -> None:
         """The stages behind the passes, for a graph of its own on which the ranks need not agree:
-        a part of what was captured."""
+        a part of what was captured.
+
+        Args:
+            agreement: when all ranks agree that no function of the program's has raised.
+        """
         step = StepInMaking(module)
+        step.agreement = agreement
         self.derive(step)
         self.make_executable(step)
 

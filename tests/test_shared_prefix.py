@@ -1,8 +1,11 @@
-"""Where an assumption fails, the call begins anew as the graph of the other branch."""
+"""Where an assumption fails, the other branch goes on from what has been computed by then."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
+from operator import and_
 from typing import Any
 
 import pytest
@@ -14,6 +17,16 @@ from torch.optim import Optimizer
 
 import graphopt
 from gloo import Pool
+from graphopt.branches.continuation import (
+    NotSharedError,
+    Stopped,
+    continuation_of,
+    from_the_beginning,
+)
+from graphopt.branches.handing import handing_out
+from graphopt.errors import AssumptionFailedError
+from graphopt.host.assumptions import assumptions
+from graphopt.tracing.call import Call
 from test_decisions import left_by, same
 
 Step = Callable[[nn.Module, Optimizer, Tensor], Any]
@@ -21,6 +34,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
 }
+PRODUCTS = ("aten::mm", "aten::addmm")
 
 
 class Net(nn.Module):
@@ -66,7 +80,7 @@ def by_loss(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
 
 
 def keeps_gradients(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-    """What both branches compute stays in `.grad`, and is returned."""
+    """What is shared stays in `.grad`, and is returned."""
     optimizer.zero_grad()
     h = model(x) - x[:, :2]
     h.square().mean().backward()
@@ -115,32 +129,118 @@ def batches(calls: int, seed: int = 1) -> list[Tensor]:
 
 def trained(
     step: Step, kind: str, compiled: bool, calls: int = 24, **options: Any
-) -> tuple[list[Any], list[bool]]:
-    """What every call leaves, and whether an assumption of a graph has failed in it."""
+) -> tuple[list[Any], list[Counter[str]], list[bool]]:
+    """What every call leaves, how often it calls some operators, and whether an assumption of a
+    graph has failed in it."""
     torch.manual_seed(0)
     model = Net()
     optimizer = OPTIMIZERS[kind](model)
     run: Any = graphopt.compile(step, **options) if compiled else step
     left: list[Any] = []
+    called = []
     failed = []
     for x in batches(calls):
         before = {entry: entry.failures for entry in run._entries} if compiled else {}
-        result = run(model, optimizer, x)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            result = run(model, optimizer, x)
+        called.append(Counter(e.name for e in profile.events() if e.name in PRODUCTS))
         left += [result, *left_by(model, optimizer)]
         failed.append(any(entry.failures > was for entry, was in before.items()))
-    return left, failed
+    return left, called, failed
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("pipeline", ["none", "default"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("step", STEPS)
-def test_every_call_is_eager_s(step: Step, kind: str, pipeline: str) -> None:
-    expected, _ = trained(step, kind, compiled=False)
-    found, failed = trained(step, kind, compiled=True, pipeline=pipeline)
+def test_every_call_is_eager_s_and_computes_as_much(step: Step, kind: str, pipeline: str) -> None:
+    expected, as_often, _ = trained(step, kind, compiled=False)
+    found, called, failed = trained(step, kind, compiled=True, pipeline=pipeline)
     assert len(found) == len(expected)
     assert all(map(same, found, expected))
-    assert any(failed[-8:])
+    at_most = [one.total() <= other.total() for one, other in zip(called, as_often, strict=True)]
+    assert not all(at_most)  # the first time, a branch begins from the beginning
+    assert any(map(and_, failed, at_most))
+    if step is not asks_three_times:  # all pairs of branches have been met by then
+        assert any(failed[-8:])
+        assert all(at_most[-8:])
+
+
+def test_a_graph_that_is_compiled_goes_on_as_well() -> None:
+    options = graphopt.lowering.Options(min_ops=2)
+    expected, as_often, _ = trained(keeps_gradients, "momentum", compiled=False, calls=12)
+    found, called, _ = trained(keeps_gradients, "momentum", compiled=True, calls=12, lower=options)
+    close = [
+        torch.allclose(a, b, rtol=1e-4, atol=1e-5) if isinstance(a, Tensor) else a == b
+        for a, b in zip(found, expected, strict=True)
+    ]
+    assert all(close)
+    assert [c["aten::addmm"] for c in called[-4:]] == [c["aten::addmm"] for c in as_often[-4:]]
+
+
+def both_branches(
+    step: Step, other: Step
+) -> tuple[Callable[[], tuple[Any, list[Any]]], Callable[[], tuple[Any, list[Any]]]]:
+    """The graphs of two branches, or of two steps, of the same objects: each gives the graph, and
+    copies of its inputs."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = OPTIMIZERS["adamw"](model)
+    small, large = batches(3)[0], batches(3)[2]
+
+    def of(step: Step, x: Tensor) -> Callable[[], tuple[Any, list[Any]]]:
+        run = graphopt.compile(step, pipeline="none")
+        run(model, optimizer, x)
+        entry = run._entries[0]
+        call = Call(step, (model, optimizer, large), {})
+        return lambda: (entry.module, [value.clone() for value in entry.values(call)])
+
+    return of(step, small), of(other, large)
+
+
+def test_what_is_left_goes_on_to_what_the_other_graph_computes() -> None:
+    first, second = both_branches(by_loss, by_loss)
+    (taken, values), (other, inputs) = first(), second()
+    (assumption,) = assumptions(taken.graph)
+    rest = continuation_of(Stopped(taken.graph, from_the_beginning, assumption), other)
+    handing, positions = handing_out(taken, assumption, rest.taken)
+    torch.manual_seed(3)
+    with pytest.raises(AssumptionFailedError) as failed:
+        handing(*values)
+    there = [failed.value.handed_out[position] for position in positions]
+    found = rest.module.go_on(inputs, there)
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    expected = other(*second()[1])
+    assert torch.equal(after, torch.get_rng_state())
+    assert len(found[0]) == len(expected[0]) == 1
+    assert all(map(torch.equal, found[0], expected[0]))
+    assert len(found[1]) == len(expected[1]) == 3  # the statistics
+    assert all(map(torch.equal, found[1], expected[1]))
+    names = {str(node.target) for node in rest.module.graph.nodes}
+    assert not any("mm" in name or "bernoulli" in name for name in names)
+
+
+def draws_otherwise(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """The beginning of another step: the same, after a number was drawn."""
+    factor = torch.rand(())
+    return by_norm(model, optimizer, x) * factor
+
+
+def multiplies(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Another step, that has nothing but the question in common."""
+    if x.sum() > 100:
+        optimizer.zero_grad()
+    return x * 2
+
+
+@pytest.mark.parametrize("step", [draws_otherwise, multiplies])
+def test_what_is_not_the_same_is_not_shared(step: Step) -> None:
+    first, second = both_branches(by_norm, step)
+    (taken, _), (other, _) = first(), second()
+    (assumption,) = assumptions(taken.graph)
+    with pytest.raises(NotSharedError):
+        continuation_of(Stopped(taken.graph, from_the_beginning, assumption), other)
 
 
 # ---------------------------------------------------------------------------------- several ranks
@@ -185,42 +285,49 @@ def by_a_part(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
 
 def _on_rank(
     rank: int, step: Step, compiled: bool, pipeline: str, uneven: bool
-) -> tuple[list[Any], list[bool]]:
-    """What every call leaves on one rank; of one that is compiled, whether an assumption fails."""
+) -> tuple[list[Any], list[int], list[bool]]:
+    """What every call leaves on one rank; of one that is compiled, how many reductions it launches,
+    and whether an assumption fails."""
     torch.manual_seed(0)
     model = Net()
     optimizer = OPTIMIZERS["momentum"](model)
     run: Any = graphopt.compile(step, pipeline=pipeline) if compiled else step
     used = model if compiled else nn.parallel.DistributedDataParallel(model)
     left: list[Any] = []
-    failures = []
+    launched, failures = [], []
     for call, x in enumerate(batches(20, seed=rank)):
         # Another length on one rank, for which it has graphs of its own.
         x = x[:5] if uneven and rank == 1 and call % 4 == 2 else x
-        before = {entry: entry.failures for entry in run._entries} if compiled else {}
-        result = run(used, optimizer, x)
-        failures.append(any(entry.failures > was for entry, was in before.items()))
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        profiled = torch.profiler.profile(activities=activities) if compiled else nullcontext()
+        with profiled as profile:
+            result = run(used, optimizer, x)
+        if profile is not None:
+            names = [e.name for e in profile.events()]
+            failures.append("c10d::allreduce_" in names)  # by which ranks say that they go on
+            launched.append(sum(name.startswith("_c10d_functional::all_reduce") for name in names))
         left += [result, *left_by(model, optimizer)]
-    return left, failures
+    return left, launched, failures
 
 
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("pipeline", ["none", "default"])
-def test_ranks_decide_by_what_they_have_averaged(
-    two_ranks: Pool, pipeline: str, uneven: bool
-) -> None:
+def test_ranks_launch_each_collective_once(two_ranks: Pool, pipeline: str, uneven: bool) -> None:
     expected = two_ranks.run(_on_rank, average_step, False, pipeline, uneven)
     found = two_ranks.run(_on_rank, average_step, True, pipeline, uneven)
-    for (left, failures), (eager, _) in zip(found, expected, strict=True):
+    for (left, launched, failures), (eager, _, _) in zip(found, expected, strict=True):
         assert len(left) == len(eager)
         assert all(map(same, left, eager))
+        # Each call launches as much, whether its assumption holds or not.
         assert any(failures[-10:])
+        assert launched[-1] > 0
+        assert uneven or set(launched[-10:]) == {launched[-1]}
 
 
 def test_ranks_decide_by_what_they_have_reduced_in_place(two_ranks: Pool) -> None:
     expected = two_ranks.run(_on_rank, by_all_losses, False, "default", True)
     found = two_ranks.run(_on_rank, by_all_losses, True, "default", True)
-    for (left, failures), (eager, _) in zip(found, expected, strict=True):
+    for (left, _, failures), (eager, _, _) in zip(found, expected, strict=True):
         assert any(failures)
         assert len(left) == len(eager)
         assert all(map(same, left, eager))
@@ -229,7 +336,7 @@ def test_ranks_decide_by_what_they_have_reduced_in_place(two_ranks: Pool) -> Non
 def test_ranks_decide_by_a_value_of_which_a_part_is_reduced(two_ranks: Pool) -> None:
     expected = two_ranks.run(_on_rank, by_a_part, False, "default", False)
     found = two_ranks.run(_on_rank, by_a_part, True, "default", False)
-    for (left, _), (eager, _) in zip(found, expected, strict=True):
+    for (left, _, _), (eager, _, _) in zip(found, expected, strict=True):
         assert len(left) == len(eager)
         assert all(map(same, left, eager))
 
@@ -238,7 +345,7 @@ def test_ranks_decide_by_a_value_of_which_a_part_is_reduced(two_ranks: Pool) -> 
 def test_ranks_agree_where_collectives_may_be_under_way(two_ranks: Pool, pipeline: str) -> None:
     expected = two_ranks.run(_on_rank, by_one_gradient, False, pipeline, True)
     found = two_ranks.run(_on_rank, by_one_gradient, True, pipeline, True)
-    for (left, failures), (eager, _) in zip(found, expected, strict=True):
+    for (left, _, failures), (eager, _, _) in zip(found, expected, strict=True):
         assert any(failures[-10:])
         assert len(left) == len(eager)
         assert all(map(same, left, eager))

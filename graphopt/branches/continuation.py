@@ -1,0 +1,296 @@
+"""What is left of a graph where another one has come to the decision at which they part."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from graphopt.branches.course import Course, CourseNames
+from graphopt.branches.cut import Cut, handed_out, in_order
+from graphopt.graph_utils import (
+    call_function_with_meta,
+    get_output,
+    get_outputs,
+    is_operator,
+    set_outputs,
+)
+from graphopt.host import is_host_call
+from graphopt.host.assumptions import without_handed_out
+from graphopt.ir.effects import Effects
+from graphopt.ir.metadata import (
+    carried_index,
+    describe_carried,
+    fake_value,
+    input_kind,
+    input_name,
+    known_value,
+)
+from graphopt.ir.operators import draws
+from graphopt.ir.views import is_pure_view
+from graphopt.iter_graph import IterGraphModule, copy_graph
+from graphopt.iter_graph.graph import IterGraph
+from graphopt.verify.callees import OF_STORAGE
+from graphopt.verify.evaluated import Evaluation, NotDecidedError
+from graphopt.verify.outcomes import differences
+from graphopt.verify.terms import Terms, layout_of
+
+Beginning = Callable[[fx.Graph], tuple[Course, dict[fx.Node, fx.Node]]]
+"""What a call has done when a graph begins, and what stands for each input of the graph in it."""
+
+
+def from_the_beginning(graph: fx.Graph) -> tuple[Course, dict[fx.Node, fx.Node]]:
+    """A call has done nothing."""
+    course = Course(CourseNames())
+    return course, {node: course.add_input(node) for node in graph.find_nodes(op="placeholder")}
+
+
+class NotSharedError(Exception):
+    """Two branches share nothing, or nothing that can be shown to be the same."""
+
+
+@dataclass
+class Continuation:
+    """What is left of a graph.
+
+    Attributes:
+        module: takes the inputs of the graph, and behind them what is there already.
+        taken: what is there already: nodes of the graph that has come to the decision.
+        begins: what a call has done when `module` begins.
+        same: pairs of inputs that have to be the same in both graphs, by position.
+        drawn: how many operators have drawn random numbers by then.
+    """
+
+    module: IterGraphModule
+    taken: list[fx.Node]
+    begins: Beginning
+    same: list[tuple[int, int]]
+    drawn: int
+
+
+class Stopped:
+    """A graph that has come to an assumption.
+
+    Args:
+        graph: the step that ran, with late nodes, which have not.
+        begins: what the call had done before.
+        assumption: the node that failed.
+    """
+
+    def __init__(self, graph: IterGraph, begins: Beginning, assumption: fx.Node) -> None:
+        self.inputs = graph.find_nodes(op="placeholder")
+        self.course, self._values = begins(graph)
+        ran = [n for n in graph.nodes if n < assumption and n not in graph.late]
+        self.nodes = self.course.run(ran, self._values, decided=True)
+
+    def names(self, other: IterGraph) -> tuple[dict[fx.Node, str], list[tuple[int, int]]]:
+        """The names of the inputs that another graph has as well, and the pairs by position."""
+        mine, theirs = _by_what_it_is(self.inputs), other.find_nodes(op="placeholder")
+        found, same = {}, []
+        for what, node in _by_what_it_is(theirs).items():
+            twin = mine.get(what)
+            if twin is None or not _alike(twin, node):
+                continue
+            found[node] = str(self._values[twin].target)
+            same.append((self.inputs.index(twin), theirs.index(node)))
+        return found, same
+
+
+def _by_what_it_is(inputs: list[fx.Node]) -> dict[tuple[str, str], fx.Node]:
+    """Inputs by kind and name, those that have these for themselves."""
+    keys = [(str(input_kind(node)), str(input_name(node))) for node in inputs]
+    counted = Counter(keys)
+    pairs = zip(keys, inputs, strict=True)
+    return {key: n for key, n in pairs if counted[key] == 1 and carried_index(n) is None}
+
+
+def _alike(one: fx.Node, other: fx.Node) -> bool:
+    first, second = known_value(one), known_value(other)
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return False
+    return layout_of(first) == layout_of(second)
+
+
+def continuation_of(stopped: Stopped, other: IterGraphModule) -> Continuation:
+    """What is left of the graph of another branch, from what the first one has computed.
+
+    Args:
+        other: after its passes.
+
+    Raises:
+        NotSharedError: they share nothing, or it cannot be shown that they do.
+    """
+    try:
+        return _Making(stopped, other).made()
+    except NotDecidedError as error:
+        raise NotSharedError(str(error)) from error
+
+
+class _Making:
+    """Makes one continuation."""
+
+    def __init__(self, stopped: Stopped, other: IterGraphModule) -> None:
+        self._stopped = stopped
+        self._terms = Terms()
+        self._graph, _ = copy_graph(other.graph, into=fx.Graph)
+        self._root = other
+        for node in self._graph.nodes:
+            node.args = without_handed_out(node)
+        names, self._same = stopped.names(other.graph)
+        copies = dict(zip(other.graph.nodes, self._graph.nodes, strict=True))
+        self._names = {copies[node]: name for node, name in names.items()}
+
+    def made(self) -> Continuation:
+        before = self._stopped.course.evaluated(self._terms)
+        whole, value_of = self._whole()
+        drawn = self._drawn(before, whole)
+        given = dict(before.made)
+        nodes = self._stopped.nodes
+        there = handed_out(nodes, {node: given.get(found) for node, found in nodes.items()})
+        roots = [node for node in self._graph.nodes if is_host_call(node)]
+        roots += get_output(self._graph).all_input_nodes
+        cut = Cut(roots, value_of, there, drawn)
+        if not any(map(_computes, set(self._graph.nodes) - cut.left)):
+            raise NotSharedError("nothing is computed before the decision that both branches need")
+        module = self._left(cut)
+        taken = list(dict.fromkeys(cut.taken[node] for node in in_order(self._graph, {*cut.taken})))
+        found = Continuation(module, taken, self._begins(taken), self._same, len(drawn))
+        self._prove(found, whole)
+        return found
+
+    def _whole(self) -> tuple[Evaluation, dict[fx.Node, Any]]:
+        """What the other graph computes when it begins from the beginning."""
+        course = Course(self._stopped.course.names)
+        for node in self._graph.find_nodes(op="placeholder"):
+            name = self._names.get(node) or course.names.of_input()
+            self._names[node] = name
+        self._graph.owning_module = self._root
+        values = {node: course.add_input(node, name) for node, name in self._names.items()}
+        nodes = course.run(self._graph.nodes, values)
+        outputs = fx.node.map_arg(get_output(self._graph).args[0], nodes.__getitem__)
+        found = course.evaluated(self._terms, outputs)
+        given = dict(found.made)
+        return found, {node: given.get(copy) for node, copy in nodes.items()}
+
+    def _drawn(self, before: Evaluation, whole: Evaluation) -> set[fx.Node]:
+        """The nodes whose random numbers have been drawn."""
+        nodes = [node for node in self._graph.nodes if draws(node)]
+        done = len(before.draws)
+        if before.states or len(nodes) != len(whole.draws) or whole.draws[:done] != before.draws:
+            raise NotSharedError("other random numbers were drawn, or state was updated")
+        return set(nodes[:done])
+
+    def _left(self, cut: Cut) -> IterGraphModule:
+        """The graph of the nodes that are left."""
+        graph = IterGraph()
+        new: dict[fx.Node, fx.Node] = {}
+        for node in self._graph.find_nodes(op="placeholder"):
+            new[node] = graph.node_copy(node, new.__getitem__)
+        given: dict[fx.Node, fx.Node] = {}
+        for node in in_order(self._graph, {*cut.taken}):
+            source = cut.taken[node]
+            if source not in given:
+                given[source] = _carried(graph, len(given), node)
+            new[node] = given[source]
+        for node in in_order(self._graph, cut.left):
+            if node.op not in ("placeholder", "output"):
+                new[node] = graph.node_copy(node, new.__getitem__)
+        graph.output(fx.node.map_arg(get_output(self._graph).args[0], new.__getitem__))
+        _refuse_storages(graph)
+        _own_outputs(graph)
+        return IterGraphModule(fx.GraphModule(self._root, graph))
+
+    def _begins(self, taken: list[fx.Node]) -> Beginning:
+        """How the course begins for what is left."""
+        course, nodes = self._stopped.course, self._stopped.nodes
+        there_already = [nodes[node] for node in taken]
+        names = [self._names[node] for node in self._graph.find_nodes(op="placeholder")]
+
+        def begins(graph: fx.Graph) -> tuple[Course, dict[fx.Node, fx.Node]]:
+            fork, copies = course.forked()
+            there = {str(n.target): n for n in fork.graph.find_nodes(op="placeholder")}
+            inputs = graph.find_nodes(op="placeholder")
+            values = {}
+            for node, name in zip(inputs, names, strict=False):
+                values[node] = there[name] if name in there else fork.add_input(node, name)
+            for node in inputs[len(names) :]:
+                values[node] = copies[there_already[cast(int, carried_index(node))]]
+            return fork, values
+
+        return begins
+
+    def _prove(self, found: Continuation, whole: Evaluation) -> None:
+        """Show that what was done before, followed by what is left, is the other graph."""
+        graph = found.module.graph
+        course, values = found.begins(graph)
+        nodes = course.run(graph.nodes, values)
+        outputs = fx.node.map_arg(get_output(graph).args[0], nodes.__getitem__)
+        problems = list(differences(self._terms, whole, course.evaluated(self._terms, outputs)))
+        if problems:
+            raise NotSharedError("\n".join(map(str, problems)))
+
+
+def _computes(node: fx.Node) -> bool:
+    return node.op == "call_function" and bool(node.all_input_nodes) and not is_pure_view(node)
+
+
+def _carried(graph: fx.Graph, index: int, node: fx.Node) -> fx.Node:
+    """An input for what is there already."""
+    found = graph.placeholder(f"carried_{index}_{node.name}")
+    describe_carried(found, node, index)
+    return found
+
+
+def _of_carried(graph: fx.Graph) -> Callable[[fx.Node], bool]:
+    """Tells which nodes lie in storage of what is there already."""
+    effects = Effects(graph)
+
+    def tell(node: fx.Node) -> bool:
+        owner = effects.input_of(node)
+        return owner is not None and carried_index(owner) is not None
+
+    return tell
+
+
+def _refuse_storages(graph: fx.Graph) -> None:
+    """Where a value that is there lies in its storage is not what the operators of the graph were
+    told: those that count from its beginning would read something else."""
+    is_carried = _of_carried(graph)
+    for node in graph.nodes:
+        if is_operator(node.target, *OF_STORAGE) and any(map(is_carried, node.all_input_nodes)):
+            raise NotSharedError(f"%{node.name} reads a storage as a whole")
+
+
+def _own_outputs(graph: IterGraph) -> None:
+    """Let what leaves the graph lie in storage of its own: what is there already need not."""
+    is_carried, outputs = _of_carried(graph), get_outputs(graph)
+    leaving = [n for n in (*outputs.results, *outputs.carried) if isinstance(n, fx.Node)]
+    shared = [node for node in leaving if is_carried(node)]
+    if len(set(shared)) < len(shared):
+        raise NotSharedError("the other branch returns one tensor twice")
+    with graph.inserting_before(get_output(graph)):
+        owned = {node: _clone(graph, node) for node in shared}
+    set_outputs(
+        graph,
+        outputs._replace(
+            results=list(_replaced(outputs.results, owned)),
+            carried=list(_replaced(outputs.carried, owned)),
+        ),
+    )
+
+
+def _clone(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    clone = torch.ops.aten.clone.default
+    found = call_function_with_meta(graph, clone, (node,), like=node)
+    if fake_value(found).stride() != fake_value(node).stride():
+        raise NotSharedError(f"%{node.name}, which is returned, has other strides as a copy")
+    return found
+
+
+def _replaced(values: list[Any], owned: Mapping[fx.Node, fx.Node]) -> Iterator[Any]:
+    for value in values:
+        yield owned.get(value, value) if isinstance(value, fx.Node) else value

@@ -1,0 +1,117 @@
+"""What a call has computed until a decision, as one graph over all the graphs that it ran.
+
+    first graph       x ─ a ─ b ─ ok? ✗
+    continuation              b ─ c ─ ok? ✗          course:  x ─ a ─ b ─ c
+
+Courses are written to be compared: inputs and constants that are the same have the same name, in
+whatever graph they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+from torch import fx
+
+from graphopt import _compat
+from graphopt.host import is_host_call
+from graphopt.ir.metadata import known_value, set_value
+from graphopt.verify.evaluated import Evaluation
+from graphopt.verify.evaluation import evaluate_graph
+from graphopt.verify.module_constants import attribute, same_object
+from graphopt.verify.terms import Terms
+
+
+class CourseNames:
+    """CourseNames of inputs and constants that all courses of one call share."""
+
+    def __init__(self) -> None:
+        self._inputs = count()
+        self._constants: list[Any] = []
+
+    def of_input(self) -> str:
+        """A name for an input that no course has so far."""
+        return f"course_input_{next(self._inputs)}"
+
+    def of_constant(self, value: Any) -> str:
+        """The name of a constant of a module."""
+        known = (i for i, other in enumerate(self._constants) if same_object(other, value))
+        index = next(known, len(self._constants))
+        if index == len(self._constants):
+            self._constants.append(value)
+        return f"course_constant_{index}"
+
+
+class Course:
+    """Nodes in the order in which they ran; see the module's docstring.
+
+    Args:
+        names: shared by all courses that are compared.
+
+    Attributes:
+        graph: of all nodes, without an output; it is not to be run.
+        names: of its inputs and constants.
+    """
+
+    def __init__(self, names: CourseNames) -> None:
+        self.graph, self.names = fx.Graph(), names
+
+    def forked(self) -> tuple[Course, dict[fx.Node, fx.Node]]:
+        """A copy, which goes on by itself, and the copy of each node."""
+        fork, copies = Course(self.names), dict[fx.Node, fx.Node]()
+        for node in self.graph.nodes:
+            copies[node] = _compat.copy_node(fork.graph, node, copies.__getitem__)
+        return fork, copies
+
+    def add_input(self, like: fx.Node, name: str | None = None) -> fx.Node:
+        """An input of the call; `name`: the one that it has in another course."""
+        node = self.graph.placeholder(name or self.names.of_input())
+        set_value(node, known_value(like))
+        return node
+
+    def run(
+        self, nodes: Iterable[fx.Node], values: Mapping[fx.Node, fx.Node], *, decided: bool = False
+    ) -> dict[fx.Node, fx.Node]:
+        """Go on with nodes of a graph.
+
+        Args:
+            nodes: in order; inputs and the output among them are left out.
+            values: what stands for its inputs.
+            decided: leave out what the host is told as well: no assumption has failed.
+
+        Returns:
+            What stands for each node.
+        """
+        found = dict(values)
+        for node in nodes:
+            if node.op in ("placeholder", "output") or (decided and is_host_call(node)):
+                continue
+            found[node] = _compat.copy_node(self.graph, node, found.__getitem__)
+            if node.op == "get_attr":
+                owner = node.graph.owning_module
+                assert isinstance(owner, fx.GraphModule)
+                found[node].target = self.names.of_constant(attribute(owner, node))
+        return found
+
+    def evaluated(self, terms: Terms, outputs: Any = ((), (), ())) -> Evaluation:
+        """What it computes.
+
+        Args:
+            outputs: what it leaves, by the output convention.
+
+        Raises:
+            NotDecidedError: terms cannot speak of it.
+        """
+        with self._ending(outputs):
+            return evaluate_graph(self.graph, terms)
+
+    @contextmanager
+    def _ending(self, outputs: Any) -> Iterator[None]:
+        output = self.graph.output(outputs)
+        try:
+            yield
+        finally:
+            self.graph.erase_node(output)

@@ -1,0 +1,68 @@
+"""A graph that hands out what it has computed where an assumption fails.
+
+    ok = isfinite(norm).item()                     ok = isfinite(norm).item()
+    assumption = graphopt.assumption(ok, w)  ==>   assumption = graphopt.assumption(ok, w, g0, g1)
+
+The assumption reads the values, so that they are there, and nothing has overwritten them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
+
+from torch import fx
+
+from graphopt.branches.continuation import NotSharedError
+from graphopt.host import is_host_call
+from graphopt.host.assumptions import Assumption, hand_out
+from graphopt.ir.operators import draws, is_collective
+from graphopt.iter_graph import IterGraphModule, copy_graph
+from graphopt.verify.inlining import in_one
+from graphopt.verify.launches import launch_of
+
+
+def handing_out(
+    step: IterGraphModule, assumption: fx.Node, values: Sequence[fx.Node]
+) -> tuple[IterGraphModule, list[int]]:
+    """A copy of a step in which an assumption hands out values besides those that it does already.
+
+    Args:
+        assumption, values: nodes of its graph.
+
+    Returns:
+        The copy, and where each of the values stands among those that are handed out.
+    """
+    graph, copies = copy_graph(step.graph)
+    positions = hand_out(copies[assumption], [copies[value] for value in values])
+    return IterGraphModule(fx.GraphModule(step, graph)), positions
+
+
+def launched_before(executable: fx.Graph, assumption: Assumption, drawn: int) -> list[str]:
+    """What is launched before an assumption in a graph as it runs.
+
+    Args:
+        drawn: how many operators draw random numbers before it.
+
+    Raises:
+        NotSharedError: a stage has moved effects across it.
+    """
+    before = list(_before(in_one(executable), assumption))
+    if sum(map(draws, before)) != drawn:
+        raise NotSharedError("random numbers are drawn elsewhere in the graph that runs")
+    if any(is_host_call(n) and not isinstance(n.target, Assumption) for n in before):
+        raise NotSharedError("a function of the program's is called before the decision")
+    return _launched(before)
+
+
+def launched_by(executable: fx.Graph) -> list[str]:
+    """What a graph launches as it runs."""
+    return _launched(in_one(executable).nodes)
+
+
+def _launched(nodes: Iterable[fx.Node]) -> list[str]:
+    return [launch_of(node).text for node in nodes if is_collective(node)]
+
+
+def _before(graph: fx.Graph, assumption: Assumption) -> Iterator[fx.Node]:
+    return takewhile(lambda node: node.target is not assumption, graph.nodes)

@@ -1,0 +1,213 @@
+"""The graphs of a step as they run, and what goes on where an assumption of one fails.
+
+    call ─▶ first graph ─ assumption fails ─▶ Left ─ its other branch is known ─▶ Begun ─▶ the rest
+                                                └─ it is not: from the beginning, and learn
+
+What the first graph has computed before the assumption stays (`Left`), until it is known whether
+the other branch goes on from there. It does so from the second time on: the first time its graph
+runs from the beginning, and what is left of it is found out afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+from graphopt import _compat
+from graphopt.branches.continuation import (
+    Beginning,
+    Continuation,
+    NotSharedError,
+    Stopped,
+    continuation_of,
+    from_the_beginning,
+)
+from graphopt.branches.handing import handing_out, launched_before, launched_by
+from graphopt.host.assumptions import assumption_number
+from graphopt.ir.bits import same_bits
+from graphopt.iter_graph import IterGraphModule
+from graphopt.runtime.collector import collector_paused
+from graphopt.runtime.generators import DrawnGenerators
+from graphopt.runtime.sent_before import SentBefore
+
+logger = logging.getLogger("graphopt")
+
+MakeReady = Callable[[IterGraphModule], None]
+
+MOST = 16
+"""Graphs that go on from one graph, or from another one that does."""
+
+
+class Branch:
+    """A graph of a step as it runs.
+
+    Args:
+        module: after all stages.
+        begins: what a call has done when it begins.
+
+    Attributes:
+        module: hands out, where one of its assumptions fails, what the graphs take that go on.
+    """
+
+    def __init__(self, module: IterGraphModule, begins: Beginning = from_the_beginning) -> None:
+        self.module, self._begins = module, begins
+        self._family: WeakSet[Onward] = WeakSet()
+        self._onward: WeakKeyDictionary[Branch, dict[int, Onward | None]] = WeakKeyDictionary()
+
+    def run(self, flat: Sequence[Any], there: list[Any], leave: bool) -> Any:
+        """Run the graph.
+
+        Args:
+            flat: one value per input of the step.
+            there: what has been computed before it.
+            leave: late work may be left in flight.
+        """
+        return self.module.forward(*flat, last_iter=not leave)
+
+    def onward(self, index: int, other: Branch) -> Onward | None:
+        """What goes on to another branch where assumption `index` fails, if that is known."""
+        return self._onward.get(other, {}).get(index)
+
+    def learn(self, index: int, other: Branch, make_ready: MakeReady) -> None:
+        """Find out what goes on to another branch where assumption `index` fails.
+
+        Args:
+            make_ready: the stages behind the passes.
+        """
+        known = self._onward.setdefault(other, {})
+        if index in known or len(self._family) >= MOST:
+            return
+        known[index] = None
+        try:
+            with collector_paused():
+                known[index] = self._found(index, other, make_ready)
+        except NotSharedError as error:
+            logger.info("where a decision goes another way, nothing is shared: %s", error)
+        except Exception:  # the other branch begins from the beginning, as before
+            logger.warning("where a decision goes another way, nothing is shared", exc_info=True)
+
+    def _found(self, index: int, other: Branch, make_ready: MakeReady) -> Onward:
+        graph = self.module.graph
+        node, assumption = assumption_number(graph, index)
+        rest = continuation_of(Stopped(graph, self._begins, node), other.module)
+        handing, positions = handing_out(self.module, node, rest.taken)
+        make_ready(handing)
+        launched = launched_before(handing.first_executable, assumption, rest.drawn)
+        make_ready(rest.module)
+        launched += ["then", *launched_by(rest.module.first_executable)]
+        handing.meta.update(self.module.meta)
+        self.module = handing
+        logger.info("another branch goes on from %d values: %s", len(positions), assumption)
+        found = Onward(rest, positions, launched)
+        found._family = self._family
+        self._family.add(found)
+        return found
+
+
+class Onward(Branch):
+    """What is left of a branch, as it runs.
+
+    Args:
+        rest: what is left.
+        positions: of what it takes, among what is handed out.
+        launched: the collectives that have been launched, and those that it launches.
+
+    Attributes:
+        plan: a number that is the same on ranks where these are.
+    """
+
+    def __init__(
+        self, rest: Continuation, positions: Sequence[int], launched: Sequence[str]
+    ) -> None:
+        super().__init__(rest.module, rest.begins)
+        self._positions, self._same = positions, rest.same
+        digest = hashlib.sha256(repr(list(launched)).encode()).digest()
+        self.plan = 1 + int.from_bytes(digest[:7], "big")
+
+    def run(self, flat: Sequence[Any], there: list[Any], leave: bool) -> Any:
+        return self.module.go_on(flat, there)
+
+    def fits(self, before: Sequence[Any], flat: Sequence[Any]) -> bool:
+        """Whether inputs of the graph that ran and of this one are the same where they have to."""
+        return all(_is_same(before[i], flat[j]) for i, j in self._same)
+
+    def take(self, handed_out: Sequence[Any]) -> list[Any]:
+        """What it goes on from."""
+        return [handed_out[position] for position in self._positions]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether inputs are one tensor, or the same number."""
+    if one is other:
+        return True
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return False
+    if _layout(one) != _layout(other):
+        return False
+    if one.data_ptr() == other.data_ptr():
+        return _compat.storage_key(one) == _compat.storage_key(other)
+    return one.dim() == 0 and one.device.type == "cpu" and same_bits(one, other)
+
+
+def _layout(value: torch.Tensor) -> tuple[Any, ...]:
+    return value.shape, value.stride(), value.dtype, value.device
+
+
+@dataclass
+class Left:
+    """What a call has left behind that came to an assumption which failed.
+
+    Attributes:
+        branch: that ran.
+        index: of the assumption.
+        flat: its inputs.
+        handed_out: what it has computed.
+        generators: from which it has drawn, and which are put back then.
+        sent: what its collectives have given, where other ranks have gone on.
+        drawn: where they were.
+    """
+
+    branch: Branch
+    index: int
+    flat: list[Any]
+    handed_out: Sequence[Any]
+    generators: DrawnGenerators
+    sent: SentBefore = field(default_factory=dict)
+    drawn: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.drawn = self.generators.states()
+
+    def begun(self, other: Branch, flat: Callable[[], Sequence[Any]]) -> Begun | None:
+        """How another branch goes on; None where it cannot.
+
+        Args:
+            flat: gives its inputs.
+        """
+        found = self.branch.onward(self.index, other)
+        if found is None or not found.fits(self.flat, flat()):
+            return None
+        return Begun(found, found.take(self.handed_out), self)
+
+
+@dataclass
+class Begun:
+    """A call that goes on from what another graph has computed.
+
+    Attributes:
+        branch: what goes on.
+        there: what it goes on from; taken out when it runs.
+        left: by the other graph.
+    """
+
+    branch: Onward
+    there: list[Any]
+    left: Left
