@@ -80,4 +80,4 @@ def learn(left: Left, by: BoundStep, other: BoundStep, make_ready: Callable[...,
 
 
 def _runs_again(entry: BoundStep) -> bool:
-    return entry.captured.lasting and not entry.captured.signature.states
+    return not entry.captured.signature.states
