@@ -56,16 +56,22 @@ def failures_shown() -> Iterator[None]:
         sys.exit(str(error))
 
 
-def run_work(script: str, task: Figures, ranks: int, rate: float | None = None) -> list[Event]:
+def run_work(
+    script: str, task: Figures, ranks: int, rate: float | None = None, late: list[str] | None = None
+) -> list[Event]:
     """Run `script --work` with a task in fresh processes; all that they report.
 
     Args:
         rate: in bit/s, of a link between emulated hosts, one for each rank; None: no such link.
+        late: takes the names of what a rank gave up because it took too long.
     """
     events: list[Event] = []
 
     def note(_: int, event: Event) -> None:
-        events.append(event)
+        if event["kind"] == "late" and late is not None:
+            late.append(event["name"])
+        else:
+            events.append(event)
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="graphopt-")))
@@ -101,6 +107,7 @@ def in_turns(
     rounds: int,
     length: int = ROUND,
     first: int = 0,
+    enough: Callable[[], bool] = lambda: False,
 ) -> dict[str, list[float]]:
     """What each variant takes in each round; who begins changes.
 
@@ -109,6 +116,7 @@ def in_turns(
         given: makes what one step is given; in a round all variants get the same.
         rounds: without the first, which warm up with a single step.
         first: so many of the variants begin every round, in this order.
+        enough: asked after each round, and answered alike on all ranks: whether to end early.
     """
     found: dict[str, list[float]] = {name: [] for name in names}
     for number in range(WARM_UP_STEPS + rounds):
@@ -117,6 +125,8 @@ def in_turns(
         for name in (*names[:first], *names[turn:], *names[first:turn]):
             dist.barrier()
             found[name].append(seconds(name, steps))
+        if number > WARM_UP_STEPS and enough():
+            break
     return found
 
 

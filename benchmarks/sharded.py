@@ -5,14 +5,23 @@
 
 Each model trains in turns in one run, on emulated hosts whose link is set so that one all-reduce of
 all gradients takes `ratio` times the compute of a step. Ratios are of turns of one round; bytes are
-what a host sends, by the kernel's count, headers included.
+what a host sends, by the kernel's count, headers included. Peak memory is what a training keeps
+(parameters, state, buckets) and what its steps allocate beside that, at most; both are measured
+before the turns, when no other variant runs.
+
+A variant of which a turn takes longer than `--limit` is left out, and the others begin again.
+Rounds end when `--minutes` are over.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,20 +36,27 @@ from rich.console import Console
 from rich.table import Table
 from sharded_variants import PLAIN, TUNED, FullySharded, Sharded, ZeroOptimizer
 from spread import Figures, spread
-from step_memory import tensor_peak
+from step_memory import bucket_bytes, has_mallinfo, kept_bytes, rise
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from graphopt.demo import DemoError
 from graphopt.demo.launch import Event, Reporter
+
+Makers = dict[str, Callable[[], Any]]
 
 COMPUTE, COMMUNICATION = "compute alone", "communication alone"
 OPTIMIZER = "DDP + ZeroRedundancyOptimizer"
 
 
-def variants(task: Figures) -> dict[str, Any]:
+MEASURED_STEPS = 4
+"""Of each variant, for its memory."""
+
+
+def variants(task: Figures) -> Makers:
     """All that take turns, by name."""
     sizes = {f"DDP, {size:g} MB": size for size in task["sweep"]}
-    makers: dict[str, Callable[[], Any]] = {
+    makers: Makers = {
         COMPUTE: lambda: Training(task),
         COMMUNICATION: lambda: Communication(task),
         **{name: lambda mb=size: Training(task, buckets_mb=mb) for name, size in sizes.items()},
@@ -55,12 +71,43 @@ def variants(task: Figures) -> dict[str, Any]:
         "graphopt, stage 3": lambda: Sharded(task, 3),
         "graphopt, stage 3, kept": lambda: Sharded(task, 3, keep_mb=1e6),
     }
-    chosen = task["variants"]
+    chosen, always = task["variants"], (COMPUTE, COMMUNICATION)
     return {
-        name: make()
+        name: make
         for name, make in makers.items()
-        if not chosen or name in (COMPUTE, COMMUNICATION) or any(c in name for c in chosen)
+        if name not in task["left_out"]
+        and (not chosen or name in always or any(c in name for c in chosen))
     }
+
+
+@contextmanager
+def limited(name: str, seconds: float, reporter: Reporter) -> Iterator[None]:
+    """While active for longer than so many seconds, this rank says so and ends."""
+
+    def end() -> None:
+        reporter.send("late", name=name)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def made_and_weighed(make: Callable[[], Any], batches: Any) -> tuple[Any, int | None]:
+    """A variant that has done some steps, and the bytes that it holds at most in a step."""
+    before = kept_bytes()
+    variant = make()
+    for batch in batches:  # state, buckets, and what is captured
+        variant.run([batch])
+    if not hasattr(variant, "optimizer") or not has_mallinfo():
+        return variant, None
+    kept = kept_bytes() - before + bucket_bytes(variant.trained)
+    dist.barrier()
+    return variant, kept + rise(lambda: variant.run(batches))
 
 
 def sent_bytes() -> int:
@@ -72,37 +119,46 @@ def sent_bytes() -> int:
     return 0
 
 
-def turns(task: Figures) -> Figures:
+def turns(task: Figures, reporter: Reporter) -> Figures:
     """Seconds per step of each turn, bytes sent, memory, and how far parameters are from DDP's."""
-    made = {COMPUTE: Training(task)} if task["compute_only"] else variants(task)
+    begin = time.monotonic()
+    makers = {COMPUTE: lambda: Training(task)} if task["compute_only"] else variants(task)
     generator = torch.Generator().manual_seed(dist.get_rank())
 
     def given() -> tuple[Tensor, Tensor]:
         return overlap_batch(task["model"], generator, task["batch"])
 
+    made: dict[str, Any] = {}
+    peak: dict[str, int] = {}
+    batches = [given() for _ in range(MEASURED_STEPS)]
+    for name, make in makers.items():
+        with limited(name, 2 * task["limit"], reporter):
+            dist.barrier()
+            made[name], weight = made_and_weighed(make, batches)
+        peak |= {} if weight is None else {name: weight}
     link = AdjustedLink(task) if task["bits_per_second"] else None
     sent: dict[str, list[float]] = {name: [] for name in made}
-    held: dict[str, float] = {}
 
     def seconds(name: str, batches: Any) -> float:
         before = sent_bytes()
-        taken = timed(made[name], batches)
+        with limited(name, task["limit"], reporter):
+            taken = timed(made[name], batches)
         sent[name].append((sent_bytes() - before) / len(batches))
         if len(sent[name]) > WARM_UP_STEPS and link is not None:
             link.after(name, taken)
         return taken
 
+    def enough() -> bool:
+        over = torch.tensor(float(time.monotonic() - begin > 60 * task["minutes"]))
+        dist.all_reduce(over, dist.ReduceOp.MAX)
+        return bool(over)
+
     first = 0 if link is None else 1
-    found = ranks.in_turns(list(made), seconds, given, task["rounds"], task["turn"], first)
+    found = ranks.in_turns(list(made), seconds, given, task["rounds"], task["turn"], first, enough)
     result: Figures = {"seconds": found, "sent": {k: median(v) for k, v in sent.items()}}
     result["rates"] = None if link is None else link.rates
     if not task["compute_only"]:
-        if task["memory"]:
-            batch = [given()]
-            for name, variant in made.items():
-                dist.barrier()
-                held[name] = tensor_peak(lambda v=variant: v.run(batch))
-        result["peak"] = held
+        result["peak"] = peak
         result["state"] = {n: state_bytes(v) for n, v in made.items() if hasattr(v, "optimizer")}
         result["differences"] = differences(made)
     return result
@@ -149,21 +205,34 @@ def work(task: Figures, folder: Path) -> None:
     """What an emulated host does."""
     reporter = Reporter(folder)
     with ranks.process_group(folder, reporter):
-        reporter.send("turns", **turns(task))
+        reporter.send("turns", **turns(task, reporter))
+
+
+def completed(task: Figures, count: int, rate: float | None) -> list[Event]:
+    """What the ranks report; variants that are late are left out, and the others begin again."""
+    while True:
+        late: list[str] = []
+        try:
+            return ranks.run_work(__file__, task, count, rate, late=late)
+        except DemoError:
+            if not late:
+                raise
+        Console().print(f"left out, since a turn took too long: {late[0]}")
+        task["left_out"] = [*task["left_out"], late[0]]
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figures]:
     """One row of figures for each model and ratio."""
     for model in options.models:
-        names = ["sweep", "rounds", "turn", "batch", "variants", "memory"]
+        names = ["sweep", "rounds", "turn", "batch", "variants", "minutes", "limit"]
         task = {"model": model, "form": "plain"} | {n: getattr(options, n) for n in names}
-        task |= {"compute_only": False, "ratio": 0.0, "bits_per_second": None}
+        task |= {"compute_only": False, "ratio": 0.0, "bits_per_second": None, "left_out": []}
         few = task | {"compute_only": True, "rounds": 3}
         alone = min(slowest(ranks.run_work(__file__, few, options.ranks))[COMPUTE])
         for ratio in options.ratios:
             rate = link_rate(link_bits(model, options.ranks), alone, ratio)
             shaped = task | {"ratio": ratio, "bits_per_second": rate}
-            yield figures(shaped, ranks.run_work(__file__, shaped, options.ranks, rate))
+            yield figures(shaped, completed(shaped, options.ranks, rate))
 
 
 def figures(task: Figures, results: list[Event]) -> Figures:
@@ -187,8 +256,10 @@ def figures(task: Figures, results: list[Event]) -> Figures:
         "best": {kind: best(kind) for kind in ("DDP,", OPTIMIZER, PLAIN, TUNED)},
     }
     found["per"] = {kind: per(name) for kind, name in found["best"].items()}
-    for key in ("sent", "peak", "state", "differences"):
+    for key in ("sent", "state", "differences"):
         found[key] = results[0][key]
+    peaks = [result["peak"] for result in results]
+    found["peak"] = {name: max(peak[name] for peak in peaks) for name in peaks[0]}
     return found
 
 
@@ -196,19 +267,23 @@ def table(row: Figures) -> Table:
     """For people."""
     rate = median(row["rates"]) / 1e6
     made = Table(title=f"{row['model']}, ratio {row['ratio']:g}, link {rate:.0f} Mbit/s")
-    columns = ("", "ms", "/ DDP", "/ DDP+ZeRO", "/ FSDP2", "/ tuned", "MB sent", "peak", "state MB")
+    columns = ("", "ms", "/ DDP", "/ DDP+ZeRO", "/ FSDP2", "/ tuned", "MB sent", "peak MB")
+    columns += ("/ FSDP2", "kept MB")
     for column in (*columns, "differs"):
         made.add_column(column, justify="left" if not column else "right")
     for name, times in row["seconds"].items():
         ratios = [row["per"][kind].get(name) for kind in ("DDP,", OPTIMIZER, PLAIN, TUNED)]
         parameters, state = row["state"].get(name, (0, 0))
+        peak = row["peak"].get(name)
+        most = min((row["peak"][n] for n in (PLAIN, TUNED) if n in row["peak"]), default=None)
         made.add_row(
             name,
             f"{1e3 * median(times):.0f}",
             *("" if r is None else f"{r['median']:.2f}" for r in ratios),
             f"{row['sent'][name] / 1e6:.2f}",
-            f"{row['peak'].get(name, 0) / 1e6:.1f}",
-            f"{parameters / 1e6:.1f} + {state / 1e6:.1f}",
+            "" if peak is None else f"{peak / 1e6:.1f}",
+            "" if peak is None or most is None else f"{peak / most:.2f}",
+            f"{parameters / 1e6:.1f} + {state / 1e6:.1f}" if state else "",
             f"{row['differences'].get(name, 0):.1g}",
         )
     return made
@@ -218,14 +293,15 @@ def parse() -> argparse.Namespace:
     """The options."""
     parser = ranks.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="emulated hosts")
-    parser.add_argument("--models", nargs="+", choices=OVERLAP_MODELS, default=["stack"])
+    parser.add_argument("--models", nargs="+", choices=OVERLAP_MODELS, default=["gpt"])
     parser.add_argument("--ratios", nargs="+", type=float, default=[1.0])
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="N times the batch")
     parser.add_argument("--sweep", nargs="+", type=float, default=[0.5, 1, 2, 25], help="MB")
     parser.add_argument("--turn", type=int, default=6, help="steps of a turn")
     parser.add_argument("--rounds", type=int, default=6, help="turns, at least 2")
     parser.add_argument("--variants", nargs="*", default=[], help="parts of names; all")
-    parser.add_argument("--memory", action="store_true", help="profile one step of each for it")
+    parser.add_argument("--minutes", type=float, default=5, help="after which rounds end")
+    parser.add_argument("--limit", type=float, default=60, help="seconds that a turn may take")
     return parser.parse_args()
 
 

@@ -1,31 +1,84 @@
-"""Peak memory of tensors on the CPU, to the byte."""
+"""Memory of tensors on the CPU: what a training keeps, and what its steps need beside that."""
 
 from __future__ import annotations
 
-import json
-import tempfile
+import ctypes
+import gc
+import sys
+import threading
+import time
 from collections.abc import Callable
-from pathlib import Path
 
-from torch.profiler import ProfilerActivity, profile
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+_PERIOD = 2e-4
+"""Seconds between two looks at the allocator."""
 
 
-def tensor_peak(work: Callable[[], object]) -> int:
-    """Do the work; the bytes of tensors at one time beyond those that existed before.
+class _Mallinfo(ctypes.Structure):
+    """`struct mallinfo2` of glibc 2.33 and later."""
 
-    From the allocations that torch's profiler records. It sees none of other threads, so that a
-    tensor which a communication thread frees seems to live on: of several ranks the lowest peak
-    is the nearest.
+    names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks")
+    _fields_ = [(name, ctypes.c_size_t) for name in (*names, "fordblks", "keepcost")]
+
+
+def allocated_bytes() -> int:
+    """Bytes that this process has from the allocator, of all threads."""
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = _Mallinfo
+    found = ask()
+    return int(found.uordblks + found.hblkhd)
+
+
+def kept_bytes() -> int:
+    """Bytes of all tensors that Python objects refer to, each memory once; fakes have none."""
+    gc.collect()
+    found: dict[int, int] = {}
+    for each in gc.get_objects():
+        if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu":
+            storage = each.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def bucket_bytes(model: nn.Module) -> int:
+    """Bytes of the buckets of DistributedDataParallel, to which no Python object refers."""
+    if not isinstance(model, DistributedDataParallel):
+        return 0
+    said = model._get_ddp_logging_data().get("rebuilt_bucket_sizes") or ""
+    return sum(int(size) for size in str(said).split(",") if size.strip())
+
+
+def rise(work: Callable[[], object]) -> int:
+    """Do the work; the most bytes that are allocated meanwhile, beyond those before.
+
+    All threads count, those that communicate included. Peaks shorter than the time between two
+    looks may be missed: do several steps.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    gc.collect()
+    before = most = allocated_bytes()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.is_set():
+            most = max(most, allocated_bytes())
+            time.sleep(_PERIOD)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_PERIOD)
+    watcher.start()
+    try:
         work()
-    with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    changes = [event for event in events if event.get("name") == "[memory]"]
-    now = peak = 0
-    for change in sorted(changes, key=lambda event: float(event["ts"])):
-        now += change["args"]["Bytes"]
-        peak = max(peak, now)
-    return peak
+    finally:
+        done.set()
+        watcher.join()
+        sys.setswitchinterval(interval)
+    return most - before
+
+
+def has_mallinfo() -> bool:
+    """True if the allocator can be asked."""
+    return hasattr(ctypes.CDLL(None), "mallinfo2")

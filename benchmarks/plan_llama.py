@@ -1,0 +1,196 @@
+"""A sharded step of Llama 3 with 8 billion parameters, planned without its weights or devices.
+
+    python benchmarks/plan_llama.py
+    python benchmarks/plan_llama.py --layers 8 --ranks 512 --stages 3 --no-inductor
+
+For each number of ranks and stage, in a process of its own that believes in an H100: seconds of CPU
+for capture, expansion, passes and proofs; then simulated seconds of a step after the default
+pipeline, beside the larger of its compute and its communication, and the bytes that it holds.
+With stage 3 the scheduler of Inductor orders the same captured graph, with the same costs, in the
+memory that the default pipeline takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, fx
+
+import graphopt
+from graphopt.testing import pretended
+
+Figures = dict[str, Any]
+
+
+def step(model: Any, optimizer: Any, words: Tensor, following: Tensor) -> Tensor:
+    """One update."""
+    loss: Tensor = model(words, following)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+class Watch:
+    """Seconds of CPU of what is done, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.process_time()
+
+    def took(self, name: str) -> None:
+        """All since the last time."""
+        now = time.process_time()
+        self.seconds[name], self._last = now - self._last, now
+
+
+def planned(options: Figures) -> Figures:
+    """Capture, expand and schedule one step; its figures."""
+    from graphopt.iter_graph.graph import copy_graph
+    from graphopt.parallel.parallelize import parallelize
+    from graphopt.stages.pipelines import default_pipeline
+    from graphopt.tracing.call import Call
+    from graphopt.tracing.capture import capture_call, communication_for
+    from graphopt.verify.averaged import sharing_problems
+    from graphopt.verify.equivalence import Proof
+
+    arguments = _arguments(options)
+    watch, kind = Watch(), graphopt.ZeRO(stage=options["stage"])
+    captured = capture_call(Call(step, arguments, {}), communication_for(kind), lasts=True)
+    watch.took("capture")
+    gm = captured.graph_module
+    given, _ = copy_graph(gm.graph)
+    parallelize(gm, kind)
+    watch.took("expand")
+    problems = list(sharing_problems(kind.meaning, given, gm, Proof()))
+    assert not problems, problems
+    watch.took("proof")
+    expanded = fx.GraphModule(gm, copy_graph(gm.graph)[0])
+    module = graphopt.IterGraphModule(gm)
+    watch.took("copy")
+    graphopt.PassManager(default_pipeline()).run(module)
+    watch.took("passes, proven")
+    del watch.seconds["copy"]
+    found = {"nodes": len(expanded.graph.nodes), "seconds": watch.seconds}
+    found |= {"given": _simulated(expanded), "default": _simulated(module)}
+    if options["inductor"] and options["stage"] == 3:
+        held = found["default"]["peak"] - found["given"]["peak"]
+        found["inductor"] = _by_inductor(expanded, held)
+    return found
+
+
+def _arguments(options: Figures) -> tuple[Any, ...]:
+    sys.path.insert(0, str(Path(__file__).parent))
+    from llama_model import Llama, Sizes
+
+    sizes = Sizes(layers=options["layers"], checkpointed=options["checkpointed"])
+    with torch.device("cuda"):
+        model = Llama(sizes).to(torch.bfloat16)
+        words = torch.zeros(options["batch"], options["length"], dtype=torch.long)
+    return model, torch.optim.AdamW(model.parameters(), fused=True), words, words
+
+
+def _simulated(gm: fx.GraphModule) -> Figures:
+    step = graphopt.simulate(gm)
+    return {
+        "seconds": step.step_seconds,
+        "compute": step.compute_seconds,
+        "communication": step.comm_seconds,
+        "bound": step.bound_seconds,
+        "peak": step.peak_bytes,
+        "collectives": len(step.collectives),
+    }
+
+
+def _by_inductor(gm: fx.GraphModule, held: int) -> Figures | str:
+    """The order that Inductor's scheduler finds, with so many bytes more than its graph holds."""
+    from torch._inductor.fx_passes import overlap_scheduling
+    from torch.utils import _runtime_estimation
+
+    from graphopt.cost import default_cost_model
+    from graphopt.graph_utils import is_collective
+
+    costs = default_cost_model(gm.graph)
+
+    def milliseconds(node: fx.Node, _: int | None = None) -> float:
+        if is_collective(node):
+            return 1e3 * costs.transfer(node).seconds
+        return 1e3 * costs.compute_seconds(node)
+
+    # Which it asks before the costs that it is given, and triton asks nvidia-smi.
+    _runtime_estimation.get_gpu_dram_gbps = lambda: 3350
+    _runtime_estimation.get_device_tflops = lambda dtype: 989
+    try:
+        ordered = overlap_scheduling.schedule_overlap_bucketing(
+            gm,
+            collective_bucketing=True,
+            compute_estimator="analytical",
+            custom_runtime_estimation=milliseconds,
+            max_memory_increase_gb=held / 2**30,
+            max_memory_increase_ratio=None,
+        )
+    except Exception as error:  # private code, given a graph that it was not written for
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+    return _simulated(ordered)
+
+
+def table(options: Figures, found: Figures) -> Table:
+    """For people."""
+    title = f"{options['ranks']} ranks, stage {options['stage']}, {found['nodes']} nodes"
+    made = Table(title=title)
+    for column in ("", "step ms", "compute", "sending", "/ bound", "peak GiB", "collectives"):
+        made.add_column(column, justify="right" if column else "left")
+    for name in ("given", "default", "inductor"):
+        row = found.get(name)
+        if isinstance(row, str):
+            made.add_row(name, row)
+        elif row:
+            times = (f"{1e3 * row[key]:.0f}" for key in ("seconds", "compute", "communication"))
+            ratio = f"{row['seconds'] / row['bound']:.3f}"
+            made.add_row(name, *times, ratio, f"{row['peak'] / 2**30:.1f}", str(row["collectives"]))
+    return made
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[64, 512])
+    parser.add_argument("--stages", nargs="+", type=int, choices=[1, 3], default=[1, 3])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=1, help="of each rank")
+    parser.add_argument("--length", type=int, default=8192, help="words of each example")
+    parser.add_argument("--no-checkpoints", action="store_true", help="keep all activations")
+    parser.add_argument("--no-inductor", action="store_true", help="leave its scheduler out")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as well")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Plan, print tables, write a file."""
+    given = parse()
+    common = {name: getattr(given, name) for name in ("layers", "batch", "length")}
+    common |= {"checkpointed": not given.no_checkpoints, "inductor": not given.no_inductor}
+    rows = []
+    for ranks in given.ranks:
+        for stage in given.stages:
+            options = common | {"ranks": ranks, "stage": stage}
+            found = pretended("cuda:90", ranks=ranks).run(planned, options)
+            console = Console(width=100)
+            console.print(table(options, found))
+            seconds = (f"{name} {taken:.1f}" for name, taken in found["seconds"].items())
+            console.print(f"seconds of CPU: {', '.join(seconds)}\n")
+            rows.append(options | found)
+    if given.json:
+        given.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
