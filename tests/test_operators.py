@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice, product
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,10 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from graphopt.ir.families import METADATA_ONLY, SAME_ELEMENTS, SPLITS, collective_kind
+from graphopt.ir.generators import generators_used
 from graphopt.ir.inplace import INPLACE
 from graphopt.ir.operators import draws, is_copy, is_list_operator, may_alias, row, written
+from graphopt.runtime.generators import DrawnGenerators
 from observed import Observer, run, same_bits, storage
 from operators import cloned, database, list_arguments, list_operators
+from sketch import Sketch
 
 aten = torch.ops.aten
 
@@ -319,3 +322,30 @@ def test_rows_of_collectives(name: str, one_rank: None) -> None:
             assert storage(result) not in map(storage, sent)
     assert_known(observer)
     assert row(func).collective and not row(func).wait
+
+
+DEFAULT = torch.random.default_generator
+
+
+def test_generators_that_are_given() -> None:
+    own = torch.Generator()
+    assert generators_used(()) == [DEFAULT]
+    assert generators_used([torch.ones(2), {"generator": own}, torch.device("cpu")]) == [
+        DEFAULT,
+        own,
+    ]
+
+
+def test_a_graph_puts_back_what_it_draws_from() -> None:
+    own = torch.Generator()
+    s = Sketch()
+    x = s.input("x", 4)
+    drawn = s.call(torch.ops.aten.bernoulli.default, x, generator=None)
+    gm = s.step([drawn])
+    drawn.kwargs = {"generator": cast(Any, own)}
+    generators = DrawnGenerators(gm.graph)
+    states = generators.states()
+    assert len(states) == 2
+    before, _ = own.get_state(), own.seed()
+    generators.restore(states)
+    assert torch.equal(own.get_state(), before)

@@ -1,21 +1,161 @@
-"""Random steps over what stands outside them do what eager code does, or are refused."""
+"""Random steps do what eager code does, or are refused: over what stands outside them, what changes
+there between calls, containers among their arguments, tensors that share memory, and trainings."""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import io
 import zlib
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from contextvars import copy_context
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import graphopt
-from random_steps import Filled, Model, given_as, same_objects, shown, source
+import random_arguments
+import random_changes
+import random_steps
+import random_tensors
+import random_trainings
 
-CALLS = 5
+Found = tuple[list[Any], str]
+"""What each call leaves, and the class of the error that ends it, if one does."""
+
+
+def compiled_if(compiled: bool, step: Any) -> Any:
+    return graphopt.compile(step, pipeline="none") if compiled else step
+
+
+def outside(seed: int, module: ModuleType, compiled: bool) -> Found:
+    torch.manual_seed(0)
+    model = random_steps.Model()
+    way = random_steps.given_as(seed)
+    s: Any = model if way == "module" else random_steps.Filled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = compiled_if(compiled, module.make(s))
+    found: list[Any] = []
+    for i in range(5):
+        x, y = torch.randn(4, 3), torch.randint(3, (4,))
+        with redirect_stdout(io.StringIO()) as said:
+            try:
+                returned = step(model, optimizer, x, y, i, s if way == "argument" else None)
+            except Exception as error:
+                return found, type(error).__name__
+        shown, same = random_steps.shown, random_steps.same_objects
+        weight = model.weight.tolist()
+        found.append((shown(returned), shown(s), same(s), weight, said.getvalue()))
+        if i == 2:
+            s.rows, s.count = [9.0], 5
+            s.texts.append("p")
+        if i == 3:
+            s.losses.append(3.25)
+            s.array[1] = 4.0
+            s.name, s.words[1] = "m", "other"
+    return found, ""
+
+
+def arguments(seed: int, module: ModuleType, compiled: bool) -> Found:
+    torch.manual_seed(0)
+    made = random_arguments
+    s, m, b, o = made.State(), made.Model(), made.batch(), made.Batch()
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    step = compiled_if(compiled, module.make(s, m, optimizer))
+    found: list[Any] = []
+    for i in range(5):
+        b = made.batch() if "b" in module.ANEW else b
+        o = made.Batch() if "o" in module.ANEW else o
+        x = torch.randn(3)
+        try:
+            found.append(made.shown(step(x, i, b, o), b, o, s, m, x))
+            module.between(i, b, o, s, m)
+        except Exception as error:
+            return found, type(error).__name__
+    return found, ""
+
+
+def tensors(seed: int, module: ModuleType, compiled: bool) -> Found:
+    torch.manual_seed(0)
+    s, m = random_tensors.State(), random_tensors.Model()
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    step, closed_over = module.make(s, m, optimizer)
+    given, step = (s, m)[: 2 - closed_over], compiled_if(compiled, step)
+    found: list[Any] = []
+    for i in range(5):
+        x = torch.randn(3, 3)
+        try:
+            found.append(random_tensors.shown(s, m, x, step(x, i, *given)))
+            module.between(s, m, i)
+            found.append(random_tensors.shown(s, m, x, None))
+        except Exception as error:
+            return found, type(error).__name__
+    return found, ""
+
+
+def trainings(seed: int, module: ModuleType, compiled: bool) -> Found:
+    torch.manual_seed(0)
+    made = random_trainings
+    model = made.Model()
+    average, s = copy.deepcopy(model), made.State(model)
+    optimizer, scheduler, step = module.make(model, average, s)
+    step = compiled_if(compiled, step)
+    found: list[Any] = []
+    for i in range(6):
+        x = torch.randn(s.rows, 3, generator=torch.Generator().manual_seed(i))
+        try:
+            returned = step(model, optimizer, x, i)
+            left = made.left(model, average, optimizer, scheduler, s)
+            found.append((made.shown(returned), left))
+            module.between(model, average, optimizer, scheduler, s, i)
+        except Exception as error:
+            return found, type(error).__name__
+    return found, ""
+
+
+def changes(seed: int, module: ModuleType, compiled: bool) -> Found:
+    return copy_context().run(_changes, module, compiled)
+
+
+def _changes(module: ModuleType, compiled: bool) -> Found:
+    torch.manual_seed(0)
+    for parameter in module.model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    step = compiled_if(compiled, module.step)
+    found: list[Any] = []
+    for i in range(6):
+        x = torch.randn(2, 3)
+        try:
+            loss = step(x)
+        except Exception as error:
+            return found, type(error).__name__
+        found.append(str([loss.item(), *(p.tolist() for p in module.model.parameters())]))
+        try:
+            module.between(i)
+        except Exception as error:
+            return found, f"between: {type(error).__name__}"
+    return found, ""
+
+
+class Kind(NamedTuple):
+    """Programs of one kind: `source` writes one, `run` says what it leaves."""
+
+    source: Callable[[int], str]
+    run: Callable[[int, ModuleType, bool], Found]
+    few: range
+
+
+KINDS = {
+    "outside": Kind(random_steps.source, outside, range(10_000, 10_004)),
+    "arguments": Kind(random_arguments.source, arguments, range(4)),
+    "tensors": Kind(random_tensors.source, tensors, range(4)),
+    "trainings": Kind(random_trainings.source, trainings, range(3)),
+    "changes": Kind(random_changes.source, changes, range(3)),
+}
 
 
 def loaded(text: str, folder: Path) -> ModuleType:
@@ -29,67 +169,28 @@ def loaded(text: str, folder: Path) -> ModuleType:
     return module
 
 
-def run(seed: int, module: ModuleType, compiled: bool, capsys: Any) -> tuple[list[Any], str]:
-    """What each call leaves, and the class of the error that ends it, if one does."""
-    torch.manual_seed(0)
-    model = Model()
-    s: Any = model if given_as(seed) == "module" else Filled()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = module.make(s)
-    step = graphopt.compile(step, pipeline="none") if compiled else step
-    found: list[Any] = []
-    for i in range(CALLS):
-        x, y = torch.randn(4, 3), torch.randint(3, (4,))
-        try:
-            given = s if given_as(seed) == "argument" else None
-            returned = step(model, optimizer, x, y, i, given)
-        except graphopt.CaptureError:
-            return found, "CaptureError"
-        except Exception as error:
-            return found, type(error).__name__
-        said = capsys.readouterr().out
-        left = shown(returned), shown(s), same_objects(s), model.weight.tolist(), said
-        found.append(left)
-        if i == 2:
-            s.rows, s.count = [9.0], 5
-            s.texts.append("p")
-        if i == 3:
-            s.losses.append(3.25)
-            s.array[1] = 4.0
-            s.name, s.words[1] = "m", "other"
-    return found, ""
-
-
-def agrees(text: str, folder: Path, run: Callable[[ModuleType, bool], Any]) -> bool:
+def is_captured(kind: Kind, seed: int, folder: Path) -> bool:
     """Whether a program is captured; it does then what eager code does. Each run has a module of
-    its own, which it may change.
-
-    Args:
-        run: what each call leaves, and the class of the error that ends it; captured or not.
-    """
-    expected, ended = run(loaded(text, folder), False)
-    found, refused = run(loaded(text, folder), True)
+    its own, which it may change."""
+    text = kind.source(seed)
+    expected, ended = kind.run(seed, loaded(text, folder), False)
+    found, refused = kind.run(seed, loaded(text, folder), True)
     assert found == expected[: len(found)], text
     if refused != "CaptureError":
         assert (len(found), refused) == (len(expected), ended), text
     return refused != "CaptureError"
 
 
-def check(seed: int, folder: Path, capsys: Any) -> bool:
-    """Whether it was captured."""
-    return agrees(source(seed), folder, lambda *given: run(seed, *given, capsys))
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_few_random_steps(number: int, tmp_path: Path, capsys: Any) -> None:
-    seeds = range(10_000 + 3 * number, 10_003 + 3 * number)
-    captured = [check(seed, tmp_path, capsys) for seed in seeds]
-    assert any(captured)
+def test_few_random_steps(tmp_path: Path) -> None:
+    for kind in KINDS.values():
+        captured = [is_captured(kind, seed, tmp_path) for seed in kind.few]
+        assert any(captured)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(8))
-def test_random_steps(number: int, seed: int, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_random_steps(name: str, number: int, seed: int, tmp_path: Path) -> None:
     first = 1_000_000 + 1_000 * seed + 10 * number
-    captured = [check(each, tmp_path, capsys) for each in range(first, first + 10)]
+    captured = [is_captured(KINDS[name], each, tmp_path) for each in range(first, first + 10)]
     assert any(captured)

@@ -1,7 +1,9 @@
-"""Predicted schedules: known closed forms, properties of any schedule, files and messages."""
+"""Pictures of schedules: known closed forms, properties of any schedule, files, messages, and the
+durations of stages that are measured alone."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections import defaultdict
@@ -10,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt.errors import GraphOptError
+from graphopt.pipelining import Pipe, pipeline
 from graphopt.pipelining.timeline import (
     SCHEDULES,
     Action,
@@ -23,10 +27,12 @@ from graphopt.pipelining.timeline import (
     ScheduleTimeline,
     Slot,
     StageDurations,
+    measure_durations,
     predict_schedule,
 )
 from graphopt.pipelining.timeline.orders import find_schedule
 from graphopt.pipelining.timeline.pages import schedules_page
+from pipeline_cases import CASES, Case, Normed
 
 
 def predicted(
@@ -337,3 +343,62 @@ def test_the_documentation(
     exec(compile(code, "pipelining.md", "exec"), {})
     assert capsys.readouterr().out == text
     assert Path("1f1b.html").exists() and Path("1f1b.json").exists()
+
+
+def make_pipe(case: Case, stages: int) -> Pipe:
+    args, kwargs = case.microbatch(0)
+    return pipeline(case.model(stages), args, kwargs, multi_use_param_spec=case.sharing)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_stage_has_durations(name: str) -> None:
+    durations = measure_durations(make_pipe(CASES[name], 4), repeats=1)
+    assert durations.num_stages == 4
+    assert all(seconds > 0 for seconds in durations.forward)
+    # The first stage of "views" has no parameter that is trained.
+    trained = range(name == "views", 4)
+    assert all(durations.backward[stage] > 0 for stage in trained)
+    assert all(
+        durations.backward_input[stage] + durations.backward_weight[stage] > 0 for stage in trained
+    )
+
+
+def test_the_first_stage_does_its_whole_backward_in_w() -> None:
+    durations = measure_durations(make_pipe(CASES["mlp"], 3), repeats=1)
+    assert durations.backward_input[0] == 0
+    assert durations.backward_weight[0] == durations.backward[0] == durations.of(Action(0, "B", 5))
+    assert min(durations.backward_input[1:] + durations.backward_weight[1:]) > 0
+
+
+def test_an_undivided_stage_does_its_whole_backward_in_i() -> None:
+    """A stage that sends a parameter which has met nothing received."""
+    durations = measure_durations(make_pipe(CASES["shared later, transmitted"], 4), repeats=1)
+    assert durations.backward_weight[1] == 0
+    assert durations.backward_input[1] == durations.backward[1] > 0
+
+
+def test_the_pipe_and_the_random_numbers_are_as_before() -> None:
+    model = Normed(3)
+    args, kwargs = CASES["buffers"].microbatch(0)
+    pipe = pipeline(model, args, kwargs)
+    before = copy.deepcopy(model.state_dict())
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    measure_durations(pipe, repeats=1)
+    assert torch.equal(torch.rand(3), expected)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_pipe_that_is_frozen() -> None:
+    case = CASES["mlp"]
+    model = case.model(2).requires_grad_(False)
+    with pytest.raises(ScheduleError, match="nothing that the pipe returns needs a gradient"):
+        measure_durations(pipeline(model, *case.microbatch(0)))
+
+
+def test_under_no_grad() -> None:
+    with torch.no_grad():
+        assert min(measure_durations(make_pipe(CASES["mlp"], 2), repeats=1).backward) > 0

@@ -1,18 +1,20 @@
-"""Passes are checked on the step that all calls but the first run; a check in which nothing changed
-fails."""
+"""`check_pass` looks at the step that all calls but the first run; it tells rounding from mistakes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import graphopt
-from graphopt.manager import PassRegistry
+from graphopt.manager import Pass, PassRegistry, graph_optimization_pass
 from graphopt.testing import StepUnderTest, check_pass, fake_ranks
+from numeric_variations import HONEST, MODELS, WRONG, Variation
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -116,3 +118,52 @@ def test_passes_that_run_first_have_options() -> None:
     assert (few.collectives_before, many.collectives_before) == (1, 4)
     with pytest.raises(graphopt.GraphOptError, match="bucket_size_mb"):
         step.check("schedule_comm_wait", after="comm_fusion_with_concat(bucket_size=1)")
+
+
+@pytest.fixture(autouse=True)
+def _unverified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers decide here."""
+    monkeypatch.setenv("GRAPHOPT_VERIFY", "off")
+
+
+@cache
+def step_of(model: str) -> StepUnderTest:
+    torch.manual_seed(0)
+    function, args = MODELS[model]()
+    return StepUnderTest(function, args, warm=True)
+
+
+def declared(variation: Variation) -> Pass:
+    def varied(gm: fx.GraphModule) -> None:
+        variation(gm)
+
+    return graph_optimization_pass(registry=PassRegistry(), changes_numerics=True)(varied)
+
+
+def applies(step: StepUnderTest, variation: Variation) -> bool:
+    return variation(step.graph_module)
+
+
+@pytest.mark.parametrize(("model", "name"), list(product(MODELS, WRONG)))
+def test_wrong_numeric_pass_is_refused(model: str, name: str) -> None:
+    step = step_of(model)
+    if not applies(step, WRONG[name]):
+        return  # the step has no such term
+    with pytest.raises(AssertionError):
+        step.check(declared(WRONG[name]), idempotent=False)
+
+
+@pytest.mark.parametrize(("model", "name"), list(product(MODELS, HONEST)))
+def test_honest_numeric_pass_is_accepted(model: str, name: str) -> None:
+    step = step_of(model)
+    if applies(step, HONEST[name]):
+        assert step.check(declared(HONEST[name]), idempotent=False).changed
+
+
+def test_there_are_enough_of_both() -> None:
+    wrong, honest = (
+        sum(applies(step_of(model), made) for model in MODELS for made in table.values())
+        for table in (WRONG, HONEST)
+    )
+    assert wrong >= 60
+    assert honest >= 20

@@ -1,19 +1,69 @@
-"""`torch.nn.DataParallel` with no device to scatter to: a module that calls another one."""
+"""Models that FSDP shards, and `torch.nn.DataParallel` with no device to scatter to."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import graphopt
+from gloo import Pool
 from graphopt.errors import CaptureError
 from test_decisions import assert_alike, left_by
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it scatters to these devices")
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def losses(rank: int, how: str | None) -> list[float] | str:
+    """Of three steps on a sharded model; what an error says, where there is one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step: Any = train_step
+    if how is not None:
+        if how == "off":
+            os.environ["GRAPHOPT_OFF"] = "1"
+        try:
+            step = graphopt.compile(train_step, fallback="eager" if how == "eager" else None)
+        finally:
+            os.environ.pop("GRAPHOPT_OFF", None)
+    torch.manual_seed(rank)
+    try:
+        return [step(model, optimizer, torch.randn(3, 4)).item() for _ in range(3)]
+    except graphopt.GraphOptError as error:
+        return str(error)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["off", "eager"])
+def test_a_sharded_model_runs_as_it_is_where_that_is_asked_for(two_ranks: Pool, how: str) -> None:
+    assert two_ranks.run(losses, how) == two_ranks.run(losses, None)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_sharded_model_is_refused_with_the_cure(two_ranks: Pool) -> None:
+    for said in two_ranks.run(losses, "captured"):
+        assert "sharded by FSDP, which is not supported" in said
+        assert "call the undecorated step" in said
+
+
+no_device = pytest.mark.skipif(torch.cuda.is_available(), reason="it scatters to these devices")
 
 
 class Net(nn.Module):
@@ -60,11 +110,13 @@ def trained(compiled: bool, closed_over: bool) -> list[Any]:
     return [*found, len(run.captures) if compiled else 1]
 
 
+@no_device
 @pytest.mark.parametrize("closed_over", [False, True])
-def test_it_is_the_module_within(closed_over: bool) -> None:
+def test_a_data_parallel_model_is_the_module_within(closed_over: bool) -> None:
     assert_alike(trained(True, closed_over), trained(False, closed_over))
 
 
+@no_device
 def test_one_that_scatters_is_refused() -> None:
     model = nn.DataParallel(nn.Linear(4, 3))
     model.device_ids = [0]
