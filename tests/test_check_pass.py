@@ -1,4 +1,4 @@
-"""`check_pass` looks at the step that all calls but the first run; it tells rounding from mistakes."""
+"""`check_pass`: on the step that all calls but the first run; rounding is told from mistakes."""
 
 from __future__ import annotations
 

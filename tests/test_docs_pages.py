@@ -109,6 +109,7 @@ def test_every_block_runs_and_prints_what_is_shown(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GRAPHOPT_REPRO", "graphopt-repro")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     isolate(monkeypatch)
     torch._dynamo.reset()
     namespace: dict[str, Any] = {}
