@@ -203,13 +203,6 @@ class Guards:
         """The first tensor argument that is of another kind than captured."""
         return self._arguments.shape_mismatch(call.using(self.besides) or call)
 
-    def look(self, call: Call) -> None:
-        """Find the objects outside that a call would use."""
-        extended = call.using(self.besides)
-        if self._outside is not None and extended and self._arguments.same_structure(extended):
-            with self._taken_apart(extended):
-                self._outside.look(extended.leaves)
-
     def counted_for(self, call: Call) -> list[CarriedPlace]:
         """Places in which the step counts, where a call is given the same objects."""
         return [e for e in self.besides.carried if e.counted] if self._are_same(call) else []

@@ -18,10 +18,8 @@ from graphopt.guards.modules import ModuleGuards
 from graphopt.guards.outside_places import prepared
 from graphopt.guards.unchanged import StateSnapshot
 from graphopt.tracing.outside.held import CONTAINERS, GuardedObject, GuardedPlace
-from graphopt.tracing.outside.known_objects import GivenObjects
 from graphopt.tracing.outside.modules import only_within
-from graphopt.tracing.outside.moving import LEADING, GivenPlace, MovingPlace
-from graphopt.tracing.outside.places import MISSING, OutsidePlace, Read, is_value, same
+from graphopt.tracing.outside.places import LEADING, MISSING, OutsidePlace, Read, is_value, same
 from graphopt.tracing.outside.record import Record
 
 
@@ -30,36 +28,21 @@ class OutsideGuard:
     where one of them is gone that no place leads to, the guard never fits again.
 
     Args:
-        places: what the graph reads and changes outside, some of it in objects that may be others
-            in each call (`moved`).
-        looked_at: what it reads in such objects, and may find changed there (`holder_of`).
+        changed: objects outside in which the graph changes something: the same in each call.
 
     Attributes:
         given: positions of objects among the arguments in whose place others may be.
         modules: that have to be the same.
     """
 
-    def __init__(
-        self,
-        record: Record,
-        places: Iterable[OutsidePlace] = (),
-        looked_at: Iterable[OutsidePlace] = (),
-    ) -> None:
+    def __init__(self, record: Record, changed: Iterable[Any] = ()) -> None:
         self._gone: str | None = None
         self._entries: list[GuardedPlace] = []
         self._followed: set[GuardedObject] = set()
         self._places: StateSnapshot | None = None
         entries = _Entries(record, _TellsOfLostObject(self))
         self._entries = entries.found
-        places = list(places)
-        changed = [each.holder for each in places if not _is_given(each)]
-        self._moving = {id(each): entries.held(each) for each in changed}
-        # Each trace has a table of its own for them.
-        given = {each.key for each in places if _is_given(each)}
-        self._moving_given = {at: entries.held(record.given[at]) for at in given}
-        moving = (*self._moving.values(), *self._moving_given.values())
-        self._changed = {held.root for held in moving}
-        self._moving.update((id(each.holder), entries.held(each.holder)) for each in looked_at)
+        self._changed = {entries.held(each).root for each in changed}
         self._given = record.given
         self.given = tuple(e.key for e in self._entries if e.holder.get() is record.given)
         self._followed = {entry.held for entry in self._entries if entry.held is not None}
@@ -103,12 +86,6 @@ class OutsideGuard:
         other objects in each call, and where something had changed."""
         return None if self.given or self._described else self._places
 
-    def holder_of(self, holder: Any) -> Callable[[], Any] | None:
-        """What gives an object that the guard finds in each call, or a part of it; None for one
-        that has to be the same, and as long as the guard is new."""
-        held = self._moving.get(id(holder))
-        return held.get if held is not None and held.root.followed else None
-
     def tensors(self, given: Iterable[Any]) -> Iterator[torch.Tensor]:
         """The tensors that the step has found, but for those in `given`, its arguments."""
         own = {id(self._given), *map(id, given)}
@@ -116,15 +93,6 @@ class OutsideGuard:
             value = None if entry.held is None else entry.held.get()
             if isinstance(value, torch.Tensor) and id(entry.holder.root.get()) not in own:
                 yield value
-
-    def moved(self, place: OutsidePlace) -> OutsidePlace:
-        """A place of an object as it was captured in the object that the guard finds."""
-        if _is_given(place):
-            return GivenPlace(place.kind, self._moving_given[place.key], place.key)
-        held = self._moving.get(id(place.holder))
-        if held is None or not held.root.followed:
-            return place
-        return MovingPlace(place.kind, held, place.key)
 
     def mismatches(self, leaves: Sequence[Any]) -> Iterator[str]:
         """What has changed: the path to it, the values, and the line that read it.
@@ -140,17 +108,6 @@ class OutsideGuard:
             return
         with self._called_with(leaves):
             yield from self._mismatches()
-
-    def look(self, leaves: Sequence[Any]) -> None:
-        """Find the objects of a call, also where it does not fit."""
-        if self._gone is None and (self._moving or self._moving_given):
-            with self._called_with(leaves):
-                following = _Following()
-                for entry in self._entries:
-                    if following.change(entry) is not None:
-                        following.lose(entry)
-                following.take()
-                self._let_go()
 
     @contextmanager
     def _called_with(self, leaves: Sequence[Any]) -> Iterator[None]:
@@ -285,13 +242,6 @@ class _Following:
             return None
         return f"{entry.path}: {shown(entry.expected())} -> {shown(now)}, read at {line}"
 
-    def lose(self, entry: GuardedPlace) -> None:
-        """An object that others may stand for is not where it was; the one of the last call may
-        still be somewhere."""
-        held = entry.held
-        if held is not None and held.followed and held.owner is None:
-            self._found.setdefault(held, MISSING)
-
     def meeting(self, changed: Set[GuardedObject]) -> str | None:
         """Which objects that were two are one by now, if any, where the step changes one after the
         other.
@@ -336,11 +286,6 @@ class _Following:
         if fits:
             self._found[held] = now
         return fits
-
-
-def _is_given(place: OutsidePlace) -> bool:
-    """Whether a place is that of an object among the arguments."""
-    return isinstance(place.holder, GivenObjects)
 
 
 def _settled(read: Read) -> Read:

@@ -102,8 +102,6 @@ class CapturedGraphs(Sequence["BoundStep"]):
         from graphopt.tracing.inputs.remembered import remembered
         from graphopt.tracing.outside.places import MISSING
 
-        for entry in self._entries:
-            entry.guards.look(call)
         found = changing(entry.captured.found for entry in self._entries)
         known = [entry.captured.besides for entry in self._entries]
         listed = {(each.place.identity, each.counted) for each in found.carried}

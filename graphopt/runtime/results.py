@@ -86,7 +86,7 @@ class StepResults:
                 )
                 for each in signature.containers
             ],
-            placed=[(each.now(), value(each.recipe)) for each in signature.placed],
+            placed=[(each.place, value(each.recipe)) for each in signature.placed],
         )
 
     def _put_into_tensors(self, call: Call, ran: _Ran) -> None:

@@ -51,7 +51,6 @@ from graphopt.tracing.outside.existing import births_noted
 from graphopt.tracing.ranks.uniformity import first_own, own_inputs
 from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication
 from graphopt.tracing.refusals import HostWork
-from graphopt.tracing.results.followed_objects import following
 from graphopt.tracing.results.signature import Signature
 from graphopt.tracing.shards import placements, shard_made
 from graphopt.tracing.trace import RawTrace, trace
@@ -186,7 +185,7 @@ def _rewritten(
     inputs.rebound = list(raw.signature.rebound)
     note_held(functional.graph_module, inputs, held_names(inputs, raw), held)
     with call.besides.present():
-        guard = following(raw.outside, raw.signature, inputs, call.besides)
+        guard = OutsideGuard(raw.outside, _changed_objects(raw, inputs, call.besides))
     made = _made_beforehand(call, found.state)
     if made is not None:
         made.entries = shard_made(made.entries, parallel)
@@ -199,9 +198,26 @@ def _rewritten(
         replace(call.besides, rounds=0),
         made,
         parallel,
-        tuple(found_places(raw.outside, call, guard)),
+        tuple(found_places(raw.outside, call)),
         found.modes,
     )
+
+
+def _changed_objects(raw: RawTrace, inputs: Inputs, besides: ImplicitInputs) -> list[Any]:
+    """The objects outside of which a graph takes something that it changes: each call needs these
+    very objects."""
+    placed = [each.place for each in raw.signature.placed]
+    lists = tuple(place.holder for place in placed if type(place.holder) is list)
+    inputs.hyperparameters = [
+        replace(each, apart=lists) if isinstance(each, PlacedNumber) else each
+        for each in inputs.hyperparameters
+    ]
+    places = [*placed, *(each.place for each in besides.carried)]
+    places += [each.place for each in inputs.hyperparameters if isinstance(each, PlacedNumber)]
+    for place in places:
+        raw.outside.need(place.holder)
+        raw.outside.need(raw.outside.owner(place.holder))
+    return [place.holder for place in places]
 
 
 def _warn_of_rounding(call: Call) -> None:

@@ -25,7 +25,7 @@ from graphopt.tracing.effects.argument_changes import ContainerChange, GivenCont
 from graphopt.tracing.effects.callback_view import HostView
 from graphopt.tracing.effects.changed_containers import refuse_changed_containers
 from graphopt.tracing.effects.host_state import HostState
-from graphopt.tracing.effects.state_writes import exchanged_containers, take_placed
+from graphopt.tracing.effects.state_writes import take_placed
 from graphopt.tracing.effects.written_values import (
     MadeAnew,
     attribute_told,
@@ -303,10 +303,9 @@ class StepRun:
 
     def _left_outside(self, traced: Traced, held: HeldBefore) -> LeftOutside:
         """Take out what the step has left outside its arguments."""
-        exchanged = exchanged_containers(self.outside)
         made = self._left
         tables = [*held.objects, *(each.table for each in self._call.objects.tables)]
-        placed = take_placed(self.outside, self.finder, traced, tables, made, exchanged)
+        placed = take_placed(self.outside, self.finder, traced, tables, made)
         refuse_changed_containers(self.outside, self.state.puts_back)
         return LeftOutside(placed, made)
 

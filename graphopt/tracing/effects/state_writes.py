@@ -39,13 +39,7 @@ from graphopt.tracing.inputs.entries import is_exact, may_be_input
 from graphopt.tracing.inputs.implicit import Finder
 from graphopt.tracing.outside.changed_containers import MUTABLE
 from graphopt.tracing.outside.held import is_plain_class
-from graphopt.tracing.outside.places import (
-    MISSING,
-    FollowedPlace,
-    OutsidePlace,
-    attributes_of,
-    same,
-)
+from graphopt.tracing.outside.places import MISSING, OutsidePlace, attributes_of, same
 from graphopt.tracing.outside.record import Record, WrittenPlace
 from graphopt.tracing.outside.unrepeated import LeftPlace
 from graphopt.tracing.results.signature import Constant, PlacedResult
@@ -55,12 +49,7 @@ from graphopt.tracing.substitute import Traced
 
 
 def take_placed(
-    record: Record,
-    finder: Finder,
-    traced: Traced,
-    tables: Iterable[dict[str, Any]],
-    made: MadeAnew,
-    exchanged: Mapping[int, FollowedPlace],
+    record: Record, finder: Finder, traced: Traced, tables: Iterable[dict[str, Any]], made: MadeAnew
 ) -> list[PlacedResult]:
     """Take out what a traced step has put into places outside; there is then what was before. Where
     the step finds a tensor or a number in such a place, and leaves another one, the finder takes
@@ -74,12 +63,9 @@ def take_placed(
         traced: the inputs.
         tables: those that are looked after otherwise.
         made: what each call makes anew, by id; see `written_value`.
-        exchanged: see `exchanged_containers`.
     """
     gradients = set(map(id, traced.gradients.values()))
-    places = _Places(
-        *(record, finder, traced.by_id, gradients, made, set(map(id, tables)), exchanged)
-    )
+    places = _Places(*(record, finder, traced.by_id, gradients, made, set(map(id, tables))))
     all_written = list(record.written_places())
     for replaced in filter(partial(_is_found, record), record.replaced_own()):
         finder.carries(replaced.path, replaced.place)
@@ -109,7 +95,6 @@ class _Places:
     Attributes:
         gradients: ids of stand-ins of gradients, which each call may find replaced.
         others: tables that are looked after otherwise, by id.
-        exchanged: see `exchanged_containers`.
     """
 
     record: Record
@@ -118,7 +103,6 @@ class _Places:
     gradients: Set[int]
     made: MadeAnew
     others: Set[int]
-    exchanged: Mapping[int, FollowedPlace]
 
     def taken(self, written: WrittenPlace) -> PlacedResult | None:
         """What each call leaves in a place; None where it leaves nothing there by itself."""
@@ -166,13 +150,9 @@ class _Places:
 
     def _placed(self, written: WrittenPlace, left: Any) -> PlacedResult:
         record, place = self.record, written.place
-        within = self.exchanged.get(id(place.holder))
-        carried = isinstance(written.before, (torch.Tensor, tuple))  # perhaps, as an input
-        if within is None and not carried and not record.depends_on(place):
-            within = found_again(record, place.holder)
-        if within is None and _is_found(record, written):
+        if _is_found(record, written):
             self.finder.carries(written.path, place)
-        return PlacedResult(place, left, within, line=written.location)
+        return PlacedResult(place, left, line=written.location)
 
     def _is_moved(self, written: WrittenPlace, value: Any) -> bool:
         """Whether a step leaves a tensor from outside in a place in which it has found another one:
@@ -195,36 +175,6 @@ def _leave(record: Record, written: WrittenPlace, value: Any) -> None:
         record.unrepeated.add(written.path, written.line)
         told_of = is_plain(value) and place.is_written and not record.is_told(place)
         record.unrepeated.left.append(LeftPlace(written.path, place, written.line, told_of))
-
-
-def found_again(record: Record, container: Any) -> FollowedPlace | None:
-    """Where each call finds a container that the step changes, be it another one than before, as
-    where a program begins a new list in each epoch; None where it has to be the same one.
-
-    The step has got to it by one place alone, which it leaves as it is, and goes by nothing but
-    what the guard of the graph looks at there.
-    """
-    if type(container) not in _CONTAINERS or record.is_pinned(container):
-        return None
-    place = _only_place(record, container)
-    if place is None or place.kind not in ("item", "cell"):
-        return None
-    if any(each.place.identity == place.identity for each in record.written_places()):
-        return None
-    return FollowedPlace(place, found_again(record, place.holder))
-
-
-def exchanged_containers(record: Record) -> dict[int, FollowedPlace]:
-    """The containers outside, by id, in whose place the step leaves a new one, each with that place
-    (`self.backup = {}`), where the step has got to it by that alone: each call finds another."""
-    found = {}
-    for written in chain(record.written_places(), record.replaced_own()):
-        before = written.before
-        now = written.place.now()
-        new = now is not before and (now is None or _is_new(record, written) or _is_traced(now))
-        if type(before) in _CONTAINERS and new and is_at(record, before, written.place):
-            found[id(before)] = FollowedPlace(written.place)
-    return found
 
 
 def is_at(record: Record, value: Any, place: OutsidePlace) -> bool:

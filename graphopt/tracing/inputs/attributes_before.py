@@ -17,7 +17,7 @@ from graphopt.tracing.inputs.entries import is_number, is_switch
 from graphopt.tracing.inputs.implicit import Finder
 from graphopt.tracing.interception.replaced_modules import Registered
 from graphopt.tracing.optimizers.setting_place import may_be_left
-from graphopt.tracing.outside.moving import is_object
+from graphopt.tracing.outside.held import is_object
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.scalars.host_numbers import is_host_number

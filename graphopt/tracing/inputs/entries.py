@@ -6,7 +6,7 @@ parameters, optimizer state and learning rate as they are now.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Set
+from collections.abc import Iterator, MutableMapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -164,14 +164,14 @@ class PlacedNumber:
     Attributes:
         counted: the step itself changes it.
         element: which number of a tuple or a list that is there, and how it is nested.
-        apart: give lists that the step changes in place, none of which it may be.
+        apart: lists that the step changes in place, none of which it may be.
     """
 
     place: OutsidePlace
     fqn: str
     counted: bool = False
     element: tuple[int, Any] | None = None
-    apart: tuple[Callable[[], Any], ...] = field(default=(), compare=False)
+    apart: tuple[Any, ...] = field(default=(), compare=False)
 
     def read(self, call: Call) -> Any:
         """The number; None where another tuple is there."""
@@ -180,7 +180,7 @@ class PlacedNumber:
             return value
         position, spec = self.element
         found = leaves_of(value, is_exact)
-        if found is None or found[1] != spec or any(other() is value for other in self.apart):
+        if found is None or found[1] != spec or any(other is value for other in self.apart):
             return None
         return found[0][position]
 

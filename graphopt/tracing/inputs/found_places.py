@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphopt.guards.outside import OutsideGuard
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import is_exact
 from graphopt.tracing.inputs.implicit import CarriedPlace, ImplicitInputs
@@ -62,21 +61,20 @@ class FoundPlace(NamedTuple):
         return type(now) is type(self.value) and is_exact(now) and now != self.value
 
 
-def found_places(record: Record, call: Call, guard: OutsideGuard) -> Iterator[FoundPlace]:
+def found_places(record: Record, call: Call) -> Iterator[FoundPlace]:
     """Where a step has found tensors, each in one place, and numbers."""
     for read in record.reads.values():
         value, holder = read.value, read.place.holder
         if not read.place.may_carry:
             if read.place.may_carry_tensor and _is_in_one_place(record, value):
-                in_list = guard.holder_of(holder) or _itself(holder)
-                yield FoundPlace(read.path, in_list, read.place.key, weakref.ref(value))
+                kept: Any = weakref.ref(value)
+                yield FoundPlace(read.path, _itself(holder), read.place.key, kept)
             continue
         if is_exact(value) or _is_in_one_place(record, value):
-            kept: Any = weakref.ref(value) if isinstance(value, torch.Tensor) else value
+            kept = weakref.ref(value) if isinstance(value, torch.Tensor) else value
         else:
             continue
-        found = guard.holder_of(holder) or _holder(record, holder)
-        yield FoundPlace(read.path, found, read.place.key, kept)
+        yield FoundPlace(read.path, _holder(record, holder), read.place.key, kept)
     for name, module in call.named_submodules():
         for key, value in vars(module).items():
             if is_exact(value):

@@ -13,6 +13,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 from torch import nn
@@ -155,6 +156,17 @@ def can_follow(value: Any) -> bool:
     if type(value).__module__ == "numpy" or type(value) is types.SimpleNamespace:
         return True
     return not isinstance(value, type) and is_plain_class(type(value))
+
+
+def is_object(value: Any) -> bool:
+    """Whether an argument is an object of the program's own, which is nothing but its attributes:
+    what the step does with it is seen."""
+    if isinstance(value, Enum) or is_value(value) or callable(value):
+        return False
+    if type(value).__module__.partition(".")[0] == "numpy":
+        return False
+    plain = is_made_by_statement(type(value)) or type(value) is types.SimpleNamespace
+    return bool(plain) and can_follow(value)
 
 
 def _is_marked_value(value: Any) -> bool:

@@ -24,28 +24,12 @@ MISSING = object()
 
 LISTS = (list, collections.deque)
 
+LEADING = frozenset({"item", "class", "attribute", "cell", "target"})
+"""Kinds of places where an object is, rather than what is found out about one."""
+
 _TABLES = frozenset({dict, collections.OrderedDict, collections.defaultdict})
 
 _COPIED = (set, frozenset, bytearray)
-
-
-@dataclass
-class FollowedPlace:
-    """The place in which each call finds a container, whichever is there by then.
-
-    Attributes:
-        place: as it was found when the step was captured, or in the object that a guard finds.
-        within: where each call finds its holder, where that may be another one as well.
-    """
-
-    place: OutsidePlace
-    within: FollowedPlace | None = None
-
-    def now(self) -> Any:
-        """The container that is there."""
-        if self.within is None:
-            return self.place.now()
-        return OutsidePlace(self.place.kind, self.within.now(), self.place.key).now()
 
 
 @dataclass(frozen=True)

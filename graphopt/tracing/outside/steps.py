@@ -16,7 +16,7 @@ from graphopt.tracing.inputs.implicit import CarriedPlace, ImplicitInputs, MoreI
 from graphopt.tracing.outside.attributes import read_method
 from graphopt.tracing.outside.callees import Substitute
 from graphopt.tracing.outside.changed_containers import MUTABLE
-from graphopt.tracing.outside.moving import is_object
+from graphopt.tracing.outside.held import is_object
 from graphopt.tracing.outside.observe import Observer, observed
 from graphopt.tracing.outside.places import OutsidePlace, Read
 from graphopt.tracing.outside.record import Record

@@ -13,7 +13,7 @@ from graphopt.tracing.effects.argument_changes import ContainerChange
 from graphopt.tracing.inputs.entries import ModuleTensor
 from graphopt.tracing.interception.nests import Path
 from graphopt.tracing.optimizers.optimizer_state import OfNone
-from graphopt.tracing.outside.places import FollowedPlace, OutsidePlace
+from graphopt.tracing.outside.places import OutsidePlace
 
 
 @dataclass(frozen=True)
@@ -168,23 +168,14 @@ class PlacedResult:
     """What the step has left in a place outside its arguments.
 
     Attributes:
-        within: where each call finds the container that the place is an item of; None where it is
-            the same one in each call.
         behind: of a key that is new, those that come behind it in the dictionary.
         line: which has put it there, as a message says it.
     """
 
     place: OutsidePlace
     recipe: Recipe
-    within: FollowedPlace | None = None
     behind: tuple[Any, ...] = ()
     line: str | None = field(default=None, compare=False)
-
-    def now(self) -> OutsidePlace:
-        """The place in this call, before it puts anything anywhere."""
-        if self.within is None:
-            return self.place
-        return OutsidePlace(self.place.kind, self.within.now(), self.place.key)
 
 
 @dataclass
