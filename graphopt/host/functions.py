@@ -17,6 +17,12 @@ _DEPTH = 8
 _NONE: Mapping[int, Any] = {}
 
 
+def is_constant(value: Any) -> bool:
+    """Whether a value is a number, a text or the like, which nobody changes."""
+    of_numpy = hasattr(value, "tobytes") and getattr(value, "ndim", None) == 0
+    return of_numpy or isinstance(value, (*_PLAIN, torch.Size, range, frozenset))
+
+
 def name_of(fn: Callable[..., Any]) -> str:
     """A function in a word or two, the same on every rank and in every run."""
     if isinstance(fn, functools.partial):

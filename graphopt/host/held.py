@@ -19,6 +19,7 @@ from typing import Any
 
 from graphopt._compat.frames import stored_cells
 from graphopt.errors import CaptureError, GraphOptError
+from graphopt.host.functions import is_constant
 from graphopt.ir.user_frames import current_location
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
@@ -59,7 +60,7 @@ class HeldByFunction:
         """The function is this one, or is given or holds it.
 
         Raises:
-            CaptureError: it holds a container that the step has made, or sets one of its variables.
+            CaptureError: it holds an object that the step has made, or sets one of its variables.
         """
         if id(value) in self._seen:
             return
@@ -71,12 +72,11 @@ class HeldByFunction:
         elif type(value) is tuple:
             for each in value:
                 self.add(each)
-        elif type(value) in _CONTAINERS:
+        elif not is_constant(value) and not self._add_parts(value):
             raise _refusal(f"holds a {type(value).__name__} that the step has made")
-        else:
-            self._add_parts(value)
 
-    def _add_parts(self, value: Any) -> None:
+    def _add_parts(self, value: Any) -> bool:
+        """What a function holds; False for what is none."""
         if isinstance(value, FunctionType):
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 self._add_cell(value, name, cell)
@@ -91,6 +91,9 @@ class HeldByFunction:
             self.add(value.__self__)
             if isinstance(value, MethodType):
                 self.add(value.__func__)
+        else:
+            return False
+        return True
 
     def _add_cell(self, function: FunctionType, name: str, cell: CellType) -> None:
         if self._is_outside(cell):
