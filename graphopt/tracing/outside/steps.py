@@ -87,7 +87,7 @@ def observed_step(call: Call, record: Record, substitute: Substitute) -> Iterato
     if record.unrepeated.at_once:
         refuse_unrepeated(record)
     if record.counted is not None:
-        _refuse(record.counted, record.counted.place.now())
+        _refuse(record, record.counted, record.counted.place.now())
     if record.compared is not None:
         raise CaptureError(
             "it asks whether a tensor of the model is one that it holds elsewhere (by `is`, or as a"
@@ -122,7 +122,7 @@ def unchanged(record: Record) -> Record:
         if flags and not record.is_told(read.place):
             place = CarriedPlace(read.path, read.place, counted=True)
             raise MoreInputs(ImplicitInputs(carried=[place]))
-        _refuse(read, now)
+        _refuse(record, read, now)
     refuse_unrepeated(record)
     return record
 
@@ -144,9 +144,10 @@ def _is_flag(value: Any) -> bool:
     return value is None or type(value) in (bool, str)
 
 
-def _refuse(read: Read, now: Any) -> None:
+def _refuse(record: Record, read: Read, now: Any) -> None:
     if type(read.place.holder) in MUTABLE or read.place.kind == "whole":
-        raise not_repeated(read.path, read.line)
+        changed = record.unrepeated.written_at(read.place.holder)
+        raise not_repeated(*(changed or (read.path, read.line)))
     before = shown(read.value)  # what it is now already, where it is changed before it is read
     became = "" if before == shown(now) else f" ({before} became {shown(now)})"
     raise CaptureError(

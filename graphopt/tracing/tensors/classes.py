@@ -34,6 +34,8 @@ _OF_ITS_OWN = frozenset(_SAYS_OF_ITSELF.split())
 
 _CURES = {
     "NestedTensor": "pad the parts to one length (torch.nn.utils.rnn.pad_sequence), with a mask",
+    "UninitializedParameter": "run the model once before the first step: model(batch)",
+    "UninitializedBuffer": "run the model once before the first step: model(batch)",
     "MaskedTensor": "compute with a plain tensor and a mask: torch.where(mask, x, 0)",
 }
 """What to write in place of classes of torch's that hold more than a plain tensor does."""
