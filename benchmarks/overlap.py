@@ -25,7 +25,6 @@ import ranks
 import torch
 import torch.distributed as dist
 from emulated_link import set_rate
-from overlap_bound import calibrated, preemptive_bound
 from overlap_models import FORMS, OVERLAP_MODELS, average_of, overlap_batch
 from ranks import WARM_UP_STEPS, paired, slowest
 from rich.console import Console
@@ -40,7 +39,7 @@ from graphopt.demo.launch import Event, Reporter
 from graphopt.demo.replica import RandomState
 
 COMPUTE, COMMUNICATION = "compute alone", "communication alone"
-UNRELATED, DDP_DEFAULT = "both, unrelated", "DDP, 25 MB"
+DDP_DEFAULT = "DDP, 25 MB"
 _OF_NEWER_VERSIONS = {"batched_grad_copy": True}
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 DDP_OPTIONS = {name: value for name, value in _OF_NEWER_VERSIONS.items() if name in _KNOWN}
@@ -100,22 +99,6 @@ class Training:
         self._random.save()
 
 
-class Unrelated:
-    """A training that averages nothing, beside as many bytes that nobody waits for: what both take
-    on the cores and links that they share, in whatever order."""
-
-    def __init__(self, task: Figures) -> None:
-        self._training, self._communication = Training(task), Communication(task)
-
-    def run(self, batches: Batches) -> None:
-        """Each step beside the sending of one step's gradients."""
-        for batch in batches:
-            works = self._communication.launch()
-            self._training.run([batch])
-            for work in works:
-                work.wait()
-
-
 class Communication:
     """The bytes of all gradients in chunks, with nothing else to do."""
 
@@ -153,7 +136,6 @@ def variants(task: Figures) -> dict[str, Variant]:
     made: dict[str, Variant] = {
         COMPUTE: Training(task),
         COMMUNICATION: Communication(task),
-        UNRELATED: Unrelated(task),
         DDP_DEFAULT: Training(task, buckets_mb=25),
     }
     for size in task["sweep"]:
@@ -196,9 +178,8 @@ class AdjustedLink:
             self.rates.append(self._rate)
 
 
-def turns(task: Figures, folder: Path) -> Figures:
-    """Seconds per step of each turn by variant, the preemptive bounds, and how far parameters are
-    from DDP's."""
+def turns(task: Figures) -> Figures:
+    """Seconds per step of each turn by variant, and how far parameters are from DDP's."""
     made = {COMPUTE: Training(task)} if task["compute_only"] else variants(task)
     generator = torch.Generator().manual_seed(dist.get_rank())
     calls: Counter[str] = Counter()
@@ -220,22 +201,7 @@ def turns(task: Figures, folder: Path) -> Figures:
     found = ranks.in_turns(list(made), seconds, given, task["rounds"], task["turn"], first)
     result = {"seconds": found, "differences": differences(made)}
     result["rates"] = None if link is None else link.rates
-    if task["compute_only"]:
-        return result
-    bounds = preemptive(made[COMPUTE], given(), found, folder)
-    return result | dict(zip(("preemptive", "in_order"), bounds, strict=True))
-
-
-def preemptive(
-    alone: Variant, batch: tuple[Tensor, Tensor], seconds: dict[str, list[float]], folder: Path
-) -> tuple[float, float]:
-    """The preemptive bound of a training, in seconds: in any order of its compute, in its own."""
-    assert isinstance(alone, Training)
-    args = (alone.model, alone.optimizer, *batch, *alone.besides)
-    captured = graphopt.capture(alone.form.step, *args, parallel=graphopt.DataParallel())
-    costs = calibrated(captured, alone.form.step, args, folder)
-    taken = [median(seconds[name][WARM_UP_STEPS:]) for name in (COMPUTE, COMMUNICATION)]
-    return preemptive_bound(captured, costs, *taken)
+    return result
 
 
 def timed(variant: Variant, batches: Batches) -> float:
@@ -266,7 +232,7 @@ def work(task: Figures, folder: Path) -> None:
     """What an emulated host does."""
     reporter = Reporter(folder)
     with ranks.process_group(folder, reporter):
-        reporter.send("turns", **turns(task, folder))
+        reporter.send("turns", **turns(task))
 
 
 # ------------------------------------------------------------------------------------ launching
@@ -317,8 +283,6 @@ def figures(task: Figures, results: list[Event]) -> Figures:
         "bits_per_second": rates and median(rates),
         "best_ddp": best,
         "seconds": seconds,
-        "preemptive_bound": max(result["preemptive"] for result in results),
-        "in_order_bound": max(result["in_order"] for result in results),
         "per_bound": {name: spread(paired(times, bound)) for name, times in seconds.items()},
         "per_best": {name: spread(paired(times, seconds[best])) for name, times in seconds.items()},
         "differences": results[0]["differences"],
@@ -332,8 +296,7 @@ def table(row: Figures) -> Table:
     made = Table(
         *("variant", "ms", "/ bound", "/ best DDP", "|Δ|"),
         title=f"{row['model']}, {row['form']}, batch x {row['batch']}, communication / compute set"
-        f" to {row['ratio']:g} ({link}); preemptive bound {1e3 * row['preemptive_bound']:.1f} ms,"
-        f" with compute in its order {1e3 * row['in_order_bound']:.1f} ms",
+        f" to {row['ratio']:g} ({link})",
     )
     for name, times in row["seconds"].items():
         difference = row["differences"].get(name)

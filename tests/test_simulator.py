@@ -139,10 +139,9 @@ def test_bounds_by_hand(text: str, bound: float, preemptive: float) -> None:
     timeline = simulate_program(program(text))
     assert timeline.bound_seconds == pytest.approx(bound)
     assert timeline.preemptive_bound_seconds == pytest.approx(preemptive)
-    assert timeline.in_order_bound_seconds == pytest.approx(preemptive)  # there is one order only
 
 
-def test_parts_that_could_run_side_by_side_run_in_turn_in_order() -> None:
+def test_the_bound_lets_parts_run_side_by_side() -> None:
     graph = fx.Graph()
     batch = graph.placeholder("batch")
     parts = [graph.call_function(operator.neg, (batch,)) for _ in range(2)]
@@ -159,17 +158,6 @@ def test_parts_that_could_run_side_by_side_run_in_turn_in_order() -> None:
     timeline = simulate_program(Program(order, frozenset(), seconds, messages))
     assert timeline.bound_seconds == 12
     assert timeline.preemptive_bound_seconds == 4 + 12
-    assert timeline.in_order_bound_seconds == 6 + 12
-
-
-def test_what_launches_take_moves_with_them() -> None:
-    """Of launches and waits alone, others need not stand where they do."""
-    found = program("c1 L0=0 c1 L1=10 W1 W0 c1")
-    first, _ = found.launched
-    found.seconds[first] = 5.0
-    timeline = simulate_program(found)
-    assert timeline.step_seconds == pytest.approx(18)
-    assert timeline.in_order_bound_seconds == pytest.approx(13)
 
 
 def test_the_longest_tail_goes_first() -> None:
@@ -206,8 +194,6 @@ def written(words: list[list[str]]) -> str:
 def check(timeline: Timeline, burst: float = 0.0) -> None:
     """What holds for every step."""
     assert timeline.step_seconds >= timeline.preemptive_bound_seconds * (1 - 1e-9)
-    assert timeline.step_seconds >= timeline.in_order_bound_seconds * (1 - 1e-9)
-    assert timeline.in_order_bound_seconds >= timeline.preemptive_bound_seconds * (1 - 1e-9)
     assert timeline.preemptive_bound_seconds >= timeline.bound_seconds
     assert timeline.step_seconds == pytest.approx(
         timeline.compute_seconds + timeline.exposed_comm_seconds

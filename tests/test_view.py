@@ -24,7 +24,7 @@ from graphopt.graph_utils import call_function_with_meta, get_output
 from graphopt.manager import records_of
 from graphopt.saved import load_description, load_graph, save_graph
 from graphopt.testing import fake_ranks
-from graphopt.viewing import dot_text, trace_page, view_page
+from graphopt.viewing import trace_page, view_page
 from graphopt.viewing.graph_contents import contents_of
 from steps import mean_square
 
@@ -233,12 +233,10 @@ def test_command(
     assert runner.invoke(cli.app, ["view", "fused.pt", "--dumps", "dumps"]).exit_code == 0
     assert "--- before comm_fusion_with_concat" in Path("fused.html").read_text()
     assert runner.invoke(cli.app, ["view", "step.pt", "-o", "a/b.html"]).exit_code == 0
-    assert runner.invoke(cli.app, ["view", "step.pt", "--dot"]).exit_code == 0
-    assert Path("a/b.html").is_file() and Path("step.dot").read_text().startswith("digraph")
+    assert Path("a/b.html").is_file()
     for words, message in (
         (["nothing.pt"], "nothing.pt cannot be read"),
         (["step.pt", "--dumps", "a"], "holds no after_PASS.diff"),
-        (["step.pt", "--dot", "--dumps", "dumps"], "--dot"),
     ):
         result = runner.invoke(cli.app, ["view", *words])
         assert result.exit_code == 2 and message in result.output, result.output
@@ -248,14 +246,6 @@ def test_command(
 def test_what_is_no_trace(text: str) -> None:
     with pytest.raises(graphopt.FileError, match="is not a trace"):
         trace_page(text, "trace.json")
-
-
-def test_dot(module: graphopt.IterGraphModule) -> None:
-    text = dot_text(module, 'a "name"\\')
-    assert text.startswith('digraph "a \\"name\\"\\\\" {') and text.rstrip().endswith("}")
-    edges = sum(len(node.all_input_nodes) for node in module.graph.nodes)
-    assert text.count(" -> n") == edges
-    assert text.count(" [label=") == len(module.graph.nodes)
 
 
 def test_notebooks(module: graphopt.IterGraphModule) -> None:

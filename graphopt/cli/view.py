@@ -15,8 +15,6 @@ Examples:
     graphopt view optimized.pt --dumps dumps -o step.html
 
     graphopt view trace.json
-
-    graphopt view step.pt --dot
 """
 
 
@@ -39,15 +37,12 @@ def view(
             " place of what the graph's records keep of it."
         ),
     ] = None,
-    dot: Annotated[bool, typer.Option("--dot", help="Write FILE.dot, for Graphviz.")] = False,
 ) -> None:
     """Write one page of HTML that shows a step: phases, modules, collectives, passes, timeline.
 
     The page needs nothing else, and draws only what is in view. Of a trace in the trace event
     format, as `trace --out` and `Timeline.save_chrome_trace` write, it shows the timeline.
     """
-    if dot and (dumps is not None or file.suffix == ".json"):
-        raise typer.BadParameter("shows a graph alone", param_hint="--dot")
     from graphopt.commands.view import run_view
 
-    run_view(file, out, dumps, dot=dot)
+    run_view(file, out, dumps)

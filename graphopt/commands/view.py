@@ -1,4 +1,4 @@
-"""`graphopt view`: a saved graph, or a trace, as one page of HTML; or a graph as DOT."""
+"""`graphopt view`: a saved graph, or a trace, as one page of HTML."""
 
 from __future__ import annotations
 
@@ -11,25 +11,22 @@ from graphopt.errors import MissingFileError
 from graphopt.readable import readable_bytes
 from graphopt.runtime import places
 from graphopt.saved import load_description
-from graphopt.viewing import dot_text, trace_page, view_page
+from graphopt.viewing import trace_page, view_page
 
 
-def run_view(file: Path, out: Path | None, dumps: Path | None, *, dot: bool) -> None:
+def run_view(file: Path, out: Path | None, dumps: Path | None) -> None:
     """Write the page of a file next to it, or to `out`."""
-    out = out or file.with_suffix(".dot" if dot else ".html")
+    out = out or file.with_suffix(".html")
     with reported("view"):
-        text = _text(file, dumps, dot)
+        text = _text(file, dumps)
         places.write(places.place(out), text)
     Console().print(f"{out}: {readable_bytes(len(text.encode()))}", highlight=False)
 
 
-def _text(file: Path, dumps: Path | None, dot: bool) -> str:
+def _text(file: Path, dumps: Path | None) -> str:
     if file.suffix == ".json":
         return trace_page(places.read_text(file), file.name)
-    graph = load_description(file)
-    if dot:
-        return dot_text(graph, file.stem)
-    return view_page(graph, file.name, {} if dumps is None else _diffs(dumps))
+    return view_page(load_description(file), file.name, {} if dumps is None else _diffs(dumps))
 
 
 def _diffs(folder: Path) -> dict[str, list[str]]:

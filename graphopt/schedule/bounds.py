@@ -19,11 +19,6 @@ before the last `t` seconds of compute of the next period, compute of at least `
 between the readers and the launches of one period (`C` is all compute). The messages of the set do
 not travel meanwhile, so a period takes at least that and their sum.
 
-**In order.** Where compute keeps its order, heads and tails are sums of what comes before and after
-in that order. A step that accumulates gradients over parts of a batch is the example: in any order
-the parts may run side by side, which holds the activations of all; in its own, all gradients are
-complete in the backward of the last part only.
-
 **Bursts.** A link that saves up to a burst sends so much less in the time of any set; a group's
 message takes at least its latency, and what is left of its transfer.
 """
@@ -58,15 +53,12 @@ def communication_bound(program: Program, burst: float = 0.0) -> float:
     return max((sum(seconds for _, seconds in jobs) for jobs in resources), default=0.0)
 
 
-def preemptive_bound(program: Program, burst: float = 0.0, *, in_order: bool = False) -> float:
-    """Seconds of a step that no order of it can beat; see the docstring of the module.
-
-    Args:
-        in_order: that no launches and waits can beat, between compute in the order of the program.
-    """
+def preemptive_bound(program: Program, burst: float = 0.0) -> float:
+    """Seconds of a step that no order of it can beat; see the docstring of the module."""
     if not program.messages:
         return program.compute_seconds
-    heads, tails, compute = (_around if in_order else _before_and_after)(program)
+    heads = _reached(program, _Backward(program))
+    tails = _reached(program, _Forward(program))
     found = program.compute_seconds
     for resource in _resources(program, burst):
         jobs = [
@@ -76,7 +68,7 @@ def preemptive_bound(program: Program, burst: float = 0.0, *, in_order: bool = F
         found = max(
             found,
             jackson(job for message, job in jobs if not message.lag) - burst,
-            _late_bound([j for message, j in jobs if message.lag], compute) - burst,
+            _late_bound([j for message, j in jobs if message.lag], program.compute_seconds) - burst,
         )
     return found
 
@@ -123,41 +115,6 @@ def _resources(program: Program, burst: float) -> Iterator[list[tuple[Message, f
             links.setdefault(link, []).append((message, asked.transfer))
     yield from groups.values()
     yield from links.values()
-
-
-def _before_and_after(program: Program) -> tuple[Seconds, Seconds, float]:
-    """Seconds of compute that must come before each message, and after it, and of all."""
-    after = _reached(program, _Forward(program))
-    before = _reached(program, _Backward(program))
-    return before, after, program.compute_seconds
-
-
-def _around(program: Program) -> tuple[Seconds, Seconds, float]:
-    """As `_before_and_after`, of compute that keeps its order: what comes before the last node that
-    a message needs, and from the first one on that needs it. What launches take of compute counts
-    for their own messages alone, since they may stand elsewhere; last, all compute without it."""
-    taken = {n: s for n, s in program.seconds.items() if n not in program.launched}
-    ends = dict(
-        zip(program.order, np.cumsum([taken.get(n, 0.0) for n in program.order]), strict=True)
-    )
-    total = sum(taken.values())
-    heads, tails = np.zeros(len(program.messages)), np.zeros(len(program.messages))
-    forward, backward = _Forward(program), _Backward(program)
-    there: dict[fx.Node, float] = {}
-    for node in forward.order:
-        needs = max((there.get(source, 0.0) for source in forward.sources(node)), default=0.0)
-        there[node] = ends[node] if node in taken else needs
-        if node in program.launched:
-            there[node] += program.seconds.get(node, 0.0)
-            heads[program.launched[node].index] = there[node]
-    left: dict[fx.Node, float] = {}
-    for node in backward.order:
-        follow = max((left.get(source, 0.0) for source in backward.sources(node)), default=0.0)
-        if node in program.waited:
-            index = program.waited[node].index
-            tails[index] = max(tails[index], follow)
-        left[node] = total - ends[node] + taken[node] if node in taken else follow
-    return heads, tails, total
 
 
 def _reached(program: Program, way: _Forward | _Backward) -> Seconds:

@@ -113,12 +113,6 @@ class SimulatedStep:
         `graphopt.schedule.bounds`."""
         return max(self.bound_seconds, preemptive_bound(self.program, self.burst))
 
-    @cached_property
-    def in_order_bound_seconds(self) -> float:
-        """`preemptive_bound_seconds` of launches and waits alone: compute keeps its order."""
-        found = preemptive_bound(self.program, self.burst, in_order=True)
-        return max(self.preemptive_bound_seconds, found)
-
     def __str__(self) -> str:
         return (
             f"step {1e3 * self.step_seconds:.3f} ms: compute {1e3 * self.compute_seconds:.3f} ms,"

@@ -1,8 +1,7 @@
 """A step to look at: one page of HTML, a short form for notebooks, and DOT."""
 
 from graphopt.readable.html_page import trace_page
-from graphopt.viewing.dot import dot_text
 from graphopt.viewing.notebook import graph_html
 from graphopt.viewing.page import view_page
 
-__all__ = ["dot_text", "graph_html", "trace_page", "view_page"]
+__all__ = ["graph_html", "trace_page", "view_page"]
