@@ -171,7 +171,7 @@ class Question:
         assert answer.results is not None
         made = [self._made(result) for result in answer.results]
         call = ("call_function", func, self._args, self._kwargs)
-        node = self._tracer.create_node(*call, _name(func))
+        node = self._tracer.create_node(*call, name_of_operator(func))
         proxy = self._tracer.proxy(node)
         if answer.container is not None:
             results = answer.container([result for result, _ in made])
@@ -250,6 +250,7 @@ def _bytes(kind: Kind) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _name(func: Any) -> str:
+def name_of_operator(func: Any) -> str:
+    """What nodes of an operator are called."""
     name: str = fx.Graph()._target_to_str(func.overloadpacket.__name__)
     return name

@@ -6,12 +6,13 @@ import operator
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt._compat.known_nodes import copied_node, known_result
 from graphopt._compat.sizes import laid_out_like
 from graphopt.graph_utils import is_operator
 from graphopt.host import HostCall
@@ -23,7 +24,6 @@ from graphopt.tracing.decisions import SIZED
 from graphopt.tracing.exactness import averages, fused, statistics
 from graphopt.tracing.functional.rewriting import (
     explained_at,
-    is_expanded,
     keep_strides,
     refuse_unusual_writes,
 )
@@ -36,11 +36,17 @@ aten = torch.ops.aten
 _OF_NUMBERS = frozenset(numbers.ARITHMETIC) | PYTHON_FUNCTIONS
 
 
+class Copied(NamedTuple):
+    """The value of a node that stands in the new graph as it does in the trace."""
+
+    node: fx.Node
+
+
 class RawGraphRunner(fx.Interpreter):
     """Runs the raw graph; new nodes take over the tags of the raw node that is running.
 
-    What torch's functionalization would call as it is, is called without it: what that gives is
-    wrapped when somebody may write to it.
+    What torch's functionalization would call as it is, is copied without being run: what it gives
+    is known from the trace, and is wrapped when somebody may write to it.
     """
 
     def __init__(self, graph_module: fx.GraphModule, tracer: Any, mode: Any) -> None:
@@ -48,36 +54,42 @@ class RawGraphRunner(fx.Interpreter):
         self._tracer, self._mode = tracer, mode
         self._running: fx.Node | None = None
         self._untouched = Untouched(graph_module.graph)
-        self._bare: set[fx.Node] = set()
 
     def run_node(self, n: fx.Node) -> Any:
         self._running = n
-        as_it_is = self._untouched.stays(n)
+        if self._untouched.stays(n) or self._is_item_of_copy(n):
+            args, kwargs = fx.map_arg((n.args, dict(n.kwargs)), self._recorded)
+            return Copied(copied_node(self._tracer, n, args, kwargs))
         refuse_unusual_writes(n)
         for source in n.all_input_nodes:
-            self._prepare(source, as_it_is or n.op == "output" or n.target is operator.getitem)
+            self._prepare(source, bare=n.op == "output")
         with explained_at(n), self._sizes_of(n):
-            if as_it_is:
-                return self._call_as_it_is(n)
-            result = super().run_node(n)
-        if n.target is operator.getitem and n.args[0] in self._bare:
-            self._bare.add(n)
-        return result
+            return super().run_node(n)
+
+    def _is_item_of_copy(self, n: fx.Node) -> bool:
+        is_item = n.target is operator.getitem and isinstance(n.args[0], fx.Node)
+        return is_item and isinstance(self.env[n.args[0]], Copied)  # type: ignore[index]
+
+    def _recorded(self, source: fx.Node) -> fx.Node:
+        """The node of the new graph that computes the value of a node of the trace."""
+        value = self.env[source]
+        if isinstance(value, Copied):
+            return value.node
+        keep_strides(value, known_value(source))
+        node = _compat.node_of(self._tracer, _compat.from_functional(value))
+        assert node is not None, "whatever a trace computes with is recorded"
+        return node
 
     def _prepare(self, source: fx.Node, bare: bool) -> None:
         """Let a value be what is needed to run a node: bare or wrapped, with its strides."""
-        value, traced = self.env[source], known_value(source)
-        if source in self._bare and not (bare and _has_strides_of(value, traced)):
-            value = self.env[source] = _compat.tree_map(_wrapped, value)
-            self._bare.remove(source)
-        keep_strides(value, traced)
-
-    def _call_as_it_is(self, n: fx.Node) -> Any:
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        args, kwargs = _compat.tree_map(_compat.from_functional, (args, kwargs))
-        self._bare.add(n)
-        with _compat.without_functional_mode():
-            return n.target(*args, **kwargs)  # type: ignore[operator]
+        value = self.env[source]
+        if isinstance(value, Copied):
+            value = known_result(self._tracer, value.node)
+            if bare:
+                self.env[source] = value
+                return
+            self.env[source] = value = _compat.tree_map(_wrapped, value)
+        keep_strides(value, known_value(source))
 
     def _sizes_of(self, node: fx.Node) -> AbstractContextManager[None]:
         """Gives what a node has the sizes that it was traced with."""
@@ -195,7 +207,3 @@ def _wrapped(value: Any) -> Any:
     return _compat.to_functional(value) if isinstance(value, torch.Tensor) else value
 
 
-def _has_strides_of(value: Any, traced: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or not isinstance(traced, torch.Tensor):
-        return True
-    return is_expanded(traced) or value.stride() == traced.stride()

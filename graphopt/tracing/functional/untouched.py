@@ -9,13 +9,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt._compat.known_nodes import is_sized
 from graphopt._compat.remembering import written_as_it_is
 from graphopt.graph_utils import is_operator, written
-from graphopt.ir.metadata import storages_of
+from graphopt.ir.metadata import has_value, known_value, storages_of
+from graphopt.tracing.decisions import SIZED
 from graphopt.tracing.exactness import spectra, statistics
+from graphopt.tracing.scalars import numbers
+from graphopt.tracing.scalars.functions import PYTHON_FUNCTIONS
+
+_OF_NUMBERS = frozenset(numbers.ARITHMETIC) | PYTHON_FUNCTIONS | {operator.pow}
 
 
 class Untouched:
@@ -28,8 +35,15 @@ class Untouched:
                 self._written |= storages_of(target)
 
     def stays(self, node: fx.Node) -> bool:
-        """Whether functionalization would call the operator of a node as it is."""
-        if node.op != "call_function" or not written_as_it_is(node.target):
+        """Whether a node is the same one in the captured dialect: its operator is one that
+        functionalization would call as it is, and all its sizes are known."""
+        if node.op != "call_function" or not has_value(node) or SIZED in node.meta:
+            return False
+        if not is_sized(known_value(node)):
+            return False
+        if node.target in _OF_NUMBERS:
+            return isinstance(known_value(node), torch.SymFloat) and not _has_integers(node)
+        if not written_as_it_is(node.target) or _has_integers(node):
             return False
         if is_operator(node.target, *spectra.OPERATORS) or node.target in statistics.KERNELS:
             return False
@@ -37,6 +51,12 @@ class Untouched:
             return False
         view: bool = node.target.is_view  # type: ignore[union-attr]
         return not view or self._written.isdisjoint(storages_of(node))
+
+
+def _has_integers(node: fx.Node) -> bool:
+    """Whether a node takes integers or truths that are computed."""
+    kinds = (torch.SymInt, torch.SymBool)
+    return any(isinstance(known_value(source), kinds) for source in node.all_input_nodes)
 
 
 def _perhaps_written(node: fx.Node) -> Sequence[fx.Node]:

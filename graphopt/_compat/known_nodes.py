@@ -1,0 +1,41 @@
+"""Nodes of a trace whose results are known from another trace with the same fake tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import _ProxyTensor, set_proxy_slot, track_tensor_tree
+
+from graphopt._compat.questions import name_of_operator
+
+
+def copied_node(tracer: Any, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    """The node of another trace, recorded in this one with other arguments: its result is the very
+    tensor or number."""
+    name = name_of_operator(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
+    new: fx.Node = tracer.create_node(node.op, node.target, args, kwargs, name)
+    if "val" in node.meta:  # else None, one of several results
+        new.meta["val"] = node.meta["val"]
+    return new
+
+
+def known_result(tracer: Any, node: fx.Node) -> Any:
+    """The result of a node that `copied_node` has made, for operators to work on."""
+    value = node.meta.get("val")
+    if isinstance(value, FakeTensor):
+        set_proxy_slot(value, tracer, _ProxyTensor(tracer.proxy(node), None))
+    elif value is not None:
+        track_tensor_tree(value, tracer.proxy(node), constant=None, tracer=tracer)
+    return value
+
+
+def is_sized(value: Any) -> bool:
+    """True if a result is a tensor of known sizes, a symbolic float, or several of these."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_sized, value))
+    if isinstance(value, FakeTensor):
+        return value.layout is torch.strided and not value._has_symbolic_sizes_strides
+    return value is None or isinstance(value, torch.SymFloat)
