@@ -68,8 +68,13 @@ def floor(layers: int, optimizer: str) -> Callable[[], int]:
         torch._fused_adamw_(
             *(leaves, list(gradients), [x * 0 for x in leaves], [x * 0 for x in leaves]),
             *([], [torch.ones(()) for _ in leaves]),
-            **{"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.01, "eps": 1e-8},
-            **{"amsgrad": False, "maximize": False},
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.99,
+            weight_decay=0.01,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
         )
         return leaves
 

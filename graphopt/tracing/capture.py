@@ -46,7 +46,8 @@ from graphopt.tracing.inputs.notes import (
     refuse_shared_updates,
 )
 from graphopt.tracing.inputs.remembered import idle_in, without
-from graphopt.tracing.optimizers.steady import NewState, steady_step
+from graphopt.tracing.optimizers.beforehand import parameters_left_alone, state_beforehand
+from graphopt.tracing.optimizers.steady import NO_STATE, NewState, steady_step
 from graphopt.tracing.outside.existing import births_noted
 from graphopt.tracing.ranks.uniformity import first_own, own_inputs
 from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication
@@ -116,6 +117,7 @@ def finish(
     inputs: Inputs,
     communication: MarkedCommunication | None,
     raw: RawTrace,
+    made: NewState = NO_STATE,
     *,
     lasts: bool = False,
     held: Set[str] = frozenset(),
@@ -123,6 +125,7 @@ def finish(
     """Make the captured dialect of a trace.
 
     Args:
+        made: optimizer state that has been made for the trace, and is there.
         lasts: a first step that makes optimizer state is captured as the steps after it, where it
             differs from them in nothing else.
         held: names of what any rank holds in a way in which its use is not seen.
@@ -131,14 +134,14 @@ def finish(
         CaptureError: the step leaves something on the host.
     """
     refuse_left(raw.outside)
-    steady = steady_step(call, inputs, communication, raw) if lasts else None
+    steady = steady_step(call, inputs, communication, raw, made) if lasts else None
     if steady is not None:
         refuse_left(steady.raw.outside)
         modules = (module for _, module in call.named_submodules())
         found = _Traced(steady.raw, steady.state, mode_changes(raw, steady, modules))
         with steady.state.present():
             return _rewritten(call, steady.inputs, found, communication, held)
-    return _rewritten(call, inputs, _Traced(raw), communication, held)
+    return _rewritten(call, inputs, _Traced(raw, made or None), communication, held)
 
 
 class _Traced(NamedTuple):
@@ -292,11 +295,33 @@ def capture_call(
             stack.enter_context(context)
         call = call.with_whole_objects()
         while True:
-            call, inputs, raw = first_trace(call, communication)
+            call, inputs, raw, made = _traced(call, communication, lasts=lasts and alone)
             try:
-                return finish(call, inputs, communication, raw, lasts=lasts, held=held)
+                with made.present():
+                    return finish(call, inputs, communication, raw, made, lasts=lasts, held=held)
             except (MoreInputs, CaptureError) as error:
                 call = retried(call, inputs, error)
+
+
+def _traced(
+    call: Call, communication: MarkedCommunication | None, *, lasts: bool
+) -> tuple[Call, Inputs, RawTrace, NewState]:
+    """The first trace of a call, from the state that its optimizers make in it.
+
+    Args:
+        lasts: see `finish`.
+    """
+    left_alone: frozenset[int] | None = frozenset() if lasts else None
+    while True:
+        made = state_beforehand(call, left_alone)
+        with made.present():
+            traced, inputs, raw = first_trace(call, communication)
+        if made:
+            other = parameters_left_alone(made, inputs, raw)
+            if other != frozenset():
+                left_alone = None if other is None or left_alone is None else left_alone | other
+                continue
+        return traced, inputs, raw, made
 
 
 def first_trace(

@@ -102,7 +102,7 @@ class Redirect(TorchFunctionMode):
         super().__init__()
         self._rebinding = rebinding
         self._finder = finder
-        self._optimizers = optimizers
+        self._counts = stale_constants.Counts(optimizers)
         self._traced = traced
         self._tagger = tagger
         self._shared = shared
@@ -157,7 +157,7 @@ class Redirect(TorchFunctionMode):
         stale_constants.forget_mixed(self._tracer, args, kwargs)
         args, kwargs = concrete(func, args, kwargs)
         if stale_constants.writes(func) and self._tagger.phase == "optimizer":
-            stale_constants.forget_counts(self._tracer, self._optimizers, args[:1])
+            self._counts.forget(self._tracer, args[:1])
         sparse.refuse_entries(func, args)
         return args, kwargs
 

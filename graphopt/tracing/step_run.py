@@ -47,6 +47,7 @@ from graphopt.tracing.interception.inference import inference_as_no_grad
 from graphopt.tracing.keyed import identified, keyed_by_stand_ins
 from graphopt.tracing.optimizers.noticed_steps import notice_steps
 from graphopt.tracing.optimizers.scaling import TracedScaling
+from graphopt.tracing.optimizers.watched_state import watched
 from graphopt.tracing.outside.steps import gives, observed_step, record_for
 from graphopt.tracing.ranks.collectives import functional_collectives, stand_in_of_collective
 from graphopt.tracing.ranks.uniformity import own_inputs
@@ -83,6 +84,7 @@ class StepRun:
         used: parameters whose gradients are marked, in the order they were ready.
         kept_numbers: results that are numbers (by id).
         gradients_first: the step looks at gradients before it computes any, as `zero_grad` does.
+        looks_at_state: it looks at the state of an optimizer by itself.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class StepRun:
         self.used: tuple[str, ...] = ()
         self.kept_numbers: set[int] = set()
         self.gradients_first = False
+        self.looks_at_state = False
         self._left: MadeAnew = {}
         self._view: HostView
 
@@ -245,7 +248,10 @@ class StepRun:
             with observed_step(self._call, self.outside, instead):
                 exchanged = self._call.besides.exchanged
                 with keyed_by_stand_ins(self._keyed, self.outside, traced.by_id, exchanged):
-                    returned = self._call.fn(*args, **kwargs)
+                    states = [optimizer.state for optimizer in optimizers]
+                    with watched(states):
+                        returned = self._call.fn(*args, **kwargs)
+                    self.looks_at_state = any(getattr(s, "was_read", True) for s in states)
                 scalers.finish()
                 call = self._call
                 refuse_found_twice(self.outside, call.given, given.changes())

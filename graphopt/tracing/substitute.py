@@ -38,6 +38,7 @@ from graphopt.tracing.optimizers.optimizer_state import (
     write,
 )
 from graphopt.tracing.optimizers.setting_place import may_be_left
+from graphopt.tracing.optimizers.watched_state import WatchedState
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.scalars.tuples import with_leaf
 
@@ -241,7 +242,7 @@ def _traced_state(
     optimizer: Optimizer, parameters: Iterable[torch.Tensor], traced: Traced
 ) -> defaultdict[Any, Any]:
     """The state of an optimizer, of stand-ins."""
-    state: defaultdict[Any, Any] = defaultdict(dict)
+    state: defaultdict[Any, Any] = WatchedState(dict)
     for parameter in parameters:
         entries = optimizer.state.get(parameter)
         if entries is not None:

@@ -53,6 +53,7 @@ class RawTrace:
     Attributes:
         used: parameters whose gradients were marked here, in the order they were ready.
         gradients_first: the step looks at gradients before it computes any, as `zero_grad` does.
+        looks_at_state: it looks at the state of an optimizer by itself.
         outside: what the step read outside its arguments.
     """
 
@@ -62,6 +63,7 @@ class RawTrace:
     used: tuple[str, ...]
     outside: Record
     gradients_first: bool
+    looks_at_state: bool
 
 
 def trace(call: Call, inputs: Inputs, communication: MarkedCommunication | None) -> RawTrace:
@@ -181,8 +183,8 @@ def _run_once(
     _refuse_kept_tensors(run, fakes, call)
     if run.outside.refused is not None:
         raise run.outside.refused
-    first = run.gradients_first
-    raw = RawTrace(graph_module, run.signature, fakes, run.used, run.outside, first)
+    looks = (run.gradients_first, run.looks_at_state)
+    raw = RawTrace(graph_module, run.signature, fakes, run.used, run.outside, *looks)
     return raw, None if drawn is None else Drawn(drawn, generators.python_advanced)
 
 

@@ -77,14 +77,13 @@ def functionalize(raw: RawTrace) -> Functional:
     def run(*flat: torch.Tensor) -> list[Any]:
         tracer = _compat.current_tracer()
         with torch.no_grad(), _compat.functional_mode():
-            wrapped = [_compat.to_functional(tensor) for tensor in flat]
             interpreter = RawGraphRunner(raw.graph_module, tracer, _compat.fake_mode_of(flat))
             sized = any(SIZED in node.meta for node in raw.graph_module.graph.nodes)
             lazily = arithmetic_when_used(tracer) if sized else nullcontext()
             with remembered(), tagged(tracer, interpreter.tag), lazily:
-                results = [_compat.from_functional(r) for r in interpreter.run(*wrapped)]
-                finals = [_compat.from_functional(tensor) for tensor in wrapped]
-        changed = [i for i, tensor in enumerate(flat) if finals[i] is not tensor]
+                results = [_compat.from_functional(r) for r in interpreter.run(*flat)]
+                finals = interpreter.finals()
+        changed = [i for i, final in enumerate(finals) if final is not None]
         updated[:] = changed
         return results + [finals[i] for i in changed]
 

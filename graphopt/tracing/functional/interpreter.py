@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,10 +26,12 @@ from graphopt.tracing.decisions import SIZED
 from graphopt.tracing.exactness import averages, fused, statistics
 from graphopt.tracing.functional.rewriting import (
     explained_at,
+    has_strides_of,
     keep_strides,
     refuse_unusual_writes,
+    with_strides,
 )
-from graphopt.tracing.functional.untouched import Untouched
+from graphopt.tracing.functional.whole_writes import Writes
 from graphopt.tracing.scalars import numbers
 from graphopt.tracing.scalars.functions import GIVING_INTEGERS, PYTHON_FUNCTIONS
 
@@ -42,6 +46,19 @@ class Copied(NamedTuple):
     node: fx.Node
 
 
+@dataclass
+class WholeStorage:
+    """Memory that is only written as a whole.
+
+    Attributes:
+        nodes: those of the trace whose values are all of it.
+        now: what it holds since it was written to.
+    """
+
+    nodes: list[fx.Node] = field(default_factory=list)
+    now: Copied | None = None
+
+
 class RawGraphRunner(fx.Interpreter):
     """Runs the raw graph; new nodes take over the tags of the raw node that is running.
 
@@ -53,14 +70,46 @@ class RawGraphRunner(fx.Interpreter):
         super().__init__(graph_module)
         self._tracer, self._mode = tracer, mode
         self._running: fx.Node | None = None
-        self._untouched = Untouched(graph_module.graph)
+        self._writes = Writes(graph_module.graph)
+        self._whole: defaultdict[int, WholeStorage] = defaultdict(WholeStorage)
+        self._inputs: list[tuple[fx.Node, Any, Any]] = []
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        flat, node = super().placeholder(target, args, kwargs), self._running
+        assert node is not None
+        value = _wrapped(flat)
+        if node in self._writes.whole:
+            recorded = _compat.node_of(self._tracer, flat)
+            value = flat if recorded is None else Copied(recorded)
+        self._inputs.append((node, flat, value))
+        return value
+
+    def finals(self) -> list[Any]:
+        """What the inputs hold in the end; None for one that has not been written to."""
+        return [self._final(*each) for each in self._inputs]
+
+    def _final(self, node: fx.Node, flat: Any, value: Any) -> Any:
+        if node not in self._writes.whole:
+            final = _compat.from_functional(value)
+            return None if final is flat else final
+        now = self._whole[self._writes.whole[node]].now
+        return None if now is None else known_result(self._tracer, now.node)
 
     def run_node(self, n: fx.Node) -> Any:
         self._running = n
-        if self._untouched.stays(n) or self._is_item_of_copy(n):
+        result = super().run_node(n) if n.op == "placeholder" else self._run(n)
+        if n in self._writes.whole:
+            self._whole[self._writes.whole[n]].nodes.append(n)
+        return result
+
+    def _run(self, n: fx.Node) -> Any:
+        if self._writes.copied(n) or self._is_item_of_copy(n):
             args, kwargs = fx.map_arg((n.args, dict(n.kwargs)), self._recorded)
             return Copied(copied_node(self._tracer, n, args, kwargs))
         refuse_unusual_writes(n)
+        functional = self._writes.functional_form(n)
+        if functional is not None:
+            return self._write(n, functional)
         for source in n.all_input_nodes:
             self._prepare(source, bare=n.op == "output")
         with explained_at(n), self._sizes_of(n):
@@ -72,24 +121,64 @@ class RawGraphRunner(fx.Interpreter):
 
     def _recorded(self, source: fx.Node) -> fx.Node:
         """The node of the new graph that computes the value of a node of the trace."""
-        value = self.env[source]
-        if isinstance(value, Copied):
-            return value.node
-        keep_strides(value, known_value(source))
-        node = _compat.node_of(self._tracer, _compat.from_functional(value))
-        assert node is not None, "whatever a trace computes with is recorded"
-        return node
+        value, traced = self.env[source], known_value(source)
+        if not isinstance(value, Copied):
+            keep_strides(value, traced)
+            node = _compat.node_of(self._tracer, _compat.from_functional(value))
+            assert node is not None, "whatever a trace computes with is recorded"
+            return node
+        if source in self._writes.whole and not has_strides_of(known_value(value.node), traced):
+            self._put(source, with_strides(known_result(self._tracer, value.node), traced))
+        return self.env[source].node  # type: ignore[no-any-return]
+
+    def _bare(self, source: fx.Node) -> Any:
+        """The value of a node of the trace, with its strides, for operators to work on."""
+        node = self._recorded(source)
+        copied = isinstance(self.env[source], Copied)
+        return known_result(self._tracer, node) if copied else self.env[source]
 
     def _prepare(self, source: fx.Node, bare: bool) -> None:
         """Let a value be what is needed to run a node: bare or wrapped, with its strides."""
-        value = self.env[source]
-        if isinstance(value, Copied):
-            value = known_result(self._tracer, value.node)
-            if bare:
-                self.env[source] = value
-                return
-            self.env[source] = value = _compat.tree_map(_wrapped, value)
-        keep_strides(value, known_value(source))
+        if isinstance(self.env[source], Copied):
+            value = self._bare(source)
+            self.env[source] = value if bare else _compat.tree_map(_wrapped, value)
+        keep_strides(self.env[source], known_value(source))
+
+    def _write(self, n: fx.Node, functional: Any) -> Any:
+        """Run an operator that writes to whole storages, and let these be what it computes."""
+        args, kwargs = fx.map_arg((n.args, dict(n.kwargs)), self._bare)
+        args, kwargs = _compat.tree_map(_compat.from_functional, (args, kwargs))
+        name = fused_optimizer(n.target)
+        with explained_at(n), _compat.without_functional_mode():
+            if name is None:
+                results = [functional(*args, **kwargs)]
+                targets: list[Any] = [n.args[0]]
+            else:
+                results = fused.call_with_symbols(self._tracer, functional, args, kwargs)
+                positions = updated_lists(name, kwargs.get("grad_scale"))
+                positions = [each for each in positions if each < len(results)]
+                targets = [n.args[each] for each in positions]
+                results = [results[each] for each in positions]
+            for target, result in zip(targets, results, strict=True):
+                if isinstance(target, fx.Node):
+                    self._put(target, result)
+                    continue
+                for each, entry in zip(target, result, strict=True):
+                    self._put(each, entry)
+        return self.env[targets[0]] if name is None and isinstance(targets[0], fx.Node) else None
+
+    def _put(self, target: fx.Node, value: torch.Tensor) -> None:
+        """Let a value be what all nodes have that are all of a storage."""
+        dtype = known_value(target).dtype
+        if value.dtype != dtype:
+            value = aten._to_copy.default(value, dtype=dtype)
+        node = _compat.node_of(self._tracer, value)
+        assert node is not None, "whatever a trace computes is recorded"
+        storage = self._whole[self._writes.whole[target]]
+        storage.now = Copied(node)
+        for each in storage.nodes:
+            if each in self.env:
+                self.env[each] = storage.now
 
     def _sizes_of(self, node: fx.Node) -> AbstractContextManager[None]:
         """Gives what a node has the sizes that it was traced with."""
@@ -205,5 +294,3 @@ def _each_entry(target: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, list
 
 def _wrapped(value: Any) -> Any:
     return _compat.to_functional(value) if isinstance(value, torch.Tensor) else value
-
-

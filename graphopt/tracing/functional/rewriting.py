@@ -152,12 +152,20 @@ def keep_strides(wrapper: Any, traced: Any) -> None:
     gaps, or contiguous where it is transposed. Kernels that go through memory then round otherwise
     (vectorized `sigmoid`, `exp`, …), draw other random numbers, and give other strides themselves.
     """
-    if not isinstance(traced, torch.Tensor) or traced.layout is not torch.strided:
-        return
-    if is_expanded(traced):
-        return
     value = _compat.from_functional(wrapper)
-    if value.stride() == traced.stride():
-        return
+    if not has_strides_of(value, traced):
+        _compat.replace_functional_value(wrapper, with_strides(value, traced))
+
+
+def has_strides_of(value: Any, traced: Any) -> bool:
+    """Whether a value lies as it does in the trace, or may lie otherwise."""
+    if not isinstance(traced, torch.Tensor) or traced.layout is not torch.strided:
+        return True
+    return is_expanded(traced) or bool(value.stride() == traced.stride())
+
+
+def with_strides(value: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
+    """A copy of a value that lies as it does in the trace."""
     strided = aten.new_empty_strided.default(value, list(traced.shape), list(traced.stride()))
-    _compat.replace_functional_value(wrapper, aten.copy.default(strided, value))
+    copy: torch.Tensor = aten.copy.default(strided, value)
+    return copy

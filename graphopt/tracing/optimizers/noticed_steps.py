@@ -13,6 +13,7 @@ from graphopt._compat.backward import is_in_backward
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location, user_line_of
 from graphopt.tracing.functional.tagging import Tagger
+from graphopt.tracing.optimizers.watched_state import watched
 
 
 def notice_steps(
@@ -41,7 +42,8 @@ def notice_steps(
                 raise _in_backward(optimizer)
             stepped.append(index)
             before(optimizer)
-            with tagger.during("optimizer"), _branches_explained(optimizer):
+            unwatched = watched([optimizer.state], on=False)
+            with tagger.during("optimizer"), _branches_explained(optimizer), unwatched:
                 return step(*args, **kwargs)
 
         return run

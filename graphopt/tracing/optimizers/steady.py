@@ -94,6 +94,9 @@ class NewState:
                     of[name] = value
 
 
+NO_STATE = NewState([], [], [])
+
+
 def _any_values(parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A tensor that lies in memory like another one, fake where the parameter is."""
     if _compat.is_fake(parameter):
@@ -119,10 +122,17 @@ class Steady:
 
 
 def steady_step(
-    call: Call, inputs: Inputs, communication: MarkedCommunication | None, first: RawTrace
+    call: Call,
+    inputs: Inputs,
+    communication: MarkedCommunication | None,
+    first: RawTrace,
+    made: NewState,
 ) -> Steady | None:
     """The step as its next call runs it; None where that is the same anyway, or differs in more
     than what it finds.
+
+    Args:
+        made: optimizer state that is there for the first call already.
 
     Raises:
         CaptureError: the next call cannot be captured.
@@ -149,6 +159,7 @@ def steady_step(
                 return None
             raise
     equal = repeats_but_creation(call, (first, inputs), (second, following), creation)
+    state.entries = [*made.entries, *state.entries]
     return Steady(second, following, state) if equal else None
 
 

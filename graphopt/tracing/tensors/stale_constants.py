@@ -41,16 +41,23 @@ def forget_mixed(tracer: Any, args: Any, kwargs: dict[str, Any]) -> None:
             _compat.forget_constant(tracer, tensor)
 
 
-def forget_counts(tracer: Any, optimizers: Sequence[Optimizer], written: Any) -> None:
-    """Let a count that an optimizer has just made (`torch.tensor(0.0)`) be what it is in all later
-    steps once it counts: a value to be read."""
-    leaves = _compat.tree_leaves(written)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    constants = [tensor for tensor in tensors if _compat.is_constant(tracer, tensor)]
-    if not constants:
-        return
-    tables = [entries_at(e) for of in optimizers for e in of.state.values()]
-    state = {id(value) for entries in tables for value in entries.values()}
-    for tensor in constants:
-        if id(tensor) in state:
-            _compat.forget_constant(tracer, tensor)
+class Counts:
+    """Counts that optimizers have just made (`torch.tensor(0.0)`)."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._state: dict[int, Any] = {}
+
+    def forget(self, tracer: Any, written: Any) -> None:
+        """Let a count be what it is in all later steps once it counts: a value to be read."""
+        leaves = _compat.tree_leaves(written)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for tensor in tensors:
+            if _compat.is_constant(tracer, tensor) and self._is_state(tensor):
+                _compat.forget_constant(tracer, tensor)
+
+    def _is_state(self, tensor: torch.Tensor) -> bool:
+        if self._state.get(id(tensor)) is not tensor:
+            tables = [entries_at(e) for of in self._optimizers for e in of.state.values()]
+            self._state = {id(v): v for entries in tables for v in entries.values()}
+        return self._state.get(id(tensor)) is tensor

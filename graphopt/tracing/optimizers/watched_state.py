@@ -1,0 +1,60 @@
+"""The state of an optimizer while a step is traced, which notes who looks at it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class WatchedState(defaultdict[Any, Any]):
+    """The state of an optimizer, which notes that the step looks at it outside of the optimizer's
+    own step.
+
+    Attributes:
+        is_watched: the step runs, and that of no optimizer.
+        was_read: it has looked.
+    """
+
+    is_watched = False
+    was_read = False
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._note()
+        return super().__reduce_ex__(protocol)
+
+    def _note(self) -> None:
+        self.was_read |= self.is_watched
+
+
+def _noting(name: str) -> Any:
+    former = getattr(defaultdict, name)
+
+    def method(self: WatchedState, *args: Any, **kwargs: Any) -> Any:
+        self._note()
+        return former(self, *args, **kwargs)
+
+    return method
+
+
+for _name in (
+    *("__len__", "__iter__", "__contains__", "__getitem__", "__setitem__", "__delitem__", "__eq__"),
+    *("__ne__", "__or__", "__ror__", "__ior__", "__repr__", "__reversed__", "__copy__"),
+    *("get", "items", "keys", "values", "pop", "popitem", "setdefault", "update", "clear", "copy"),
+):
+    setattr(WatchedState, _name, _noting(_name))
+
+
+@contextmanager
+def watched(states: Iterable[Any], *, on: bool = True) -> Iterator[None]:
+    """While active, states are watched, or are not."""
+    states = [state for state in states if isinstance(state, WatchedState)]
+    before = [state.is_watched for state in states]
+    for state in states:
+        state.is_watched = on
+    try:
+        yield
+    finally:
+        for state, former in zip(states, before, strict=True):
+            state.is_watched = former
