@@ -151,21 +151,21 @@ class RawGraphRunner(fx.Interpreter):
         name = fused_optimizer(n.target)
         with explained_at(n), _compat.without_functional_mode():
             if name is None:
-                results = [functional(*args, **kwargs)]
-                targets: list[Any] = [n.args[0]]
+                self._put_each(n.args[0], functional(*args, **kwargs))
             else:
                 results = fused.call_with_symbols(self._tracer, functional, args, kwargs)
-                positions = updated_lists(name, kwargs.get("grad_scale"))
-                positions = [each for each in positions if each < len(results)]
-                targets = [n.args[each] for each in positions]
-                results = [results[each] for each in positions]
-            for target, result in zip(targets, results, strict=True):
-                if isinstance(target, fx.Node):
-                    self._put(target, result)
-                    continue
-                for each, entry in zip(target, result, strict=True):
-                    self._put(each, entry)
-        return self.env[targets[0]] if name is None and isinstance(targets[0], fx.Node) else None
+                for position in updated_lists(name, kwargs.get("grad_scale")):
+                    if position < len(results):
+                        self._put_each(n.args[position], results[position])
+        return self.env[n.args[0]] if isinstance(n.args[0], fx.Node) else None
+
+    def _put_each(self, target: Any, value: Any) -> None:
+        """As `_put`, of a list as well."""
+        if isinstance(target, fx.Node):
+            self._put(target, value)
+            return
+        for each, entry in zip(target, value, strict=True):
+            self._put(each, entry)
 
     def _put(self, target: fx.Node, value: torch.Tensor) -> None:
         """Let a value be what all nodes have that are all of a storage."""

@@ -15,7 +15,7 @@ from graphopt._compat.fresh_state import fresh_state, makes_state_first
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs, state_key
 from graphopt.tracing.optimizers.optimizer_state import distinct_states
-from graphopt.tracing.optimizers.steady import NO_STATE, NewState
+from graphopt.tracing.optimizers.steady import NO_STATE, Entries, NewState
 from graphopt.tracing.trace import RawTrace
 
 
@@ -32,7 +32,7 @@ def state_beforehand(call: Call, left_alone: frozenset[int] | None) -> NewState:
     kinds = {torch.nn.Parameter, torch.Tensor}
     if any(type(p) not in kinds or _compat.is_fake(p) or p.is_sparse for p in parameters):
         return NO_STATE
-    entries = [
+    entries: Entries = [
         (optimizer.state, parameter, key, value)
         for _, optimizer in distinct_states(optimizers)
         for parameter, table in fresh_state(optimizer, left_alone).items()
