@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
 from graphopt import cli
 from graphopt.errors import GraphOptError
-from graphopt.estimate.predict import Prediction, network_named
+from graphopt.estimate.predict import Prediction, captured_for_ranks, network_named, slowdown_of
 from graphopt.estimate.tables import prediction_advice
 from graphopt.estimate.target import find_step
 
@@ -110,6 +111,16 @@ def test_a_prediction_has_a_row_for_each_number_of_ranks(script: Path) -> None:
         compute, communication, bound = map(float, row[1:4])
         assert bound == max(compute, communication)
         assert min(map(float, row[4:8])) >= 0.99 * bound
+
+
+def test_sending_takes_a_share_of_the_cores_that_compute(script: Path) -> None:
+    """Of a CPU, the more the faster the link is, and never all."""
+    gm = captured_for_ranks(find_step(f"{script}:train_step"))
+    shares = [slowdown_of(gm, network_named(name)) for name in ("60", "600", "6gbit", "loopback")]
+    assert 0 < shares[0] < shares[1] < shares[2] <= shares[3] == 1
+    for node in gm.graph.nodes:
+        node.meta["val"] = torch.empty(2, device="meta")
+    assert slowdown_of(gm, network_named("600")) == 0
 
 
 @pytest.mark.parametrize("ranks", ["1", "two", "", "2,,8"])

@@ -35,8 +35,9 @@ _UNITS = {"": 1e6, "mbit": 1e6, "gbit": 1e9}
 _PAYLOAD = 0.95
 """The share of a link's bits that are not headers."""
 _CORE_SECONDS_PER_BYTE = 0.85e-9
-"""That gloo and the kernel take of a core for each byte which a rank sends and receives."""
+"""Core-seconds that gloo takes for each byte which a rank sends while it receives one."""
 _MOST_OF_A_CORE = 0.5
+"""A link too fast for gloo is not faster than this lets it be."""
 
 
 @dataclass(frozen=True)
@@ -136,12 +137,12 @@ def predict(
         gm: of a step that averages its gradients (`captured_for_ranks`); left as it is.
         costs: whose compute counts.
     """
-    here = CostModel(costs.compute, network, _slowdown(gm, network))
+    here = CostModel(costs.compute, network, slowdown_of(gm, network))
     for count in ranks:
         yield _prediction(gm, here, count)
 
 
-def _slowdown(gm: fx.GraphModule, network: Network) -> float:
+def slowdown_of(gm: fx.GraphModule, network: Network) -> float:
     """By which share compute takes longer while something is sent: on CPUs by threads of gloo, on
     cores that all compute."""
     sent = [known_value(block.comm_node) for block in get_all_comm_blocks(gm)]
