@@ -91,8 +91,9 @@ def _refuse_entries_in_order(node: fx.Node) -> None:
                 raise CaptureError(
                     f"{node.target} changes a tensor that stands in its lists twice",
                     location=str(source_line(node)),
-                    hint="let it stand there once: give an optimizer each parameter once, or let"
-                    " it go from parameter to parameter (foreach=False, fused=False)",
+                    hint="let it stand there once: each parameter with a gradient of its own"
+                    " (gradient.clone()), and once in its optimizer; or go from tensor to tensor:"
+                    " foreach=False, which optimizers and clip_grad_norm_ take",
                 )
 
 
