@@ -3,9 +3,11 @@ message says to write instead gives the bits of eager code."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import warnings
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 from torch.optim import Optimizer
+from torch.quasirandom import SobolEngine
 
 import graphopt
 
@@ -45,6 +48,21 @@ def in_a_thread(model: nn.Module, x: Tensor) -> Tensor:
     thread.start()
     thread.join()
     return model(found[0]).square().mean()
+
+
+async def awaited(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def by_loop(model: nn.Module, x: Tensor) -> Tensor:
+    loop = asyncio.new_event_loop()
+    try:
+        return model(loop.run_until_complete(awaited(x))).mean()  # type: ignore[no-any-return]
+    finally:
+        loop.close()
+
+
+SOBOL = SobolEngine(6)
 
 
 def own_generator(model: nn.Module, x: Tensor) -> Tensor:
@@ -139,6 +157,42 @@ REFUSED: dict[str, tuple[Loss, str, str]] = {
     "lazy": (lambda m, x: nn.LazyLinear(3)(m(x)).mean(), "lazy module", "outside the step"),
     "memory": (lambda m, x: m(x).mean() * x.untyped_storage().tolist()[0], "memory", "callback"),
     "thread": (in_a_thread, "in a thread", "thread of the step"),
+    "event loop": (
+        lambda m, x: m(asyncio.run(awaited(x))).mean(),
+        "event loop of asyncio",
+        "await around it",
+    ),
+    "event loop run to its end": (by_loop, "event loop of asyncio", "await around it"),
+    "sobol": (
+        lambda m, x: m(x + SobolEngine(6).draw(4)).mean(),
+        "draws from a SobolEngine",
+        "draw before the call",
+    ),
+    "sobol outside": (
+        lambda m, x: m(x + SOBOL.draw(4)).mean(),
+        "draws from a SobolEngine",
+        "draw before the call",
+    ),
+    "address": (
+        lambda m, x: m(x).mean() * len({p.data_ptr() for p in m.parameters()}),
+        "where the memory",
+        "compare tensors",
+    ),
+    "address of a storage": (
+        lambda m, x: m(x).mean() * (x.untyped_storage().data_ptr() % 2 + 1),
+        "where the memory",
+        "compare tensors",
+    ),
+    "addresses by map": (
+        lambda m, x: m(x).mean() * len(set(map(methodcaller("data_ptr"), m.parameters()))),
+        "where the memory",
+        "compare tensors",
+    ),
+    "is set to": (
+        lambda m, x: m(x).mean() * (1 + x.is_set_to(x.view(4, 6))),
+        "where the memory",
+        "compare tensors",
+    ),
     "own generator": (own_generator, "makes a generator", "outside the step"),
     "seeded": (seeded, r"calls manual_seed\(\) of a generator", "before the step"),
 }
@@ -175,6 +229,7 @@ CURED: dict[str, Loss] = {
     "nested": lambda m, x: m(
         torch.nn.utils.rnn.pad_sequence([x[:2], x[2:3]], batch_first=True)
     ).mean(),
+    "address": lambda m, x: m(x).mean() * len({id(p) for p in m.parameters()}),
     "generator": lambda m, x: m(x + torch.randn(x.shape, generator=GENERATOR)).mean(),
 }
 

@@ -56,6 +56,12 @@ def is_torch_file(filename: str) -> bool:
     return _resolved(filename).startswith(_TORCH)
 
 
+def is_asked_by_torch(frame: types.FrameType) -> bool:
+    """True if code of torch's calls a function, whatever of graphopt's stands between."""
+    files = (each.f_code.co_filename for each in frames(frame))
+    return is_torch_file(next(file for file in files if not is_own_file(file)))
+
+
 def _resolved(filename: str) -> str:
     """The path of a file without symbolic links."""
     if os.path.islink(filename) or not os.path.isabs(filename):

@@ -12,6 +12,7 @@ It sees every torch function the step calls, before autograd does, and
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +26,7 @@ from graphopt import _compat
 from graphopt._compat.backward import around_backwards
 from graphopt._compat.transforms import transforms_given
 from graphopt._compat.untraced import untraced
-from graphopt.ir.user_frames import current_user_line, is_installed
+from graphopt.ir.user_frames import current_user_line, is_asked_by_torch, is_installed
 from graphopt.tracing import fast_path
 from graphopt.tracing.call import check_anomalies
 from graphopt.tracing.exactness import averages, ctc, fused, recurrent, smoothing, spectra
@@ -42,6 +43,7 @@ from graphopt.tracing.substitute import Traced
 from graphopt.tracing.tensors import constants, copies, stale_constants
 from graphopt.tracing.tensors.obtained import ObtainedValues
 from graphopt.tracing.tensors.rebinding import Rebinding
+from graphopt.tracing.unknown_features import ADDRESSES, refuse_unknown_call
 
 _GRADIENT = getattr(torch.Tensor, "grad")  # noqa: B009 - typed as the value it gives
 _READ_GRADIENT = _GRADIENT.__get__
@@ -122,6 +124,8 @@ class Redirect(TorchFunctionMode):
         if _compat.reads_metadata(func):
             known = self._traced.by_id
             return func(*(known.get(id(value), value) for value in args), **kwargs)
+        if func in ADDRESSES and not is_asked_by_torch(sys._getframe(1)):
+            refuse_unknown_call(func, args)
         if func in _PROFILED:
             with _compat.without_dispatch():
                 return func(*args, **kwargs)

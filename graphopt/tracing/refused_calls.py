@@ -17,6 +17,7 @@ from graphopt.tracing.host_writes import written_by
 from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.replace import original
 from graphopt.tracing.rng import refuse_seeding
+from graphopt.tracing.unknown_features import refuse_unknown_call
 
 
 class RefusedCalls:
@@ -36,6 +37,7 @@ class RefusedCalls:
             args: positional values, the object of a method first, and those of keywords.
         """
         callee = original(callee)
+        refuse_unknown_call(callee, args)
         refuse_switched(callee)
         refuse_seeding(callee, args)
         drawn = draw_of(callee, args, self._is_outside)

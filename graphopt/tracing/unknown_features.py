@@ -6,16 +6,19 @@ told by the function of torch that was running, or by a part of the text.
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
+from torch.quasirandom import SobolEngine
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.metadata import source_line
-from graphopt.ir.user_frames import running_in_step
+from graphopt.ir.user_frames import own_location, running_in_step
 
 _ORIGINAL = "call the original function or module; graphopt captures it with the rest"
 _LOOP = "write the loop in Python, which a step may do: for part in x: …"
@@ -117,6 +120,65 @@ def unknown_feature(error: Exception) -> tuple[str, str] | None:
         if found is not None:
             return found.expand(reason), cure
     return None
+
+
+ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.is_set_to})
+"""Functions of a tensor that say where its memory is."""
+
+_ADDRESSES = frozenset(function.__name__ for function in ADDRESSES)
+_MEMORY = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
+_LOOPS = frozenset({"run", "run_until_complete", "run_forever"})
+
+
+def _asks_for_address(callee: Any, owner: Any) -> bool:
+    return getattr(callee, "__name__", "") in _ADDRESSES and isinstance(owner, _MEMORY)
+
+
+def _runs_event_loop(callee: Any, owner: Any) -> bool:
+    of_asyncio = str(getattr(callee, "__module__", "")).startswith("asyncio")
+    return of_asyncio and getattr(callee, "__name__", "") in _LOOPS
+
+
+def _uses_sobol_engine(callee: Any, owner: Any) -> bool:
+    return callee is SobolEngine or isinstance(owner, SobolEngine)
+
+
+_UNKNOWN_CALLS: tuple[tuple[Callable[[Any, Any], bool], str, str], ...] = (
+    (
+        _asks_for_address,
+        "it asks where the memory of a tensor is (data_ptr, is_set_to), which a tensor has only"
+        " while the graph runs",
+        "compare tensors with `is`, or by id(tensor); or ask before the call",
+    ),
+    (
+        _runs_event_loop,
+        "it runs an event loop of asyncio, whose tasks no graph has",
+        "let the step be a plain function, and await around it: loss = step(x)",
+    ),
+    (
+        _uses_sobol_engine,
+        "it draws from a SobolEngine, which counts its points on the host",
+        "draw before the call, and pass the points: step(x, engine.draw(n))",
+    ),
+)
+"""By a function and the object that it belongs to: what the call does, and the cure."""
+
+
+def refuse_unknown_call(callee: Any, args: Sequence[Any]) -> None:
+    """Refuse a call of the step's own code whose result no trace can know.
+
+    Args:
+        args: positional values, the object of a method first, and those of keywords.
+
+    Raises:
+        CaptureError: it is such a call.
+    """
+    owner = getattr(callee, "__self__", args[0] if args else None)
+    for holds, reason, cure in _UNKNOWN_CALLS:
+        if holds(callee, owner):
+            for coroutine in filter(inspect.iscoroutine, args):
+                coroutine.close()  # else Python warns that it was never awaited
+            raise CaptureError(reason, location=own_location(), hint=cure)
 
 
 def _is_inside(running: list[tuple[str, str]], function: tuple[str, str]) -> bool:
