@@ -127,9 +127,13 @@ class TrainStep:
 
     def _is_watched(self) -> bool:
         """Whether a call runs eagerly, since something around it watches the functions that it
-        calls, which a graph does not. Several ranks, who may be watched differently, refuse it."""
+        calls, which a graph does not. A rank of several, which may be watched alone, refuses
+        that, but for modes of operators whose classes say that they only look."""
         watching = _compat.watches_functions()
-        if watching is None or _compat.rank_among_several() is not None:
+        if watching is None:
+            return False
+        if _compat.rank_among_several() is not None:
+            _compat.trust_modes()
             return False
         self.flush()
         self._fallback.warn_of(watching)

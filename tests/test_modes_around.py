@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
 import graphopt
+from gloo import Pool, pool
 from graphopt.errors import CaptureError
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -50,6 +51,8 @@ class Counting(TorchFunctionMode):
 
 
 class CountingOperators(TorchDispatchMode):
+    only_looks = True
+
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
@@ -61,6 +64,8 @@ class CountingOperators(TorchDispatchMode):
 
 class KeepingOperators(TorchDispatchMode):
     """Notes the memory of what operators give, as trackers of memory do."""
+
+    only_looks = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,6 +85,16 @@ def doubling_saved() -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(
         lambda saved: saved, lambda saved: saved * 2 if saved.is_floating_point() else saved
     )
+
+
+class DoublingLater(TorchDispatchMode):
+    """Says that it changes nothing."""
+
+    only_looks = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.ops.aten.mm.default else result
 
 
 def counting_flops() -> AbstractContextManager[Any]:
@@ -263,3 +278,53 @@ def test_what_a_mode_changes_is_refused(mode: Any) -> None:
     """It would see what the trace calls, which is more, and not what a call does."""
     with pytest.raises(CaptureError, match="calls"):
         graphopt.compile(Training(lambda: mode).step)(torch.ones(3, 4))
+
+
+def counted_on(rank: int, ranks: list[int], kind: str) -> tuple[list[Any], list[Tensor], int]:
+    """Calls of a step, with a mode around all but the first on some ranks.
+
+    Returns:
+        What the mode has counted in each, or the text of an error; parameters; graphs.
+    """
+    kinds: dict[str, Around] = {
+        "counting": CountingOperators,
+        "flops": counting_flops,
+        "keeping": KeepingOperators,
+        "doubling": DoublingOperators,
+        "doubling later": DoublingLater,
+    }
+    training, found = Training(), list[Any]()
+    step = graphopt.compile(training.step)
+    for number in range(4):
+        on = rank in ranks and number > 0
+        with kinds[kind]() if on else nullcontext() as mode:
+            try:
+                step(torch.linspace(-1, number + 1.0, 12).reshape(3, 4) + rank)
+            except graphopt.GraphOptError as error:
+                return [str(error)], [], 0
+        found.append(len(mode.calls) if isinstance(mode, CountingOperators) else 0)
+    step.flush()
+    weights = [parameter.detach() for parameter in training.model.parameters()]
+    return found, weights, len(step.captures)
+
+
+@pytest.mark.parametrize("kind", ["counting", "flops", "keeping"])
+@pytest.mark.parametrize("ranks", [[0, 1], [1]])
+def test_a_rank_of_several_is_watched_alone(two_ranks: Pool, kind: str, ranks: list[int]) -> None:
+    """The same graph runs on all ranks, with the mode or without it."""
+    expected = two_ranks.run(counted_on, [], kind)
+    for rank, (found, weights, graphs) in enumerate(two_ranks.run(counted_on, ranks, kind)):
+        assert graphs == 1
+        assert all(map(torch.equal, weights, expected[rank][1]))
+        if kind == "counting":
+            assert (min(found[1:]) > 10) == (rank in ranks), found
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("doubling", "only_looks = True"), ("doubling later", "gives other values than")],
+)
+def test_a_mode_that_may_change_results_is_refused_on_several_ranks(kind: str, said: str) -> None:
+    with pool(2) as ranks:
+        for found, _, _ in ranks.run(counted_on, [0, 1], kind):
+            assert said in str(found[0])

@@ -168,5 +168,11 @@ from graphopt._compat.trees import (
     tree_map,
     tree_unflatten,
 )
-from graphopt._compat.watching import modes_learned, unwatched, watches_functions
+from graphopt._compat.watching import (
+    modes_checked,
+    modes_learned,
+    trust_modes,
+    unwatched,
+    watches_functions,
+)
 from graphopt._compat.written import storage_key as storage_key

@@ -7,7 +7,9 @@ again when its graph runs:
         step(x)      capture: unseen; graph: each operator is seen
 
 A mode of operators that is not torch's might give other results than it is given. A first call
-runs eagerly in it, and shows that (`modes_learned`).
+runs eagerly in it, and shows that (`modes_learned`). A rank of several cannot run a call eagerly
+alone: there the class has to say it, `only_looks = True`, and the first graph that runs in it is
+checked for that (`modes_checked`).
 
 Written for torch 2.11 to 2.15.
 """
@@ -31,6 +33,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from graphopt._compat.torch_functions import function_modes, hooks_on_saved_tensors, is_of_program
+from graphopt.errors import GraphOptError
 
 _GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
     *(
@@ -55,6 +58,9 @@ _ONLY_LOOK: WeakSet[type] = WeakSet()
 _CHANGE: WeakSet[type] = WeakSet()
 """Classes of those that have been seen not to."""
 
+_TRUSTED: WeakSet[type] = WeakSet()
+"""Classes that say that they only look."""
+
 
 def watches_functions() -> str | None:
     """What has to see the step's own functions, which its graph does not call; None if nothing."""
@@ -73,12 +79,19 @@ def watches_functions() -> str | None:
 def unknown_modes() -> list[type]:
     """The classes of modes of operators that a program has entered and that may change what these
     give."""
-    known = _ONLY_LOOK - _CHANGE
-    return [
-        type(mode)
-        for mode in _modes_of_operators()
-        if not type(mode).__module__.startswith("torch.") and type(mode) not in known
-    ]
+    known = (_ONLY_LOOK | _TRUSTED) - _CHANGE
+    return [kind for kind in _kinds_of_program() if kind not in known]
+
+
+def trust_modes() -> None:
+    """Take modes of operators that a program has entered for such that only look, where their
+    classes say so; the next graph that runs in them is checked for that."""
+    _TRUSTED.update(each for each in unknown_modes() if getattr(each, "only_looks", False) is True)
+
+
+def _kinds_of_program() -> list[type]:
+    kinds = map(type, _modes_of_operators())
+    return [kind for kind in kinds if not kind.__module__.startswith("torch.")]
 
 
 def _modes_of_operators() -> list[Any]:
@@ -93,6 +106,36 @@ def modes_learned() -> Iterator[None]:
     if not kinds:
         yield
         return
+    with _looked_at(kinds):
+        yield
+
+
+@contextmanager
+def modes_checked() -> Iterator[None]:
+    """While active, a graph runs, and shows whether modes that were trusted change anything.
+
+    Raises:
+        GraphOptError: one does, so that the graph has computed other values than the step.
+    """
+    found = torch._C._len_torch_dispatch_stack() and _TRUSTED
+    kinds = [kind for kind in _kinds_of_program() if kind in _TRUSTED - _ONLY_LOOK] if found else []
+    if not kinds:
+        yield
+        return
+    with _looked_at(kinds):
+        yield
+    if not _CHANGE.isdisjoint(kinds):
+        raise GraphOptError(
+            f"a {kinds[0].__qualname__}, a mode of torch around the call, says that it only looks,"
+            " but gives other values than the operators that it sees: what this call has updated is"
+            " neither what the step computes nor what it computes without the mode\n"
+            "  hint:  enter the mode within the step, and load a checkpoint or begin anew"
+        )
+
+
+@contextmanager
+def _looked_at(kinds: list[type]) -> Iterator[None]:
+    """While active, operators show whether modes of these classes change anything."""
     below, above = _Below(), None
     with ExitStack() as stack:
         modes = _modes_of_operators()
