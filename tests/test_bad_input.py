@@ -233,7 +233,7 @@ def test_writing_a_file(tmp_path: Any) -> None:
     assert not target.exists()
 
 
-CASE_OF_BAD_OBJECTS = MODELS["mlp"]
+SMALL_MODEL = MODELS["mlp"]
 
 
 @pytest.fixture
@@ -319,7 +319,7 @@ def test_optimizer_that_counts_in_an_attribute() -> None:
 
     twins = Twins(build)
     for number in range(5):
-        twins.step(*CASE_OF_BAD_OBJECTS.batch(number))
+        twins.step(*SMALL_MODEL.batch(number))
     twins.finish(captures=1)
     for w in (twins.eager, twins.captured):
         assert isinstance(w.optimizer, Counting) and w.optimizer.count == 6
@@ -399,9 +399,7 @@ def test_error_inside_the_model_names_a_line_and_keeps_its_cause() -> None:
     w = fresh()
     snapshot = Snapshot(w.models, w.optimizers)
     with pytest.raises(graphopt.CaptureError) as caught:
-        graphopt.compile(wrong_shapes, pipeline="none")(
-            w.model, w.optimizer, *CASE_OF_BAD_OBJECTS.batch(0)
-        )
+        graphopt.compile(wrong_shapes, pipeline="none")(w.model, w.optimizer, *SMALL_MODEL.batch(0))
     snapshot.assert_unchanged()
     error = caught.value
     assert "zoo.py" in str(error)  # the line of the model that got the wrong shape
@@ -409,7 +407,7 @@ def test_error_inside_the_model_names_a_line_and_keeps_its_cause() -> None:
 
 
 def test_model_on_another_device_than_the_batch() -> None:
-    x, y = CASE_OF_BAD_OBJECTS.batch(0)
+    x, y = SMALL_MODEL.batch(0)
     error = str(refused(train_step, fresh(), lines_of=MLP.forward, batch=(x.to("meta"), y)))
     assert "device" in error
     assert ".to(" in error
@@ -452,17 +450,17 @@ def test_a_step_can_be_captured_after_its_error() -> None:
     captured, eager = fresh(), fresh()
     compiled = graphopt.compile(step, pipeline="none")
     with pytest.raises(graphopt.CaptureError):
-        compiled(captured.model, captured.optimizer, *CASE_OF_BAD_OBJECTS.batch(0), True)
+        compiled(captured.model, captured.optimizer, *SMALL_MODEL.batch(0), True)
     for i in range(3):
-        expected = step(eager.model, eager.optimizer, *CASE_OF_BAD_OBJECTS.batch(i), False)
-        actual = compiled(captured.model, captured.optimizer, *CASE_OF_BAD_OBJECTS.batch(i), False)
+        expected = step(eager.model, eager.optimizer, *SMALL_MODEL.batch(i), False)
+        actual = compiled(captured.model, captured.optimizer, *SMALL_MODEL.batch(i), False)
         assert torch.equal(actual, expected)
 
 
 def test_an_error_leaves_a_cached_capture_working() -> None:
     captured, eager = fresh(), fresh()
     compiled = graphopt.compile(train_step, pipeline="none")
-    x, y = CASE_OF_BAD_OBJECTS.batch(0)
+    x, y = SMALL_MODEL.batch(0)
     for batch in ((x, y), (x, y), (x[:, :5], y), (x, y)):
         if batch[0].shape[1] != 8:
             with pytest.raises(graphopt.CaptureError):

@@ -225,7 +225,7 @@ STEPS: tuple[Step, ...] = (
 )  # fmt: skip
 
 
-def nothing_of_carried_lists(s: Any, call: int) -> None:
+def list_left_alone(s: Any, call: int) -> None:
     """The program leaves the list as it is."""
 
 
@@ -253,7 +253,7 @@ def in_two_places(s: Any, call: int) -> None:
     s.kept = s.states
 
 
-BETWEEN = (nothing_of_carried_lists, another, longer, a_tuple, an_item, in_two_places)
+BETWEEN = (list_left_alone, another, longer, a_tuple, an_item, in_two_places)
 
 
 def _run(step: Step, between: Callable[[Any, int], None], compiled: bool) -> tuple[Any, int]:
@@ -289,7 +289,7 @@ def test_every_call_is_eager_s(step: Step, between: Callable[[Any, int], None]) 
     expected, _ = _run(step, between, compiled=False)
     found, graphs = _run(step, between, compiled=True)
     assert found == expected
-    if step in ONE_GRAPH and between in (nothing_of_carried_lists, another, an_item):
+    if step in ONE_GRAPH and between in (list_left_alone, another, an_item):
         assert graphs == 1
     if step is repackages:
         assert graphs <= 2  # states without a history, and with one
@@ -333,7 +333,7 @@ def a_buffer(s: Any, model: Any, h: Tensor) -> None:
     model.buffer.add_(1)
 
 
-def in_two_places_of_tensors_in_lists(s: Any, model: Any, h: Tensor) -> None:
+def tensor_in_list_and_attribute(s: Any, model: Any, h: Tensor) -> None:
     s.rows = [*s.rows[-2:], h]
     s.last = h
 
@@ -388,12 +388,12 @@ def kept(step: TensorsInListsStep) -> Loop:
         changed_behind,
         one_that_stands_outside,
         a_buffer,
-        in_two_places_of_tensors_in_lists,
+        tensor_in_list_and_attribute,
         summed_before,
         stacked_before_and_behind,
         items_before,
         another_list_of_them,
     ],
 )
-def test_every_call_is_eager_s_of_tensors_in_lists(step: TensorsInListsStep) -> None:
+def test_tensors_in_lists_are_eager_s_in_every_call(step: TensorsInListsStep) -> None:
     graphs_of(lambda: kept(step), calls=5)

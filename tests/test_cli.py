@@ -309,7 +309,7 @@ def test_show_a_difference(folder: Path) -> None:
     assert invoke("show", "step.pt", "--diff", "step.pt").output == "no difference\n"
 
 
-PASSES_OF_BISECT = '''
+SCALING_PASSES = '''
 import torch
 from torch import fx
 import graphopt
@@ -351,7 +351,7 @@ def test_the_first_failure_is_found(passes: int, first: int) -> None:
 def files(tmp_path: Path) -> tuple[Path, Path]:
     graph, passes = tmp_path / "step.pt", tmp_path / "bisected_passes.py"
     save_graph(training_step(2), graph)
-    passes.write_text(PASSES_OF_BISECT)
+    passes.write_text(SCALING_PASSES)
     return graph, passes
 
 

@@ -188,7 +188,7 @@ def test_a_function_that_exits_is_named() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _folder_of_cli_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _folder_and_triton_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
@@ -274,7 +274,7 @@ def test_what_fails_is_named_and_the_status_is_1() -> None:
         ("lower", "FILE"),
     ],
 )
-def test_misuse_of_cli_lower(words: str, message: str) -> None:
+def test_misuse_of_lower(words: str, message: str) -> None:
     save_function()
     Path("text.pt").write_text("text")
     result = invoke(*words.split())

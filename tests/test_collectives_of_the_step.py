@@ -178,7 +178,7 @@ COMPUTED_OF_GATHERED_LISTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def trained_of_gathered_lists(rank: int, name: str, compiled: bool, averaged: bool) -> list[Tensor]:
+def trained_on_gathered_lists(rank: int, name: str, compiled: bool, averaged: bool) -> list[Tensor]:
     torch.manual_seed(1)
     model = nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -204,16 +204,16 @@ def trained_of_gathered_lists(rank: int, name: str, compiled: bool, averaged: bo
     return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
 
 
-def compare_of_gathered_lists(rank: int, name: str, averaged: bool) -> int:
-    expected = trained_of_gathered_lists(rank, name, False, averaged)
-    found = trained_of_gathered_lists(rank, name, True, averaged)
+def different_with_gathered_lists(rank: int, name: str, averaged: bool) -> int:
+    expected = trained_on_gathered_lists(rank, name, False, averaged)
+    found = trained_on_gathered_lists(rank, name, True, averaged)
     return sum(not torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("averaged", [False, True])
 @pytest.mark.parametrize("name", COMPUTED_OF_GATHERED_LISTS)
 def test_a_gathered_list_is_what_eager_gathers(two_ranks: Pool, name: str, averaged: bool) -> None:
-    assert two_ranks.run(compare_of_gathered_lists, name, averaged) == [0, 0]
+    assert two_ranks.run(different_with_gathered_lists, name, averaged) == [0, 0]
 
 
 def refused(rank: int) -> str:

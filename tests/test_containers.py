@@ -400,9 +400,7 @@ def taken_out(s: Any, i: int, loss: Tensor, out: Tensor) -> None:
 STEPS: list[Callable[..., None]] = [nested, counted, taken_out]
 
 
-def _run_of_made_on_first_use(
-    effect: Callable[..., None], compiled: bool, state: Any = None
-) -> list[Any]:
+def _run_with_state(effect: Callable[..., None], compiled: bool, state: Any = None) -> list[Any]:
     torch.manual_seed(0)
     model, s = nn.Linear(3, 2), state or _state()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -427,5 +425,5 @@ def _run_of_made_on_first_use(
 def test_every_call_is_eager_s(
     effect: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    eager = _run_of_made_on_first_use(effect, compiled=False), capsys.readouterr().out
-    assert eager == (_run_of_made_on_first_use(effect, compiled=True), capsys.readouterr().out)
+    eager = _run_with_state(effect, compiled=False), capsys.readouterr().out
+    assert eager == (_run_with_state(effect, compiled=True), capsys.readouterr().out)

@@ -214,7 +214,7 @@ def test_what_a_collective_sends_is_not_overwritten_before_its_wait(waited: bool
     assert "exp_" not in targets(finalize(gm))
 
 
-c10d_of_effects = torch.ops._c10d_functional
+c10d_functional = torch.ops._c10d_functional
 
 
 def hazards(graph: fx.Graph) -> set[Hazard]:
@@ -236,11 +236,11 @@ def test_what_a_coalesced_collective_sends_is_read_until_the_wait_of_each_item()
     graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     launch = graph.call_function(
-        c10d_of_effects.all_gather_into_tensor_coalesced.default, ([x, y], 2, "g")
+        c10d_functional.all_gather_into_tensor_coalesced.default, ([x, y], 2, "g")
     )
     launch.meta["val"] = [torch.empty(2), torch.empty(2)]
     item = graph.call_function(getitem, (launch, 0))
-    wait = graph.call_function(c10d_of_effects.wait_tensor.default, (item,))
+    wait = graph.call_function(c10d_functional.wait_tensor.default, (item,))
     update = graph.call_function(aten.copy_.default, (y, wait))
     graph.output(update)
     assert Effects(graph).read_after(x, launch)
@@ -251,7 +251,7 @@ def test_what_a_coalesced_collective_sends_is_read_until_the_wait_of_each_item()
 def test_a_collective_without_its_wait_reads_beyond_the_graph() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    launch = graph.call_function(c10d_of_effects.all_gather_into_tensor.default, (x, 2, "g"))
+    launch = graph.call_function(c10d_functional.all_gather_into_tensor.default, (x, 2, "g"))
     last = graph.call_function(aten.sin.default, (launch,))
     graph.output(last)
     effects = Effects(graph)
@@ -262,8 +262,8 @@ def test_a_collective_without_its_wait_reads_beyond_the_graph() -> None:
 def test_a_wait_holds_the_memory_of_its_launch() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    launch = graph.call_function(c10d_of_effects.all_reduce.default, (x, "sum", "g"))
-    wait = graph.call_function(c10d_of_effects.wait_tensor.default, (launch,))
+    launch = graph.call_function(c10d_functional.all_reduce.default, (x, "sum", "g"))
+    wait = graph.call_function(c10d_functional.wait_tensor.default, (launch,))
     update = graph.call_function(aten.mul_.Tensor, (wait, 2.0))
     reader = graph.call_function(aten.sin.default, (launch,))
     graph.output((update, reader))

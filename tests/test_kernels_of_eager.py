@@ -129,7 +129,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def trained_of_spectra(weight: nn.Parameter, function: Callable[[Tensor], Any], x: Tensor) -> Any:
+def value_and_gradient(weight: nn.Parameter, function: Callable[[Tensor], Any], x: Tensor) -> Any:
     found = function(weight + x)
     if found.requires_grad:
         found.abs().sum().backward()
@@ -145,7 +145,7 @@ def detached(weight: nn.Parameter, function: Callable[[Tensor], Any], x: Tensor)
     return function(weight.detach() + x), None
 
 
-def left_by_of_spectra(step: Any, name: str, compiled: bool) -> list[Any]:
+def left_by_transform(step: Any, name: str, compiled: bool) -> list[Any]:
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(17, 17))
     run = graphopt.compile(step) if compiled else step
@@ -158,9 +158,9 @@ def left_by_of_spectra(step: Any, name: str, compiled: bool) -> list[Any]:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("step", [without_gradients, detached, trained_of_spectra])
+@pytest.mark.parametrize("step", [without_gradients, detached, value_and_gradient])
 def test_values_without_vectors(step: Any, name: str) -> None:
-    expected, found = left_by_of_spectra(step, name, False), left_by_of_spectra(step, name, True)
+    expected, found = left_by_transform(step, name, False), left_by_transform(step, name, True)
     for one, other in zip(expected, found, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
 

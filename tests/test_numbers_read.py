@@ -405,7 +405,7 @@ def change(k):
 """
 
 
-def trained_of_where_numbers_go(program: Any, *, compiled: bool) -> list[Any]:
+def trained_as_stepped(program: Any, *, compiled: bool) -> list[Any]:
     k = program.build()
     step = program.stepping(k, k.model, k.optimizer)
     if compiled:
@@ -430,6 +430,4 @@ def test_where_a_number_goes(source: str, sink: str, tmp_path: Path) -> None:
     assert spec.loader is not None
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
-    assert trained_of_where_numbers_go(program, compiled=True) == trained_of_where_numbers_go(
-        program, compiled=False
-    )
+    assert trained_as_stepped(program, compiled=True) == trained_as_stepped(program, compiled=False)

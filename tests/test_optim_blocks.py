@@ -186,7 +186,7 @@ def adam(order: tuple[int, ...] = (0, 1, 2), copied_steps: bool = False) -> Case
     return s.finish()
 
 
-def only_block_of_optim_split(gm: fx.GraphModule) -> FusedOptimizerBlock:
+def only_optimizer_block(gm: fx.GraphModule) -> FusedOptimizerBlock:
     (block,) = get_all_fused_optimizer_blocks(gm)
     return block
 
@@ -238,17 +238,17 @@ output 9 8 10 11 12 13 14 15
 def test_golden() -> None:
     """Also the step counters, although they stand the other way round in their list."""
     gm, _ = adam((1, 0))
-    block = only_block_of_optim_split(gm)
+    block = only_optimizer_block(gm)
     split_fused_optimizer(gm, block, block.optim.grads[1:])
     assert text(gm) == DIVIDED
 
 
 @pytest.mark.parametrize("name", OF_LISTS)
-def test_every_optimizer_of_lists_of_optim_split(name: str) -> None:
+def test_every_optimizer_of_lists_is_split(name: str) -> None:
     case = captured(name)
     for parts in (2, 3):
         gm = duplicate(case[0])
-        block = only_block_of_optim_split(gm)
+        block = only_optimizer_block(gm)
         grads, states = block.optim.grads, updated(gm)
         given = grads[::2] if parts == 2 else [grads[:2], grads[4:]]
         blocks = split_fused_optimizer(gm, block, given)
@@ -268,7 +268,7 @@ def test_any_partition(owners: list[int], order: list[int]) -> None:
     """Every parameter keeps its own step counter, wherever that stands in its list."""
     case = adam(tuple(order), copied_steps=owners[0] == 0)
     gm = duplicate(case[0])
-    block = only_block_of_optim_split(gm)
+    block = only_optimizer_block(gm)
     grads = block.optim.grads
     sets = [[g for g, o in zip(grads, owners, strict=True) if o == i] for i in range(3)]
     given = [entries for entries in sets if entries]
@@ -287,7 +287,7 @@ def test_any_partition(owners: list[int], order: list[int]) -> None:
 def test_the_first_step() -> None:
     case = captured("adamw-fused", after=0)
     gm = duplicate(case[0])
-    block = only_block_of_optim_split(gm)
+    block = only_optimizer_block(gm)
     split_fused_optimizer(gm, block, block.optim.grads[:2])
     assert_same_run(gm, case[0], case)
 
@@ -295,7 +295,7 @@ def test_the_first_step() -> None:
 def test_a_part_can_be_divided_again() -> None:
     case = captured("adamw-foreach")
     gm = duplicate(case[0])
-    block = only_block_of_optim_split(gm)
+    block = only_optimizer_block(gm)
     first, _ = split_fused_optimizer(gm, block, block.optim.grads[:4])
     split_fused_optimizer(gm, first, first.optim.grads[1:3])
     assert sorted(len(b.optim.grads) for b in get_all_fused_optimizer_blocks(gm)) == [2, 2, 2]
@@ -322,7 +322,7 @@ def test_refused(what: str) -> None:
     choose, message = REFUSED[what]
     gm, _ = adam()
     before = text(gm)
-    block = only_block_of_optim_split(gm)
+    block = only_optimizer_block(gm)
     with pytest.raises(OptimizerSplitError, match=message):
         split_fused_optimizer(gm, block, choose(block.optim.grads, block.copies[0]))
     assert text(gm) == before
@@ -330,7 +330,7 @@ def test_refused(what: str) -> None:
 
 def test_a_block_that_is_gone() -> None:
     gm, _ = adam()
-    block = only_block_of_optim_split(gm)
+    block = only_optimizer_block(gm)
     grads = block.optim.grads
     split_fused_optimizer(gm, block, grads[:1])
     with pytest.raises(OptimizerSplitError, match="not in this graph any more"):
@@ -339,7 +339,7 @@ def test_a_block_that_is_gone() -> None:
 
 def test_updates_that_depend_on_one_another() -> None:
     gm, _ = captured("adam-foreach", "shared-storage")
-    block = only_block_of_optim_split(gm)
+    block = only_optimizer_block(gm)
     size = len(gm.graph.nodes)
     with pytest.raises(ValueError, match="depend on gradients of several sets"):
         split_fused_optimizer(gm, block, block.optim.grads[:1])
@@ -353,14 +353,14 @@ def test_a_counter_that_the_user_gets() -> None:
     optimizer = s.adam(s.gradients(), counts)
     s.updates += FusedAdamBlock.with_new_outputs(optimizer).copies
     gm, _ = s.finish(counts[1])
-    block = only_block_of_optim_split(gm)
+    block = only_optimizer_block(gm)
     with pytest.raises(OptimizerSplitError, match="does not belong to the gradients of one set"):
         split_fused_optimizer(gm, block, block.optim.grads[:1])
 
 
 def test_late_nodes() -> None:
     gm = IterGraphModule(captured("adamw-fused")[0])
-    block = only_block_of_optim_split(gm)
+    block = only_optimizer_block(gm)
     (late,) = split_updates(gm, [block.optim.grads])
     start = next(node for node in gm.graph.nodes if node.op == "call_function")
     gm.graph.move_to_next_iter_before(late, start)

@@ -215,7 +215,7 @@ def test_items_are_set_as_update_sets_them(name: str) -> None:
     graphs_of(_looped(lambda group, index, kept: setter(Items(group), index, kept)))
 
 
-def _run_of_tuples_set(
+def _run_with_tuples_set(
     compiled: bool, setter: Callable[[dict[str, Any], Tensor], Any]
 ) -> list[Any]:
     torch.manual_seed(0)
@@ -248,7 +248,7 @@ def test_others_are_refused(key: str, value: Any) -> None:
         group[key] = value
 
     with pytest.raises(graphopt.CaptureError, match=f"changes '{key}' of an optimizer's"):
-        _run_of_tuples_set(True, setter)
+        _run_with_tuples_set(True, setter)
 
 
 NUMBERS: list[Callable[[Tensor], Any]] = [lambda x: x.mean().item(), lambda x: numpy.float64(0.6)]
@@ -260,7 +260,7 @@ def test_other_numbers_are_right_or_refused(number: Callable[[Tensor], Any]) -> 
         group["betas"] = (number(x), 0.9)
 
     try:
-        found = _run_of_tuples_set(True, setter)
+        found = _run_with_tuples_set(True, setter)
     except graphopt.GraphOptError:
         return
-    assert found == _run_of_tuples_set(False, setter)
+    assert found == _run_with_tuples_set(False, setter)

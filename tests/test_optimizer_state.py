@@ -272,7 +272,7 @@ def leaves(value: Any) -> Any:
     return type(value), value
 
 
-def trained_of_nested_state(
+def trained_with_nested_state(
     kind: type[Optimizer], compiled: bool, rank: int = 0
 ) -> tuple[list[Any], int]:
     torch.manual_seed(0)
@@ -301,8 +301,8 @@ def trained_of_nested_state(
 
 @pytest.mark.parametrize(("kind", "captures"), [(Preconditioned, 3), (InPlace, 2)])
 def test_nests_are_those_of_eager(kind: type[Optimizer], captures: int) -> None:
-    expected, _ = trained_of_nested_state(kind, False)
-    found, graphs = trained_of_nested_state(kind, True)
+    expected, _ = trained_with_nested_state(kind, False)
+    found, graphs = trained_with_nested_state(kind, True)
     assert found == expected
     assert graphs <= captures
 
@@ -339,7 +339,7 @@ def test_what_stands_in_a_list_is_guarded() -> None:
 
 def on_a_rank(rank: int) -> bool:
     """Each rank trains by itself."""
-    expected, _ = trained_of_nested_state(Preconditioned, False, rank)
+    expected, _ = trained_with_nested_state(Preconditioned, False, rank)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
     optimizer = Preconditioned(model.parameters())
@@ -358,7 +358,7 @@ def on_a_rank(rank: int) -> bool:
         wrapped(x, torch.randint(0, 3, (6,), generator=generator))
     same: bool = (
         leaves(list(model.parameters()))
-        == trained_of_nested_state(Preconditioned, False)[0][-1][1][1]
+        == trained_with_nested_state(Preconditioned, False)[0][-1][1][1]
     )
     return same and bool(expected)
 

@@ -285,12 +285,12 @@ def test_arguments_of_other_kinds_are_refused(arguments: Any, message: str) -> N
         pipeline(*arguments)
 
 
-X_OF_PIPELINING_BALANCE = torch.randn(3, 8)
+WIDE_BATCH = torch.randn(3, 8)
 
 
 def stage_sizes(model: nn.Module, num_stages: int) -> list[int]:
-    pipe = pipeline(model, (X_OF_PIPELINING_BALANCE,), split_policy=balanced(num_stages))
-    assert torch.equal(pipe(X_OF_PIPELINING_BALANCE), model(X_OF_PIPELINING_BALANCE))
+    pipe = pipeline(model, (WIDE_BATCH,), split_policy=balanced(num_stages))
+    assert torch.equal(pipe(WIDE_BATCH), model(WIDE_BATCH))
     stages = [pipe.get_stage_module(index) for index in range(pipe.num_stages)]
     return [sum(p.numel() for p in stage.parameters()) for stage in stages]
 
@@ -318,7 +318,7 @@ def test_of_equal_divisions_the_one_that_sends_least_is_taken() -> None:
             return self.two(wide.sum(1, keepdim=True).expand(-1, 8))
 
     model = Wide()
-    pipe = pipeline(model, (X_OF_PIPELINING_BALANCE,), split_policy=balanced(2))
+    pipe = pipeline(model, (WIDE_BATCH,), split_policy=balanced(2))
     received = pipe.get_stage_module(1).graph.find_nodes(op="placeholder")
     assert [tuple(node.meta["val"].shape) for node in received] == [(3, 1)]
 
@@ -334,9 +334,7 @@ def test_no_boundary_divides_a_list_of_tensors() -> None:
             return a * b
 
     pipe = pipeline(
-        Chunks(),
-        (X_OF_PIPELINING_BALANCE,),
-        split_policy=balanced(2, weight=lambda node: 1.0, slack=9.0),
+        Chunks(), (WIDE_BATCH,), split_policy=balanced(2, weight=lambda node: 1.0, slack=9.0)
     )
     received = pipe.get_stage_module(1).graph.find_nodes(op="placeholder")
     assert received
@@ -351,9 +349,7 @@ def test_weights_can_be_given() -> None:
     for block in model.blocks[:2]:
         block[1] = nn.Tanh()
     marked = nn.Sequential(*model.blocks)
-    pipe = pipeline(
-        marked, (X_OF_PIPELINING_BALANCE,), split_policy=balanced(2, weight=seconds, slack=0.0)
-    )
+    pipe = pipeline(marked, (WIDE_BATCH,), split_policy=balanced(2, weight=seconds, slack=0.0))
     relus = [str(pipe.get_stage_module(index).graph).count("aten.relu") for index in range(2)]
     assert relus == [1, 1]
 
@@ -368,9 +364,7 @@ def test_weights_can_be_given() -> None:
 def test_impossible_numbers(stages: int, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         pipeline(
-            nn.Sequential(nn.Linear(8, 8), nn.ReLU()),
-            (X_OF_PIPELINING_BALANCE,),
-            split_policy=balanced(stages),
+            nn.Sequential(nn.Linear(8, 8), nn.ReLU()), (WIDE_BATCH,), split_policy=balanced(stages)
         )
 
 

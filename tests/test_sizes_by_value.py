@@ -229,7 +229,7 @@ def in_place(x: Tensor) -> Tensor:
     return x[mask]
 
 
-def repeated_of_sizes_of_constants(x: Tensor) -> Tensor:
+def repeated_as_often_as_a_constant_says(x: Tensor) -> Tensor:
     return x[:2].repeat_interleave(torch.tensor([2, 3]), dim=0)
 
 
@@ -239,7 +239,15 @@ def counted_bins(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "step",
-    [counted, chosen, masked, distinct, in_place, repeated_of_sizes_of_constants, counted_bins],
+    [
+        counted,
+        chosen,
+        masked,
+        distinct,
+        in_place,
+        repeated_as_often_as_a_constant_says,
+        counted_bins,
+    ],
 )
 def test_they_are_known(step: Callable[[Tensor], Tensor]) -> None:
     captured = graphopt.capture(step, torch.ones(8))
