@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, autograd, nn
 from torch.nn import functional as F
 
-from .case import Case, case, repeated
+from .case import Case, case, cured, refused, repeated
 
 
 def weights_init(module: nn.Module) -> None:
@@ -154,15 +154,25 @@ class VectorQuantizer(nn.Module):
             n = torch.sum(self.cluster_size.data)
             self.cluster_size = (self.cluster_size + 1e-5) / (n + self.codes * 1e-5) * n
             dw = torch.matmul(encodings.t(), flat)
-            self.ema_w = nn.Parameter(
-                self.ema_w * self.decay + (1 - self.decay) * dw, requires_grad=False
-            )
-            self.embedding.weight = nn.Parameter(self.ema_w / self.cluster_size.unsqueeze(1))
+            self.update(self.ema_w * self.decay + (1 - self.decay) * dw)
         loss = 0.25 * F.mse_loss(quantized.detach(), inputs)
         quantized = inputs + (quantized - inputs).detach()
         probabilities = encodings.mean(0)
         perplexity = torch.exp(-torch.sum(probabilities * torch.log(probabilities + 1e-10)))
         return loss, quantized.permute(0, 3, 1, 2).contiguous(), perplexity
+
+    def update(self, ema_w: Tensor) -> None:
+        self.ema_w = nn.Parameter(ema_w, requires_grad=False)
+        self.embedding.weight = nn.Parameter(self.ema_w / self.cluster_size.unsqueeze(1))
+
+
+class UpdatedQuantizer(VectorQuantizer):
+    """The same with its parameters updated in place."""
+
+    @torch.no_grad()
+    def update(self, ema_w: Tensor) -> None:
+        self.ema_w.copy_(ema_w)
+        self.embedding.weight.copy_(self.ema_w / self.cluster_size.unsqueeze(1))
 
 
 class CodebookLoss(nn.Module):
@@ -212,10 +222,19 @@ def vq_vae() -> Case:
     return Case(train_coder, repeated(model, optimizer, draw=images), [model, optimizer])
 
 
-@case
+@refused("replaces the parameter")
 def vq_vae_replacing_parameters() -> Case:
     """As in a well-known notebook: the codebook becomes another parameter in every forward."""
-    model = coder(VectorQuantizer())
+    return _averaging(VectorQuantizer())
+
+
+@cured
+def vq_vae_replacing_parameters_cured() -> Case:
+    return _averaging(UpdatedQuantizer())
+
+
+def _averaging(quantizer: VectorQuantizer) -> Case:
+    model = coder(quantizer)
     optimizer = torch.optim.Adam([*model["encoder"].parameters(), *model["decoder"].parameters()])
     return Case(train_coder, repeated(model, optimizer, draw=images), [model, optimizer])
 

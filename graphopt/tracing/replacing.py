@@ -44,6 +44,7 @@ class Replacing:
         self._record, self._finder, self._alone = record, finder, alone
         modules = [module for _, module in call.named_submodules()]
         self._attributes = {id(vars(module)) for module in modules}
+        self._holders = {id(_compat.own_parameters(each)): vars(each) for each in modules}
         self._buffers = {id(_compat.own_buffers(module)) for module in modules}
         given = {id(tensor): tensor for tensor in traced.by_id.values()}
         places = Counter(map(_compat.storage_key, given.values()))
@@ -73,8 +74,19 @@ class Replacing:
                     continue
                 if self._is_put(owner, key):
                     continue
+                if entry.kind == "parameter":
+                    raise self._replaced_parameter(entry, owner)
                 self._update_buffer(entry, stand_in, value)
                 owner[key] = stand_in
+
+    def _replaced_parameter(self, entry: ModuleTensor, owner: Any) -> CaptureError:
+        """The refusal of a step that puts another parameter in the place of one."""
+        written = self._record.unrepeated.written_at(self._holders.get(id(owner)))
+        return CaptureError(
+            f"it replaces the parameter {entry.fqn} by another object",
+            location=None if written is None else str(written[1]),
+            hint="update it in place: with torch.no_grad(): parameter.copy_(new)",
+        )
 
     def _is_put(self, owner: Any, key: str) -> bool:
         """Whether each call puts another tensor into a place, and whoever else has the former one
@@ -116,14 +128,9 @@ class Replacing:
         """Let `old`, which stands for a buffer, be what `new` is.
 
         Raises:
-            CaptureError: it is of another kind, a parameter, or somebody sees that it is another
-                object in eager code.
+            CaptureError: it is of another kind, or somebody sees that it is another object in
+                eager code.
         """
-        if entry.kind == "parameter":
-            raise CaptureError(
-                f"it replaces the parameter {entry.fqn} by another object",
-                hint="update it in place: with torch.no_grad(): parameter.copy_(new)",
-            )
         if not isinstance(new, torch.Tensor) or _kind(new) != _kind(old):
             raise CaptureError(
                 f"it replaces the buffer {entry.fqn}, {_said(old)}, by {_said(new)}",

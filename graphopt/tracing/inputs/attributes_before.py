@@ -95,7 +95,7 @@ class HeldBefore:
             CaptureError: it has registered parameters, buffers or submodules.
         """
         for registered in self._registered:
-            registered.refuse_changed()
+            registered.refuse_changed(self._record)
         for name, table, before in () if self._alone else self._buffers:
             for key, value in table.items():
                 if value is not None and before.get(key) is None:

@@ -6,6 +6,7 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
+from graphopt.tracing.outside.record import Record
 
 
 class Registered:
@@ -20,8 +21,11 @@ class Registered:
         self._names = _names_of_tensors(module)
         self._modules = dict(_compat.own_modules(module))
 
-    def refuse_changed(self) -> None:
+    def refuse_changed(self, record: Record) -> None:
         """Refuse a step that has registered, replaced or removed something. Buffers it may add.
+
+        Args:
+            record: knows the lines that write to the module.
 
         Raises:
             CaptureError: it has.
@@ -29,14 +33,16 @@ class Registered:
         now = _compat.own_modules(self._module)
         for key in {**self._modules, **now}:
             if now.get(key) is not self._modules.get(key):
-                raise self._refused(f"it puts another submodule into {key!r} of")
+                raise self._refused(f"it puts another submodule into {key!r} of", record)
         parameters, buffers = _names_of_tensors(self._module)
         if self._names[0] != parameters or self._names[1] != buffers[: len(self._names[1])]:
-            raise self._refused("it registers parameters, or removes something, of")
+            raise self._refused("it registers parameters, or removes something, of", record)
 
-    def _refused(self, what: str) -> CaptureError:
+    def _refused(self, what: str, record: Record) -> CaptureError:
+        written = record.unrepeated.written_at(vars(self._module))
         return CaptureError(
             f"{what} {self._name or 'the model'}",
+            location=None if written is None else str(written[1]),
             hint="do that outside the step; a module that is made for one call may be a variable",
         )
 
