@@ -16,7 +16,7 @@ from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.optimizers.creation import Creation
 from graphopt.tracing.optimizers.optimizer_state import OfNone
 from graphopt.tracing.outside.places import same
-from graphopt.tracing.results.comparison import NodeLabels, difference_of, significant
+from graphopt.tracing.results.comparison import NodeLabels, compute_the_same, significant
 from graphopt.tracing.results.signature import (
     Computed,
     Constant,
@@ -58,7 +58,7 @@ def repeats_but_creation(
     theirs = _NextLabels(b.graph, states, gradients, {names[node] for node in made.copies})
     theirs.numbers = _numbers(call, next_inputs)
     nodes_a, nodes_b = significant(a.graph, ours), significant(b.graph, theirs)
-    return difference_of(a, nodes_a, b, nodes_b) is None and ours.copied == theirs.copied
+    return compute_the_same(a, nodes_a, b, nodes_b) and ours.copied == theirs.copied
 
 
 def _key_of(inputs: Inputs, state: StateResult) -> _StateKey:

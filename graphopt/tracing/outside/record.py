@@ -214,10 +214,6 @@ class Record(OutsideReads):
                     line, text = known and known[1], f"{path}[{key_text(key)}]"
                     yield WrittenPlace(self._outside(place), was, None, text, line)
 
-    def has_changed(self, place: OutsidePlace) -> bool:
-        """Whether the step has written to a place, or changed what the place is in."""
-        return place.identity in self._written or id(place.holder) in self._mutated
-
     def is_changed(self, container: Any) -> bool:
         """Whether the step has written to a container."""
         written = any(each.place.holder is container for each in self._places.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,43 +12,28 @@ from graphopt import _compat
 from graphopt.graph_utils import is_operator
 from graphopt.host import HostCall
 from graphopt.ir.bits import same_bits
-from graphopt.ir.metadata import source_line
-from graphopt.ir.source import SourceLine
-
-
-@dataclass(frozen=True)
-class GraphDifference:
-    """The first place where two graphs differ."""
-
-    what: str
-    source: SourceLine | None
-
 
 Said = tuple[fx.Node, Any]
 """A node that computes something, and its arguments in a form that can be compared."""
 
 
-def difference_of(
+def compute_the_same(
     a: fx.GraphModule, nodes_a: Sequence[Said], b: fx.GraphModule, nodes_b: Sequence[Said]
-) -> GraphDifference | None:
-    """The first difference between what two graphs compute, given by `significant`."""
-    for (x, arguments_x), (y, arguments_y) in zip(nodes_a, nodes_b, strict=False):
-        source = source_line(x) or source_line(y)
+) -> bool:
+    """Whether two graphs compute the same, given by `significant`.
+
+    Whether autograd takes a gradient over or copies it depends on reference counts; copies that
+    change nothing are therefore passed over.
+    """
+    if len(nodes_a) != len(nodes_b):
+        return False
+    for (x, arguments_x), (y, arguments_y) in zip(nodes_a, nodes_b, strict=True):
         if x.op == "get_attr" and y.op == "get_attr":
             if not _same_constant(getattr(a, str(x.target)), getattr(b, str(y.target))):
-                return GraphDifference("a constant", _next_source(x) or source)
-            continue
-        if x.op != y.op or not _same_target(x.target, y.target):
-            if isinstance(x.target, HostCall) and isinstance(y.target, HostCall):
-                return GraphDifference("what a function given to graphopt.callback holds", source)
-            return GraphDifference(f"{x.target} in one, {y.target} in the other", source)
-        if arguments_x != arguments_y:
-            return GraphDifference(f"the arguments of {x.target}", source)
-    if len(nodes_a) != len(nodes_b):
-        return GraphDifference(
-            f"{len(nodes_a)} operations in one, {len(nodes_b)} in the other", None
-        )
-    return None
+                return False
+        elif x.op != y.op or not _same_target(x.target, y.target) or arguments_x != arguments_y:
+            return False
+    return True
 
 
 def _same_target(x: Any, y: Any) -> bool:
@@ -103,10 +87,6 @@ def _copied(node: fx.Node) -> fx.Node | None:
         return None
     fresh = is_operator(destination.target, "aten::new_empty_strided")
     return source if fresh and destination.args[0] is source else None
-
-
-def _next_source(node: fx.Node) -> SourceLine | None:
-    return next(filter(None, map(source_line, node.users)), None)
 
 
 def _comparable(node: fx.Node, numbers: Mapping[fx.Node, Any]) -> Any:
