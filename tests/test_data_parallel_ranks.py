@@ -135,6 +135,52 @@ def test_rank_that_averages_nothing(two_ranks: Pool) -> None:
         assert "rank 1 has other collectives" in found["message"]
 
 
+def extra_before(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    if dist.get_rank() == 1:
+        dist.all_reduce(x)  # EXTRA
+    return train_step(model, optimizer, x, y)
+
+
+def extra_between(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    if dist.get_rank() == 0:
+        dist.broadcast(loss.detach(), 0)  # EXTRA
+    optimizer.step()
+    return loss
+
+
+def extra_at_the_end(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = train_step(model, optimizer, x, y)
+    total = loss.detach().clone()
+    if dist.get_rank() == 1:
+        dist.all_reduce(total)  # EXTRA
+    return total
+
+
+@pytest.mark.parametrize("step", [extra_before, extra_between, extra_at_the_end])
+def test_a_collective_of_one_rank_alone_is_named_with_its_line(
+    two_ranks: Pool, step: Callable[..., Any]
+) -> None:
+    for found in two_ranks.run(run_failing_rank, step, timeout=60):
+        assert found["type"] == "SpmdMismatchError"
+        assert "# EXTRA" in found["message"], found["message"]
+
+
+def run_extra_of_check_spmd(rank: int) -> str:
+    model = MLP()
+    args = model, optimizer_of(model), *batch(rank, 0)
+    captured = graphopt.capture(extra_before, *args, parallel=graphopt.Manual())
+    with pytest.raises(graphopt.SpmdMismatchError) as caught:
+        check_spmd(captured.graph_module, timeout=20.0)
+    return str(caught.value)
+
+
+def test_check_spmd_names_the_line_of_a_collective_of_one_rank_alone(two_ranks: Pool) -> None:
+    for said in two_ranks.run(run_extra_of_check_spmd):
+        assert "# EXTRA" in said
+
+
 def test_rank_whose_capture_fails(two_ranks: Pool) -> None:
     """The rank has its own error; the others learn which rank failed instead of waiting for it."""
     healthy, failed = two_ranks.run(run_failing_rank, raising, timeout=60)

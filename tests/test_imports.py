@@ -333,10 +333,47 @@ def modules_after(statement: str) -> set[str]:
     return set(printed_by(f"{statement}\nimport sys\nprint(*sys.modules)"))
 
 
+HEAVY = ("torch._inductor", "torch._dynamo", "triton", "sympy", "transformers", "matplotlib")
+LOADED_LATER = (
+    "networkx",
+    *(
+        f"graphopt.{room}"
+        for room in (
+            "cost",
+            "executable",
+            "guards",
+            "iter_graph",
+            "lowering",
+            "manager",
+            "partition",
+            "passes",
+            "pipelining",
+            "replicas",
+            "rewriting",
+            "schedule",
+            "testing",
+            "tracing",
+            "verify",
+            "viewing",
+        )
+    ),
+)
+
+
 def test_import_is_light() -> None:
     added = modules_after("import graphopt") - modules_after("import torch")
-    heavy = ("torch._inductor", "torch._dynamo", "triton", "sympy", "transformers", "matplotlib")
-    assert [name for name in sorted(added) if name.startswith(heavy)] == []
+    assert [name for name in sorted(added) if name.startswith(HEAVY)] == []
+
+
+def test_what_decorates_a_step_is_light() -> None:
+    """What a program imports when it starts; a decorated step loads its passes and the capture."""
+    added = modules_after("import torch, graphopt; graphopt.compile") - modules_after(
+        "import torch"
+    )
+    rooms = (*HEAVY, *LOADED_LATER)
+    assert [name for name in sorted(added) if name.startswith(rooms)] == []
+    assert len(added) < 80
+    assert len([name for name in added if not name.startswith("graphopt")]) < 20
 
 
 GROUP = """

@@ -19,7 +19,7 @@ from graphopt import _compat
 from graphopt.errors import SpmdMismatchError
 from graphopt.graph_utils import is_collective
 from graphopt.host.assumptions import Assumption
-from graphopt.ir.metadata import fake_value, known_value
+from graphopt.ir.metadata import fake_value, known_value, source_line
 from graphopt.ir.operators import calls_of
 from graphopt.ranks.meeting import Channel
 
@@ -69,6 +69,14 @@ def collective_plan(graph: fx.Graph, ranks: Set[int]) -> list[str]:
     return [*plan, *(_UNIFORM for each in decided if not each.alone)]
 
 
+def plan_lines(graph: fx.Graph) -> list[str]:
+    """The user's line for each line of `collective_plan`; empty where none is known."""
+    nodes = [node for node in graph.nodes if is_collective(node)]
+    decided = [node for node in graph.nodes if isinstance(node.target, Assumption)]
+    nodes += [node for node in decided if not node.target.alone]
+    return ["" if source_line(node) is None else str(source_line(node)) for node in nodes]
+
+
 def launches_digest(graph: fx.Graph) -> str:
     """Equal for graphs that launch the same collectives in the same order."""
     plan = [
@@ -92,6 +100,7 @@ def check_same_plans(
     plans: Sequence[Sequence[tuple[str, Sequence[str]]]],
     histories: Sequence[Sequence[Sequence[str]]],
     decided: Sequence[Sequence[Sequence[str]]],
+    lines: Sequence[Sequence[Sequence[str]]],
 ) -> None:
     """`check_same` of collectives, which names the decision or the pass that made them differ.
 
@@ -100,11 +109,12 @@ def check_same_plans(
         histories: of each rank, pairs of the name of a stage or pass and `launches_digest` of what
             it has left; the first is that of the capture.
         decided: of each rank, pairs of the line and the outcome of each decision by value.
+        lines: of each rank, the `plan_lines` of each graph.
     """
     try:
         check_same("graphs", [[name for name, _ in theirs] for theirs in plans])
-        for graphs in zip(*plans, strict=True):
-            check_same("collectives", [plan for _, plan in graphs])
+        for graphs, places in zip(zip(*plans, strict=True), zip(*lines, strict=True), strict=True):
+            check_same("collectives", [plan for _, plan in graphs], lines=places)
     except SpmdMismatchError as error:
         parted = _parted(decided)
         if parted:
@@ -165,23 +175,48 @@ def check_spmd(
     found = _compat.group_or_default(group)
     ranks = frozenset(dist.get_process_group_ranks(found))
     with Channel(found, "check_spmd", timeout).meeting() as meeting:
-        everyone = meeting.exchange({"plan": collective_plan(graph_module.graph, ranks)})
-        check_same("collectives", [theirs["plan"] for theirs in everyone])
+        graph = graph_module.graph
+        mine = {"plan": collective_plan(graph, ranks), "lines": plan_lines(graph)}
+        everyone = meeting.exchange(mine)
+        plans, lines = ([theirs[said] for theirs in everyone] for said in ("plan", "lines"))
+        check_same("collectives", plans, lines=lines)
 
 
-def check_same(what: str, everyone: Sequence[Sequence[str]], hint: str = _BUILD_ALIKE) -> None:
-    """Raise `SpmdMismatchError` naming the first rank and line that differ from rank 0's."""
+def check_same(
+    what: str,
+    everyone: Sequence[Sequence[str]],
+    hint: str = _BUILD_ALIKE,
+    *,
+    lines: Sequence[Sequence[str]] | None = None,
+) -> None:
+    """Raise `SpmdMismatchError` naming the first rank and entry that differ from rank 0's.
+
+    Args:
+        what: what the entries are.
+        everyone: the entries of each rank.
+        lines: the user's line for each of them.
+    """
     for rank, theirs in enumerate(everyone):
         for index in range(max(len(theirs), len(everyone[0]))):
-            expected = everyone[0][index] if index < len(everyone[0]) else "nothing"
-            found = theirs[index] if index < len(theirs) else "nothing"
-            if expected != found:
-                decides = _UNIFORM in (expected, found)
-                raise SpmdMismatchError(
-                    f"rank {rank} has other {what} than rank 0, first at number {index}:\n"
-                    f"  rank 0:  {expected}\n  rank {rank}:  {found}\n"
-                    f"  hint:  {_TAKE_THE_DECISION if decides else hint}"
-                )
+            expected, found = (
+                _entry(entries, index, "nothing") for entries in (everyone[0], theirs)
+            )
+            if expected == found:
+                continue
+            places = ["", ""]
+            if lines is not None:
+                places = [_entry(lines[each], index, "") for each in (0, rank)]
+            first, second = (f"\n           from: {place}" if place else "" for place in places)
+            decides = _UNIFORM in (expected, found)
+            raise SpmdMismatchError(
+                f"rank {rank} has other {what} than rank 0, first at number {index}:\n"
+                f"  rank 0:  {expected}{first}\n  rank {rank}:  {found}{second}\n"
+                f"  hint:  {_TAKE_THE_DECISION if decides else hint}"
+            )
+
+
+def _entry(entries: Sequence[str], index: int, missing: str) -> str:
+    return entries[index] if index < len(entries) else missing
 
 
 def merged_order(everyone: Sequence[Sequence[str]]) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from graphopt.parallel import OverRanks
 from graphopt.ranks.buffer_groups import make_group_of_buffers
 from graphopt.ranks.host_questions import Questions
 from graphopt.ranks.meeting import Channel
-from graphopt.ranks.spmd import FREEZE, check_same, check_same_plans, merged_order
+from graphopt.ranks.spmd import FREEZE, check_same, check_same_plans, merged_order, plan_lines
 from graphopt.ranks.unused import UnusedParameters
 from graphopt.runtime.agreed import (
     Agreed,
@@ -232,6 +232,9 @@ class _Together(Ranks):
         history = [(record.name, record.launches) for record in records_of(captured.graph_module)]
         planned: dict[str, Any] = {
             "plans": list(self._plans.items()),
+            "lines": [
+                plan_lines(graphs[name].graph) if name in graphs else [] for name in self._plans
+            ],
             "history": history,
             "callbacks": needed.said,
             "channel": secrets.token_hex(8),
@@ -239,9 +242,7 @@ class _Together(Ranks):
             "decided": outcomes(captured.graph_module.graph),
         }
         everyone = self._meeting.exchange(planned)
-        check_same_plans(
-            *([theirs[said] for theirs in everyone] for said in ("plans", "history", "decided"))
-        )
+        check_same_plans(*([theirs[said] for theirs in everyone] for said in _COMPARED))
         self.agreement = Agreement.of_all([theirs["callbacks"] for theirs in everyone])
         asking = self._sync and any(theirs["asks"] for theirs in everyone)
         group = self._parallel.everyone
@@ -262,6 +263,9 @@ class _Together(Ranks):
         )
         self._joint.note(agreed if self._sync else None, self._earlier)
         self.agreed = agreed if self._sync else None
+
+
+_COMPARED = ("plans", "history", "decided", "lines")
 
 
 class JointCapture:
