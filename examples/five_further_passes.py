@@ -192,12 +192,14 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, words: Tensor
     return loss
 
 
-def arguments() -> tuple[Any, ...]:
+def arguments(scale: int = 1) -> tuple[Any, ...]:
     torch.manual_seed(0)
-    layers = nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 8)
-    model = nn.Sequential(nn.Embedding(64, 16), *layers, Mean())
+    width = 16 * scale
+    first, second = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+    layers = first, nn.GELU(), second, nn.GELU(), nn.Linear(width, 8)
+    model = nn.Sequential(nn.Embedding(64 * scale, width), *layers, Mean())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, fused=True)
-    return model, optimizer, torch.randint(64, (4, 6))
+    return model, optimizer, torch.randint(64 * scale, (4 * scale, 6 * scale))
 
 
 PASSES: list[tuple[Any, Callable[..., Any], dict[str, Any]]] = [

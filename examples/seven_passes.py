@@ -183,10 +183,11 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) ->
     return loss
 
 
-def arguments() -> tuple[Any, ...]:
+def arguments(scale: int = 1) -> tuple[Any, ...]:
     torch.manual_seed(0)
-    model = Block()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 6, 16)
+    model = Block(16 * scale)
+    x = torch.randn(2 * scale, 6 * scale, 16 * scale)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), x
 
 
 PASSES = [

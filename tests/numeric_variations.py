@@ -15,7 +15,13 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from graphopt.comm import get_all_comm_blocks, replace_collective
-from graphopt.graph_utils import call_function_with_meta, find_nodes, get_outputs, is_operator
+from graphopt.graph_utils import (
+    call_function_with_meta,
+    find_nodes,
+    get_outputs,
+    is_operator,
+    set_outputs,
+)
 from graphopt.ir.metadata import input_kind
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -479,4 +485,345 @@ HONEST: dict[str, Variation] = {
     "decay folded out": decay_folded_out,
     "one norm over all gradients": one_norm,
     "norm of squares": norm_of_squares,
+}
+
+
+# ---- further models
+
+
+class Blocks(nn.Module):
+    """Two residual blocks, whose embedding is the head as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(17, 8)
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
+        self.inner = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 12), nn.SiLU(), nn.Linear(12, 8)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.tokens(x)
+        for norm, inner in zip(self.norms, self.inner, strict=True):
+            hidden = hidden + inner(norm(hidden))
+        return F.linear(hidden, self.tokens.weight)
+
+
+def tied() -> Case:
+    model = Blocks()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.02, weight_decay=0.01)
+    return clipped_step, (
+        model,
+        optimizer,
+        torch.randint(0, 17, (4, 5)),
+        torch.randint(0, 17, (4, 5)),
+    )
+
+
+def plain() -> Case:
+    model = nn.Sequential(
+        nn.Linear(7, 14), nn.ReLU(), nn.Linear(14, 14), nn.ELU(), nn.Linear(14, 3)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return clipped_step, (model, optimizer, torch.randn(9, 7), torch.randint(0, 3, (9,)))
+
+
+def adaptive() -> Case:
+    model = nn.Sequential(nn.Linear(6, 18), nn.Softplus(), nn.Linear(18, 5))
+    optimizer = torch.optim.Adamax(model.parameters(), lr=2e-3, weight_decay=0.02)
+    return averaged_step, (
+        model,
+        nn.Sequential(nn.Linear(6, 18), nn.Softplus(), nn.Linear(18, 5)).requires_grad_(False),
+        optimizer,
+        torch.randn(8, 6),
+        torch.randint(0, 5, (8,)),
+    )
+
+
+FURTHER_MODELS = {made.__name__: made for made in (tied, plain, adaptive)}
+
+
+# ---- further mistakes
+
+
+def reduced(gm: fx.GraphModule) -> list[fx.Node]:
+    """The waits for averages of gradients."""
+    return [block.wait_nodes[0] for block in get_all_comm_blocks(gm, "all_reduce")]
+
+
+def each_average(gm: fx.GraphModule, make: Callable[[fx.Node], fx.Node], most: int | None) -> bool:
+    waits = reduced(gm)[:most]
+    for wait in waits:
+        behind(gm, wait, lambda w=wait: make(w))
+    return bool(waits)
+
+
+def average_becomes(
+    make: Callable[[fx.GraphModule, fx.Node], fx.Node], most: int | None = None
+) -> Variation:
+    """The mistake that an average is replaced by something made of it."""
+
+    def vary(gm: fx.GraphModule) -> bool:
+        return each_average(gm, lambda wait: make(gm, wait), most)
+
+    return vary
+
+
+def own_gradient(gm: fx.GraphModule) -> bool:
+    """Each rank goes by its own gradient of one parameter."""
+    block = get_all_comm_blocks(gm, "all_reduce")[0]
+    (wait,) = block.wait_nodes
+    behind(gm, wait, lambda: new(gm, aten.mul.Tensor, block.inputs[0], 2.0))
+    return True
+
+
+def largest_only(gm: fx.GraphModule, wait: fx.Node) -> fx.Node:
+    """Elements below a tenth of the largest are left out."""
+    size = new(gm, aten.abs.default, wait)
+    least = new(gm, aten.mul.Tensor, new(gm, aten.amax.default, size), 0.1)
+    kept = new(gm, aten.ge.Tensor, size, least)
+    return new(gm, aten.mul.Tensor, wait, kept)
+
+
+def signs(gm: fx.GraphModule, wait: fx.Node) -> fx.Node:
+    """The mean size, with the sign of each element."""
+    size = new(gm, aten.mean.default, new(gm, aten.abs.default, wait))
+    return new(gm, aten.mul.Tensor, new(gm, aten.sign.default, wait), size)
+
+
+def rolled(gm: fx.GraphModule, wait: fx.Node) -> fx.Node:
+    return new(gm, aten.roll.default, wait, [1], [0])
+
+
+def reversed_rows(gm: fx.GraphModule, wait: fx.Node) -> fx.Node:
+    return new(gm, aten.flip.default, wait, [0])
+
+
+def clamped(gm: fx.GraphModule, wait: fx.Node) -> fx.Node:
+    """No element above half of the largest."""
+    most = new(
+        gm, aten.mul.Tensor, new(gm, aten.amax.default, new(gm, aten.abs.default, wait)), 0.5
+    )
+    low = new(gm, aten.neg.default, most)
+    return new(gm, aten.minimum.default, new(gm, aten.maximum.default, wait, low), most)
+
+
+def shifted(gm: fx.GraphModule, wait: fx.Node) -> fx.Node:
+    """A part of the mean size is added to each element."""
+    size = new(gm, aten.mean.default, new(gm, aten.abs.default, wait))
+    return new(gm, aten.add.Tensor, wait, new(gm, aten.mul.Tensor, size, 0.05))
+
+
+def truncated(gm: fx.GraphModule, wait: fx.Node) -> fx.Node:
+    """Seven bits below the largest, always towards zero."""
+    size = new(gm, aten.amax.default, new(gm, aten.abs.default, wait))
+    unit = new(gm, aten.mul.Tensor, new(gm, aten.add.Tensor, size, 1e-30), 2.0**-7)
+    whole = new(gm, aten.trunc.default, new(gm, aten.div.Tensor, wait, unit))
+    return new(gm, aten.mul.Tensor, whole, unit)
+
+
+def first_row(gm: fx.GraphModule, wait: fx.Node) -> fx.Node:
+    """The first row is a twentieth too large."""
+    rest = new(gm, aten.slice.Tensor, wait, 0, 1, 1 << 40)
+    first = new(gm, aten.slice.Tensor, wait, 0, 0, 1)
+    return new(gm, aten.cat.default, [new(gm, aten.mul.Tensor, first, 1.05), rest])
+
+
+def last_row_twice(gm: fx.GraphModule, wait: fx.Node) -> fx.Node:
+    """The last row stands in the place of the first as well."""
+    rest = new(gm, aten.slice.Tensor, wait, 0, 1, 1 << 40)
+    last = new(gm, aten.slice.Tensor, wait, 0, -1, 1 << 40)
+    return new(gm, aten.cat.default, [last, rest])
+
+
+def tripled_once(gm: fx.GraphModule, wait: fx.Node) -> fx.Node:
+    return new(gm, aten.add.Tensor, wait, new(gm, aten.mul.Tensor, wait, 2.0))
+
+
+def with_weights(gm: fx.GraphModule, factor: float) -> bool:
+    """A decay that nobody asked for, in the gradient."""
+    for node in state_updates(gm, "parameter"):
+        with gm.graph.inserting_before(node):
+            part = new(gm, aten.mul.Tensor, node.args[0], factor)
+            node.update_arg(1, new(gm, aten.sub.Tensor, node.args[1], part))
+    return True
+
+
+def exchanged_updates(gm: fx.GraphModule) -> bool:
+    """Two parameters of one shape get each other's update."""
+    updates = state_updates(gm, "parameter")
+    for first in updates:
+        for second in updates:
+            values = [node.args[1].meta["val"].shape for node in (first, second)]
+            if first < second and values[0] == values[1]:
+                a, b = first.args[1], second.args[1]
+                if a < first and b < first:
+                    first.update_arg(1, b)
+                    second.update_arg(1, a)
+                    return True
+    return False
+
+
+def stale_state(gm: fx.GraphModule, name: str) -> bool:
+    """State of one name is never updated."""
+    found = state_updates(gm, "optimizer_state", name)
+    for node in found:
+        with gm.graph.inserting_before(node):
+            node.update_arg(1, new(gm, aten.clone.default, node.args[0]))
+    return bool(found)
+
+
+def state_forgotten(gm: fx.GraphModule, name: str) -> bool:
+    """The optimizer reads zeros in place of what it has kept."""
+    found = state_updates(gm, "optimizer_state", name)
+    for node in found:
+        held = node.args[0]
+        readers = [u for u in held.users if u.meta["phase"] == "optimizer" and u is not node]
+        if not readers:
+            return False
+        with gm.graph.inserting_before(min(readers)):
+            zeros = new(gm, aten.zeros_like.default, held)
+        for reader in readers:
+            reader.replace_input_with(held, zeros)
+    return bool(found)
+
+
+def loss_by(gm: fx.GraphModule, factor: float) -> bool:
+    """What is returned is not the loss that was computed."""
+    outputs = get_outputs(gm.graph)
+    loss = outputs.results[0]
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        other = new(gm, aten.mul.Tensor, loss, factor)
+    set_outputs(gm.graph, outputs._replace(results=[other, *outputs.results[1:]]))
+    return True
+
+
+def steps_by(gm: fx.GraphModule, more: float) -> bool:
+    """The bias correction counts one step more."""
+    found = find_nodes(gm.graph, lambda n: n.target is operator.pow and not is_half(n.args[1]))
+    for node in found:
+        with gm.graph.inserting_before(node):
+            node.update_arg(1, new(gm, operator.add, node.args[1], more))
+    return bool(found)
+
+
+def eps_by(gm: fx.GraphModule, factor: float) -> bool:
+    small = [
+        n
+        for n in gm.graph.nodes
+        if is_operator(n.target, "aten::add") and isinstance(n.args[1], float) and n.args[1] < 1e-4
+    ]
+    for node in small:
+        node.update_arg(1, node.args[1] * factor)
+    return bool(small) and not find_nodes(gm.graph, lambda n: is_operator(n.target, "aten::clamp"))
+
+
+def first_only(gm: fx.GraphModule, kind: str, factor: float) -> bool:
+    """One element of each tensor is wrong."""
+    for node in state_updates(gm, kind):
+        with gm.graph.inserting_before(node):
+            gone = new(gm, aten.sub.Tensor, node.args[1], node.args[0])
+            flat = new(gm, aten.reshape.default, gone, [-1])
+            first = new(gm, aten.mul.Tensor, new(gm, aten.slice.Tensor, flat, 0, 0, 1), factor)
+            rest = new(gm, aten.slice.Tensor, flat, 0, 1, 1 << 40)
+            row = new(gm, aten.cat.default, [first, rest])
+            shaped = new(gm, aten.view.default, row, list(gone.meta["val"].shape))
+            node.update_arg(1, new(gm, aten.add.Tensor, node.args[0], shaped))
+    return True
+
+
+FURTHER_WRONG: dict[str, Variation] = {
+    "update by 1.0025": partial(update, factor=1.0025),
+    "update by -1": partial(update, factor=-1.0),
+    "update twice": partial(update, factor=2.0),
+    "update of two parameters by 0.997": partial(update, factor=0.997, most=2),
+    "first element of each update left out": partial(first_only, kind="parameter", factor=0.0),
+    "first element of each update twice": partial(first_only, kind="parameter", factor=2.0),
+    "own gradient on each rank": own_gradient,
+    "sum in place of the average": partial(gradients, factor=2.0),
+    "average of an average": partial(gradients, factor=0.5),
+    "averages by 1.003": partial(gradients, factor=1.003),
+    "average with the other sign": average_becomes(
+        lambda gm, w: new(gm, aten.neg.default, w), most=1
+    ),
+    "largest elements alone": average_becomes(largest_only),
+    "signs alone": average_becomes(signs),
+    "rows moved by one": average_becomes(rolled, most=1),
+    "rows in the other order": average_becomes(reversed_rows, most=1),
+    "elements clamped": average_becomes(clamped),
+    "a part of the mean added": average_becomes(shifted),
+    "always rounded towards zero": average_becomes(truncated),
+    "first row by 1.05": average_becomes(first_row),
+    "last row in place of the first": average_becomes(last_row_twice),
+    "one gradient three times": average_becomes(tripled_once, most=1),
+    "squares in place of sizes": average_becomes(lambda gm, w: new(gm, aten.mul.Tensor, w, w)),
+    "sizes without signs": average_becomes(lambda gm, w: new(gm, aten.abs.default, w)),
+    "a decay that nobody asked for": partial(with_weights, factor=1e-4),
+    "updates exchanged": exchanged_updates,
+    "exp_avg never updated": partial(stale_state, name="exp_avg"),
+    "squares never updated": partial(stale_state, name="_sq"),
+    "sum never updated": partial(stale_state, name="sum"),
+    "momentum_buffer never updated": partial(stale_state, name="momentum_buffer"),
+    "exp_avg forgotten": partial(state_forgotten, name="exp_avg"),
+    "momentum_buffer forgotten": partial(state_forgotten, name="momentum_buffer"),
+    "exp_inf by 1.002": partial(state, name="exp_inf", factor=FACTOR),
+    "sum by 1.002": partial(state, name="sum", factor=FACTOR),
+    "loss by 1.002": partial(loss_by, factor=FACTOR),
+    "loss without its average": partial(loss_by, factor=8.0),
+    "bias correction of the next step": partial(steps_by, more=1.0),
+    "eps ten thousand times": partial(eps_by, factor=1e4),
+    "average of weights by 0.99": partial(average_of_weights, factor=0.99),
+    "average of weights by 0": partial(average_of_weights, factor=0.0),
+    "norm twice": partial(norm, factor=0.5),
+    "lr by 1.002": partial(scaled_number, name="lr", factor=FACTOR),
+    "lr by 0.997": partial(scaled_number, name="lr", factor=0.997),
+    "second beta left out": partial(scaled_number, name="betas_1", factor=0.0),
+    "first beta by 0.99": partial(scaled_number, name="betas_0", factor=0.99),
+    "decay by 0.99": partial(scaled_number, name="weight_decay", factor=0.99),
+}
+
+
+def rounded_average(gm: fx.GraphModule, bits: int) -> bool:
+    """Averages are rounded to the nearest of so many steps, with a scale for each tensor."""
+
+    def near(wait: fx.Node) -> fx.Node:
+        size = new(gm, aten.amax.default, new(gm, aten.abs.default, wait))
+        unit = new(gm, aten.mul.Tensor, new(gm, aten.add.Tensor, size, 1e-30), 2.0**-bits)
+        whole = new(gm, aten.round.default, new(gm, aten.div.Tensor, wait, unit))
+        return new(gm, aten.mul.Tensor, whole, unit)
+
+    return each_average(gm, near, None)
+
+
+def other_order(gm: fx.GraphModule) -> bool:
+    """Sums over examples, for the gradients of biases, in another order."""
+    found = find_nodes(gm.graph, lambda n: is_operator(n.target, "aten::sum") and len(n.args) > 1)
+    for node in found:
+        (dim,) = node.args[1] if len(node.args[1]) == 1 else (None,)
+        if dim is None:
+            return False
+        with gm.graph.inserting_before(node):
+            turned = new(gm, aten.flip.default, node.args[0], [dim])
+            node.update_arg(0, turned)
+    return bool(found)
+
+
+def decay_before(gm: fx.GraphModule) -> bool:
+    """What parameters go is added in two parts."""
+    for node in state_updates(gm, "parameter"):
+        old, value = node.args[:2]
+        with gm.graph.inserting_before(node):
+            gone = new(gm, aten.mul.Tensor, new(gm, aten.sub.Tensor, value, old), 0.5)
+            once = new(gm, aten.add.Tensor, old, gone)
+            node.update_arg(1, new(gm, aten.add.Tensor, once, gone))
+    return True
+
+
+FURTHER_HONEST: dict[str, Variation] = {
+    "rounded to 2^-11 of the largest": partial(rounded_average, bits=11),
+    "rounded to 2^-8 of the largest": partial(rounded_average, bits=8),
+    "sums in another order": other_order,
+    "updates in two parts": decay_before,
+    "averages as bf16 behind the sum": average_becomes(lambda gm, w: rounded(gm, w)),
+    "averages as f16 behind the sum": average_becomes(lambda gm, w: rounded(gm, w, torch.float16)),
 }

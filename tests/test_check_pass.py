@@ -12,9 +12,18 @@ import torch
 from torch import Tensor, fx, nn
 
 import graphopt
+from graphopt.graph_utils import find_nodes, is_operator
 from graphopt.manager import Pass, PassRegistry, graph_optimization_pass
 from graphopt.testing import StepUnderTest, check_pass, fake_ranks
-from numeric_variations import HONEST, MODELS, WRONG, Variation
+from numeric_variations import (
+    FURTHER_HONEST,
+    FURTHER_MODELS,
+    FURTHER_WRONG,
+    HONEST,
+    MODELS,
+    WRONG,
+    Variation,
+)
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -120,6 +129,11 @@ def test_passes_that_run_first_have_options() -> None:
         step.check("schedule_comm_wait", after="comm_fusion_with_concat(bucket_size=1)")
 
 
+ALL_MODELS = {**MODELS, **FURTHER_MODELS}
+ALL_WRONG, ALL_HONEST = {**WRONG, **FURTHER_WRONG}, {**HONEST, **FURTHER_HONEST}
+SEEDS = 24
+
+
 @pytest.fixture(autouse=True)
 def _unverified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers decide here."""
@@ -127,9 +141,9 @@ def _unverified(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def step_of(model: str) -> StepUnderTest:
-    torch.manual_seed(0)
-    function, args = MODELS[model]()
+def step_of(model: str, seed: int = 0) -> StepUnderTest:
+    torch.manual_seed(seed)
+    function, args = ALL_MODELS[model]()
     return StepUnderTest(function, args, warm=True)
 
 
@@ -144,13 +158,30 @@ def applies(step: StepUnderTest, variation: Variation) -> bool:
     return variation(step.graph_module)
 
 
+def refuses(step: StepUnderTest, variation: Variation) -> bool:
+    try:
+        step.check(declared(variation), idempotent=False)
+    except AssertionError:
+        return True
+    return False
+
+
 @pytest.mark.parametrize(("model", "name"), list(product(MODELS, WRONG)))
 def test_wrong_numeric_pass_is_refused(model: str, name: str) -> None:
     step = step_of(model)
-    if not applies(step, WRONG[name]):
-        return  # the step has no such term
-    with pytest.raises(AssertionError):
-        step.check(declared(WRONG[name]), idempotent=False)
+    if applies(step, WRONG[name]):  # the step has such a term
+        assert refuses(step, WRONG[name])
+
+
+@pytest.mark.parametrize("name", FURTHER_WRONG)
+def test_further_mistakes_are_refused(name: str) -> None:
+    """On two models that have such a term, others for each."""
+    variation, start = FURTHER_WRONG[name], list(FURTHER_WRONG).index(name)
+    models = list(ALL_MODELS)
+    turned = [models[(start + i) % len(models)] for i in range(len(models))]
+    having = [model for model in turned if applies(step_of(model), variation)][:2]
+    assert having
+    assert all(refuses(step_of(model), variation) for model in having)
 
 
 @pytest.mark.parametrize(("model", "name"), list(product(MODELS, HONEST)))
@@ -160,6 +191,35 @@ def test_honest_numeric_pass_is_accepted(model: str, name: str) -> None:
         assert step.check(declared(HONEST[name]), idempotent=False).changed
 
 
+@pytest.mark.parametrize(("model", "name"), list(product(FURTHER_MODELS, FURTHER_HONEST)))
+def test_further_honest_passes_are_accepted(model: str, name: str) -> None:
+    step = step_of(model)
+    if applies(step, FURTHER_HONEST[name]):
+        assert step.check(declared(FURTHER_HONEST[name]), idempotent=False).changed
+
+
+@pytest.mark.parametrize(
+    ("model", "seed", "name"),
+    [
+        ("convolution", 1, "sent as f16"),  # a gradient that is rounding alone becomes zero
+        ("perceptron", 4, "rounded to e4m3"),
+        ("plain", 6, "rounded to e5m2"),  # the norm, and with it all elements, is rounded
+    ],
+)
+def test_honest_passes_that_were_refused_once(model: str, seed: int, name: str) -> None:
+    assert not refuses(step_of(model, seed), HONEST[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_rounding_is_told_from_mistakes_whatever_the_numbers(seed: int) -> None:
+    step = step_of(list(ALL_MODELS)[seed % len(ALL_MODELS)], seed)
+    for table, wrong in ((ALL_WRONG, True), (ALL_HONEST, False)):
+        made = {name: each for name, each in table.items() if applies(step, each)}
+        decided = {name: refuses(step, each) for name, each in made.items()}
+        assert [name for name, refused in decided.items() if refused != wrong] == []
+
+
 def test_there_are_enough_of_both() -> None:
     wrong, honest = (
         sum(applies(step_of(model), made) for model in MODELS for made in table.values())
@@ -167,3 +227,21 @@ def test_there_are_enough_of_both() -> None:
     )
     assert wrong >= 60
     assert honest >= 20
+
+
+def test_one_number_that_is_another_is_refused() -> None:
+    """Noise of a result that nearly cancels does not excuse any value."""
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (x.t() @ model(x)).sum()
+
+    def untransposed(gm: fx.GraphModule) -> None:
+        (x,) = (node for node in gm.graph.find_nodes(op="placeholder") if node.target == "x")
+        for product_ in find_nodes(gm.graph, lambda node: is_operator(node.target, "aten::mm")):
+            product_.args = (x, product_.args[1])
+
+    torch.manual_seed(0)
+    declare = graph_optimization_pass(registry=PassRegistry(), changes_numerics=True)
+    under_test = StepUnderTest(step, (nn.Linear(4, 4), torch.randn(4, 4)))
+    with pytest.raises(AssertionError, match="changes result 0"):
+        under_test.check(declare(untransposed), idempotent=False)

@@ -18,7 +18,17 @@ from torch import fx
 
 from graphopt.ir.metadata import input_kind
 
-Purpose = Literal["base", "disturbed", "trial", "response", "fresh", "state", "elements", "finite"]
+Purpose = Literal[
+    "base",
+    "disturbed",
+    "trial",
+    "response",
+    "fresh",
+    "fresh disturbed",
+    "state",
+    "elements",
+    "finite",
+]
 
 TRIALS = 4
 """Runs with other data, if the inputs are not large."""
@@ -43,7 +53,8 @@ class Experiment:
             "response" for the difference from the base, "fresh" for what becomes of state that was
             zero, "state" for changes that gradients hardly matter for, "elements" for single
             elements alone, "finite" for whether they are numbers. "disturbed" is for the untouched
-            graph, to see what rounding makes of it.
+            graph, to see what rounding makes of it, and "fresh disturbed" for the same with no
+            state, after the first "fresh".
         make: gives the inputs.
         instead: what to try where the untouched graph gives numbers that are not finite.
         is_kept: whether results are small enough to be kept for the next check.
@@ -90,6 +101,9 @@ class Experiments:
             for number in range(1, 1 + (1 if self._are_large else TRIALS)):
                 fresh = partial(self._fresh, state, number)
                 yield self._new(f"other data ({number}) and no state", "fresh", fresh)
+                if number == 1:
+                    noisy = partial(self._fresh, state, number, LEVELS[0])
+                    yield self._new("disturbed data and no state", "fresh disturbed", noisy)
             large = partial(self._large, state)
             yield self._new("large optimizer state", "state", large)
             zeros = partial(self._with_zeros, state)
@@ -139,13 +153,13 @@ class Experiments:
         chosen = set(indices)
         return [v * factor if i in chosen else v for i, v in enumerate(self._inputs)]
 
-    def _disturbed(self, level: float) -> list[Any]:
+    def _disturbed(self, level: float, inputs: Sequence[Any] | None = None) -> list[Any]:
         """The inputs, each float but optimizer state and hyperparameters changed a little."""
         kept = ("hyperparameter", "optimizer_state")
         generator = torch.Generator().manual_seed(0)
         return [
             v if kind in kept or not _is_float(v) else _disturbed(v, level, generator)
-            for v, kind in zip(self._inputs, self._kinds, strict=True)
+            for v, kind in zip(inputs or self._inputs, self._kinds, strict=True)
         ]
 
     def _trial(self, number: int) -> list[Any]:
@@ -156,9 +170,10 @@ class Experiments:
             for v, kind in zip(self._inputs, self._kinds, strict=True)
         ]
 
-    def _fresh(self, state: Sequence[int], number: int) -> list[Any]:
+    def _fresh(self, state: Sequence[int], number: int, level: float = 0.0) -> list[Any]:
         """Other data, state and decay zero: state becomes what gradients make of it."""
         made = self._trial(number)
+        made = self._disturbed(level, made) if level else made
         for index in (*state, *self._hyperparameters().get("weight_decay", ())):
             made[index] = made[index] * 0
         return made

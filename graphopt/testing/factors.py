@@ -8,8 +8,8 @@ has a mean near one; a factor of 1.002 has a mean of 1.002 and scatters by nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -25,6 +25,27 @@ _FEWEST = 3
 _PER_UNIT = 1000
 """Elements whose sizes differ by less than this part are no independent values: rounding treats
 them alike."""
+
+
+_RUNS = 4.0
+"""Standard deviations of the factors of single runs by which a factor may be away from one."""
+
+_MANY, _MOSTLY, _OFFSET = 16, 0.5, 0.01
+"""Independent values from which a mean difference is known; how much of them may have one sign, if
+a difference is to be told from a factor; and how large it may be, in units of the median."""
+
+_TOO_FAR = 1.0
+"""Elements that scatter by more than their size, as where a maximum is another's, have no factor."""
+
+_BLOCKS = 8
+"""Parts in which the rows of a tensor are looked at for themselves."""
+
+_APART = 0.5
+"""How far a tensor may be from what it was, over all runs and in proportion to its size: noise that
+is larger does not excuse another value."""
+
+Runs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
+"""(was, now) of several runs, flat and in double precision."""
 
 
 class Factor(NamedTuple):
@@ -54,11 +75,59 @@ class Factor(NamedTuple):
         )
 
 
-def measured(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Factor | None:
+def problem_of_runs(pairs: Runs, *, with_state: bool = True) -> str | None:
+    """How the runs of a rewritten graph are more than a rounding away from those of the untouched
+    one; None where they are not.
+
+    Args:
+        with_state: what is no gradient alone: values of all sizes, which noise does not reach.
+    """
+    more = between_runs(pairs) / len(pairs) ** 0.5
+    factor = measured(pairs, more)
+    if factor is not None and not factor.is_one:
+        return f"it changes {factor}"
+    for number, block in enumerate(_blocks(pairs), 1):
+        factor = measured(block, more)
+        if factor is not None and not factor.is_one:
+            return f"part {number} of {_BLOCKS} of its rows changes {factor}"
+    if not with_state:
+        return None
+    added = offset(pairs)
+    if added is not None and not added.is_one:
+        part = f"{added.value - 1:.2g} times their median size"
+        return f"to all elements {part} is added (allowed is {added.allowed:.1e})"
+    apart = _apart(pairs)
+    if apart > _APART:
+        what = f"{apart:.2g} times its size away from what it was over all runs"
+        return f"it is {what}; allowed is {_APART:g}"
+    return None
+
+
+def _apart(pairs: Runs) -> float:
+    """The size of the difference of what was and what is, in several runs, in proportion."""
+    was, now = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    used = was.isfinite() & now.isfinite()
+    size = float(was[used].norm())
+    return float((now - was)[used].norm()) / size if size else 0.0
+
+
+def _blocks(pairs: Runs) -> Iterator[Runs]:
+    """The elements of several runs, first those of the first rows: rows may be wrong alone."""
+    if pairs[0][0].numel() < _BLOCKS**2:
+        return
+    parts = [(was.chunk(_BLOCKS), now.chunk(_BLOCKS)) for was, now in pairs]
+    for number in range(len(parts[0][0])):
+        yield [(was[number], now[number]) for was, now in parts]
+
+
+def measured(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], more: float = 0.0
+) -> Factor | None:
     """The factor between what was and what is, of several runs; None where it cannot be told.
 
     Args:
         pairs: (was, now), flat and in double precision.
+        more: how far from one it may be besides.
     """
     found = [scaled for was, now in pairs if (scaled := _scaled(was, now)) is not None]
     if not found:
@@ -77,19 +146,46 @@ def measured(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Factor | Non
     if count < _FEWEST:
         return None
     spread = float((rest * (ratio - mean)).sum() / total) ** 0.5
+    if spread > _TOO_FAR:
+        return None
     error = float((sums**2).sum() / total**2 * count / (count - 1)) ** 0.5
-    allowed = FLOOR + _critical(count - 1) * error + 2 * spread**2
+    allowed = FLOOR + _critical(count - 1) * error + 2 * spread**2 + more
     return Factor(float(mean), spread, min(allowed, _MOST_ALLOWED), int(count))
+
+
+def between_runs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """How far the factor of one run may be from that of all: what rounding does to a norm, all
+    elements have in common in a run. It is nothing where a mistake alone makes the factor."""
+    found = [factor.value for pair in pairs if (factor := measured([pair])) is not None]
+    if len(found) < _FEWEST:
+        return 0.0
+    return _RUNS * float(torch.tensor(found, dtype=torch.float64).std())
+
+
+def offset(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Factor | None:
+    """What is added to all elements of a tensor of both signs, in units of their median size, one
+    and more; None where it cannot be told. Rounding to the nearest adds to none."""
+    found = [scaled for was, now in pairs if (scaled := _scaled(was, now)) is not None]
+    if not found:
+        return None
+    was, now = (torch.cat(parts) for parts in zip(*found, strict=True))
+    added = (now - was).clamp(-1, 1)
+    count = int(_clusters(was).max()) + 1
+    if count < _MANY or abs(float(was.sign().mean())) > _MOSTLY:
+        return None
+    mean, spread = float(added.mean()), float(added.std())
+    allowed = _OFFSET + _critical(count - 1) * spread / count**0.5
+    return Factor(1 + mean, spread, min(allowed, _MOST_ALLOWED), count)
 
 
 def _scaled(was: torch.Tensor, now: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Both in units of the median size, so that runs weigh alike; elements that are nothing are
-    left out."""
+    left out. Numbers by themselves stay what they are: they would all be one."""
     used = was.isfinite() & (was != 0)
     if not bool(used.any()):
         return None
     was, now = was[used], now[used].nan_to_num(torch.inf)
-    unit = was.abs().median()
+    unit = was.abs().median() if was.numel() > 1 else 1.0
     return was / unit, now / unit
 
 

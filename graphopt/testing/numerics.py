@@ -4,7 +4,9 @@ Rounding is what a pass may add that declares `changes_numerics`: it sends bfloa
 another order. It may not change by which factor anything goes into a result or a piece of state:
 
 - elements are near what they were, state by how far the step moved it;
-- each change has a factor of one (`graphopt.testing.factors`), over runs with several batches;
+- each change has a factor of one (`graphopt.testing.factors`), over runs with several batches, and
+  so has each part of its rows; nothing is added to all of its elements;
+- over these runs it is near what it was, whatever noise would do;
 - so has each response to a hyperparameter: what differs if that is much larger;
 - with large optimizer state, where gradients hardly matter, changes scatter hardly at all;
 - state that was kept in float32 still is.
@@ -13,28 +15,23 @@ another order. It may not change by which factor anything goes into a result or 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from graphopt.testing.comparing import Value, Values, extent, other_kind, same_elements, wide
 from graphopt.testing.experiments import Experiment, as_given
-from graphopt.testing.factors import Factor, measured
+from graphopt.testing.factors import Runs, between_runs, measured, problem_of_runs
+from graphopt.testing.noise import ROUNDING_ALONE, Noise, largest
 
 TOLERANCE = 1e-2
 """Of passes that change numerics: what each element may differ by, in proportion to the largest in
 its tensor (of state: to the largest change). As much is allowed besides as noise makes, of a level
 at which half of the tensors scatter as much as with the pass."""
 
-_NOISE, _OTHER_DATA = 5, 3
+_NOISE, _OTHER_DATA = 12, 3
 """How often more than by noise a tensor may change; and how often more with data that noise was not
 measured with."""
-
-_ALIKE = 0.5
-"""How much a tensor may scatter in proportion to noise of the same level."""
-
-_ROUNDING_ALONE = 0.1
-"""A tensor that a small disturbance changes by this much, in proportion, is rounding errors."""
 
 _GREW, _SCATTER = 100.0, 5e-3
 """How much more than usual a change has to be for gradients to be nothing beside it; and how much
@@ -80,51 +77,18 @@ def numeric_problems(
         if chosen.purpose == "disturbed":
             comparison.noise.add(base[0], expected or base[0])
             continue
+        if chosen.purpose == "fresh disturbed":
+            comparison.noise.add_fresh(expected or {})
+            continue
         if not measured_noise:
             comparison.noise.choose(*base)
             yield from comparison.compare(as_given(()), *base)
             measured_noise = True
+        if chosen.purpose == "fresh":
+            comparison.noise.fresh = comparison.noise.fresh or expected or {}
         if expected:
             yield from comparison.compare(chosen, expected, run_rewritten(chosen))
     yield from comparison.conclusions()
-
-
-class _Noise:
-    """How much disturbed inputs change what the untouched graph gives.
-
-    Attributes:
-        of: by tensor, the largest change in proportion to the largest element, at the chosen level.
-        smallest: the same at the smallest level.
-    """
-
-    def __init__(self) -> None:
-        self._levels: list[dict[str, tuple[float, float]]] = []
-        self.of: dict[str, float] = {}
-        self.smallest: dict[str, float] = {}
-
-    def add(self, expected: Values, disturbed: Values) -> None:
-        """Take in a run with inputs that are disturbed more than the last."""
-        found = {}
-        for where, value in expected.items():
-            if isinstance(value.value, torch.Tensor) and value.value.numel():
-                gap = (wide(disturbed[where].change) - wide(value.change)).abs().nan_to_num(0.0)
-                size = _largest(value.change)
-                found[where] = (_largest(gap) / size if size else 0.0), float(gap.median())
-        self._levels.append(found)
-
-    def choose(self, expected: Values, actual: Values) -> None:
-        """Choose the smallest level that half of the tensors scatter by, or the largest."""
-        gaps = {
-            where: float((wide(actual[where].change) - wide(value.change)).abs().median())
-            for where, value in expected.items()
-            if where in self._levels[0] and other_kind(actual[where].value, value.value) is None
-        }
-        for level in self._levels:
-            ratios = sorted(gap / level[where][1] for where, gap in gaps.items() if level[where][1])
-            self.of = {where: largest for where, (largest, _) in level.items()}
-            if not ratios or ratios[len(ratios) // 2] <= _ALIKE:
-                break
-        self.smallest = {where: largest for where, (largest, _) in self._levels[0].items()}
 
 
 def _finite(
@@ -145,18 +109,13 @@ def _finite(
 
 
 class _NumericComparison:
-    """Compares two graphs, experiment by experiment.
+    """Compares two graphs, experiment by experiment."""
 
-    Args:
-        tolerance: of each element, in proportion to the largest, and of factors.
-    """
-
-    def __init__(self, tolerance: float | None = None) -> None:
-        self._tolerance = TOLERANCE if tolerance is None else tolerance
-        self._slack = 0.0 if tolerance is None else tolerance
-        self.noise = _Noise()
+    def __init__(self) -> None:
+        self.noise = Noise()
         self._base: dict[str, tuple[_Sampled, _Sampled]] = {}
-        self._pairs: dict[tuple[str, bool], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._pairs: dict[tuple[str, bool], Runs] = {}
+        self._runs: dict[str, float] = {}
 
     def compare(
         self, experiment: Experiment, expected: Values, actual: Values
@@ -170,14 +129,11 @@ class _NumericComparison:
     def conclusions(self) -> Iterator[tuple[str, str]]:
         """As `compare`, of all runs with several batches together."""
         for (where, fresh), pairs in self._pairs.items():
-            factor = measured(pairs)
-            if self._is_wrong(factor):
-                yield where, f"it changes {factor}" + " with no state" * fresh
-
-    def _is_wrong(self, factor: Factor | None) -> bool:
-        return factor is not None and not (
-            factor.is_one or abs(factor.value - 1) <= factor.allowed + self._slack
-        )
+            if fresh and where in self.noise.rounding:
+                continue
+            problem = problem_of_runs(pairs, with_state=not fresh)
+            if problem is not None:
+                yield where, problem + " with no state" * fresh
 
     def _compare(self, where: str, experiment: Experiment, was: Value, now: Value) -> str | None:
         if not isinstance(was.value, torch.Tensor):
@@ -189,6 +145,8 @@ class _NumericComparison:
             was, now = _real(was), _real(now)
         if not was.value.is_floating_point():
             return self._elements(where, experiment, was, now)
+        if experiment.purpose == "base":
+            self._base[where] = _sampled(was), _sampled(now)
         if experiment.purpose == "finite":
             lost = _is_finite(was) and not _is_finite(now)
             return f"it is not finite with {experiment.name}" if lost else None
@@ -201,19 +159,17 @@ class _NumericComparison:
     def _factors(
         self, where: str, experiment: Experiment, was: _Sampled, now: _Sampled, kind: str | None
     ) -> str | None:
-        if experiment.purpose == "base":
-            self._base[where] = was, now
         if experiment.purpose == "state":
             known = kind in ("parameter", "optimizer_state")
             return self._scatter(where, was, now) if known else None
         if experiment.purpose == "fresh" and kind != "optimizer_state":
             return None
-        if self.noise.smallest.get(where, 0.0) > _ROUNDING_ALONE:
+        if self.noise.smallest.get(where, 0.0) > ROUNDING_ALONE:
             return _multiplied(was, now) if experiment.purpose == "base" else None
         if experiment.purpose in ("base", "trial"):
             self._pairs.setdefault((where, False), []).append((was.seen, now.change))
         elif experiment.purpose == "fresh":
-            if _largest(was.change) > _NOTHING * _largest(self._base[where][0].change):
+            if largest(was.change) > _NOTHING * largest(self._base[where][0].change):
                 self._pairs.setdefault((where, True), []).append((was.seen, now.change))
         elif experiment.purpose == "response":
             return self._response(where, experiment, was, now)
@@ -225,20 +181,25 @@ class _NumericComparison:
         base = self._base[where]
         old, new = was.end - base[0].end, now.end - base[1].end
         seen = old.abs() > _SEEN * torch.finfo(torch.float32).eps * was.end.abs()
-        factor = measured([(old[seen], new[seen])])
-        if not self._is_wrong(factor):
+        factor = measured([(old[seen], new[seen])], self._between_runs(where))
+        if factor is None or factor.is_one:
             return None
         return f"what it changes by with {experiment.name} is {factor}"
 
+    def _between_runs(self, where: str) -> float:
+        if where not in self._runs:
+            self._runs[where] = between_runs(self._pairs.get((where, False), ()))
+        return self._runs[where]
+
     def _scatter(self, where: str, was: _Sampled, now: _Sampled) -> str | None:
-        if not _largest(was.change) > _GREW * _largest(self._base[where][0].change):
+        if not largest(was.change) > _GREW * largest(self._base[where][0].change):
             return None
-        factor = measured([(was.seen, now.change)])
+        factor = measured([(was.seen, now.change)], self._between_runs(where))
         if factor is None:
             return None
-        if self._is_wrong(factor):
+        if not factor.is_one:
             return f"it changes {factor}"
-        if factor.spread > _SCATTER + self._slack:
+        if factor.spread > _SCATTER:
             return (
                 f"its elements scatter by {factor.spread:.1e} where gradients hardly matter;"
                 f" allowed is {_SCATTER:g}. Is state that was kept in float32 read in fewer bits?"
@@ -265,7 +226,7 @@ class _NumericComparison:
         noise = self.noise.of.get(where)
         if not noise:  # such as a count of steps
             return rounding
-        return often * (self._tolerance + _NOISE * noise) * _largest(was.change) + rounding
+        return often * (TOLERANCE + _NOISE * noise) * largest(was.change) + rounding
 
     def _kept(self, was: Value, now: Value) -> str | None:
         """The problem of state that needs all bits of a float32 and has fewer now."""
@@ -310,12 +271,9 @@ def _sampled(value: Value) -> _Sampled:
     if end.numel() <= _SAMPLE:
         return _Sampled(end, change, last_bits)
     generator = torch.Generator().manual_seed(0)
-    chosen = torch.randint(end.numel(), (_SAMPLE,), generator=generator).to(end.device)
+    chosen = torch.randint(end.numel(), (_SAMPLE,), generator=generator).sort().values
+    chosen = chosen.to(end.device)
     return _Sampled(end[chosen], change[chosen], last_bits)
-
-
-def _largest(tensor: Any) -> float:
-    return float(wide(tensor).abs().nan_to_num(0.0).max()) if tensor.numel() else 0.0
 
 
 def _last_bits(tensor: torch.Tensor) -> float:
