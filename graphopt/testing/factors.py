@@ -35,7 +35,7 @@ _MANY, _MOSTLY, _OFFSET = 16, 0.5, 0.01
 a difference is to be told from a factor; and how large it may be, in units of the median."""
 
 _TOO_FAR = 1.0
-"""Elements that scatter by more than their size, as where a maximum is another's, have no factor."""
+"""Elements that scatter by more than their size have no factor: a maximum may be another one."""
 
 _BLOCKS = 8
 """Parts in which the rows of a tensor are looked at for themselves."""
