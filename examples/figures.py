@@ -1,8 +1,8 @@
 """A table of the twelve example passes: `python examples/figures.py`.
 
-By pass: its lines, and CPU seconds of its check on a small step. Of a step four times as wide, before
-and after the pass, the peak of memory and the time of a step on two ranks, both by the simulator's
-account. The last column says which of both a pass is for.
+By pass: its lines, and CPU seconds of its check on a small step. Of a step four times as wide,
+before and after the pass, the peak of memory and the time of a step on two ranks, both by the
+simulator's account. The last column says which of both a pass is for.
 """
 
 from __future__ import annotations
