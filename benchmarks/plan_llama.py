@@ -1,19 +1,20 @@
 """A sharded step of Llama 3 with 8 billion parameters, planned without its weights or devices.
 
     python benchmarks/plan_llama.py
-    python benchmarks/plan_llama.py --layers 8 --ranks 512 --stages 3 --no-inductor
+    python benchmarks/plan_llama.py --layers 8 --ranks 512 --stages 3 --inductor 0
 
 For each number of ranks and stage, in a process of its own that believes in an H100: seconds of CPU
 for capture, expansion, passes and proofs; then simulated seconds of a step after the default
 pipeline, beside the larger of its compute and its communication, and the bytes that it holds.
 With stage 3 the scheduler of Inductor orders the same captured graph, with the same costs, in the
-memory that the default pipeline takes.
+memory that the default pipeline takes, if it is done within `--inductor` seconds of CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -83,7 +84,7 @@ def planned(options: Figures) -> Figures:
     found |= {"given": _simulated(expanded), "default": _simulated(module)}
     if options["inductor"] and options["stage"] == 3:
         held = found["default"]["peak"] - found["given"]["peak"]
-        found["inductor"] = _by_inductor(expanded, held)
+        found["inductor"] = _by_inductor(expanded, held, options["inductor"])
     return found
 
 
@@ -110,7 +111,11 @@ def _simulated(gm: fx.GraphModule) -> Figures:
     }
 
 
-def _by_inductor(gm: fx.GraphModule, held: int) -> Figures | str:
+def _too_long(*_: object) -> None:
+    raise TimeoutError("not done in time")
+
+
+def _by_inductor(gm: fx.GraphModule, held: int, limit: float) -> Figures | str:
     """The order that Inductor's scheduler finds, with so many bytes more than its graph holds."""
     from torch._inductor.fx_passes import overlap_scheduling
     from torch.utils import _runtime_estimation
@@ -128,6 +133,8 @@ def _by_inductor(gm: fx.GraphModule, held: int) -> Figures | str:
     # Which it asks before the costs that it is given, and triton asks nvidia-smi.
     _runtime_estimation.get_gpu_dram_gbps = lambda: 3350
     _runtime_estimation.get_device_tflops = lambda dtype: 989
+    signal.signal(signal.SIGPROF, _too_long)
+    signal.setitimer(signal.ITIMER_PROF, limit)
     try:
         ordered = overlap_scheduling.schedule_overlap_bucketing(
             gm,
@@ -139,6 +146,8 @@ def _by_inductor(gm: fx.GraphModule, held: int) -> Figures | str:
         )
     except Exception as error:  # private code, given a graph that it was not written for
         return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
     return _simulated(ordered)
 
 
@@ -168,7 +177,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="of each rank")
     parser.add_argument("--length", type=int, default=8192, help="words of each example")
     parser.add_argument("--no-checkpoints", action="store_true", help="keep all activations")
-    parser.add_argument("--no-inductor", action="store_true", help="leave its scheduler out")
+    parser.add_argument("--inductor", type=float, default=120, help="seconds for its scheduler")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as well")
     return parser.parse_args()
 
@@ -177,7 +186,7 @@ def main() -> None:
     """Plan, print tables, write a file."""
     given = parse()
     common = {name: getattr(given, name) for name in ("layers", "batch", "length")}
-    common |= {"checkpointed": not given.no_checkpoints, "inductor": not given.no_inductor}
+    common |= {"checkpointed": not given.no_checkpoints, "inductor": given.inductor}
     rows = []
     for ranks in given.ranks:
         for stage in given.stages:

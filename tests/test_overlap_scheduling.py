@@ -19,6 +19,8 @@ from graphopt.graph_utils import is_collective, is_random
 from graphopt.manager import PassArgumentError
 from graphopt.schedule import Schedule, ScheduleError, apply_schedule, overlap_schedule, simulate
 from graphopt.schedule.constraints import predecessors
+from graphopt.schedule.emitting import Emitter
+from graphopt.schedule.gathers import is_gather
 from graphs import training_step
 from llama_steps import Llama, llama_step
 from sharded import Sizes, sharded_step
@@ -153,6 +155,21 @@ def test_memory_is_a_limit() -> None:
     given = simulate(step, MODEL)
     with pytest.raises(ScheduleError, match=r"at most .* GiB: the graph as it is holds .* GiB"):
         overlap_schedule(step.graph, MODEL, max_bytes=given.peak_bytes // 2)
+
+
+def test_what_stands_early_costs_no_budget() -> None:
+    """All gathers are launched at the begin: orders within what the step held before are found."""
+    step = copy.deepcopy(step_of(Sizes(layers=3, fsdp=64, **LARGE)))
+    most = simulate(step, MODEL).peak_bytes
+    emitter = Emitter(step.graph.nodes, predecessors(step.graph))
+    for node in [*filter(is_gather, step.graph.nodes), *step.graph.nodes]:
+        emitter.emit(node)
+    apply_schedule(step.graph, emitter.schedule)
+    assert simulate(step, MODEL).peak_bytes > most
+    schedule = overlap_schedule(step.graph, MODEL, max_bytes=most)
+    assert schedule is not None
+    apply_schedule(step.graph, schedule)
+    assert simulate(step, MODEL).peak_bytes <= most
 
 
 def test_wrong_schedules_are_refused() -> None:

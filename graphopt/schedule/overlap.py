@@ -21,8 +21,9 @@ simulation (`graphopt.schedule.list_scheduler`):
   shares.
 
 What comes out is simulated, and counts only if it is faster than what was given, and holds no more
-memory. Where more memory is allowed than the given order holds, every level below that is tried as
-well, so that more memory is never to anybody's harm.
+memory. Where more memory is allowed than the given order holds, levels below that are tried as
+well, so that more memory is never to anybody's harm. Where a budget is given, a second search
+begins with an order that holds little (`graphopt.schedule.frugal`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from graphopt.runtime.collector import collector_paused
 from graphopt.schedule.bounds import communication_bound
 from graphopt.schedule.buckets import BucketChooser, Buckets, crowded, side_by_side
 from graphopt.schedule.constraints import Predecessors, predecessors
+from graphopt.schedule.frugal import frugal_order
 from graphopt.schedule.list_scheduler import ListPolicy, ListScheduler
 from graphopt.schedule.order import Schedule
 from graphopt.schedule.program import Program, Storages, program_of
@@ -53,7 +55,11 @@ FRUGAL = ListPolicy(0.0, False)
 """What is tried as well where memory is short."""
 SHARES = (0.2, 0.05)
 """Of the time of a bucket that starting it takes: what is tried."""
-_LEVELS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0)
+# fmt: off
+_LEVELS = (
+    1.02, 1.05, 1.08, 1.1, 1.12, 1.14, 1.17, 1.2, 1.25, 1.3, 1.4, 1.5, 1.75, 2.0, 3.0, 5.0,
+)
+# fmt: on
 """Times what the given order holds: how much memory is tried, where so much is allowed; beyond that
 eight times, and twice as much again and again."""
 _RESERVES = (0, 1.5, 4)
@@ -105,18 +111,26 @@ def _found(
     max_bytes: int | None,
     buckets: bool,
 ) -> Schedule | None:
-    program = program_of(graph, cost_model, world_size)
+    program, before = program_of(graph, cost_model, world_size), predecessors(graph)
     if program.late:
         raise ScheduleError("late nodes have their places: schedule before nodes are moved")
-    search = _OrderSearch(program, predecessors(graph), cost_model, max_bytes)
-    if not program.messages:
-        return search.found()
-    for most in search.levels():
-        search.orders(most)
-        if buckets:
-            chooser = BucketChooser(program, search.before, cost_model, world_size)
-            search.put_together(chooser, most)
-    return search.found()
+    bases = [program]
+    if max_bytes is not None:
+        bases.append(_reordered(program, frugal_order(program, before)))
+    searches = [_OrderSearch(base, before, cost_model, max_bytes) for base in bases]
+    for search in searches if program.messages else ():
+        for most in search.levels():
+            search.orders(most)
+            if buckets:
+                chooser = BucketChooser(search.program, before, cost_model, world_size)
+                search.put_together(chooser, most)
+    best = min(searches, key=_OrderSearch.seconds)
+    if best.seconds() == math.inf:
+        raise ScheduleError(
+            f"no order was found that holds at most {readable_bytes(max_bytes or 0)}: the graph as"
+            f" it is holds {readable_bytes(searches[0].held)}; allow so much, or split its batch"
+        )
+    return None if best.schedule is None and best.program is program else best.found()
 
 
 class _OrderSearch:
@@ -127,18 +141,21 @@ class _OrderSearch:
         before: what each of its nodes needs.
         cost_model: says by how much compute is slower while a collective is under way.
         max_bytes: that may be held at once; None: what the program holds.
+
+    Attributes:
+        held: bytes that the program holds as it is given.
+        schedule: the best one; None where that is the program's.
     """
 
     def __init__(
         self, program: Program, before: Predecessors, cost_model: CostModel, max_bytes: int | None
     ) -> None:
-        self.before = before
-        self._program = program
+        self.program, self._before = program, before
         self._disturbed = cost_model.slowdown, cost_model.burst
         self._storages = Storages()
         self._tables = ProgramTables(program, before, self._storages)
-        self._held = int(max(self._tables.fullest.values, default=0))
-        self._most = self._held if max_bytes is None else max_bytes
+        self.held = int(max(self._tables.fullest.values, default=0))
+        self._most = self.held if max_bytes is None else max_bytes
         sending = communication_bound(program, cost_model.burst)
         self._bound = max(program.compute_seconds, sending)
         self._computing = sum(
@@ -146,16 +163,17 @@ class _OrderSearch:
         )
         self._limited = False
         self._seconds = math.inf
+        self._best: float | None = None
         self._policy = POLICIES[0]
-        self._schedule: Schedule | None = None
+        self.schedule: Schedule | None = None
 
     def levels(self) -> Iterator[int]:
         """Bytes that orders may hold, the least first, while more can make a difference."""
-        most = min(self._held, self._most)
+        most = min(self.held, self._most)
         for times in itertools.chain(
             (1.0,), _LEVELS, (8.0 * 2**power for power in itertools.count())
         ):
-            level = most if times == 1 else int(times * self._held)
+            level = most if times == 1 else int(times * self.held)
             if level > self._most:
                 return
             self._limited = False
@@ -180,7 +198,7 @@ class _OrderSearch:
         for share, policy in itertools.product(SHARES, policies):
             if self._seconds <= _CLOSE * self._computing:
                 return
-            found = self._schedule is not None and self._schedule.buckets
+            found = self.schedule is not None and self.schedule.buckets
             if policy is FRUGAL and policy is not self._policy and (found or not self._limited):
                 continue
             buckets = chooser.choose(share)
@@ -214,30 +232,29 @@ class _OrderSearch:
                 seconds = steady_seconds(tried, *self._disturbed)
                 if seconds < self._seconds * (1 - _GAIN):
                     self._seconds, self._policy = seconds, policy
-                    self._schedule = Schedule(tuple(nodes), buckets)
+                    self.schedule = Schedule(tuple(nodes), buckets)
                 return ()
             crowd = crowded(tried, np.flatnonzero(held > most)) if buckets else set()
             if crowd:
                 return tuple(bucket for bucket in buckets if bucket not in crowd)
         return ()
 
-    def found(self) -> Schedule | None:
-        """The best schedule, if it is faster than what was given or has to take its place.
+    def seconds(self) -> float:
+        """Of the best order, that of the program included; infinite where all hold too much."""
+        if self._best is None:
+            begun = steady_seconds(self.program, *self._disturbed)
+            if self.held > self._most:
+                begun = math.inf
+            if self._seconds >= begun * (1 - _GAIN):
+                self.schedule, self._seconds = None, begun
+            self._best = self._seconds
+        return self._best
 
-        Raises:
-            ScheduleError: all hold too much.
-        """
-        if self._held > self._most and self._schedule is None:
-            raise ScheduleError(
-                f"no order was found that holds at most {readable_bytes(self._most)}: the graph as"
-                f" it is holds {readable_bytes(self._held)}; allow so much, or split its batch"
-            )
-        if self._schedule is None:
-            return None
-        self._schedule.check(self.before)
-        given = steady_seconds(self._program, *self._disturbed)
-        needless = self._held <= self._most and self._seconds >= given * (1 - _GAIN)
-        return None if needless else self._schedule
+    def found(self) -> Schedule:
+        """The best schedule."""
+        found = self.schedule or Schedule(tuple(self.program.order))
+        found.check(self._before)
+        return found
 
 
 def _reordered(program: Program, order: list[fx.Node]) -> Program:
