@@ -21,6 +21,7 @@ from graphopt.ir.views import view_tail
 from graphopt.schedule.constraints import Predecessors
 from graphopt.schedule.emitting import Emitter
 from graphopt.schedule.program import Program
+from graphopt.schedule.tables import MOST_PREPARATION, ancestors
 
 
 def frugal_order(program: Program, before: Predecessors) -> list[fx.Node]:
@@ -33,6 +34,7 @@ def frugal_order(program: Program, before: Predecessors) -> list[fx.Node]:
     for message in program.messages:
         if message.kind.startswith("all_gather"):
             held.add(message.launch)
+            held.update(ancestors(message.launch, before, MOST_PREPARATION) or ())
             held.update(node for wait in message.waits for node in view_tail(wait))
     emitter = Emitter(program.order, before)
     for node in program.order:
