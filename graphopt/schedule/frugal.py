@@ -41,9 +41,9 @@ def frugal_order(program: Program, before: Predecessors) -> list[fx.Node]:
         if node in held:
             continue
         emitter.emit(node)
-        message = program.launched.get(node)
-        if message is not None and message.kind.startswith("reduce_scatter"):
-            for wait in message.waits:
+        launched = program.launched.get(node)
+        if launched is not None and launched.kind.startswith("reduce_scatter"):
+            for wait in launched.waits:
                 emitter.emit(wait)
     for node in program.order:
         emitter.emit(node)
