@@ -151,7 +151,7 @@ def _modes() -> Any:
 def watch_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on each refused capture of this process is held against what was there before."""
     from graphopt.runtime import agreed
-    from graphopt.step import TrainStep
+    from graphopt.stages.calls import Calls
 
     capture = importlib.import_module("graphopt.tracing.capture")  # a function has its name
 
@@ -170,5 +170,5 @@ def watch_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = checked(capture.capture_call, lambda call, *_: call)
     for module in (capture, agreed):
         monkeypatch.setattr(module, "capture_call", alone)
-    whole = checked(TrainStep._capture, lambda step, call, *_: call)
-    monkeypatch.setattr(TrainStep, "_capture", whole)
+    whole = checked(Calls._capture, lambda calls, call, *_: call)
+    monkeypatch.setattr(Calls, "_capture", whole)

@@ -284,7 +284,7 @@ def trained(make: Callable[[], Loop], compiled: bool) -> tuple[list[Any], int, i
         returned = step(number, torch.randn(5, 4), torch.randint(0, 3, (5,)))
         found += returned if isinstance(returned, tuple) else [returned]
         found += [v.detach().clone() if isinstance(v, Tensor) else v for v in loop.left()]
-    return found, step._captured if compiled else 0, loop.captures
+    return found, step._calls.captured if compiled else 0, loop.captures
 
 
 @pytest.mark.parametrize("name", LOOPS)

@@ -4,7 +4,8 @@
 
 `graphopt.stages.compiling.Stages` is the list, and its `compile` the one function that goes through
 it. The top layer makes it with `stages_for` and hands it to whoever compiles: `TrainStep`,
-`Stage.compile`, the hooks and the command line.
+`Stage.compile`, the hooks and the command line. `calls.Calls` runs the calls of a step by what it
+makes, and `other_branch.OtherBranch` those in which an assumption of a graph fails.
 """
 
 from graphopt.stages.auto import AutoPipeline

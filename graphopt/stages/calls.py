@@ -1,0 +1,198 @@
+"""The calls of a step: by the graph that holds, captured first where none does.
+
+find the graph, else capture it  ──▶  run it  ──▶  where an assumption fails: the other branch
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import suppress
+from typing import Any
+
+from graphopt import _compat
+from graphopt.errors import AssumptionFailedError, CaptureError
+from graphopt.runtime.agreed import NotAsAgreedError, Others
+from graphopt.runtime.binding import Binding
+from graphopt.runtime.bound_step import BoundStep, Tries
+from graphopt.runtime.branch import Begun
+from graphopt.runtime.budget import Cause
+from graphopt.runtime.captured_graphs import CapturedGraphs
+from graphopt.runtime.communication import Communication
+from graphopt.runtime.eager import Fallback
+from graphopt.runtime.host_memory import keep_memory_of
+from graphopt.runtime.ranges import STEP
+from graphopt.runtime.recaptures import Recaptures
+from graphopt.runtime.sent_before import SentBefore
+from graphopt.stages.compiling import Stages
+from graphopt.stages.other_branch import OtherBranch
+from graphopt.tracing.call import Call
+from graphopt.tracing.generators import undisturbed
+
+
+class Calls:
+    """Runs the calls of one step.
+
+    Attributes:
+        number: of the call that runs.
+        captured: how many graphs have been captured.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        stages: Stages,
+        entries: CapturedGraphs,
+        fallback: Fallback,
+        communication: Communication,
+    ) -> None:
+        self.stages, self.entries, self.communication = stages, entries, communication
+        self._fallback, self._binding, self._recaptures = fallback, Binding(), Recaptures(name)
+        self._name, self.number, self.captured = name, 0, 0
+        self._retried: Tries | None = None
+
+    def reset(self) -> None:
+        """Forget all that is known of former calls."""
+        self.entries.finish()
+        self.entries.forget()
+        self._recaptures = Recaptures(self._name)
+        self._fallback.forget()
+        self.stages = self.stages.anew()
+        self.captured = 0
+        self._binding.forget()
+        self.communication.forget()
+        self._retried = None
+
+    def run(self, call: Call) -> Any:
+        """Run the next call, and return what the step returns."""
+        self.number += 1
+        if self._fallback.active:
+            return self.run_eagerly(call)
+        if self._is_watched():
+            with _compat.modes_learned():
+                return self.run_eagerly(call)
+        try:
+            with _compat.named_in_profile(STEP):
+                entry = self._found_or_captured(call)
+                return self.run_eagerly(call) if entry is None else self.run_graph(entry, call)
+        except BaseException:
+            self.entries.forget_waiting()
+            raise
+
+    def _is_watched(self) -> bool:
+        """Whether a call runs eagerly, since something around it watches the functions that it
+        calls, which a graph does not. A rank of several, which may be watched alone, refuses
+        that, but for modes of operators whose classes say that they only look."""
+        watching = _compat.watches_functions()
+        if watching is None:
+            return False
+        if _compat.rank_among_several() is not None:
+            _compat.trust_modes()
+            return False
+        self.entries.flush()
+        self._fallback.warn_of(watching)
+        return True
+
+    def _found_or_captured(self, call: Call) -> BoundStep | None:
+        """The graph that holds for a call, captured where there is none; None where the step runs
+        eagerly."""
+        entry = self.known(call)
+        if entry is None and self.communication.sharded_models is not None:
+            self.entries.land()
+            entry = self.known(call) if self.communication.shard(call) else None
+        if entry is None:
+            self.entries.land()
+            communication = self.communication
+            vote = communication.vote(call, communication.mode(), self.number)
+            entry = self.captured_or_refused(call, None, Others(vote=vote))
+        elif entry.agreed is not None and not entry.agreed.holds_for_all(self.number):
+            self.entries.land()
+            entry = self.captured_or_refused(call, None, Others(anew=True))
+        return entry
+
+    def known(self, call: Call) -> BoundStep | None:
+        """The graph that holds for a call. First those are asked whose branch the last call did not
+        take for the first time."""
+        retried, self._retried = self._retried, None
+        return self.entries.known(call, self.communication.mode(), retried)
+
+    def run_graph(
+        self,
+        entry: BoundStep,
+        call: Call,
+        begun: Begun | None = None,
+        sent: SentBefore | None = None,
+    ) -> Any:
+        """Run a graph, or that of the other branch where an assumption fails."""
+        call = call.using(entry.captured.besides) or call
+        try:
+            result = entry(call, self.number, begun, sent)
+        except AssumptionFailedError as error:
+            failed = error.with_traceback(None)  # whose frames hold all that was computed
+        else:
+            self.entries.state_made(entry)
+            return result
+        result = OtherBranch(self, entry, call, failed).run()
+        if not failed.alone:
+            self._retried = entry.tries if entry.failures == 1 else None
+        return result
+
+    def captured_or_refused(
+        self, call: Call, branch: Cause | None, others: Others
+    ) -> BoundStep | None:
+        """Capture a call; None where it cannot be captured, and the step runs eagerly then.
+
+        Args:
+            branch: the decision that goes another way than before, where that is why.
+            others: what they do meanwhile.
+        """
+        communication = self.communication
+        with communication.failures_told(self.number) as parallel:
+            try:
+                return self._capture(call, branch, others)
+            except BaseException as error:
+                alone = communication.alone or others.launched
+                if not self._fallback.take(error, call, parallel, alone):
+                    raise
+            self.entries.forget()
+            return None
+
+    def _capture(self, call: Call, branch: Cause | None, others: Others) -> BoundStep:
+        """Capture a call, take it through all stages, and keep the graph."""
+        mode = self.communication.mode()
+        guards = [entry.guards for entry in self.entries]
+        cause = self._recaptures.cause(call, mode, branch, guards)
+        call = self.entries.with_counted(call, cause)
+        ways = self.communication.ways(call, mode, others)
+        try:
+            self.entries.make_room(cause)
+        except CaptureError:
+            for ranks in ways:  # which tell ranks that have come to agree
+                with suppress(NotAsAgreedError), ranks:
+                    raise
+        with undisturbed(), _compat.unwatched(), self.communication.shards_admitted():
+            captured, agreed = self.stages.compile(call, ways)
+        call = call.using(captured.besides) or call
+        keep_memory_of(captured.graph_module.graph)
+        self.captured += 1
+        entry = self._binding.bound(call, mode, captured, agreed, self.captured)
+        entry.cause = cause
+        self.entries.add(entry)
+        for position in call.modules:
+            end = weakref.finalize(call.leaves[position], _forget_dead, weakref.ref(self))
+            end.atexit = False
+        return entry
+
+    def run_eagerly(self, call: Call) -> Any:
+        """Run a call as it is written, with the averages of the ranks."""
+        communication, step = self.communication, self.number
+        with communication.failures_told(step) as parallel:
+            averaging, join = communication.averaging, communication.join
+            return self._fallback.run(call, parallel, averaging, step, join)
+
+
+def _forget_dead(reference: weakref.ref[Calls]) -> None:
+    """Drop the graphs of a model that has just been freed, and with them its parameters."""
+    calls = reference()
+    if calls is not None:
+        calls.entries.drop_unusable()
+        calls.communication.forget_dead()

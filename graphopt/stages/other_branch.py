@@ -1,0 +1,124 @@
+"""What a call does where an assumption of its graph fails: the graph of the other branch runs.
+
+Nothing has changed yet. The other branch goes on from what both share, or begins the call anew;
+ranks that have to take it together agree on it first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from graphopt.errors import AssumptionFailedError, SpmdMismatchError
+from graphopt.host.used import Used
+from graphopt.runtime.agreed import NoGraphAloneError, Others
+from graphopt.runtime.bound_step import BoundStep
+from graphopt.runtime.budget import Cause
+from graphopt.runtime.other_launches import warn_of_other_launches
+from graphopt.runtime.sent_before import SentBefore
+from graphopt.runtime.sharing import begun, learn
+from graphopt.tracing.call import Call
+
+if TYPE_CHECKING:
+    from graphopt.stages.calls import Calls
+
+
+class OtherBranch:
+    """The branch that the values of a call take, where `entry` took another one.
+
+    Args:
+        calls: of the step.
+        entry: the graph that ran, and changed nothing.
+        failed: its assumption.
+    """
+
+    def __init__(
+        self, calls: Calls, entry: BoundStep, call: Call, failed: AssumptionFailedError
+    ) -> None:
+        self._calls, self._entry, self._failed = calls, entry, failed
+        # What stands behind is found out by all ranks together, who guess as `entry` did.
+        behind = entry.answers[failed.index + 1 :] if isinstance(failed.found, Used) else ()
+        answers = (*entry.answers_before(failed.index), failed.found, *behind)
+        self._call = call.deciding(answers)
+        self._cause = Cause.of_branch(failed.place, failed.found)
+
+    def run(self) -> Any:
+        """Run it, and return what the step returns."""
+        calls, entry, call = self._calls, self._entry, self._call
+        left = entry.take_left()
+        calls.entries.land()
+        other = calls.known(call)
+        apart = self._failed.alone or bool(entry.apart)
+        going_on = None if apart else begun(left, entry, other, call, calls.number)
+        if going_on is None:
+            try:
+                other = self._graph(other, bool(left.sent))
+            except BaseException as error:
+                if not self._failed.alone:
+                    raise
+                other = self._graph_of_all(left.sent, error)
+                left.sent = {}
+        if other is None:
+            return calls.run_eagerly(call)
+        result = calls.run_graph(other, call, going_on, left.sent)
+        if going_on is None and not apart and calls.stages.hands_out:
+            learn(left, entry, other, calls.stages.make_ready)
+        return result
+
+    def _graph(self, known: BoundStep | None, launched: bool) -> BoundStep | None:
+        """The graph, captured where it is not known or where other ranks have none that goes with
+        it.
+
+        Args:
+            launched: see `Others`.
+        """
+        failed, entry = self._failed, self._entry
+        if known is not None and failed.alone and not _stand_on_same(known, entry):
+            if known.decides_no_more(failed.index):
+                with self._calls.communication.failures_told(self._calls.number):
+                    raise NoGraphAloneError(f": {failed.place}")
+            known = None
+        vote = self._vote()
+        if known is not None:
+            number = known.agreed.number if known.agreed else 0
+            if vote is None or vote(number):
+                return known
+        vote = vote if known is None else None
+        alone = (failed.alone, entry.agreed, f": {failed.place}")
+        others = Others(*alone, vote=vote, anew=known is not None, launched=launched)
+        other = self._calls.captured_or_refused(self._call, self._cause, others)
+        if other is not None:
+            warn_of_other_launches(entry, other, failed)
+        return other
+
+    def _vote(self) -> Callable[[int], bool] | None:
+        """Asks whether all ranks have the same graph; None where none are asked."""
+        agreed = self._entry.agreed
+        if agreed is None or self._failed.alone:
+            return None
+        return functools.partial(agreed.votes.alike, step=self._calls.number)
+
+    def _graph_of_all(self, sent: SentBefore, error: BaseException) -> BoundStep | None:
+        """The graph of a call that this rank has left, where all have: nothing of it has happened.
+
+        Args:
+            error: why this rank has left.
+        """
+        calls, call = self._calls, self._call
+        known, number, lacks = None, None, isinstance(error, NoGraphAloneError)
+        if isinstance(error, NoGraphAloneError):
+            known = calls.known(call.deciding(error.answers) if error.answers else call)
+            number = known.agreed.number if known is not None and known.agreed is not None else 0
+        number = self._entry.leave(calls.number, sent, number)
+        if number is None:
+            raise SpmdMismatchError(str(error)) if lacks else error
+        if number:
+            return known
+        return calls.captured_or_refused(call, self._cause, Others(anew=True))
+
+
+def _stand_on_same(one: BoundStep, other: BoundStep) -> bool:
+    """Whether two graphs launch what the ranks have agreed on for both."""
+    plans = [each.agreed and each.agreed.plans for each in (one, other)]
+    return plans[0] == plans[1]
