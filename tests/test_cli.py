@@ -200,6 +200,14 @@ def test_passes_are_listed(folder: Path) -> None:
     assert "after tidy_for_tests" in text
 
 
+def test_it_is_said_of_each_pass_if_bits_stay(folder: Path) -> None:
+    described = {entry["name"]: entry for entry in json.loads(invoke("passes", "--json").output)}
+    words = " ".join(invoke("passes", *IMPORT).output.split())
+    changing = {name for name, entry in described.items() if entry["changes_numerics"]}
+    assert words.count(" changes ") >= len(changing) + 1  # the one that is imported
+    assert words.count("same bits") == len(described) - len(changing) + 1
+
+
 def test_passes_as_json(folder: Path) -> None:
     result = invoke("passes", "--json", *IMPORT)
     passes = {entry["name"]: entry for entry in json.loads(result.output)}
@@ -365,6 +373,26 @@ def test_a_saved_graph(files: tuple[Path, Path], tmp_path: Path) -> None:
     assert "pass 3 of 4, wrong_one, is the first that makes it fail" in result.output
     assert "aten.mul.Tensor" in result.output
     assert out.is_file()
+
+
+@pytest.mark.parametrize("pipeline", ["none", ""])
+def test_a_graph_on_which_no_pass_runs_has_no_culprit(
+    files: tuple[Path, Path], pipeline: str
+) -> None:
+    graph, _ = files
+    result = CliRunner().invoke(app, ["bisect", str(graph), "--pipeline", pipeline])
+    assert "Traceback" not in result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert "pass" in result.output
+
+
+def test_a_saved_graph_without_a_pipeline_is_bisected_without_a_traceback(
+    files: tuple[Path, Path],
+) -> None:
+    graph, _ = files
+    result = CliRunner().invoke(app, ["bisect", str(graph)])
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
 
 
 def test_a_command() -> None:
