@@ -7,7 +7,8 @@ For each number of ranks and stage, in a process of its own that believes in an 
 for capture, expansion, passes and proofs; then simulated seconds of a step after the default
 pipeline, beside the larger of its compute and its communication, and the bytes that it holds.
 With stage 3 the scheduler of Inductor orders the same captured graph, with the same costs, in the
-memory that the default pipeline takes, if it is done within `--inductor` seconds of CPU.
+memory that the default pipeline takes, or that the captured graph does, if it is done within
+`--inductor` seconds of CPU.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def planned(options: Figures) -> Figures:
     found = {"nodes": len(expanded.graph.nodes), "seconds": watch.seconds}
     found |= {"given": _simulated(expanded), "default": _simulated(module)}
     if options["inductor"] and options["stage"] == 3:
-        held = found["default"]["peak"] - found["given"]["peak"]
+        held = max(0, found["default"]["peak"] - found["given"]["peak"])
         found["inductor"] = _by_inductor(expanded, held, options["inductor"])
     return found
 
