@@ -52,8 +52,15 @@ _LEFT_ALONE = frozenset(
     {"threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio"}
 )
 """Packages of objects that other threads work with."""
-_OF_COMPILERS = ("torch.fx.", "torch._subclasses.", "torch._dynamo.", "torch._functorch.")
-"""Modules of objects that hold what torch knows of graphs and fake tensors."""
+_OF_COMPILERS = (
+    "torch._ops",
+    "torch._library",
+    "torch.fx.",
+    "torch._subclasses.",
+    "torch._dynamo.",
+    "torch._functorch.",
+)
+"""Modules of objects that hold what torch knows of operators, graphs and fake tensors."""
 _OF_MODES = frozenset({"torch.amp.autocast_mode", "torch.cuda.amp.autocast_mode",
                        "torch.cpu.amp.autocast_mode", "torch.autograd.grad_mode"})  # fmt: skip
 """Modules of objects that note in themselves which mode was on before they were entered."""
