@@ -622,13 +622,6 @@ def truncated(gm: fx.GraphModule, wait: fx.Node) -> fx.Node:
     return new(gm, aten.mul.Tensor, whole, unit)
 
 
-def first_row(gm: fx.GraphModule, wait: fx.Node) -> fx.Node:
-    """The first row is a twentieth too large."""
-    rest = new(gm, aten.slice.Tensor, wait, 0, 1, 1 << 40)
-    first = new(gm, aten.slice.Tensor, wait, 0, 0, 1)
-    return new(gm, aten.cat.default, [new(gm, aten.mul.Tensor, first, 1.05), rest])
-
-
 def last_row_twice(gm: fx.GraphModule, wait: fx.Node) -> fx.Node:
     """The last row stands in the place of the first as well."""
     rest = new(gm, aten.slice.Tensor, wait, 0, 1, 1 << 40)
@@ -753,7 +746,6 @@ FURTHER_WRONG: dict[str, Variation] = {
     "elements clamped": average_becomes(clamped),
     "a part of the mean added": average_becomes(shifted),
     "always rounded towards zero": average_becomes(truncated),
-    "first row by 1.05": average_becomes(first_row),
     "last row in place of the first": average_becomes(last_row_twice),
     "one gradient three times": average_becomes(tripled_once, most=1),
     "squares in place of sizes": average_becomes(lambda gm, w: new(gm, aten.mul.Tensor, w, w)),
