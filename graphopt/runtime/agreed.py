@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -17,7 +17,7 @@ from graphopt.host.votes import Agreement, Votes
 from graphopt.parallel import OverRanks
 from graphopt.ranks.host_questions import Questions
 from graphopt.ranks.independent_ranks import ranks_together
-from graphopt.ranks.spmd import DECIDE_ALIKE, collective_plan
+from graphopt.ranks.spmd import DECIDE_ALIKE, collective_plan, plan_lines
 from graphopt.ranks.unused import UnusedParameters
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep, capture_call
@@ -108,7 +108,8 @@ class Agreed:
         plans: every collective of each graph that runs.
         held: names of what some rank holds in a way in which its use is not seen.
         questions: how ranks ask one another in a call; None where they do not.
-        asks: before each call, whether a rank uses parameters that are not among them.
+        asks: before each call, whether all ranks have a graph for this, since a rank may use
+            parameters that are not among them, or go a way that launches something else.
         number: counts what the ranks of this step have agreed on.
         votes: how the ranks agree that no function called by `graphopt.callback` has raised.
         agreement: when in each call they do.
@@ -136,6 +137,10 @@ class Agreed:
         found = (names.get(id(parameter())) for parameter in self.parameters)
         return tuple(name for name in found if name is not None)
 
+    def launches_as(self, other: Agreed) -> bool:
+        """Whether graphs that stand on either launch the same."""
+        return self.plans == other.plans and self.agreement == other.agreement
+
     def holds_for_all(self, step: int) -> bool:
         """Before a call: whether all ranks have a graph that stands on this."""
         return not self.asks or self.questions is None or self.questions.alike(self.number, step)
@@ -145,6 +150,23 @@ class Agreed:
         another graph maybe, was over. Graphs whose calls end in an agreement ask themselves."""
         if not self.agreement.at_end:
             self.votes.hear()
+
+
+def ask_before_calls(agreements: Sequence[Agreed]) -> None:
+    """Where ranks decide by values of their own, and there are ways that launch something else, let
+    them say before each call which one they begin with: whoever finds no graph cannot know what the
+    others launch.
+
+    Args:
+        agreements: all of one structure, the same on all ranks.
+    """
+    one = agreements[0]
+    questions = next((each.questions for each in agreements if each.questions), None)
+    alike = all(one.launches_as(each) for each in agreements)
+    if alike or questions is None or not any(each.agreement.alone for each in agreements):
+        return
+    for each in agreements:
+        each.questions, each.asks = questions, True
 
 
 class Ranks:
@@ -194,13 +216,20 @@ class Ranks:
         takes: how long they compile says nothing."""
 
 
-def first_difference(agreed: Plans, own: Plans) -> str:
+def first_difference(agreed: Plans, own: Plans, graphs: Mapping[str, fx.GraphModule]) -> str:
     """What a rank launches otherwise than the ranks agreed on, in words; empty where it launches
-    the same."""
+    the same.
+
+    Args:
+        own: plans of this rank's `graphs`.
+    """
     for name, wanted in agreed.items():
-        for theirs, mine in zip_longest(wanted, own.get(name, []), fillvalue="nothing"):
+        lines = plan_lines(graphs[name].graph) if name in graphs else []
+        both = zip_longest(wanted, own.get(name, []), fillvalue="nothing")
+        for number, (theirs, mine) in enumerate(both):
             if theirs != mine:
-                return f"has {mine}, they have {theirs}"
+                line = "".join(lines[number : number + 1])
+                return f"has {mine}, they have {theirs}" + (f"\n  from:  {line}" if line else "")
     return ""
 
 

@@ -17,7 +17,7 @@ from graphopt.ranks.processes import announce
 if TYPE_CHECKING:
     from torch import nn
 
-    from graphopt.runtime.agreed import Others, Ranks
+    from graphopt.runtime.agreed import Agreed, Others, Ranks
     from graphopt.runtime.joint_capture import JointCapture
     from graphopt.runtime.sharded_models import ShardedModels
     from graphopt.tracing.call import Call
@@ -136,6 +136,12 @@ class Communication:
         """How all ranks say whether they have a graph for a call; see `Others.vote`."""
         found = self._joint_capture and self._joint_capture.asking(call, mode)
         return partial(found.alike, step=step) if found else None
+
+    def run_elsewhere(self, call: Call) -> list[Agreed]:
+        """What the graphs stand on that other ranks may run for a call, where this rank may leave
+        them."""
+        joint = self._joint_capture
+        return [] if joint is None else joint.run_elsewhere(call, self.mode())
 
     def join(self, call: Call, parallel: OverRanks) -> list[nn.Module]:
         """Make all ranks start from the same values, once for each module, in a call that runs

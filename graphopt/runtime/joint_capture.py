@@ -32,6 +32,7 @@ from graphopt.runtime.agreed import (
     OneVote,
     Others,
     Ranks,
+    ask_before_calls,
     first_difference,
     plans_of,
 )
@@ -116,7 +117,7 @@ class _AsAgreed(Ranks):
         same = Agreement.of_all([needed.said, before.said]) == before
         plans = plans_of(graphs, self._parallel)
         if not same or plans != self.agreed.plans:
-            raise NotAsAgreedError(first_difference(self.agreed.plans, plans))
+            raise NotAsAgreedError(first_difference(self.agreed.plans, plans, graphs))
         if self._vote is not None and not self._vote(self.agreed.number):
             raise NotAsAgreedError
 
@@ -361,6 +362,14 @@ class JointCapture:
         where they do not."""
         return next((a.questions for a in self._matching(call, mode) if a.asks), None)
 
+    def run_elsewhere(self, call: Call, mode: tuple[Any, ...]) -> list[Agreed]:
+        """What the graphs stand on that other ranks may run for a call, where all of them launch
+        the same and this rank may leave them; else none."""
+        matching = self._matching(call, mode)
+        may_leave = all(each.agreement.alone and each.questions for each in matching)
+        alike = all(each.launches_as(matching[0]) for each in matching)
+        return matching if may_leave and alike else []
+
     def count(self) -> int:
         """A number for what the ranks agree on next, the same on all."""
         self._count += 1
@@ -375,6 +384,7 @@ class JointCapture:
                 self._agreed.remove(other)
         if agreed is not None:
             self._agreed.append(agreed)
+            ask_before_calls([agreed, *(other for other in earlier if other.current)])
 
     def forget_dead(self) -> None:
         """Drop what was agreed on for models that no longer exist."""

@@ -24,7 +24,7 @@ from graphopt.runtime.ranges import STEP
 from graphopt.runtime.recaptures import Recaptures
 from graphopt.runtime.sent_before import SentBefore
 from graphopt.stages.compiling import Stages
-from graphopt.stages.other_branch import OtherBranch
+from graphopt.stages.other_branch import OtherBranch, graph_of_all
 from graphopt.tracing.call import Call
 from graphopt.tracing.generators import undisturbed
 
@@ -103,11 +103,24 @@ class Calls:
             self.entries.land()
             communication = self.communication
             vote = communication.vote(call, communication.mode(), self.number)
-            entry = self.captured_or_refused(call, None, Others(vote=vote))
+            entry = self._captured_at_begin(call, Others(vote=vote))
         elif entry.agreed is not None and not entry.agreed.holds_for_all(self.number):
             self.entries.land()
             entry = self.captured_or_refused(call, None, Others(anew=True))
         return entry
+
+    def _captured_at_begin(self, call: Call, others: Others) -> BoundStep | None:
+        """Capture a call for which this rank has no graph, and other ranks may have one: where it
+        cannot go along with what they launch, it leaves the call as in the middle of it."""
+        elsewhere = [] if others.vote else self.communication.run_elsewhere(call)
+        alike = (e for e in self.entries if any(e.agreed is agreed for agreed in elsewhere))
+        entry = next(alike, None)
+        if entry is None:
+            return self.captured_or_refused(call, None, others)
+        try:
+            return self.captured_or_refused(call, None, Others(alone=True, agreed=entry.agreed))
+        except BaseException as error:
+            return graph_of_all(self, entry, call, None, {}, error)
 
     def known(self, call: Call) -> BoundStep | None:
         """The graph that holds for a call. First those are asked whose branch the last call did not

@@ -57,7 +57,7 @@ class OtherBranch:
             except BaseException as error:
                 if not self._failed.alone:
                     raise
-                other = self._graph_of_all(left.sent, error)
+                other = graph_of_all(calls, entry, call, self._cause, left.sent, error)
                 left.sent = {}
         if other is None:
             return calls.run_eagerly(call)
@@ -99,23 +99,34 @@ class OtherBranch:
             return None
         return functools.partial(agreed.votes.alike, step=self._calls.number)
 
-    def _graph_of_all(self, sent: SentBefore, error: BaseException) -> BoundStep | None:
-        """The graph of a call that this rank has left, where all have: nothing of it has happened.
 
-        Args:
-            error: why this rank has left.
-        """
-        calls, call = self._calls, self._call
-        known, number, lacks = None, None, isinstance(error, NoGraphAloneError)
-        if isinstance(error, NoGraphAloneError):
-            known = calls.known(call.deciding(error.answers) if error.answers else call)
-            number = known.agreed.number if known is not None and known.agreed is not None else 0
-        number = self._entry.leave(calls.number, sent, number)
-        if number is None:
-            raise SpmdMismatchError(str(error)) if lacks else error
-        if number:
-            return known
-        return calls.captured_or_refused(call, self._cause, Others(anew=True))
+def graph_of_all(
+    calls: Calls,
+    entry: BoundStep,
+    call: Call,
+    cause: Cause | None,
+    sent: SentBefore,
+    error: BaseException,
+) -> BoundStep | None:
+    """The graph of a call that this rank leaves, where all ranks do: nothing of it has happened.
+
+    Args:
+        calls: of the step.
+        entry: launches what other ranks launch, if they go on.
+        cause: why another graph is needed.
+        sent: what this rank has launched.
+        error: why it leaves.
+    """
+    known, number, lacks = None, None, isinstance(error, NoGraphAloneError)
+    if isinstance(error, NoGraphAloneError):
+        known = calls.known(call.deciding(error.answers) if error.answers else call)
+        number = known.agreed.number if known is not None and known.agreed is not None else 0
+    number = entry.leave(calls.number, sent, number)
+    if number is None:
+        raise SpmdMismatchError(str(error)) if lacks else error
+    if number:
+        return known
+    return calls.captured_or_refused(call, cause, Others(anew=True))
 
 
 def _stand_on_same(one: BoundStep, other: BoundStep) -> bool:
