@@ -44,9 +44,6 @@ LATER = frozenset(
         "_create_compile_options",
         "_device_types",  # of a process group
         "_get_backend",
-        "_loss_fn",  # of schedules, which need a group: test_pipelining_stages.py
-        "_stage",
-        "_stages",
         "_timeout",  # of the options of a process group
         "_sequence_nr",  # of what stands in `_current_autograd_node()` during a backward
         "_in_spec",  # of an exported pipeline, a graph module of ours
@@ -78,6 +75,7 @@ OBJECTS: dict[str, Callable[[], object]] = {
     "_ctc_loss_backward": lambda: torch.ops.aten,
     "_gen_python_code": fx.graph.CodeGen,
     "_get_stack_summary": ShapeEnv,
+    "_init_group": lambda: torch.optim.Adam([torch.ones(1)]),
     "_global_backward_hooks": lambda: nn.modules.module,
     "_global_backward_pre_hooks": lambda: nn.modules.module,
     "_has_symbolic_sizes_strides": lambda: torch.ones(1),

@@ -360,8 +360,7 @@ def test_keys_are_in_the_order_of_eager_code(make: Callable[[], Any]) -> None:
             sums = table.setdefault("sum", [0.0, 0])  # noqa: B023
             sums[0] += loss.item()
             table["name"] = "train"  # noqa: B023
-            calls = table.setdefault("calls", [0])  # noqa: B023
-            calls[0] += 1
+            table["calls"] = table.get("calls", 0) + 1  # noqa: B023
             table["loss"] = loss.detach()  # noqa: B023
 
         run = graphopt.compile(step) if compiled else step

@@ -26,6 +26,7 @@ from graphopt.graph_utils import (
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.verify import check_dependencies, dependency_graph
+from graphopt.verify.any_order import AnyOrder
 from graphopt.verify.flow import Flow
 from graphopt.verify.labels import Labels
 from graphopt.verify.reach import CHUNK
@@ -271,7 +272,7 @@ def test_buckets_and_lists_are_linear(optimizer: str) -> None:
     def edges(layers: int) -> int:
         step = training_step(layers, optimizer=optimizer)
         fuse(step, 10**6)
-        flow = Flow(step.graph, MemoryOrder(step.graph), Labels())
+        flow = Flow(step.graph, MemoryOrder(step.graph), Labels(), AnyOrder(step.graph))
         return sum(map(len, flow.predecessors))
 
     assert edges(40) < 2.1 * edges(20)

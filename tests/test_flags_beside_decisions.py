@@ -152,6 +152,6 @@ def test_a_set_beside_a_decision_is_refused() -> None:
             seen.add("large")
         return loss
 
-    with pytest.raises(graphopt.CaptureError, match=r"decides by the value .* changes seen"):
+    with pytest.raises(graphopt.CaptureError, match=r"changes seen"):
         step(torch.ones(3, 4))
     assert not seen

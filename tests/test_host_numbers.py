@@ -88,7 +88,7 @@ def trained(use: Callable[[int, Tensor], Any], compiled: bool, numbers: list[Any
 
     run = graphopt.compile(step, verify="off") if compiled else step
     results = [run(model, optimizer, torch.randn(5, 6), n) for n in numbers]
-    made = run._captured if isinstance(run, graphopt.TrainStep) else 0
+    made = run._calls.captured if isinstance(run, graphopt.TrainStep) else 0
     return [(loss.clone(), type(n), n) for loss, n in results], model.weight.clone(), made
 
 
@@ -156,7 +156,7 @@ def counted(compiled: bool) -> Any:
     for _ in range(8):
         losses.append(run(model, optimizer, torch.randn(5, 6)).clone())
         optimizer.param_groups[0]["lr"] *= 0.9
-    made = run._captured if isinstance(run, graphopt.TrainStep) else 0
+    made = run._calls.captured if isinstance(run, graphopt.TrainStep) else 0
     return losses, model.weight.detach().clone(), optimizer.state_dict(), made
 
 

@@ -217,7 +217,7 @@ def test_equal_to_eager(loop: Callable[..., Loop]) -> None:
     got = left(loop, compiled)
     assert len(got) == len(expected)
     assert all(map(torch.equal, got, expected))
-    assert steps[0]._captured == CAPTURES.get(loop, 1)
+    assert steps[0]._calls.captured == CAPTURES.get(loop, 1)
 
 
 def test_neither_model_nor_tensor_is_kept_by_a_step_that_is_gone() -> None:

@@ -205,7 +205,7 @@ def differentiated_first(rank: int, compiled: bool) -> tuple[list[Tensor], int]:
     called: Any = graphopt.compile(step) if compiled else step
     generator = torch.Generator().manual_seed(rank)
     found = [called(torch.randn(5, 4, generator=generator)).detach() for _ in range(4)]
-    made = called._captured if compiled else 1
+    made = called._calls.captured if compiled else 1
     return [*found, *(p.detach() for p in model.parameters())], made
 
 

@@ -124,7 +124,7 @@ def trained(step: Step, compiled: bool) -> list[Tensor]:
         found += [loss.clone(), *(each.clone() for each in snapshots)]
         snapshots.append(loss)
     if isinstance(run, graphopt.TrainStep):
-        assert run._captured <= 2
+        assert run._calls.captured <= 2
     return [*found, *model.parameters(), *average.parameters()]
 
 

@@ -104,7 +104,7 @@ class Redirect(TorchFunctionMode):
         super().__init__()
         self._rebinding = rebinding
         self._finder = finder
-        self._counts = stale_constants.Counts(optimizers)
+        self._counts = stale_constants.CountsJustMade(optimizers)
         self._traced = traced
         self._tagger = tagger
         self._shared = shared

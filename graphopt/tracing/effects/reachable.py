@@ -122,7 +122,7 @@ class _ReachableSearch:
         elif isinstance(value, type):
             yield from self._visit_class(value)
         elif isinstance(value, ModuleType):
-            if _is_users_module(value):
+            if _is_users_module(value) and _is_entered(type(value)):
                 yield contents.TABLE, vars(value)
         else:
             yield from self._visit_object(value)
@@ -151,7 +151,9 @@ class _ReachableSearch:
         names = tuple(dict.fromkeys(names_in(function.__code__)))
         spaces = [function.__globals__]
         for value in map(function.__globals__.get, names):
-            if isinstance(value, ModuleType) and _is_users(getattr(value, "__file__", None)):
+            if not isinstance(value, ModuleType) or not _is_entered(type(value)):
+                continue
+            if _is_users(getattr(value, "__file__", None)):
                 spaces.append(vars(value))
         for space in spaces:
             yield (

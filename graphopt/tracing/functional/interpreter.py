@@ -31,7 +31,7 @@ from graphopt.tracing.functional.rewriting import (
     refuse_unusual_writes,
     with_strides,
 )
-from graphopt.tracing.functional.whole_writes import Writes
+from graphopt.tracing.functional.whole_writes import WholeWrites
 from graphopt.tracing.scalars import numbers
 from graphopt.tracing.scalars.functions import GIVING_INTEGERS, PYTHON_FUNCTIONS
 
@@ -70,7 +70,7 @@ class RawGraphRunner(fx.Interpreter):
         super().__init__(graph_module)
         self._tracer, self._mode = tracer, mode
         self._running: fx.Node | None = None
-        self._writes = Writes(graph_module.graph)
+        self._writes = WholeWrites(graph_module.graph)
         self._whole: defaultdict[int, WholeStorage] = defaultdict(WholeStorage)
         self._inputs: list[tuple[fx.Node, Any, Any]] = []
 

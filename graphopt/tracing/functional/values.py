@@ -59,10 +59,10 @@ class Values:
         with _compat.without_modes(), torch.no_grad(), without_autocast(), self._generators_aside():
             nodes = list(self._tracer.graph.nodes)
             for node in nodes[self._done :]:
-                self._values[node] = None if self._is_unread(node) else self._computed(node)
+                self._values[node] = None if self._is_unread(node) else self.computed(node)
             self._done = len(nodes)
 
-    def _computed(self, node: fx.Node) -> Any:
+    def computed(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
             self._taken += 1
             return _copy(self._inputs[self._taken - 1])
@@ -159,13 +159,13 @@ class ValuesBeforeCollectives(Values):
             self._draws_of_rows |= draws(node)
         return found
 
-    def _computed(self, node: fx.Node) -> Any:
+    def computed(self, node: fx.Node) -> Any:
         if self._is_left_out(node):
             return None
         communicates = is_collective(node) or is_marker(node)
         if communicates or depends_on(node, self._unknown):
             self._unknown |= reached_by(node)
-        return self._of_own(node) if communicates else super()._computed(node)
+        return self._of_own(node) if communicates else super().computed(node)
 
     def _of_own(self, node: fx.Node) -> Any:
         """What a collective would give if all ranks sent what this one sends."""

@@ -32,7 +32,7 @@ from graphopt.tracing.functional.untouched import is_functional, perhaps_written
 aten = torch.ops.aten
 
 
-class Writes:
+class WholeWrites:
     """The writes of a graph as it was traced.
 
     Attributes:
@@ -146,9 +146,19 @@ def functional_form(node: fx.Node) -> Callable[..., Any] | None:
 
 
 def _overload(name: str, like: Any) -> Callable[..., Any] | None:
+    """The overload of an operator that takes what another one takes: `pow.Tensor_Scalar` for
+    `pow_.Scalar`, where `pow.Scalar` raises a number."""
     packet = getattr(aten, name, None)
-    found: Callable[..., Any] | None = getattr(packet, _compat.overload_name(like), None)
-    return found
+    wanted = _argument_types(like)
+    for overload in () if packet is None else packet.overloads():
+        found: Callable[..., Any] = getattr(packet, overload)
+        if _argument_types(found) == wanted:
+            return found
+    return None
+
+
+def _argument_types(target: Any) -> list[str]:
+    return [str(argument.type) for argument in _compat.schema_of(target).arguments]
 
 
 def _entries(listed: Any) -> Sequence[fx.Node]:

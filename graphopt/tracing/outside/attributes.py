@@ -133,6 +133,8 @@ def _of_object(record: Record, value: Any, name: str, path: str, line: SourceLin
     attributes = attributes_of(value)
     if attributes is None or not record.is_outside(value):
         return
+    if owner.__module__ == "torch._ops":
+        getattr(value, name, None)  # an operator is looked up once, and there from then on
     if not isinstance(value, types.ModuleType):
         record.owned(attributes, value)
     record.read(OutsidePlace("item", attributes, name), path, line)

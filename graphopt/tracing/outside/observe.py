@@ -29,6 +29,8 @@ from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import frames as frames_around
 from graphopt.ir.user_frames import is_library_file
+from graphopt.tracing.functional.values import Values
+from graphopt.tracing.layouts import scratch
 from graphopt.tracing.outside.accesses import OutsideAccess, steps_of
 from graphopt.tracing.outside.attributes import read_function, read_method
 from graphopt.tracing.outside.callees import Substitute
@@ -52,9 +54,10 @@ _FORGETTING = frozenset(
 
 _APART = frozenset(
     {logging.Logger.handle.__code__, getattr(importlib, "_bootstrap")._find_and_load.__code__,  # noqa: B009
-     getattr(warnings, "_showwarnmsg").__code__}  # noqa: B009
+     getattr(warnings, "_showwarnmsg").__code__,  # noqa: B009
+     scratch.called.__code__, Values.computed.__code__}
 )  # fmt: skip
-"""Functions of the standard library within which handlers and import hooks run, as the trace runs:
+"""Functions within which handlers, import hooks and kernels of operators run, as the trace runs:
 what these do is not the step's."""
 
 

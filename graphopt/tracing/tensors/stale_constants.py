@@ -41,7 +41,7 @@ def forget_mixed(tracer: Any, args: Any, kwargs: dict[str, Any]) -> None:
             _compat.forget_constant(tracer, tensor)
 
 
-class Counts:
+class CountsJustMade:
     """Counts that optimizers have just made (`torch.tensor(0.0)`)."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
