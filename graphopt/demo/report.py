@@ -127,9 +127,10 @@ def link_text(link: float) -> str:
 
 
 def step_table(results: Results, ranks: int) -> Table:
-    """Milliseconds of a step on each link, and graphopt's ratios, rows without gain included."""
+    """Milliseconds of a step on each link, and graphopt's ratios, rows without gain included; in 80
+    columns."""
     title = f"One step, median of {len(results.seconds(GRAPHOPT, results.links[0]))} turns"
-    table = Table(title=title, title_style="bold", box=None, padding=(0, 2, 0, 0))
+    table = Table(title=title, title_style="bold", box=None, padding=(0, 1, 0, 0))
     headings = ("ms", "compute", "DDP", "best DDP", "graphopt", "/ best DDP", "/ DDP")
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number else "left", no_wrap=True)
@@ -138,8 +139,10 @@ def step_table(results: Results, ranks: int) -> Table:
         shown = (COMPUTE, DEFAULT_DDP, best, GRAPHOPT)
         times = [f"{1e3 * median(results.seconds(name, link)):.0f}" for name in shown]
         times[2] += f" ({best.removeprefix('DDP, ')})"
-        ratios = [_spread(results.ratios(name, link)) for name in (best, DEFAULT_DDP)]
-        table.add_row(link_text(link) if ranks > 1 else "one rank", *times, *ratios)
+        to_best = _spread(results.ratios(best, link))
+        to_default = f"{median(results.ratios(DEFAULT_DDP, link)):.2f}"
+        named = link_text(link) if ranks > 1 else "one rank"
+        table.add_row(named, *times, to_best, to_default)
     return table
 
 

@@ -34,8 +34,9 @@ _MANY, _MOSTLY, _OFFSET = 16, 0.5, 0.01
 """Independent values from which a mean difference is known; how much of them may have one sign, if
 a difference is to be told from a factor; and how large it may be, in units of the median."""
 
-_TOO_FAR = 1.0
-"""Elements that scatter by more than their size have no factor: a maximum may be another one."""
+_TOO_FAR, _MOST_OF_WILD = 1.0, 0.9
+"""Elements that scatter by more than their size have a sign rather than a factor, for a maximum may
+be another one; and how far from one the mean may be then."""
 
 _BLOCKS = 8
 """Parts in which the rows of a tensor are looked at for themselves."""
@@ -147,7 +148,7 @@ def measured(
         return None
     spread = float((rest * (ratio - mean)).sum() / total) ** 0.5
     if spread > _TOO_FAR:
-        return None
+        return Factor(float(mean), spread, _MOST_OF_WILD, int(count))
     error = float((sums**2).sum() / total**2 * count / (count - 1)) ** 0.5
     allowed = FLOOR + _critical(count - 1) * error + 2 * spread**2 + more
     return Factor(float(mean), spread, min(allowed, _MOST_ALLOWED), int(count))
