@@ -3,6 +3,7 @@ their own: it goes along with what the other ranks launch, or all ranks end the 
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -119,3 +120,31 @@ def test_a_rank_that_cannot_go_along_ends_the_call_on_all(
 @pytest.mark.parametrize("name", TRAINED)
 def test_ranks_that_may_go_along_train_on(two_ranks: Pool, name: str, keep: bool) -> None:
     assert two_ranks.run(compare, TRAINED[name], keep) == [[], []]
+
+
+def alone(rank: int) -> str:
+    """Rank 1 leaves a call to which rank 0 does not come."""
+    model = Model()
+
+    @graphopt.compile
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        model.zero_grad()
+        return loss.detach()
+
+    numbers = torch.Generator().manual_seed(rank)
+    step(batch("5", numbers))
+    if rank == 0:
+        return ""
+    with pytest.raises(graphopt.CollectiveError) as caught:
+        step(batch("4c", numbers))
+    return str(caught.value)
+
+
+def test_a_rank_that_leaves_a_call_alone() -> None:
+    pool = Pool(2, timeout=timedelta(seconds=10))
+    try:
+        assert "as this rank leaves the call" in pool.run(alone)[1]
+    finally:
+        pool.close()

@@ -22,7 +22,7 @@ from graphopt.host.running import HostRun, running
 from graphopt.host.sizes import Sizes, answered_alike, found_before
 from graphopt.host.used import Used, unused
 from graphopt.iter_graph import IterGraphModule
-from graphopt.ranks.failed_runs import explained, group_names
+from graphopt.ranks.failed_runs import explained, group_names, sending_explained
 from graphopt.ranks.failures import check_usable, withdraw
 from graphopt.ranks.independent_ranks import launched_apart
 from graphopt.ranks.leaving import join_with_zeros, sends_before_own
@@ -230,10 +230,12 @@ class BoundStep:
         agreed = self.agreed
         if agreed is None or agreed.questions is None or not agreed.agreement.alone:
             return None
-        join_with_zeros(self.module.first_executable, self.groups, sent)
+        group = agreed.unused.group
+        with sending_explained(group, step, "collective", "zeros, as this rank leaves the call,"):
+            join_with_zeros(self.module.first_executable, self.groups, sent)
         found = agreed.questions.end(step, None if self.apart else number)
         if found is not None:
-            withdraw(agreed.unused.group)
+            withdraw(group)
         return found
 
     def take_left(self) -> Left:
