@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -138,6 +138,14 @@ def _code_of_replacements() -> CodeType:
 
 CODE = _code_of_replacements()
 """The code of all functions that stand in the place of two."""
+
+
+def former_of(value: Any) -> Any:
+    """What a function stands for in threads that trace nothing; any other value is itself."""
+    if type(value) is not FunctionType or value.__code__ is not CODE:
+        return value
+    assert value.__closure__ is not None
+    return value.__closure__[CODE.co_freevars.index("former")].cell_contents
 
 
 class TrueInTrace:

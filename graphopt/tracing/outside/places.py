@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphopt._compat.threads import former_of
 from graphopt._compat.untraced import without_overrides
 from graphopt.guards.values import is_plain, tensor_kind
 from graphopt.ir.same_values import same_value
@@ -92,7 +93,7 @@ class OutsidePlace:
     def now(self) -> Any:
         """What is there, `MISSING` if nothing is."""
         try:
-            return _READERS[self.kind](self.holder, self.key)
+            return former_of(_READERS[self.kind](self.holder, self.key))
         except (KeyError, IndexError, AttributeError, ValueError, TypeError):
             return MISSING
 
