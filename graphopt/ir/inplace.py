@@ -11,7 +11,7 @@ turns them into the in-place operator again, where the old value is no longer ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -159,14 +159,21 @@ def _inplace_form(target: Any) -> Any | None:
     packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
     if packet is None:
         return None
-    wanted = [str(argument.type) for argument in _compat.schema_of(target).arguments]
+    return next((each for each in overloads_like(packet, target) if 0 in row(each).writes), None)
+
+
+def overloads_like(packet: Any, target: Any) -> Iterator[_compat.OpOverload]:
+    """The overloads of an operator that take what another one takes: of `pow`, `pow.Tensor_Scalar`
+    for `pow_.Scalar`, and not `pow.Scalar`, which raises a number."""
+    wanted = _argument_types(target)
     for overload in packet.overloads():
         candidate = getattr(packet, overload)
-        arguments = _compat.schema_of(candidate).arguments
-        writes = 0 in row(candidate).writes
-        if writes and [str(argument.type) for argument in arguments] == wanted:
-            return candidate
-    return None
+        if _argument_types(candidate) == wanted:
+            yield candidate
+
+
+def _argument_types(target: Any) -> list[str]:
+    return [str(argument.type) for argument in _compat.schema_of(target).arguments]
 
 
 def functional_form(target: Any, args: Sequence[Any]) -> _compat.OpOverload | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -145,20 +146,10 @@ def functional_form(node: fx.Node) -> Callable[..., Any] | None:
     return None
 
 
+@cache
 def _overload(name: str, like: Any) -> Callable[..., Any] | None:
-    """The overload of an operator that takes what another one takes: `pow.Tensor_Scalar` for
-    `pow_.Scalar`, where `pow.Scalar` raises a number."""
     packet = getattr(aten, name, None)
-    wanted = _argument_types(like)
-    for overload in () if packet is None else packet.overloads():
-        found: Callable[..., Any] = getattr(packet, overload)
-        if _argument_types(found) == wanted:
-            return found
-    return None
-
-
-def _argument_types(target: Any) -> list[str]:
-    return [str(argument.type) for argument in _compat.schema_of(target).arguments]
+    return None if packet is None else next(inplace.overloads_like(packet, like), None)
 
 
 def _entries(listed: Any) -> Sequence[fx.Node]:
