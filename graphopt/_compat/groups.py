@@ -119,7 +119,8 @@ def group_of_ranks(ranks: list[int]) -> dist.ProcessGroup | None:
     from torch.distributed.distributed_c10d import _world
 
     wanted = {rank: index for index, rank in enumerate(ranks)}
-    return next((group for group, has in _world.pg_group_ranks.items() if has == wanted), None)
+    of_these = (group for group, has in _world.pg_group_ranks.items() if has == wanted)
+    return next((group for group in of_these if isinstance(group, dist.ProcessGroup)), None)
 
 
 def name_group(group: dist.ProcessGroup, name: str) -> None:
