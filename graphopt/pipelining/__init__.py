@@ -1,4 +1,4 @@
-"""Models divided into pipeline stages, and batches into microbatches."""
+"""Pipeline parallelism: models divided into stages, and batches into microbatches."""
 
 from typing import TYPE_CHECKING, Any
 

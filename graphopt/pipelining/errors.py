@@ -1,4 +1,4 @@
-"""Errors of pipelining beyond `PartitionError`."""
+"""Errors raised by pipelining, besides `PartitionError`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HINT = (
 
 
 class ModuleCaptureError(CaptureError):
-    """A module cannot be exported as one graph. `__cause__` is what export raised.
+    """A model cannot be exported as one graph; `__cause__` is the error of `torch.export`.
 
     >>> from graphopt.pipelining import ModuleCaptureError
     >>> issubclass(ModuleCaptureError, graphopt.GraphOptError)
@@ -30,7 +30,7 @@ class ModuleCaptureError(CaptureError):
 
 
 class LostGradientError(CaptureError):
-    """Stages would compute other gradients than the model does.
+    """Dividing the model into stages would change its gradients.
 
     >>> from graphopt.pipelining import LostGradientError
     >>> issubclass(LostGradientError, graphopt.GraphOptError)
@@ -48,7 +48,7 @@ class LostGradientError(CaptureError):
 
 
 class StageCompileError(CaptureError):
-    """A stage cannot be compiled, or its compiled graphs do not fit what it is to do.
+    """A stage cannot be compiled, or its compiled graphs do not fit the schedule's call.
 
     Attributes:
         stage: its index.

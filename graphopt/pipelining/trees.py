@@ -1,4 +1,4 @@
-"""Nested values: containers taken apart level by level, and their leaves with readable names."""
+"""Nested values: their containers, level by level, and readable names of their leaves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Path = tuple[Key, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Container:
-    """One level of a nested value: its children by key, and how to build it from new ones."""
+    """One level of a nested value: its children by key, and a function to rebuild it."""
 
     keys: tuple[Key, ...]
     children: tuple[Any, ...]
@@ -25,7 +25,7 @@ class Container:
 
 
 def open_container(value: Any) -> Container | None:
-    """The children of `value`, None if it is a leaf.
+    """The children of `value`, or None if it is a leaf.
 
     Containers are what pytrees know (tuples, named tuples, lists, mappings, registered classes) and
     dataclass instances. A `BlockMask` is a leaf, though it can be registered.
@@ -55,7 +55,7 @@ def leaves(value: Any, is_leaf: Callable[[Any], bool] = lambda _: False) -> dict
 
 
 def rebuild(value: Any, new_leaves: Mapping[Path, Any], path: Path = ()) -> Any:
-    """A nested value like `value` with other leaves."""
+    """A nested value of the structure of `value` with other leaves."""
     if path in new_leaves:
         return new_leaves[path]
     container = open_container(value)
@@ -65,7 +65,7 @@ def rebuild(value: Any, new_leaves: Mapping[Path, Any], path: Path = ()) -> Any:
 
 
 def path_name(root: str, path: Path) -> str:
-    """A path as one would write it: `batch['mask'][0]`."""
+    """A path written as Python code: `batch['mask'][0]`."""
     return root + "".join(f"[{key!r}]" for key in path)
 
 

@@ -1,1 +1,1 @@
-"""Batches divided into microbatches, and their results put together."""
+"""Division of batches into microbatches, and merging of the microbatches' results."""

@@ -19,12 +19,12 @@ def is_block_mask(value: object) -> bool:
 
 
 def batch_size(mask: Any) -> int:
-    """For how many rows of a batch the mask has entries; one entry is for all rows."""
+    """The number of batch rows that a mask has entries for; one entry serves all rows."""
     return int(mask.kv_num_blocks.shape[0])
 
 
 def split_block_mask(mask: Any, count: int) -> list[Any]:
-    """`count` masks for consecutive rows of the batch, whose sizes differ by at most one."""
+    """Divides a mask into `count` masks of consecutive rows; sizes differ by at most one."""
     if batch_size(mask) == 1:
         return [mask] * count
     rows = torch.arange(batch_size(mask)).tensor_split(count)
@@ -32,7 +32,7 @@ def split_block_mask(mask: Any, count: int) -> list[Any]:
 
 
 def _part(mask: Any, start: int, length: int) -> Any:
-    """The mask of some rows, which count from 0 in it."""
+    """The mask of `length` rows from `start`; in it rows count from 0."""
     part, batch = copy.copy(mask), batch_size(mask)
     for name, value in vars(mask).items():
         if isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch:
@@ -42,7 +42,7 @@ def _part(mask: Any, start: int, length: int) -> Any:
 
 
 def _shifted(mask_mod: Callable[..., Tensor], start: int) -> Callable[..., Tensor]:
-    """A function, since flex attention reads its signature and compiles it."""
+    """A mask function whose batch index is shifted; flex attention reads its signature."""
 
     def of_row(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return mask_mod(b + start, h, q_idx, kv_idx)

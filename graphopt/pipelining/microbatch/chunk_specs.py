@@ -29,12 +29,12 @@ class TensorChunkSpec:
 
     @staticmethod
     def from_tuple(split_dims: Sequence[Any]) -> tuple[Any, ...]:
-        """One spec for each positional argument; dimensions may be nested as arguments are."""
+        """One spec for each positional argument, nested as the dimensions are."""
         return tuple(_nested_specs(dim) for dim in split_dims)
 
     @staticmethod
     def from_dict(split_dims: Mapping[str, Any]) -> dict[str, Any]:
-        """One spec for each keyword argument; dimensions may be nested as arguments are."""
+        """One spec for each keyword argument, nested as the dimensions are."""
         return {name: _nested_specs(dim) for name, dim in split_dims.items()}
 
 
@@ -73,7 +73,7 @@ class Reducer:
 
 @dataclass(frozen=True)
 class LossReducer(Reducer):
-    """The reducer of a loss: the sum over microbatches unless told otherwise.
+    """The reducer of a loss: it adds the microbatches' losses unless given another function.
 
     >>> from graphopt.pipelining import LossReducer, merge_chunks
     >>> merge_chunks([torch.tensor(1.0), torch.tensor(3.0)], LossReducer())
@@ -91,7 +91,7 @@ _KINDS = (TensorChunkSpec, Replicated, Reducer)
 
 
 def spec_leaves(specs: Any) -> dict[Path, ChunkSpec]:
-    """The specs in a nest, by path. Those of `torch.distributed.pipelining` count as ours."""
+    """The specs in a nested value, by path; those of `torch.distributed.pipelining` are converted."""
     return {path: _as_ours(spec) for path, spec in leaves(specs, _is_spec).items()}
 
 
@@ -100,7 +100,7 @@ def _is_spec(value: Any) -> bool:
 
 
 def _as_ours(spec: Any) -> Any:
-    """The class `Replicated` stands for its instance."""
+    """A spec of torch as the one of graphopt; the class `Replicated` stands for its instance."""
     kind = _private.torch_spec_kind(spec)
     if spec is Replicated or kind == "replicate":
         return Replicated()

@@ -1,4 +1,4 @@
-"""The results of microbatches, merged into those of the batch.
+"""Merging of microbatch results into the result of the batch.
 
 `merge_chunks(split(x), spec)` gives back `x` for every nesting when both use one spec.
 """
@@ -23,7 +23,7 @@ from graphopt.pipelining.trees import Path, leaves, path_name, rebuild
 
 
 def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None, *, mask: bool = False) -> Any:
-    """Put together what microbatches returned: the inverse of the split.
+    """Merges the results of microbatches into that of the batch: the inverse of the split.
 
     Args:
         chunks: one nested value per microbatch, all with the same structure.
@@ -108,7 +108,7 @@ def _concatenated(name: str, values: list[Tensor], dim: int) -> Tensor:
 
 
 def _unmasked(values: list[Tensor], dim: int) -> Tensor:
-    """Of each full-size chunk the rows that are its own."""
+    """The rows of each full-size chunk that belong to its microbatch."""
     starts = part_starts(values[0].shape[dim], len(values))
     own = [v.narrow(dim, a, b - a) for v, a, b in zip(values, starts, starts[1:], strict=False)]
     return torch.cat(own, dim)

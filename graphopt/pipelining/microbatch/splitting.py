@@ -1,4 +1,4 @@
-"""The arguments of a batch, divided into those of microbatches."""
+"""Division of a batch's arguments into those of microbatches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from graphopt.pipelining.trees import Path, leaves, path_name, rebuild
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A leaf of the arguments: its name, its value, the dimension to split along or None."""
+    """A leaf of the arguments: name, value and the dimension to split along, or None."""
 
     name: str
     value: Any
@@ -155,7 +155,7 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def _number_of_chunks(arguments: list[_Leaf], chunks: int) -> int:
-    """`chunks`, or the rows of the smallest tensor where it has fewer."""
+    """The number of microbatches: `chunks`, or the rows of the smallest tensor if fewer."""
     split = [leaf for leaf in arguments if leaf.dim is not None]
     if not split:
         return chunks
@@ -196,6 +196,6 @@ def _nth(value: Any, parts: dict[Path, list[Any]], index: int) -> Any:
 
 
 def part_starts(size: int, count: int) -> list[int]:
-    """Begins of the parts of `torch.tensor_split`, and the end of the last one."""
+    """The start of each part that `torch.tensor_split` makes, and the end of the last one."""
     small, larger = divmod(size, count)
     return [index * small + min(index, larger) for index in range(count + 1)]

@@ -1,1 +1,1 @@
-"""A model divided into stages: marks, export, division, and the proof of it."""
+"""Division of a model into pipeline stages: marks, export, division, and its proof."""

@@ -10,7 +10,7 @@ from graphopt.pipelining.pipe.marks import is_mark, mark_label
 
 
 def assign_stages(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Number the calls of a graph by the marks before them, and remove the marks.
+    """Numbers each call of a graph by the stage marks before it, and removes the marks.
 
     Raises:
         PartitionError: nothing is computed between two marks, before the first or after the last,

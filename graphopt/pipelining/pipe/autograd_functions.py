@@ -1,4 +1,4 @@
-"""Calls of `torch.autograd.Function`, kept whole in exported graphs.
+"""`torch.autograd.Function` calls, kept as single nodes in exported graphs.
 
 Export would replace such a call by what the function's forward computes, so that autograd
 differentiates that in place of calling the function's backward:
@@ -26,7 +26,7 @@ from graphopt.pipelining.errors import LostGradientError
 
 
 class FunctionCall:
-    """Applies a function to tensors, with all other arguments as they were.
+    """Applies an autograd function to tensors; its other arguments are fixed.
 
     Pickles where the function and the other arguments do.
     """
@@ -40,21 +40,21 @@ class FunctionCall:
     def __call__(self, *tensors: torch.Tensor) -> Any:
         given = iter(tensors)
         args, kwargs = _compat.tree_map(
-            lambda leaf: next(given) if isinstance(leaf, _Place) else leaf, self._arguments
+            lambda leaf: next(given) if isinstance(leaf, _TensorPosition) else leaf, self._arguments
         )
         return self.function.apply(*args, **kwargs)
 
 
-class _Place:
-    """Where a tensor was among the arguments."""
+class _TensorPosition:
+    """The position of a tensor among the arguments of an autograd function."""
 
 
 def _without_tensor(leaf: Any) -> Any:
-    return _Place() if isinstance(leaf, torch.Tensor) else leaf
+    return _TensorPosition() if isinstance(leaf, torch.Tensor) else leaf
 
 
 class FunctionRecorder:
-    """Makes one node of each function that is applied while a model is exported.
+    """Records each autograd function that is applied during export as one node.
 
     Attributes:
         refusal: the first function that cannot be kept; others may have caught the error.
@@ -66,12 +66,12 @@ class FunctionRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """While active, functions that this thread traces are recorded."""
+        """While active, autograd functions that this thread traces become single nodes."""
         with _private.functions_handled_by(self._record, self._unseen):
             yield
 
     def restore(self, traced: fx.GraphModule) -> None:
-        """Let the nodes of an exported graph, and of graphs in it, apply the functions."""
+        """Makes the nodes of an exported graph, and of graphs in it, apply the functions."""
         for module in traced.modules():
             if not isinstance(module, fx.GraphModule):
                 continue
@@ -113,8 +113,8 @@ class FunctionRecorder:
 
 
 class _OwnTensors(_compat.TorchDispatchMode):
-    """Refuses a forward that reads tensors of the model which are not among its arguments: a stage
-    would not know that it needs them, and they could be on another rank."""
+    """Refuses a forward that reads tensors of the model beyond its arguments: they might be on
+    another rank than the stage."""
 
     def __init__(
         self, cls: Any, arguments: list[torch.Tensor], traced: Container[torch.Tensor]
@@ -168,7 +168,7 @@ def _check_arguments(cls: Any, leaves: list[Any]) -> None:
 
 
 def _holds_tensors(value: Any, depth: int = 3) -> bool:
-    """True if a value that is no tensor is a module or a function with tensors of its own."""
+    """True if a value, itself no tensor, is a module or function that holds tensors."""
     if isinstance(value, nn.Module):
         return True
     if isinstance(value, MethodType):

@@ -1,4 +1,4 @@
-"""The backward of a pipe as nodes of its graph: one call per stage, in reverse."""
+"""The backward of a pipe as graph nodes: one call per stage, in reverse order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stage_backward(
     input_values: Sequence[Any],
     outputs_with_grads_idxs: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Run the backward of one stage: accumulate into `.grad` of its parameters.
+    """Runs the backward of one stage and accumulates into `.grad` of its parameters.
 
     Args:
         stage_output: what the stage returned: a tensor, or a tuple or list of values.
@@ -55,7 +55,7 @@ def stage_backward(
 
 
 def cut(value: Any) -> Any:
-    """A received value as the stage sees it: a leaf of its own autograd graph."""
+    """A received value, detached: a leaf of the stage's own autograd graph."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().requires_grad_(value.requires_grad)
@@ -72,7 +72,7 @@ _compat.keep_calls_of(stage_backward)
 
 
 def insert_backward(top: fx.GraphModule, loss_index: int) -> None:
-    """Append the backward of all stages that the loss depends on.
+    """Appends the backward of all stages that the loss depends on to the graph of stages.
 
     Args:
         top: the graph of stages; its output is a tuple of leaves.
@@ -91,7 +91,7 @@ def insert_backward(top: fx.GraphModule, loss_index: int) -> None:
 
 
 def value_before_cut(node: fx.Node) -> fx.Node:
-    """The value that a stage's argument stands for."""
+    """The value that is passed to a stage, before it is detached for the stage."""
     if node.target is cut:
         assert isinstance(node.args[0], fx.Node)
         return node.args[0]
@@ -114,7 +114,7 @@ def _insert_cuts(call: fx.Node) -> list[fx.Node]:
 def _insert_stage_backward(
     graph: fx.Graph, call: fx.Node, cuts: list[fx.Node], gradients: dict[fx.Node, fx.Node | None]
 ) -> None:
-    """Add the backward of one stage, and to `gradients` those of what it received."""
+    """Adds one stage's backward, and the gradients of its inputs to `gradients`."""
     outputs = list(results(call).values())
     indices = [index for index, value in enumerate(outputs) if value in gradients]
     if not indices:
@@ -154,7 +154,7 @@ def _backward(
 
 
 def _take_gradient(value: Any) -> torch.Tensor | None:
-    """The gradient, which is then no longer kept with the value."""
+    """Removes the gradient from a value and returns it."""
     if not isinstance(value, torch.Tensor):
         return None
     with_gradient = value.requires_grad and (value.is_leaf or value.retains_grad)

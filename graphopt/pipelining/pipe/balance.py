@@ -1,4 +1,4 @@
-"""Stages of equal weight, found without marks."""
+"""A split policy that balances stages by weight, without marks in the model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _parameter_elements(graph_module: fx.GraphModule, nodes: Sequence[fx.Node]) 
 
 
 def _bytes_across(graph_module: fx.GraphModule, nodes: Sequence[fx.Node]) -> list[float]:
-    """For each node the bytes that are alive after it: made before, read later.
+    """The bytes of values that are alive after each node: made before it, read later.
 
     Infinite where a list of tensors is alive, which no stage can send.
     """
@@ -96,7 +96,7 @@ def _bytes_across(graph_module: fx.GraphModule, nodes: Sequence[fx.Node]) -> lis
 
 
 def lightest_maximum(weights: Sequence[float], num_stages: int) -> float:
-    """The weight of the heaviest stage in the best division, by bisection."""
+    """The weight of the heaviest stage in the most even division, found by bisection."""
     low, high = max(weights), sum(weights)
     if _fits(weights, num_stages, low):
         return low
@@ -121,7 +121,7 @@ def _fits(weights: Sequence[float], num_stages: int, limit: float) -> bool:
 def cheapest_cuts(
     weights: Sequence[float], across: Sequence[float], num_stages: int, limit: float
 ) -> list[int]:
-    """Last nodes of all stages but the last, with the fewest bytes across the cuts.
+    """The last node of every stage but the last, so that the fewest bytes cross the cuts.
 
     Dynamic programming over (stages so far, last node); a stage reaches back as far as `limit` lets
     it, so the best start is the minimum of a sliding window.

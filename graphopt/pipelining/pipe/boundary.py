@@ -11,7 +11,7 @@ from graphopt import _compat
 
 
 class _Receive(torch.autograd.Function):
-    """Identity whose gradient is contiguous, as point-to-point communication needs it."""
+    """Identity with a contiguous gradient, as point-to-point communication needs it."""
 
     @staticmethod
     def forward(context: Any, value: torch.Tensor) -> torch.Tensor:
@@ -23,12 +23,12 @@ class _Receive(torch.autograd.Function):
 
 
 def receive(value: torch.Tensor) -> torch.Tensor:
-    """A received tensor; the gradient sent back for it is contiguous."""
+    """A received tensor, whose gradient is sent back contiguous."""
     return _Receive.apply(value)  # type: ignore[no-any-return]
 
 
 class _Return(torch.autograd.Function):
-    """Identity to a tensor that counts the same updates in place: autograd sees them."""
+    """Identity to a tensor that shares the version counter, so that autograd sees updates in place."""
 
     @staticmethod
     def forward(context: Any, value: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ class _Return(torch.autograd.Function):
 
 
 def give_back(value: torch.Tensor) -> torch.Tensor:
-    """As `send`, from the last stage to a loss function, which may change the tensor in place.
+    """The last stage's result for a loss function, which may change it in place.
 
     A parameter is copied, since autograd allows no such change of it.
     """
@@ -51,16 +51,16 @@ def give_back(value: torch.Tensor) -> torch.Tensor:
 
 
 def send(value: torch.Tensor) -> torch.Tensor:
-    """`value` contiguous and, for autograd, not a view: schedules detach it in place."""
+    """A contiguous tensor that autograd does not take for a view: schedules detach it in place."""
     return no_view(value.contiguous())
 
 
 def no_view(value: torch.Tensor) -> torch.Tensor:
-    """`value` as a tensor of its own; updates of the one in place are not counted for the other."""
+    """A tensor of its own for `value`: updates in place of one do not count for the other."""
     return torch.ops.aten._unsafe_view.default(value, value.shape)  # type: ignore[no-any-return]
 
 
 def apart(values: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`values`, copied where they share storage with one of `others`."""
+    """The tensors `values`, copied where they share storage with one of `others`."""
     taken = set(map(_compat.storage_key, others))
     return [value.clone() if _compat.storage_key(value) in taken else value for value in values]

@@ -1,4 +1,4 @@
-"""Calls of a model: arguments and defaults bound, flattened, compared with the example's."""
+"""The calling convention of a model: arguments bound, flattened, compared with the example's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Calling:
     def arrange(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The example's arguments, keyword arguments in the order of the signature."""
+        """The arguments in the example's form, keyword arguments in the signature's order."""
         return self._arrange(self._signature.bind(*args, **kwargs))
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -65,14 +65,14 @@ class Calling:
         return list(leaves)
 
     def nest(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of a call with these tensors, and all else as in the example."""
+        """The arguments of a call: `tensors` at their places, all else as in the example."""
         given = iter(tensors)
         leaves = [next(given) if kept is None else kept[0] for kept in self._constants]
         args, kwargs = _compat.tree_unflatten(leaves, self._spec)
         return args, kwargs
 
     def _arrange(self, bound: inspect.BoundArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments that the example gives, by position where it gives them so."""
+        """The arguments that the example also gives, positional where the example's are."""
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for name, parameter in self._signature.parameters.items():
@@ -90,7 +90,7 @@ class Calling:
         return tuple(args), kwargs
 
     def _check_others(self, bound: inspect.BoundArguments) -> None:
-        """What the example leaves out must have its default, which is part of the graph."""
+        """Refuses arguments that the example leaves out unless they equal their defaults."""
         for name, parameter in self._signature.parameters.items():
             if name in self._given:
                 continue
@@ -128,7 +128,7 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class OutputNest:
-    """The nest by which tensors that the last stage returns become the model's output.
+    """The mapping from the tensors of the last stage to the model's nested output.
 
     Attributes:
         leaves: for each leaf of the output the position of its tensor; or the constant that it is.
@@ -139,7 +139,7 @@ class OutputNest:
     spec: OutputSpec
 
     def nest(self, tensors: tuple[torch.Tensor, ...], *, per_chunk: bool = False) -> Any:
-        """The output; `per_chunk`: tensors without dimensions get one, to be concatenated."""
+        """The nested output; `per_chunk` gives tensors without dimensions one, to concatenate."""
         values = [
             leaf[1] if len(leaf) == 2 else _chunk(tensors[leaf[0]], per_chunk)
             for leaf in self.leaves

@@ -1,4 +1,4 @@
-"""A model exported as one flat graph, with the names of its parameters as the model has them."""
+"""Export of a model as one flat graph that keeps the model's parameter names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REGION = "region_{}"
 
 @dataclass
 class Exported:
-    """One graph with a placeholder per argument leaf and a tuple of output leaves.
+    """An exported graph: one placeholder per argument leaf, one tuple of output leaves.
 
     Parameters, buffers and constants are `get_attr` nodes, one per tensor.
     """
@@ -47,7 +47,7 @@ def export_module(
     kwargs: dict[str, Any],
     split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None,
 ) -> Exported:
-    """Trace `module` on example arguments.
+    """Exports `module` on example arguments as one graph.
 
     Split points annotated on the module are removed afterwards, also when tracing fails.
 
@@ -99,7 +99,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _rename_regions(traced: fx.GraphModule) -> None:
-    """Export calls them `submod_<i>`, which is what partitions are called."""
+    """Renames regions that export calls `submod_<i>`, the name of partitions here."""
     regions = nested_graphs(traced, traced.graph)
     for name in {str(node.target) for node in regions}:
         delattr(traced, name)
@@ -127,7 +127,7 @@ def _check_marks(traced: fx.GraphModule, labels: list[str]) -> None:
 
 
 def _one_node_per_tensor(graph: fx.Graph, state: State) -> None:
-    """Let tied parameters be one node, and drop what is not used."""
+    """Merges the nodes of tied parameters, and removes unused ones."""
     first: dict[int, fx.Node] = {}
     attributes = graph.find_nodes(op="get_attr")
     for node in attributes:

@@ -1,4 +1,4 @@
-"""A watch, while a model is exported, for changes of gradients that the graph would lose.
+"""Checks, during export, for changes of gradients that the exported graph would lose.
 
 Hooks on activations, on nodes of autograd and on what autograd saves, and backwards inside of
 forward, run when autograd runs. The graph has no node for them.
@@ -30,7 +30,7 @@ _FUNCTION_HINT = (
 
 
 class GradientWatch(TorchFunctionMode):
-    """Refuses what stages would lose.
+    """Refuses gradient hooks and backward calls that an exported graph cannot keep.
 
     Attributes:
         refusal: the first one; code of the model may have caught it.
@@ -78,7 +78,7 @@ class GradientWatch(TorchFunctionMode):
             )
 
     def refuse(self, reason: str, hint: str) -> NoReturn:
-        """Refuse the model, from now on and each time.
+        """Refuses the model now, and again each time that the watch is asked.
 
         Raises:
             LostGradientError: always.
@@ -90,7 +90,7 @@ class GradientWatch(TorchFunctionMode):
 
 
 class _WatchedNode:
-    """A node of autograd on which nobody may register a hook."""
+    """An autograd node that refuses the registration of hooks."""
 
     def __init__(self, watch: GradientWatch, node: Any) -> None:
         self._watch, self._node = watch, node
@@ -102,7 +102,7 @@ class _WatchedNode:
 
 
 def check_module_hooks(module: nn.Module) -> None:
-    """Refuse a model with backward hooks on modules.
+    """Refuses a model whose modules have backward hooks.
 
     Raises:
         LostGradientError: a module has one.
@@ -122,7 +122,7 @@ def _creates_graph(kwargs: dict[str, Any], args: tuple[Any, ...]) -> bool:
 
 
 def _constant(gradients: Any) -> Any:
-    """Gradients that were computed without a graph, through which autograd does not go."""
+    """Detaches gradients, which were computed without a graph for autograd."""
     return _compat.tree_map(
         lambda value: value.detach() if isinstance(value, torch.Tensor) else value, gradients
     )

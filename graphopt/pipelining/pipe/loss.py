@@ -1,4 +1,4 @@
-"""Models that compute their loss, and where among a model's outputs the loss is."""
+"""Models that compute their own loss, and the position of the loss among their outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphopt.pipelining.trees import Path, leaves, path_name
 
 
 class LossWrapper(nn.Module, ABC):
-    """A model together with its loss function; `forward` of a subclass combines them.
+    """A model with its loss function, which the `forward` of a subclass combines.
 
     >>> class WithLoss(graphopt.pipelining.LossWrapper):
     ...     def forward(self, x, target):
@@ -30,11 +30,11 @@ class LossWrapper(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss of a call: of arguments for the model, and of targets."""
+        """Computes the loss from the model's arguments and the targets."""
 
 
 class TrivialLossWrapper(LossWrapper):
-    """`loss_fn(module(x), targets)`: the loss is all that it returns.
+    """A model that returns only its loss, `loss_fn(module(x), targets)`.
 
     >>> from graphopt.pipelining import TrivialLossWrapper
     >>> model = TrivialLossWrapper(torch.nn.ReLU(), torch.nn.functional.mse_loss)
@@ -50,7 +50,7 @@ class TrivialLossWrapper(LossWrapper):
 
 @dataclass(frozen=True)
 class LossPicker:
-    """A loss function for schedules, of models whose output has the loss already."""
+    """A loss function for schedules that picks the loss out of the model's output."""
 
     index: int
 
@@ -59,7 +59,7 @@ class LossPicker:
 
 
 def loss_position(module: nn.Module, output: Any, spec: Any) -> int | None:
-    """Index of the loss among the leaves of the model's output, None without a loss.
+    """The index of the loss among the leaves of the model's output, or None without a loss.
 
     Args:
         module: whose class may have a `loss_spec`.

@@ -1,4 +1,4 @@
-"""Marks that say where one pipeline stage ends and the next begins."""
+"""Marks in a model at the boundaries of its pipeline stages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _compat.keep_calls_of(_PIPE_SPLIT)
 
 
 def pipe_split() -> None:
-    """Mark a boundary between two stages. Does nothing when the model runs by itself.
+    """Marks a boundary between two stages; a model that runs by itself ignores it.
 
     >>> class Model(torch.nn.Module):
     ...     def forward(self, x):
@@ -45,25 +45,25 @@ def pipe_split() -> None:
 
 
 def is_mark(node: fx.Node) -> bool:
-    """True if a node marks a boundary, also by torch's own `pipe_split`."""
+    """True if a node marks a stage boundary, ours or torch's own `pipe_split`."""
     return node.target is _PIPE_SPLIT or _compat.is_torch_mark(node.target)
 
 
 def mark_label(node: fx.Node) -> str:
-    """The name of a mark in errors."""
+    """The name by which error messages call a mark."""
     if node.target is _PIPE_SPLIT:
         return str(node.args[0])
     return f"pipe_split() of torch.distributed.pipelining (%{node.name})"
 
 
 def insert_mark_after(node: fx.Node, label: str) -> None:
-    """Let a stage end with `node`."""
+    """Inserts a stage boundary after `node`."""
     with node.graph.inserting_after(node):
         node.graph.call_function(_PIPE_SPLIT, (label,))
 
 
 class SplitPoint(Enum):
-    """The place of a mark relative to a module's forward.
+    """The place of a boundary: before or after a module's forward.
 
     >>> [point.name for point in graphopt.pipelining.SplitPoint]
     ['BEGINNING', 'END']
@@ -74,7 +74,7 @@ class SplitPoint(Enum):
 
 
 class _MarkedForward:
-    """A module's forward with marks before or after it."""
+    """A module's forward with boundaries before or after it."""
 
     def __init__(self, forward: Callable[..., Any], name: str, overridden: bool) -> None:
         self.forward = forward
@@ -96,13 +96,13 @@ class _MarkedForward:
 
 
 class Annotation:
-    """Split points set on a module; leaving its `with` block, or `undo()`, removes them."""
+    """Split points set on a module's submodules, removed by `undo()` or at the end of `with`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def undo(self) -> None:
-        """Take the split points away again."""
+        """Removes the split points."""
         remove_split_points(self._module)
 
     def __enter__(self) -> Annotation:
@@ -155,7 +155,7 @@ def _split_point(name: object, point: object) -> SplitPoint:
 
 
 def remove_split_points(module: nn.Module) -> None:
-    """Give all submodules their own forward back."""
+    """Restores the forward of all annotated submodules."""
     for child in module.modules():
         marked = child.__dict__.get("forward")
         if not isinstance(marked, _MarkedForward):
@@ -167,7 +167,7 @@ def remove_split_points(module: nn.Module) -> None:
 
 
 def annotated_labels(module: nn.Module) -> list[str]:
-    """Labels of all split points set on the submodules."""
+    """The labels of all split points set on submodules."""
     marked = (child.__dict__.get("forward") for child in module.modules())
     return [
         forward.label(point)

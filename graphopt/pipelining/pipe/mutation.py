@@ -1,4 +1,4 @@
-"""Values that are updated in place, and what that means where stages meet."""
+"""In-place updates in an exported graph, and their treatment at stage boundaries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Regions = Mapping[fx.Node, fx.GraphModule]
 
 
 def nested_graphs(graph_module: nn.Module, graph: fx.Graph) -> dict[fx.Node, fx.GraphModule]:
-    """The `get_attr` nodes of regions, with the graphs they stand for."""
+    """The `get_attr` nodes of nested graphs (checkpoint, cond), with those graphs."""
     found: dict[fx.Node, fx.GraphModule] = {}
     for node in graph.nodes:
         if node.op != "get_attr":
@@ -29,7 +29,7 @@ def nested_graphs(graph_module: nn.Module, graph: fx.Graph) -> dict[fx.Node, fx.
 
 
 def updated(node: fx.Node, regions: Regions) -> list[fx.Node]:
-    """Arguments that a node writes to, also from inside a region that it calls."""
+    """The arguments that a node writes, also from inside a nested graph that it calls."""
     found = written(node)
     for index, argument in enumerate(node.args):
         if not isinstance(argument, fx.Node) or argument not in regions:
@@ -41,7 +41,7 @@ def updated(node: fx.Node, regions: Regions) -> list[fx.Node]:
 
 
 class Mutations:
-    """Writers to the memory of a graph's values, from inside regions, too.
+    """The writers of each value's storage, those inside nested graphs included.
 
     Args:
         regions: the nodes that stand for graphs, with those graphs.
@@ -66,7 +66,7 @@ class Mutations:
 
 
 class _RegionCalls(OperatorCalls):
-    """Calls of operators, and of regions."""
+    """Calls of operators and of nested graphs."""
 
     def __init__(self, regions: Regions) -> None:
         self._regions = regions
@@ -78,7 +78,7 @@ class _RegionCalls(OperatorCalls):
 def copy_received_before_update(
     graph: fx.Graph, stage_of: dict[fx.Node, int], regions: Regions
 ) -> None:
-    """Let a stage that updates what it receives work on a copy.
+    """Makes a stage that updates a received value work on a copy of it.
 
     A received value is a leaf of the stage's autograd graph, which cannot be updated in place.
     Later stages read the copy.
@@ -123,7 +123,7 @@ def _copy_for_stage(family: list[fx.Node], stage: int, stage_of: dict[fx.Node, i
 
 
 def _is_used_from(user: fx.Node, stage: int, stage_of: dict[fx.Node, int]) -> bool:
-    """True if a user is in `stage` or later; the output is after all stages."""
+    """True if a user runs in `stage` or later; the output comes after all stages."""
     return user.op == "output" or stage_of.get(user, -1) >= stage
 
 

@@ -37,7 +37,7 @@ SplitPolicy = Callable[[fx.GraphModule], fx.GraphModule]
 
 @dataclass(frozen=True)
 class PipeInfo:
-    """The parts of a pipe.
+    """A pipe's graph of stages and number of stages, as `build_stage` takes them.
 
     Attributes:
         graph: calls of the stages and what passes between them, backward included.
@@ -103,7 +103,7 @@ class Pipe(nn.Module):
         output_loss_value_spec: Any = None,
         multi_use_param_spec: MultiUseSpec = None,
     ) -> Pipe:
-        """Trace `mod` on example arguments of one microbatch and divide it at its marks.
+        """Exports `mod` on one microbatch of example arguments and divides it at its marks.
 
         Args:
             mod: a model with `pipe_split()` in its code or with annotated split points.
@@ -144,7 +144,7 @@ class Pipe(nn.Module):
         return Pipe(top, exported.calling, exported.output_spec, loss_index, replicas)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all stages, and their backward where there is a loss. Returns what the model returns.
+        """Runs all stages, and their backward if there is a loss; returns the model's output.
 
         Raises:
             TypeError: the arguments do not fit the signature of the model's forward.
@@ -165,7 +165,7 @@ class Pipe(nn.Module):
         return LossPicker(self._loss_index)
 
     def get_stage_module(self, stage_idx: int) -> StageModule:
-        """The module of one stage. The first takes the model's arguments.
+        """The module of one stage; the first takes the model's arguments.
 
         Raises:
             ValueError: there is no such stage.
@@ -173,13 +173,13 @@ class Pipe(nn.Module):
         return module_of(self.split_gm, self._call_of(stage_idx))
 
     def info(self) -> PipeInfo:
-        """The graph of stages, and how many there are."""
+        """The graph of stages and the number of stages."""
         return PipeInfo(self.split_gm.graph, self.num_stages, self.has_loss_and_backward, self)
 
     def build_stage(
         self, stage_index: int, device: torch.device | str, group: dist.ProcessGroup | None = None
     ) -> Stage:
-        """One stage as schedules of `torch.distributed.pipelining` run it.
+        """Builds one stage for the schedules of `torch.distributed.pipelining`.
 
         The stage keeps nothing of the pipe alive but its own parameters and buffers, which are
         moved to `device`. Of a parameter that an earlier stage holds as well it has a copy.
@@ -194,7 +194,7 @@ class Pipe(nn.Module):
         return build_stage(module, stage_index, self.info(), device, group)
 
     def print_readable(self) -> str:
-        """Print the code of the graph of stages and of every stage, and return it."""
+        """Prints the code of the graph of stages and of each stage, and returns it."""
         text = str(self)
         print(text)
         return text
@@ -265,7 +265,7 @@ def _check_arguments(mod: Any, args: Any, kwargs: Any, split_policy: Any) -> Non
 
 
 def _proof_of(exported: Exported) -> PipeProof | None:
-    """What the model does, as long as its graph is one; None where nothing is to be checked."""
+    """The proof obligation of an exported model, or None if `verify` is off."""
     if level_of(None) == "off":
         return None
     module, state = exported.graph_module, exported.state
@@ -292,7 +292,7 @@ def _loss_index(mod: nn.Module, exported: Exported, spec: Any) -> int | None:
 
 
 def _pass_all_arguments(top: fx.GraphModule) -> None:
-    """Let the first stage take all of the model's arguments, in their order and by their names."""
+    """Gives the first stage all arguments of the model, in order and by name."""
     call = stage_nodes(top.graph)[0]
     first = module_of(top, call)
     own = dict(zip(call.args, first.graph.find_nodes(op="placeholder"), strict=True))

@@ -1,4 +1,4 @@
-"""Parameters, buffers and regions move from the graph of stages into the stages that use them."""
+"""Moves parameters, buffers and nested graphs into the stages that use them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def stage_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def module_of(graph_module: fx.GraphModule, call: fx.Node) -> StageModule:
-    """The stage that a node calls."""
+    """The module of the stage that a node calls."""
     stage = graph_module.get_submodule(str(call.target))
     assert isinstance(stage, StageModule)
     return stage
@@ -33,7 +33,7 @@ def arguments_of(call: fx.Node) -> list[fx.Node]:
 
 
 def results(call: fx.Node) -> dict[int, fx.Node]:
-    """The values that a stage returns and somebody reads, by position."""
+    """The results of a stage that somebody reads, by position."""
     items: dict[Any, fx.Node] = {
         user.args[1]: user for user in call.users if user.target is operator.getitem
     }
@@ -41,7 +41,7 @@ def results(call: fx.Node) -> dict[int, fx.Node]:
 
 
 def place_state(top: fx.GraphModule, state: State) -> tuple[fx.GraphModule, list[ParameterReplica]]:
-    """Move each `get_attr` of the graph of stages into the stages that read it.
+    """Moves each `get_attr` of the graph of stages into the stages that read it.
 
     Every name of the model's parameters and buffers is then in some stage: a name that no stage
     reads is where the name before it is, or where another name of the same tensor is.
@@ -78,7 +78,7 @@ def _with_stages_alone(top: fx.GraphModule, stages: list[fx.GraphModule]) -> fx.
 
 
 def _move_into(stage: fx.GraphModule, call: fx.Node, node: fx.Node, state: State) -> list[str]:
-    """Let a stage read an attribute of its own instead of an argument. Returns its names there."""
+    """Replaces a stage's argument by an attribute of its own; returns its names there."""
     position = call.args.index(node)
     placeholder = stage.graph.find_nodes(op="placeholder")[position]
     names = _names_in_stage(placeholder.users, state.aliases(str(node.target)), str(node.target))
@@ -95,7 +95,7 @@ def _move_into(stage: fx.GraphModule, call: fx.Node, node: fx.Node, state: State
 
 
 def _names_in_stage(users: Iterable[fx.Node], aliases: list[str], traced: str) -> list[str]:
-    """Of a tied parameter's names, those whose modules the stage runs."""
+    """The names of a tied parameter whose modules run in the stage."""
     if len(aliases) == 1:
         return aliases
     paths = {entry[0] for user in users for entry in modules_of(user).values()}
@@ -119,7 +119,7 @@ def _is_shared(pairs: list[tuple[int, str]], state: State, name: str) -> bool:
 
 
 def _replica(pairs: list[tuple[int, str]]) -> ParameterReplica:
-    """With the first of the names that each stage has for it."""
+    """The replica of a parameter, with the first of its names in each stage."""
     first: dict[int, str] = {}
     for stage, name in pairs:
         first.setdefault(stage, name)

@@ -1,4 +1,4 @@
-"""Proof that the stages of a pipe do together what the exported model does.
+"""Proof that the stages of a pipe together compute what the exported model does.
 
     exported graph  =  stages, composed along the graph of stages        (`Pipe.from_tracing`)
     graph of stages =  stages, composed as a chain, by position          (`build_stage`)
@@ -44,7 +44,7 @@ HANDING = (cut, receive, send, give_back)
 
 
 class PipeProof:
-    """Shows that a model is divided right.
+    """Proves that the stages of a pipe compute what the exported model does.
 
     Args:
         exported: the graph as one, without marks, of which this takes note.
@@ -57,7 +57,7 @@ class PipeProof:
         self._whole = _composed(exported, self._objects)
 
     def check_stages(self, top: fx.GraphModule, replicas: Sequence[ParameterReplica]) -> None:
-        """Show that the graph of stages computes what the model does, backward aside.
+        """Proves that the graph of stages computes what the model does, without backward.
 
         Raises:
             VerificationError: it does not.
@@ -70,8 +70,8 @@ class PipeProof:
 
 
 def check_chain(top: fx.GraphModule, chain: Sequence[fx.GraphModule], plan: ChainPlan) -> None:
-    """Show that stages which are sent only what the one before them sends do what the graph of
-    stages does, backward aside.
+    """Proves that stages which only receive from the stage before compute what the graph of stages
+    does, without backward.
 
     Args:
         top: the graph of stages.
@@ -97,7 +97,7 @@ def check_chain(top: fx.GraphModule, chain: Sequence[fx.GraphModule], plan: Chai
 
 
 def _composed(module: fx.GraphModule, objects: Objects) -> fx.Graph:
-    """The graph without calls of stages, and without the backward of a graph of stages."""
+    """The graph with the calls of stages inlined, and without the backward that a pipe has."""
     names = [str(call.target) for call in stage_nodes(module.graph)]
     composition = Composition(objects, pieces=names, handing=HANDING)
     graph = composition.end(composition.call(module, composition.inputs(module.graph)))
@@ -130,8 +130,8 @@ def _no_order(graph: fx.Graph) -> tuple[Ordered, ...]:
 
 
 def _not_listed(top: fx.GraphModule, replicas: Sequence[ParameterReplica]) -> Iterator[Problem]:
-    """Parameters that several stages read have to be listed, with all of these stages: what adds
-    their gradients goes by the list."""
+    """Yields a problem for each parameter that several stages read but that `replicas` does not
+    list with all of them: its gradients would not be added."""
     calls = stage_nodes(top.graph)
     held: dict[int, dict[int, fx.Node]] = {}
     for stage, call in enumerate(calls):
@@ -156,8 +156,8 @@ def _not_listed(top: fx.GraphModule, replicas: Sequence[ParameterReplica]) -> It
 
 
 def check_backward(top: fx.GraphModule, loss_index: int) -> None:
-    """Show that each stage which the loss depends on has its backward, in reverse order, and that
-    what it sent gets the sum of the gradients of all who have received it.
+    """Proves that each stage which the loss depends on has its backward, in reverse order, with the
+    sum of the gradients of everything that it sent.
 
     Args:
         top: the graph of stages, backward included.
@@ -206,7 +206,7 @@ def _is_backward_of(
 
 
 def _summed(gradient: Any) -> Counter[Any]:
-    """Which gradients of which backwards a gradient is the sum of."""
+    """The stage gradients that a gradient is the sum of."""
     if not isinstance(gradient, fx.Node):
         return Counter()
     if gradient.target is add_gradients:

@@ -1,4 +1,4 @@
-"""Parameters that several stages use: a replica in each, or one owner that transmits it."""
+"""Parameters that several stages use: replicated in each, or transmitted by one owner."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MultiUseSpec = MultiUseParameterConfig | Mapping[str, MultiUseParameterConfig] |
 
 @dataclass(frozen=True)
 class ParameterReplica:
-    """One parameter that several stages hold.
+    """One parameter that several stages hold, with its name in each.
 
     Attributes:
         holders: stage and the parameter's qualified name there, by stage.
@@ -52,7 +52,7 @@ def transmit_shared(
     spec: MultiUseSpec,
     regions: Regions,
 ) -> None:
-    """Let what is to be transmitted be computed by its owner and be read from there.
+    """Lets each transmitted parameter be read on its owner's stage and sent from there.
 
     Raises:
         PartitionError: `spec` names what is no parameter, or a buffer is updated by another stage
@@ -103,7 +103,7 @@ def _config_of(
 
 
 def _check_updates(name: str, owner: int, stages: set[int]) -> bool:
-    """True if the owner is among the stages that update the buffer; nobody else may be."""
+    """True if the owner's stage updates the buffer; an update by another stage is refused."""
     for stage in sorted(stages - {owner}):
         raise PartitionError(
             f"buffer '{name}' is updated by stage {stage} and used by stage {owner} before it; a"
@@ -114,7 +114,7 @@ def _check_updates(name: str, owner: int, stages: set[int]) -> bool:
 
 
 def _return_through_last_stage(node: fx.Node, stage_of: dict[fx.Node, int]) -> None:
-    """A parameter that the model returns is an output of a stage."""
+    """Makes a parameter that the model returns an output of a stage."""
     output = next(iter(reversed(node.graph.nodes)))
     if output not in node.users:
         return

@@ -1,4 +1,4 @@
-"""The module of a stage: a graph with its parameters and buffers that can be sent elsewhere."""
+"""The module of a stage: a graph with its parameters and buffers that can be pickled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEPT_META = (MODULES, "stack_trace")
 
 
 class StageModule(fx.GraphModule):
-    """A graph module that pickles and copies as it is.
+    """A graph module that can be pickled and copied without tracing it again.
 
     `torch.fx.GraphModule` would trace its code again: updates of buffers would run while loading,
     unused parameters would be lost, and all buffers would become persistent. Shapes of intermediate
@@ -33,7 +33,7 @@ class StageModule(fx.GraphModule):
 
 
 def make_stage_module(holder: nn.Module, graph: fx.Graph) -> StageModule:
-    """A module that runs `graph` on the parameters and buffers of `holder`, which both share."""
+    """A module that runs `graph` on the parameters and buffers of `holder`."""
     result = StageModule(nn.Module(), fx.Graph())
     _share(holder, result)
     result.graph = graph
@@ -58,7 +58,7 @@ def _share(source: nn.Module, target: nn.Module) -> None:
 
 
 def _sharing(child: nn.Module) -> nn.Module:
-    """A submodule of its own, on the same tensors."""
+    """A copy of a submodule that holds the same tensors."""
     if isinstance(child, fx.GraphModule):
         return make_stage_module(child, copy.deepcopy(child.graph))
     return _holder(child)
@@ -69,14 +69,14 @@ def _sharing(child: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class _SavedReference:
-    """A node among the arguments of another."""
+    """The pickled form of a node that is another node's argument."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class _SavedOperator:
-    """An operator, which torch does not pickle."""
+    """The pickled form of an operator, which torch itself does not pickle."""
 
     name: str
     overload: str | None
@@ -84,7 +84,7 @@ class _SavedOperator:
 
 @dataclass(frozen=True)
 class _SavedNode:
-    """A node."""
+    """The pickled form of a node."""
 
     op: str
     name: str

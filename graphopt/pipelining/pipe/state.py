@@ -1,4 +1,4 @@
-"""Parameters, buffers and constants of a model: their names, ties, and how modules hold them."""
+"""Parameters, buffers and constants of a model: names, ties, and their place in modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphopt._compat import pipelining as _compat
 
 
 class State:
-    """The tensors that a traced model reads, by the qualified names that the model gives them."""
+    """The tensors that an exported model reads, by their qualified names in the model."""
 
     def __init__(self, module: nn.Module, traced: fx.GraphModule) -> None:
         self._traced = traced
@@ -26,14 +26,14 @@ class State:
         return list(self._named)
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        """The model's tensor of a name, or a constant of the trace; None for a graph."""
+        """The tensor of that name, a parameter or a constant of the trace; None for a graph."""
         if name in self._named:
             return self._named[name]
         value = operator.attrgetter(name)(self._traced)
         return value if isinstance(value, torch.Tensor) else None
 
     def aliases(self, name: str) -> list[str]:
-        """All names of the tensor of a name: several where parameters are tied."""
+        """All names of one tensor: several if parameters are tied."""
         tensor = self.tensor(name)
         return [other for other, t in self._named.items() if t is tensor] or [name]
 
@@ -42,7 +42,7 @@ class State:
         return isinstance(self.tensor(name), nn.Parameter)
 
     def place(self, target: nn.Module, name: str) -> None:
-        """Let `target` hold the tensor or graph of `name` under the same name."""
+        """Registers the tensor or graph of `name` in `target`, under the same name."""
         *path, leaf = name.split(".")
         for part in path:
             if part not in _compat.children_by_name(target):

@@ -1,1 +1,1 @@
-"""Stages of a pipeline: the class that schedules run, its graphs, and its gradients."""
+"""Pipeline stages that schedules run: the stage class, its compiled graphs, its gradients."""

@@ -1,4 +1,4 @@
-"""Sums of a parameter's gradient over microbatches, found in a captured stage."""
+"""Accumulation of a parameter's gradient over microbatches, found in a captured stage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class Gradients(Enum):
-    """How a backward leaves gradients of parameters: set, added to what was there, or averaged."""
+    """The way in which a backward leaves parameters' gradients: set, added to, or averaged."""
 
     SET = "set"
     ADD = "add"
@@ -26,7 +26,7 @@ class Gradients(Enum):
 
 @dataclass(frozen=True)
 class Accumulation:
-    """The sum of one parameter's gradients, as nodes.
+    """The nodes that accumulate one parameter's gradient over microbatches.
 
     Attributes:
         index: of the parameter among those with a gradient input.
@@ -43,7 +43,7 @@ class Accumulation:
 def find_accumulation(
     graph: fx.Graph, index: int, gradient: fx.Node, averaged: fx.Node
 ) -> Accumulation:
-    """What a graph does with one gradient; inserts what other microbatches do.
+    """Finds how a graph accumulates one gradient, and inserts the other microbatches' updates.
 
     Args:
         index: of the gradient.
@@ -65,16 +65,16 @@ def find_accumulation(
 
 
 def _added(gradient: fx.Node) -> list[fx.Node]:
-    """The addition to a gradient and what hooks do to the sum, in graph order, up to what they
-    leave. A hook may read the sum as often as it likes."""
-    readers = _following(gradient)
+    """The addition to a gradient and the hooks on the sum, in graph order. A hook may read the sum
+    as often as it likes."""
+    readers = _backward_readers(gradient)
     if len(readers) != 1 or not _adds(readers[0], gradient):
         raise GraphOptError(
             f"{input_name(gradient)} is not added up as autograd does it, so that the backwards of"
             " single microbatches cannot be told apart\n"
             "  hint:  leave out the pass that changes additions to gradients"
         )
-    found = _closure(readers[0], _following)
+    found = _reachable(readers[0], _backward_readers)
     left = [node for node in found if any(user not in found for user in node.users)]
     if len(left) != 1 or any(map(is_random, found)):
         what = "draws random numbers" if len(left) == 1 else f"leaves {len(left)} values"
@@ -83,15 +83,15 @@ def _added(gradient: fx.Node) -> list[fx.Node]:
             " cannot be told apart\n"
             "  hint:  change the gradient after the step of the schedule"
         )
-    return sorted(_closure(left[0], lambda node: found.intersection(node.all_input_nodes)))
+    return sorted(_reachable(left[0], lambda node: found.intersection(node.all_input_nodes)))
 
 
 def _adds(node: fx.Node, gradient: fx.Node) -> bool:
     return is_operator(node.target, "aten::add") and node.args[0] is gradient
 
 
-def _closure(start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """A node and all that is got to from it, step by step."""
+def _reachable(start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """All nodes that are reached from `start` by `following`, itself included."""
     found, pending = {start}, [start]
     while pending:
         new = {node for node in following(pending.pop()) if node not in found}
@@ -100,8 +100,8 @@ def _closure(start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]]) 
     return found
 
 
-def _following(node: fx.Node) -> list[fx.Node]:
-    """Who reads `node` in the backward."""
+def _backward_readers(node: fx.Node) -> list[fx.Node]:
+    """The nodes that read `node` in the backward."""
     return [
         user
         for user in node.users
@@ -110,7 +110,7 @@ def _following(node: fx.Node) -> list[fx.Node]:
 
 
 def _first(graph: fx.Graph, gradient: fx.Node, added: list[fx.Node]) -> fx.Node:
-    """What the gradient is when there was none before: nothing is added to it."""
+    """The gradient of the first microbatch, to which nothing is added."""
     start, new = added[0], added[0].args[1]
     assert isinstance(new, fx.Node)
     with graph.inserting_before(added[-1].next):
@@ -121,7 +121,7 @@ def _first(graph: fx.Graph, gradient: fx.Node, added: list[fx.Node]) -> fx.Node:
 
 
 def _own(graph: fx.Graph, new: fx.Node, gradient: fx.Node, like: fx.Node) -> fx.Node:
-    """A copy of `new`, laid out in memory as `gradient` is."""
+    """A copy of `new` in storage of its own, laid out in memory as `gradient` is."""
     if same_kind(new, gradient):
         return call_function_with_meta(graph, aten.clone.default, (new,), like=like)
     value = fake_value(gradient)

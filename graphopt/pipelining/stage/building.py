@@ -1,4 +1,4 @@
-"""A stage for schedules, built from the module of a stage and what is known of its pipe."""
+"""Construction of a stage for schedules, from the stage's module and the pipe's information."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def build_stage(
     device: torch.device | str,
     group: dist.ProcessGroup | None = None,
 ) -> Stage:
-    """A stage that runs `module`: that of a pipe, or what was made of it.
+    """Builds a stage that runs `module`: the pipe's own stage module, or one made from it.
 
     Args:
         module: `pipe.get_stage_module(index)`, or a module that takes and returns the same. Its
@@ -91,8 +91,8 @@ def build_stage(
 
 
 def _chained(module: nn.Module, index: int, pipe: Pipe, plan: ChainPlan) -> fx.GraphModule:
-    """The graph of a stage in the chain; of the pipe's own module it is shown that it does its part
-    of the model."""
+    """The graph of a stage in the chain, proven to do its part of the model if it is the pipe's
+    own."""
     chained = chain_stage(module, stage_nodes(pipe.split_gm.graph)[index], index, plan)
     if isinstance(module, StageModule):
         if level_of(None) != "off":
@@ -102,7 +102,7 @@ def _chained(module: nn.Module, index: int, pipe: Pipe, plan: ChainPlan) -> fx.G
 
 
 def _check_chain(top: fx.GraphModule, index: int, chained: fx.GraphModule, plan: ChainPlan) -> None:
-    """Show that a stage does its part, where the others are as they would be built."""
+    """Proves that a stage does its part, assuming that the others are built alike."""
     calls = enumerate(stage_nodes(top.graph))
     chain = [chain_stage(module_of(top, call), call, stage, plan) for stage, call in calls]
     chain[index] = chained

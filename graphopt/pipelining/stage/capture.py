@@ -1,4 +1,4 @@
-"""Capture one microbatch of a stage: its forward, backward and the average of its gradients.
+"""Capture of a stage's microbatch: forward, backward and the averages of its gradients.
 
 What is captured is the last microbatch of a step, in which gradients are added to those of the
 microbatches before it and then averaged. `division` makes the graphs of all microbatches from it.
@@ -32,7 +32,7 @@ from graphopt.tracing.layouts.trusted import check
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Tensors without data that a stage receives and sends for one microbatch.
+    """The tensors, without data, that a stage receives and sends for one microbatch.
 
     Attributes:
         received, sent: arguments and results; those with `requires_grad` have gradients.
@@ -48,7 +48,7 @@ class Microbatch:
     is_last: bool
 
     def fakes(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Arguments and gradients of results, as fake tensors."""
+        """The arguments and the gradients of the results, as fake tensors."""
         with _compat.new_fake_mode(corrected, check):
             inputs = [
                 self._fake(tensor, tensor.stride()).requires_grad_(tensor.requires_grad)
@@ -62,7 +62,7 @@ class Microbatch:
 
 
 class StageCapture:
-    """Captures a stage and applies passes to the graph.
+    """Captures a stage as a graph and applies passes to it.
 
     Args:
         stage: index of the stage.
@@ -81,7 +81,7 @@ class StageCapture:
         self._joint = JointCapture(topic, accumulated=False)  # see `_gradients_present`
 
     def capture(self, microbatch: Microbatch) -> CapturedStep:
-        """Capture one microbatch. With data parallelism all ranks of the group have to call it.
+        """Captures one microbatch; with data parallelism a collective call of the group.
 
         Raises:
             StageCompileError: the module cannot be captured.
@@ -96,8 +96,7 @@ class StageCapture:
             raise StageCompileError(self._stage, error.reason, hint=error.hint) from error
 
     def _capture(self, call: Call) -> CapturedStep:
-        """All stages up to the passes. What is left is done to each graph that the captured one is
-        divided into."""
+        """Runs the compile stages up to the passes; the rest runs on each divided graph."""
         for ranks in self._ways(call):
             with suppress(NotAsAgreedError), ranks:
                 captured = self._stages.capture(call, ranks)
@@ -141,7 +140,7 @@ class StageCapture:
 def run_microbatch(
     module: nn.Module, inputs: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:
-    """The function that is captured: forward, and backward with the gradients of the results."""
+    """Runs the forward, then the backward from the gradients of the results: this is captured."""
     results: tuple[torch.Tensor, ...] = module(*inputs)
     pairs = [(r, g) for r, g in zip(results, incoming, strict=True) if g is not None]
     if pairs:
@@ -151,7 +150,7 @@ def run_microbatch(
 
 @contextmanager
 def _gradients_present(module: nn.Module) -> Iterator[None]:
-    """While active, every parameter has a gradient, which its backward adds to."""
+    """While active, every parameter has a gradient, to which a backward adds."""
     before = [(parameter, parameter.grad) for parameter in module.parameters()]
     try:
         for parameter, _ in before:

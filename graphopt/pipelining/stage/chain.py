@@ -38,7 +38,7 @@ class ChainPlan:
 
 
 def plan_chain(graph: fx.Graph) -> ChainPlan:
-    """Find for each boundary the values that are made before it and read after it."""
+    """The values that cross each stage boundary: made before it and read after it."""
     calls = stage_nodes(graph)
     returned = list(dict.fromkeys(get_output(graph).all_input_nodes))
     made_by = {value: index for index, call in enumerate(calls) for value in results(call).values()}
@@ -58,7 +58,7 @@ def plan_chain(graph: fx.Graph) -> ChainPlan:
 
 
 def chain_stage(module: nn.Module, call: fx.Node, stage: int, plan: ChainPlan) -> fx.GraphModule:
-    """The module of a stage in the chain: a flat function of received tensors.
+    """The module of a stage as a flat function of received tensors.
 
     It holds the parameters and buffers of the stage itself, under the same names; or `module`
     itself as `stage`, where that is no `StageModule`.
@@ -87,7 +87,7 @@ def chain_stage(module: nn.Module, call: fx.Node, stage: int, plan: ChainPlan) -
 def weights_meet_inputs(
     graph: fx.Graph, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]
 ) -> bool:
-    """True if every gradient of a stage comes from where a received value was read.
+    """True if all gradients of a stage flow through nodes that read a received value.
 
     Schedules that divide the backward find the weight gradients to compute later between outputs
     and inputs. They would miss a parameter that is sent without having met an input, because a

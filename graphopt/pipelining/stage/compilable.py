@@ -30,7 +30,7 @@ DEFAULT_PIPELINE = "comm_fusion_with_concat -> schedule_comm_wait"
 
 
 class CompilableStage(PipelineStage):
-    """One stage of a pipeline, whose module runs as it is until `compile` makes graphs of it.
+    """A pipeline stage whose module runs eagerly until `compile` makes graphs of it.
 
     Attributes:
         submod: the module; its parameters and buffers have the model's names.
@@ -79,7 +79,7 @@ class CompilableStage(PipelineStage):
         lower: str | Options | None = None,
         verify: str | None = None,
     ) -> Self:
-        """Let the stage run as graphs, in place.
+        """Compiles the stage in place: from then on it runs as graphs.
 
         Forward and backward of one microbatch, with the average of its gradients where there is
         one, are captured as one graph, to which the passes are applied. What runs in a step is made
@@ -128,7 +128,7 @@ class CompilableStage(PipelineStage):
         return self
 
     def _captured(self) -> nn.Module:
-        """A function of what the stage receives, to what it sends."""
+        """The function that is captured: from received tensors to sent ones."""
         return self.submod
 
     def _microbatch(self) -> Microbatch:
@@ -196,7 +196,7 @@ class CompilableStage(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """Run the forward of one microbatch: what a schedule calls."""
+        """Runs the forward of one microbatch; called by schedules."""
         args, kwargs = self._inputs(args, kwargs or {})
         if self.has_backward:
             self._unfinished.add(fwd_chunk_id)
@@ -210,7 +210,7 @@ class CompilableStage(PipelineStage):
         return self._output.nest(sent)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the forward of one microbatch: what `forward_one_chunk` calls."""
+        """Computes the forward of one microbatch; called by `forward_one_chunk`."""
         if self._compiled is None:
             return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
         return self._compiled.forward(args, self.has_backward)
@@ -222,7 +222,7 @@ class CompilableStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Run the backward of one microbatch: what a schedule calls."""
+        """Runs the backward of one microbatch; called by schedules."""
         if self._compiled is not None:
             self._look_at_loss(self._compiled, bwd_chunk_id, loss)
             self._compiled.full, self._compiled.last = full_backward, last_backward
@@ -235,7 +235,7 @@ class CompilableStage(PipelineStage):
             self._unfinished.discard(bwd_chunk_id)
 
     def _look_at_loss(self, compiled: CompiledStage, chunk: int, loss: Any) -> None:
-        """See, in the first backward of a loss that depends on results, on which of them."""
+        """Finds, in the first backward of a loss, which results the loss depends on."""
         if not self._returned:
             return
         returned = self._returned.pop(chunk)
@@ -249,26 +249,26 @@ class CompilableStage(PipelineStage):
             self._returned = None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Run what is left of the backward of one microbatch: what a schedule calls."""
+        """Computes the weight gradients of one microbatch; called by schedules."""
         if self._compiled is not None:
             self._compiled.last = last_backward
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self._unfinished.discard(bwd_chunk_id)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Complete the gradients of a step: what a schedule calls last."""
+        """Completes the gradients of a step; the last call of a schedule."""
         if self._compiled is not None:
             self._compiled.average()
         super().perform_reduce_grad(grad_scale_factor)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Divide the gradients of a step: what some schedules call in place of the above."""
+        """Divides the gradients of a step; some schedules call it instead of `perform_reduce_grad`."""
         if self._compiled is not None:
             self._compiled.average()
         super().scale_grads(grad_scale_factor)
 
     def clear_runtime_states(self) -> None:
-        """Begin a step: what a schedule calls first."""
+        """Begins a step; the first call of a schedule."""
         super().clear_runtime_states()
         self._unfinished.clear()
         if self._returned:
@@ -279,7 +279,7 @@ class CompilableStage(PipelineStage):
     def _inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the module is called with, of what the schedule gives to the stage."""
+        """The arguments of the module, of those that the schedule gives to the stage."""
         # Schedules give every stage of the first rank the model's keyword arguments.
         return (self._flat(args, kwargs) if self.is_first else args), {}
 
@@ -304,4 +304,4 @@ def _gradients(loss: Any, of: Sequence[torch.Tensor]) -> Sequence[torch.Tensor |
 
 
 def _nothing_left() -> None:
-    """Weight gradients of a stage whose backward is not divided: computed with the others."""
+    """The weight backward of a stage whose backward is not divided: nothing to compute."""

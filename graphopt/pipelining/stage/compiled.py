@@ -1,4 +1,4 @@
-"""Runs a compiled stage: its graphs, under the schedules of `torch.distributed.pipelining`."""
+"""Execution of a compiled stage under the schedules of `torch.distributed.pipelining`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def compile_stage(
     lower: str | Options | None,
     verify: str | None,
 ) -> CompiledStage:
-    """See `Stage.compile`."""
+    """Compiles a stage; see `Stage.compile`."""
     stages = stages_for(pipeline, lower, verify)
     if stages.options is not None and stages.options.cudagraphs:
         raise StageCompileError(
@@ -67,7 +67,7 @@ def compile_stage(
 
 
 class CompiledStage:
-    """The graphs of one stage, each made when it is first needed.
+    """The compiled graphs of one stage, each made when it is first needed.
 
     Args:
         stage: its index.
@@ -114,18 +114,18 @@ class CompiledStage:
 
     @property
     def constant(self) -> list[int]:
-        """Tensors that the stage sends without gradients."""
+        """The positions of sent tensors that carry no gradient."""
         sent = self._microbatch.sent
         return [index for index, tensor in enumerate(sent) if not tensor.requires_grad]
 
     def _parameters(self) -> list[torch.Tensor]:
-        """Those whose gradients the backward computes."""
+        """The parameters whose gradients the backward computes."""
         gradients = self._captured.live.gradients
         return [gradients[a.index].owner.tensor for a in self._backward.accumulations]
 
     def fit_to(self, gradients: Values) -> bool:
-        """Capture a backward for gradients of what the stage sends that are missing or laid out in
-        memory otherwise than the one there is takes them.
+        """Captures another backward if these incoming gradients are missing, or laid out,
+        differently from those that it was captured for.
 
         Autograd computes less for missing gradients, and perhaps other bits for other layouts.
         With data parallelism all ranks of the group have to call it.
@@ -141,7 +141,7 @@ class CompiledStage:
         return True
 
     def _agree(self, incoming: Layouts) -> Layouts:
-        """The layouts that fit the gradients of all ranks, of which each sees its own loss."""
+        """The gradient layouts that fit all ranks, each of which sees only its own loss."""
         if self._parallel is None:
             return incoming
         group = self._parallel.everyone
@@ -165,7 +165,7 @@ class CompiledStage:
         return self._stages.regions
 
     def begin_step(self, has_backward: bool) -> None:
-        """To be called before the first microbatch.
+        """Begins a step; called before the first microbatch.
 
         Raises:
             StageCompileError: the module is not as it was compiled.
@@ -191,13 +191,13 @@ class CompiledStage:
         return self._parallel is not None and self._parallel.broadcast_buffers
 
     def forward(self, inputs: Sequence[torch.Tensor], has_backward: bool) -> tuple[Any, ...]:
-        """Run the forward of one microbatch. Returns what the stage sends."""
+        """Runs the forward of one microbatch; returns the tensors that the stage sends."""
         if self._buffers_due:
             self._buffers_due = False
             self._receive_buffers()
         inputs = [value.contiguous() for value in inputs]
         if has_backward and len(self.constant) < len(self._microbatch.sent):
-            results: tuple[Any, ...] = _Run.apply(self, self._anchor, *inputs)
+            results: tuple[Any, ...] = _MicrobatchFunction.apply(self, self._anchor, *inputs)
             return results
         results, _, _ = self._run(self._graph("evaluation"), inputs, (), [])
         return self._sent(results, ())
@@ -211,7 +211,7 @@ class CompiledStage:
     def run_forward(
         self, inputs: Sequence[torch.Tensor]
     ) -> tuple[tuple[torch.Tensor, ...], list[Any]]:
-        """Run the forward; returns the tensors to send, and those that the backward needs."""
+        """Runs the forward; returns the tensors to send and those kept for the backward."""
         results, _, kept = self._run(self._graph("forward"), inputs, (), [])
         return self._sent(results, kept), list(kept)
 
@@ -225,14 +225,14 @@ class CompiledStage:
         return tuple(map(no_view, values))
 
     def _states(self) -> list[torch.Tensor]:
-        """Parameters and buffers, as graphs take them."""
+        """The parameters and buffers in the graphs' order."""
         return [
             holder.base() if isinstance(holder, Storage) else holder.live()
             for holder in self._captured.live.placeholders
         ]
 
     def run_backward(self, kept: list[Any], gradients: Values) -> list[torch.Tensor | None]:
-        """Run the backward of one microbatch, or that part of it that the schedule wants now.
+        """Runs the backward of one microbatch, or the part that the schedule asks for.
 
         Args:
             kept: what the forward kept.
@@ -254,14 +254,14 @@ class CompiledStage:
         return self._input_gradients(results)
 
     def take_weights_left(self) -> Callable[[], None]:
-        """What is left of the backward that has just run: to be called when the schedule wants it,
-        with `last` set."""
+        """Takes over the weight backward that is still to run; the schedule calls it later, with
+        `last` set."""
         left, self._weights_left = self._weights_left, None
-        return (lambda: left(self.last)) if left is not None else _nothing
+        return (lambda: left(self.last)) if left is not None else _no_weights_left
 
     def refuse_hooks_on_sums(self) -> None:
-        """Refuse hooks that torch would not call: where it divides a backward, it adds gradients up
-        itself.
+        """Refuses hooks that torch would not call, because it adds up the gradients of a divided
+        backward itself.
 
         Raises:
             StageCompileError: a parameter has one.
@@ -309,7 +309,7 @@ class CompiledStage:
         return [None if result is None else result.of(value) for result, value in pairs]
 
     def average(self) -> None:
-        """Wait for the averages of gradients that the last backward has launched."""
+        """Waits for the averages of gradients that the last backward has launched."""
         launched, self._launched = self._launched, None
         if launched is not None:
             self._run(self._graph("average"), (), (), launched)
@@ -335,7 +335,7 @@ class CompiledStage:
         return self._graphs[key]
 
     def _prove(self, key: tuple[Any, ...], graph: StageGraph) -> None:
-        """Show that a graph is the part of the captured stage for which it stands."""
+        """Proves that a graph is the part of the captured stage that it stands for."""
         if self._stages.manager.settings.verify == "off" or key == ("average",):
             return
         if self._proof is None:
@@ -368,8 +368,8 @@ class CompiledStage:
             return graph(*flat, kept)
 
 
-class _Run(torch.autograd.Function):
-    """One microbatch, as autograd sees it: the schedule differentiates through it."""
+class _MicrobatchFunction(torch.autograd.Function):
+    """One microbatch as an autograd function, so that the schedule differentiates through it."""
 
     @staticmethod
     def forward(
@@ -387,5 +387,5 @@ class _Run(torch.autograd.Function):
         return None, None, *context.stage.run_backward(kept, gradients)
 
 
-def _nothing() -> None:
-    """Nothing is left of a whole backward."""
+def _no_weights_left() -> None:
+    """The weight backward after a whole backward: nothing to compute."""

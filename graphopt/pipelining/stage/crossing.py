@@ -20,7 +20,7 @@ Names = dict[fx.Node, str]
 
 @dataclass
 class Crossing:
-    """Values that one graph computes and a later one needs.
+    """The values that one graph of a stage computes and a later one needs.
 
     Attributes:
         slots: each value, as the later graph reads it, with its position among the kept values.
@@ -31,13 +31,13 @@ class Crossing:
     kept: list[fx.Node] = field(default_factory=list)
 
     def add(self, value: fx.Node, kept: fx.Node) -> None:
-        """Keep `value`, for which the earlier graph returns `kept`."""
+        """Adds `value`, for which the earlier graph returns `kept`."""
         self.slots[value] = len(self.slots)
         self.kept.append(kept)
 
 
 def closure(roots: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """`roots` and all that they need, without what is in `stop`."""
+    """The nodes `roots` and everything that they need, up to nodes in `stop`."""
     found: set[fx.Node] = set()
     pending = list(roots)
     while pending:
@@ -51,7 +51,7 @@ def closure(roots: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.
 def find_crossing(
     roots: Iterable[fx.Node], early: Collection[fx.Node], slots: Collection[fx.Node] = ()
 ) -> Iterator[fx.Node]:
-    """Values computed `early` that `roots` need, views aside.
+    """The values computed in `early` that `roots` need; views are made again instead.
 
     Args:
         slots: what is kept already.
@@ -69,7 +69,7 @@ def find_crossing(
 
 
 def with_items(nodes: set[fx.Node]) -> Iterator[fx.Node]:
-    """`nodes` and the items of those that compute several values."""
+    """The nodes, and the `getitem` nodes of those that compute several values."""
     yield from nodes
     for node in nodes:
         if isinstance(known_value(node), (list, tuple)):
@@ -77,14 +77,13 @@ def with_items(nodes: set[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _is_free(node: fx.Node) -> bool:
-    """True if a value costs nothing to make again: views, and constants of the module."""
+    """True if a value costs nothing to compute again: views, and constants of the module."""
     return node.op == "get_attr" or is_pure_view(node)
 
 
 class ValueNames:
-    """Names that say how a value is computed: in captures of the same function, nodes of one name
-    have the same value. Names given by different objects of this class mean nothing to each other.
-    """
+    """Names by which the same value is found in two captures of one function. Names given by
+    different objects of this class mean nothing to each other."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""A stage moved to the device it runs on."""
+"""Moving of a stage to the device that it runs on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphopt import _compat
 
 
 def move_to_device(stage: fx.GraphModule, device: torch.device) -> None:
-    """Move parameters and buffers, and let operators that name a device name this one.
+    """Moves parameters and buffers, and changes the device that operators in the graph name.
 
     Tensors on the meta device stay there; `to_empty` gives them memory.
     """

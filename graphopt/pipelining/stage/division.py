@@ -1,4 +1,4 @@
-"""A captured stage, divided into the graphs that a schedule runs at different times.
+"""Division of a captured stage into the graphs that a schedule runs at different times.
 
     forward ──► full backward                        of one microbatch
     forward ──► input backward ──► weight backward   of one microbatch, under zero-bubble schedules
@@ -54,18 +54,18 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Result:
-    """A result of a graph: what `node` gives, or a view of it."""
+    """A result of a graph: the value of `node`, or a view of it."""
 
     node: fx.Node
     view: View | None = None
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        """The result, given the value of the node."""
+        """The result, from the value of the node."""
         return value if self.view is None else self.view.made(value)
 
 
 class StageDivision:
-    """The graphs of one stage.
+    """The graphs that a captured stage is divided into.
 
     Args:
         captured: the last microbatch of a step, after all passes.
@@ -112,7 +112,7 @@ class StageDivision:
             self._crossing = self._as_kept_by(forward)
 
     def _as_kept_by(self, forward: StageDivision) -> Crossing:
-        """The values that this backward needs, with the places that they have in `forward`."""
+        """The values that this backward needs, at the slots where `forward` keeps them."""
         table = ValueNames()
         names = table.of(forward._root, forward._graph, forward._early)
         place = {names[node]: slot for node, slot in forward._crossing.slots.items()}
@@ -124,11 +124,11 @@ class StageDivision:
         return Crossing(slots, forward._crossing.kept)
 
     def evaluation(self) -> StageGraph:
-        """The forward without a backward. Returns the stage's results."""
+        """The forward graph for evaluation, without a backward; returns the stage's results."""
         return self._forward([])
 
     def forward(self) -> StageGraph:
-        """The forward. Returns the stage's results, and carries what the backward needs."""
+        """The forward graph; returns the stage's results and keeps values for the backward."""
         return self._forward(self._crossing.kept)
 
     def _forward(self, kept: list[fx.Node]) -> StageGraph:
@@ -140,7 +140,8 @@ class StageDivision:
         return extract(self._root, self._graph, outputs, needed, {})
 
     def backward(self, gradients: Gradients) -> StageGraph:
-        """The whole backward. Returns gradients of the arguments, None where there is none."""
+        """The graph of the whole backward; returns the arguments' gradients, None where there is
+        none."""
         updates, carried = self._left_behind(gradients)
         slots = self._crossing.slots
         needed = closure([*self._backward_roots(), *updates, *carried], slots)
@@ -148,8 +149,8 @@ class StageDivision:
         return extract(self._root, self._graph, outputs, needed, slots)
 
     def input_backward(self) -> StageGraph:
-        """The gradients of the arguments alone. Carries what the weight backward needs beyond what
-        the forward has kept."""
+        """The graph of the arguments' gradients alone; keeps further values for the weight
+        backward."""
         needed, crossing = self._input_part()
         slots = self._crossing.slots
         outputs = Outputs(self._gradient_nodes(), [], list(crossing.kept))
@@ -158,8 +159,8 @@ class StageDivision:
         return extract(self._root, self._graph, outputs, needed, slots, shared)
 
     def weight_backward(self, gradients: Gradients) -> StageGraph:
-        """The rest of the backward, which takes what the forward has kept and, after that, what the
-        input backward carries."""
+        """The graph of the weights' gradients, from values that the forward and the input backward
+        keep."""
         _, crossing = self._input_part()
         slots = self._crossing.slots | {
             node: len(self._crossing.kept) + slot for node, slot in crossing.slots.items()
@@ -175,7 +176,7 @@ class StageDivision:
         return needed | set(crossing.kept), crossing
 
     def average(self) -> StageGraph:
-        """Waits for the averages that the last backward has launched, which it takes, and updates
+        """The graph that waits for averages launched by the last backward, and updates the
         gradients."""
         updates = [accumulation.averaged for accumulation in self.accumulations]
         slots = self._launched.slots
@@ -186,7 +187,7 @@ class StageDivision:
         return [node for acc in self.accumulations for node in (acc.first, acc.averaged)]
 
     def _left_behind(self, gradients: Gradients) -> tuple[list[fx.Node], list[fx.Node]]:
-        """State updates, and carried values."""
+        """The state updates and the carried values of a backward."""
         if gradients is Gradients.AVERAGE:
             return [], list(self._launched.kept)
         if gradients is Gradients.SET:
@@ -194,8 +195,8 @@ class StageDivision:
         return [accumulation.added for accumulation in self.accumulations], []
 
     def _backward_roots(self) -> list[fx.Node]:
-        """What every backward computes first: gradients of arguments, and random numbers, which
-        keep their order."""
+        """The values that every backward computes first: gradients of arguments, and random
+        numbers, which keep their order."""
         random = [n for n in self._graph.nodes if is_random(n) and n not in self._early]
         return [*(node for node in self._gradient_nodes() if node is not None), *random]
 
@@ -214,7 +215,7 @@ class StageDivision:
         return {*with_items(early), *self._inputs} - {*self._states}
 
     def _find_launched(self) -> Crossing:
-        """What the last backward hands to `average`: collectives under way."""
+        """The collectives that the last backward launches and `average` waits for."""
         updates = [accumulation.averaged for accumulation in self.accumulations]
         needed = closure(updates)
         launches = closure(node for node in needed if is_collective(node))
@@ -225,7 +226,7 @@ class StageDivision:
     def _cross(
         self, roots: list[fx.Node], early: set[fx.Node], slots: Collection[fx.Node] = ()
     ) -> Crossing:
-        """What `roots` need of what is computed `early` and is not in `slots`."""
+        """The values computed in `early`, and not in `slots`, that `roots` need."""
         changing = {node for node in self._states if node in self._updated}
         crossing = Crossing()
         for node in find_crossing(roots, (early - {*self._states}) | changing, slots):
@@ -233,7 +234,7 @@ class StageDivision:
         return crossing
 
     def _as_it_is(self, node: fx.Node) -> fx.Node:
-        """A value that no update changes before the backward reads it."""
+        """The value of `node` before any update: itself, or a copy if an update changes it."""
         if node not in self._updated and not is_operator(node.target, "aten::copy_"):
             return node
         if node not in self._copies:
@@ -250,7 +251,7 @@ class StageDivision:
     # ------------------------------------------------------------------------ results
 
     def _result(self, recipe: Recipe) -> Result:
-        """What the stage sends, or a gradient: of its own, or a view of one of its inputs."""
+        """The result for a recipe: a value of the stage's own, or a view of one of its inputs."""
         if isinstance(recipe, Computed):
             return Result([*self._outputs.results, *self._outputs.carried][recipe.index])
         assert isinstance(recipe, (Live, View)), "a stage sends tensors"
@@ -273,13 +274,13 @@ class StageDivision:
 
 
 def _runs_early(node: fx.Node) -> bool:
-    """True if a node that depends on no gradient was computed by the forward."""
+    """True if the forward computes a node that depends on no gradient."""
     phase = phase_of(node)
     return phase == "forward" or (phase != "backward" and is_needed(node))
 
 
 def _computed(node: fx.Node, phase: str) -> fx.Node:
-    """`node`, no longer described as the input that it was made from."""
+    """Removes from `node` the metadata of the input that it was copied from."""
     for key in (KIND, NAME, RETURNED):
         node.meta.pop(key, None)
     set_phase(node, phase)

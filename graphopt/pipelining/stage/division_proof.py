@@ -1,4 +1,4 @@
-"""Proof that the graphs of a compiled stage do together what the captured stage does.
+"""Proof that the graphs of a compiled stage together compute what the captured stage does.
 
     forward ─kept─► backward ─launched─► average                     =  the captured microbatch
     forward ─kept─► input backward ─kept─► weight backward ─► …      =  the captured microbatch
@@ -55,7 +55,7 @@ Pieces = Mapping[tuple[Any, ...], StageGraph]
 
 
 class DivisionProof:
-    """Shows that a stage is divided right, piece by piece as they are made.
+    """Proves that a stage is divided right, graph by graph as they are made.
 
     Args:
         stage: its index.
@@ -72,7 +72,7 @@ class DivisionProof:
         self._known: dict[Gradients | str, tuple[Evaluation, Named]] = {}
 
     def check(self, key: tuple[Any, ...], pieces: Pieces) -> None:
-        """Show that a piece does what it has to do, after those that run before it.
+        """Proves that a graph does its part, given the graphs that run before it.
 
         Args:
             key: of the piece.
@@ -95,7 +95,7 @@ class DivisionProof:
             raise VerificationError(_refusal(self._stage, key, found))
 
     def _whole(self, wanted: Gradients | str) -> tuple[Evaluation, Named]:
-        """What the captured microbatch leaves, as far as a piece takes part in it."""
+        """The results and updates of the captured microbatch that the divided graph computes."""
         if wanted not in self._known:
             graph, named = left_by_microbatch(self._captured, wanted)
             self._known[wanted] = evaluate_graph(graph, self._terms), named
@@ -123,7 +123,7 @@ class DivisionProof:
 
 
 class _Microbatch:
-    """One microbatch as pieces run it.
+    """One microbatch as the divided graphs run it, composed into one graph.
 
     Args:
         captured: which placeholders the pieces take, by position.
@@ -152,7 +152,7 @@ class _Microbatch:
         self.changing = {self._inputs[position] for position in self._mutable}
 
     def composed(self, key: tuple[Any, ...], pieces: Pieces) -> fx.Graph:
-        """One graph of a piece and those that run before it, up to where its work is complete."""
+        """One graph of a divided graph and those that run before it."""
         name, *options = key
         if name in ("evaluation", "forward"):
             return self._finish(self._run(pieces[key], [], "forward").carried)
@@ -168,8 +168,8 @@ class _Microbatch:
         return self._finish(left)
 
     def _run(self, piece: StageGraph, kept: Sequence[Any], when: str) -> Outputs:
-        """Run a piece. What is kept for a slot that it has taken is still there: that it is not is
-        an error when it runs."""
+        """Inlines one divided graph. Values that it takes from a slot stay there; a wrong order of
+        taking is found when it runs."""
         positions = iter(piece.positions)
         arguments = [
             kept[node.meta[SLOT]] if SLOT in node.meta else self._input(next(positions), when)
@@ -186,8 +186,8 @@ class _Microbatch:
         return Outputs(results, updates, carried)
 
     def _input(self, position: int, when: str) -> fx.Node:
-        """An input as it is when a piece runs: between two of them, those of other microbatches
-        update buffers and gradients."""
+        """An input at the time that a graph runs: other microbatches may have updated buffers and
+        gradients in between."""
         own = self._inputs[position]
         times = _IN_BACKWARD if position in self._gradients else ("forward",)
         if position not in self._mutable or when in times:
@@ -201,7 +201,7 @@ class _Microbatch:
 
 
 def _changed_meanwhile(found: Evaluation, changing: Collection[fx.Node]) -> Iterator[Problem]:
-    """What is kept may not lie where other microbatches write."""
+    """Yields a problem for each kept value in storage that other microbatches write."""
     for owner, places in found.aliases.items():
         for kind, index in places:
             if owner in changing and kind == "carried":
@@ -213,7 +213,8 @@ def _changed_meanwhile(found: Evaluation, changing: Collection[fx.Node]) -> Iter
 
 
 def _without_kept(found: Evaluation) -> Evaluation:
-    """What is kept is for the next piece alone, and may be what is sent, as in autograd."""
+    """Drops kept values from the comparison: they are for the next graph alone, and may share
+    storage with sent values, as in autograd."""
     aliases = {
         owner: [place for place in places if place[0] != "carried"]
         for owner, places in found.aliases.items()

@@ -1,4 +1,4 @@
-"""Strides of gradients: graphs are captured for one layout, on which their bits depend."""
+"""Strides of incoming gradients: a backward is captured for one layout, which decides its bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ Layouts = tuple["tuple[int, ...] | None", ...]
 
 
 def strides_of(gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> Layouts:
-    """The strides of gradients, None where there is none; of a contiguous one those of `like`."""
+    """The strides of gradients, None for a missing one; contiguous ones count as laid out as
+    `like`."""
     return tuple(
         None
         if gradient is None
@@ -25,8 +26,7 @@ def strides_of(gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Te
 def common_layouts(
     everyone: Sequence[Sequence[Sequence[int] | None]], like: Sequence[torch.Tensor]
 ) -> Layouts:
-    """What several ranks take: a gradient is missing where it is missing on all of them, and has
-    the strides of `like` where they differ."""
+    """The layouts for all ranks: missing if missing on all, and as `like` where ranks differ."""
     found: list[tuple[int, ...] | None] = []
     for layouts, sent in zip(zip(*everyone, strict=True), like, strict=True):
         different = {None if layout is None else tuple(layout) for layout in layouts}
@@ -37,7 +37,7 @@ def common_layouts(
 def laid_out(
     gradient: torch.Tensor | None, like: torch.Tensor, stride: tuple[int, ...], device: torch.device
 ) -> torch.Tensor:
-    """A gradient with the strides that a graph was captured with; zeros where there is none.
+    """The gradient with the captured strides; zeros for a missing one.
 
     Args:
         like: has its shape and dtype.
@@ -50,12 +50,12 @@ def laid_out(
 
 
 def _overlaps(stride: tuple[int, ...], like: torch.Tensor) -> bool:
-    """True if several elements of a tensor are one place in memory, so that it cannot be filled."""
+    """True if several elements of a tensor share one place in memory."""
     return any(step == 0 and size > 1 for step, size in zip(stride, like.shape, strict=True))
 
 
 def to_add_to(owner: torch.Tensor) -> torch.Tensor:
-    """The gradient of a parameter, laid out as autograd does it.
+    """The gradient that a backward adds to, laid out as autograd lays it out.
 
     Where there is none it is -0.0, to which any number may be added without changing a bit of it.
     """

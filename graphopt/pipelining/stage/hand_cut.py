@@ -46,7 +46,7 @@ class HandCut(_private.BeforeForwards, CompilableStage):
         examples = _tensors(input_args, f"input_args of {where}")
         module.to(device)
         received = tuple(_described(t, index > 0 or t.requires_grad) for t in examples)
-        self._body = _Body(module, index, index == num_stages - 1)
+        self._body = _StageBody(module, index, index == num_stages - 1)
         result = self._body.result_on(received, output_args, device)
         leaves, spec = _compat.tree_flatten(result)
         sent = tuple(
@@ -85,7 +85,7 @@ class HandCut(_private.BeforeForwards, CompilableStage):
         return args, kwargs
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the forward of one microbatch: what `forward_one_chunk` calls."""
+        """Computes the forward of one microbatch; called by `forward_one_chunk`."""
         if not self.is_first:
             _compare(args, self._received, f"what stage {self.stage_index} receives")
         if self._compiled is not None:
@@ -94,7 +94,7 @@ class HandCut(_private.BeforeForwards, CompilableStage):
         return self._body.leave(super().forward_maybe_with_nosync(*entered, **kwargs))
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Run the backward of one microbatch: what a schedule calls."""
+        """Runs the backward of one microbatch; called by schedules."""
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if not self.is_first:
             # The previous stage waits for a gradient also of what this one has not read.
@@ -106,7 +106,7 @@ class HandCut(_private.BeforeForwards, CompilableStage):
             )
 
     def before_first_forward(self) -> None:
-        """Compare what is sent with what the next stage receives, on both their ranks."""
+        """Compares the tensors that are sent with those that the next stage expects, on both ranks."""
         problem: str | None = None
         before, after = self.stage_index - 1, self.stage_index + 1
         if not self.is_first and not self._is_here(before):
@@ -142,8 +142,8 @@ class HandCut(_private.BeforeForwards, CompilableStage):
         return heard[0]
 
 
-class _Body(nn.Module):
-    """The module of a stage, with what is done to the tensors it receives and sends.
+class _StageBody(nn.Module):
+    """The module of a stage, with the conversions of received and sent tensors.
 
     Attributes:
         sent: descriptions of what it sends, once they are known.
@@ -161,11 +161,11 @@ class _Body(nn.Module):
         return self.leave(self.module(*self.enter(received)))
 
     def enter(self, received: Sequence[Any]) -> list[Any]:
-        """The module's arguments."""
+        """Converts received tensors to the module's arguments."""
         return [receive(v) if self._index and v.requires_grad else v for v in received]
 
     def leave(self, result: Any) -> Tensors:
-        """Tensors to send, of those that the module returned; of the last stage, all."""
+        """The tensors to send, among those that the module returned; all, for the last stage."""
         leaves, spec = _compat.tree_flatten(result)
         tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         constants = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
@@ -182,7 +182,7 @@ class _Body(nn.Module):
         return tuple(send(_with_gradient(tensor)) for tensor in tensors)
 
     def result_on(self, received: Tensors, expected: Any, device: torch.device) -> Any:
-        """Result of the module for fake tensors, or `expected` where it does not run on them.
+        """The module's result on fake tensors, or `expected` if it does not run on them.
 
         The module stays as it is.
         """
@@ -205,7 +205,7 @@ class _Body(nn.Module):
         return result
 
     def leave_structure(self, result: Any) -> None:
-        """Take note of how the result is nested."""
+        """Records how the module's result is nested."""
         leaves, self._spec = _compat.tree_flatten(result)
         self._constants = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
 
@@ -220,7 +220,7 @@ class _Body(nn.Module):
 
 
 class _WithGradient(torch.autograd.Function):
-    """Identity to a tensor that requires a gradient, which nobody reads."""
+    """Identity to a tensor that requires a gradient which nobody reads."""
 
     @staticmethod
     def forward(context: Any, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Results and updates of a captured microbatch, by the graphs of its stage that make them.
+"""The parts of a captured microbatch, as the proof expects each graph of the stage to compute them.
 
 Made of the captured graph alone, without its division: another microbatch than the last does not
 average its gradients, and the first one has none to add to.
@@ -32,7 +32,7 @@ Named = list[tuple[str, View | None]]
 
 
 def mutable_inputs(captured: CapturedStep) -> dict[int, str]:
-    """The placeholders that a microbatch updates, by position, with their targets."""
+    """The placeholders that a microbatch updates: their targets by position."""
     graph = captured.graph_module.graph
     updated = {update.args[0] for update in get_outputs(graph).updates}
     placeholders = enumerate(graph.find_nodes(op="placeholder"))
@@ -40,13 +40,13 @@ def mutable_inputs(captured: CapturedStep) -> dict[int, str]:
 
 
 def gradient_positions(captured: CapturedStep) -> range:
-    """The placeholders that are gradients of parameters."""
+    """The positions of the placeholders that are gradients of parameters."""
     start = len(captured.live.placeholders) + len(captured.live.states)
     return range(start, start + len(captured.live.gradients))
 
 
 def left_by_microbatch(captured: CapturedStep, wanted: Gradients | str) -> tuple[fx.Graph, Named]:
-    """A graph of its own that computes what a microbatch leaves.
+    """A separate graph of the results and updates that a microbatch leaves.
 
     Args:
         captured: the last microbatch of a step.
@@ -89,7 +89,7 @@ def left_by_microbatch(captured: CapturedStep, wanted: Gradients | str) -> tuple
 def _given(
     recipe: Recipe, graph: fx.Graph, updated: dict[fx.Node, fx.Node]
 ) -> tuple[fx.Node, View | None]:
-    """The node that gives a result, and which view of it that is."""
+    """The node that gives a result, and the view of it that the result is."""
     if isinstance(recipe, Computed):
         outputs = get_outputs(graph)
         return [*outputs.results, *outputs.carried][recipe.index], None
@@ -102,8 +102,8 @@ def _given(
 
 
 def _sum(gradient: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """A gradient, the sum with what was there before, and what the backward makes of the sum, which
-    hooks may change. Who averages it then is no part of the backward."""
+    """A gradient, its sum with the one before, and the value that hooks make of the sum. The
+    average is no part of it."""
     readers = list(filter(_in_backward, gradient.users))
     if len(readers) != 1 or not is_operator(readers[0].target, "aten::add"):
         raise VerificationError(f"%{gradient.name} is not added up as autograd does it")
@@ -129,7 +129,7 @@ def _update(graph: fx.Graph, gradient: fx.Node, value: fx.Node) -> fx.Node:
 
 
 def _alone(graph: fx.Graph, gradient: fx.Node, added: fx.Node, last: fx.Node) -> fx.Node:
-    """What the backward makes of a gradient to which nothing is added, laid out as the sum is."""
+    """The backward's gradient without one to add to, laid out as the sum is."""
     new = next(node for node in added.all_input_nodes if node is not gradient)
     held = fake_value(gradient)
     with graph.inserting_before(added):
@@ -145,7 +145,7 @@ def _alone(graph: fx.Graph, gradient: fx.Node, added: fx.Node, last: fx.Node) ->
 
 
 def _drop_unread(graph: fx.Graph) -> None:
-    """Nodes that nobody reads do nothing, but for those that draw random numbers."""
+    """Removes nodes that nobody reads, except those that draw random numbers."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not is_random(node):
             graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Gradients of parameters that several stages hold, added up over the stages."""
+"""Sums of the gradients of parameters that several stages hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def reduce_replicated_gradients(*stages: Stage) -> None:
-    """Give every replica of a parameter the sum of the gradients of all replicas.
+    """Gives every replica of a parameter the sum of the gradients of all replicas.
 
     To be called on every rank of the pipeline after `schedule.step` and before the optimizer's,
     with all stages that the rank holds. The sum is formed in the order of stages, so that all
@@ -32,7 +32,7 @@ def reduce_replicated_gradients(*stages: Stage) -> None:
 
 
 def own_replicas(module: nn.Module, stage: int, replicas: Iterable[ParameterReplica]) -> None:
-    """Give a stage copies of the parameters that an earlier stage holds as well.
+    """Gives a stage its own copies of parameters that an earlier stage holds as well.
 
     So stages on one rank are as stages on several: each has a gradient of its own, which schedules
     scale once, and the sum of all is formed by `reduce_replicated_gradients`.
@@ -72,7 +72,7 @@ def _collect(
     rank_of: dict[int, int],
     parameters: dict[int, nn.Parameter],
 ) -> torch.Tensor:
-    """On the owner's rank: add what all stages have, and send the sum back to each rank once."""
+    """On the owner's rank: adds the gradients of all stages, and sends the sum to each rank once."""
     pieces = {index: _packed(parameter) for index, parameter in parameters.items()}
     example = next(iter(pieces.values()))
     total = torch.zeros_like(example)
@@ -88,7 +88,7 @@ def _collect(
 
 
 def _exchange(stage: Stage, owner_rank: int, parameters: dict[int, nn.Parameter]) -> torch.Tensor:
-    """On another rank: send what its stages have, in their order, and receive the sum."""
+    """On another rank: sends its stages' gradients, in their order, and receives the sum."""
     total = torch.empty(0)
     for _, parameter in sorted(parameters.items()):
         total = _packed(parameter)
@@ -99,7 +99,7 @@ def _exchange(stage: Stage, owner_rank: int, parameters: dict[int, nn.Parameter]
 
 
 def _packed(parameter: nn.Parameter) -> torch.Tensor:
-    """The gradient as a vector, with one entry more that counts who has one."""
+    """The gradient as a vector, with one more entry that counts how many stages have one."""
     gradient, data = parameter.grad, parameter.detach()
     if gradient is None:
         return data.new_zeros(data.numel() + 1)

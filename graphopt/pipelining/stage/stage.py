@@ -1,4 +1,4 @@
-"""A stage as the schedules of `torch.distributed.pipelining` run it."""
+"""Pipeline stages for the schedules of `torch.distributed.pipelining`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphopt.pipelining.stage.hand_cut import HandCut
 
 
 class Stage(CompilableStage):
-    """One stage, made by `Pipe.build_stage`, `build_stage` or `Stage.from_module`.
+    """A pipeline stage, made by `Pipe.build_stage`, `build_stage` or `Stage.from_module`.
 
     The rank of the first stage calls `schedule.step` with the model's arguments, positional and
     keyword; the others without, and the last with `target=` when the schedule has a loss function.
@@ -46,7 +46,7 @@ class Stage(CompilableStage):
         output_args: torch.Tensor | Sequence[torch.Tensor] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> Stage:
-        """A stage that runs a module of yours: a model that was divided by hand.
+        """Makes a stage of a module that was cut from a model by hand.
 
         Its parameters and buffers are moved to `device`. What it returns are the positional
         arguments of the next one: a tensor or a tuple of tensors; the last stage may return any

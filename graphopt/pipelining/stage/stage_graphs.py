@@ -1,4 +1,4 @@
-"""A graph of a compiled stage, which runs at one point of a schedule and hands values to others."""
+"""One graph of a compiled stage, which keeps values for graphs that run later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOT = "slot"
 
 
 class StageGraph(IterGraphModule):
-    """Part of a captured stage.
+    """One graph of a captured stage, with the values that it takes from earlier ones.
 
     Called with a value for each of `positions` and the list of kept values, from which it takes
     what it needs, so that each value is freed after its last use.
@@ -37,19 +37,19 @@ class StageGraph(IterGraphModule):
         self._shared = frozenset(shared)
 
     def _loaded(self, executable: fx.GraphModule) -> fx.GraphModule:
-        """It takes kept values out of their list."""
+        """Makes the executable graph take kept values out of their list."""
         _take_kept(executable.graph, self._shared)
         return executable
 
 
 def take(kept: list[Any], slot: int) -> Any:
-    """Take a value out of `kept`, which then no longer holds it."""
+    """Takes a value out of `kept`, which then no longer holds it."""
     value, kept[slot] = kept[slot], None
     return value
 
 
 def look_at(kept: list[Any], slot: int) -> Any:
-    """A kept value that a later graph needs as well."""
+    """Reads a kept value that a later graph needs as well."""
     return kept[slot]
 
 
@@ -77,7 +77,7 @@ def extract(
     slots: Mapping[fx.Node, int],
     shared: Collection[int] = (),
 ) -> StageGraph:
-    """A graph of its own that computes `outputs`.
+    """A separate graph that computes `outputs`.
 
     Args:
         root: holds the constants of `graph`.

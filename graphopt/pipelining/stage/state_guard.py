@@ -1,4 +1,4 @@
-"""A guard that a stage's parameters and buffers are those that its graphs were captured with."""
+"""A guard that a stage's parameters and buffers are those that it was captured with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphopt.guards.values import change, tensor_kind
 
 
 class StateGuard:
-    """The parameters and buffers of a module, as a graph of it was captured."""
+    """The parameters and buffers of a module, as they were when it was captured."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -27,7 +27,8 @@ class StateGuard:
         ]
 
     def _shared_places(self) -> list[tuple[str, int, int]]:
-        """Of tensors that share a storage: the first of those in it, and where each begins."""
+        """For each tensor in a shared storage: its name, the number of the storage, and the offset
+        in it."""
         distinct = {id(tensor): (name, tensor) for name, tensor in self._now()}
         members: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in distinct.values():
@@ -36,7 +37,7 @@ class StateGuard:
         return [(name, i, int(t.storage_offset())) for i, m in shared for name, t in m]
 
     def mismatch(self) -> str | None:
-        """The first thing that is no longer as it was."""
+        """A text about the first parameter or buffer that has changed, or None."""
         if environment()[2:] != self._environment:
             return "autocast, the default dtype or another mode of torch changed"
         now = self._now()

@@ -1,4 +1,4 @@
-"""Shapes, dtypes and gradients of what flows between stages, found on fake tensors."""
+"""Shapes, dtypes and gradient flags of the tensors that flow between stages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphopt.pipelining.stage.chain import ChainPlan
 
 @dataclass(frozen=True)
 class StageFlow:
-    """Tensors without data, contiguous, on the meta device, with their `requires_grad`.
+    """The tensors that stages exchange: without data, contiguous, on the meta device.
 
     Attributes:
         received: of each stage.
@@ -29,12 +29,12 @@ class StageFlow:
     returned: tuple[torch.Tensor, ...]
 
     def sent(self, stage: int) -> tuple[torch.Tensor, ...]:
-        """Tensors that a stage sends on, or returns."""
+        """The tensors that a stage sends on, or returns."""
         return self.received[stage + 1] if stage + 1 < len(self.received) else self.returned
 
 
 def find_flow(top: fx.GraphModule, plan: ChainPlan) -> StageFlow:
-    """Run the stages on fake tensors. Parameters count as they are now, frozen or not."""
+    """Runs the stages on fake tensors to find the shapes and gradient flags that they exchange."""
     values = {node: known_value(node) for node in top.graph.find_nodes(op="placeholder")}
     mode = _compat.fake_mode_of(list(tensors_in(list(values.values())))) or _mode_of(top)
     with mode, torch.enable_grad():
@@ -65,7 +65,7 @@ class _FakeRun(fx.Interpreter):
 
 
 def _mode_of(top: fx.GraphModule) -> Any:
-    """The mode of the first parameter, for models without tensor arguments."""
+    """The fake mode of the first parameter, for models without tensor arguments."""
     values = (
         known_value(node)
         for call in stage_nodes(top.graph)

@@ -1,4 +1,4 @@
-"""Pictures of pipeline schedules, predicted from the durations of stages."""
+"""Predicted timelines of pipeline schedules, from the durations of stages."""
 
 from graphopt.errors import ScheduleError
 from graphopt.pipelining.timeline.durations import StageDurations, measure_durations

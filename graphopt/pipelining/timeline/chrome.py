@@ -1,4 +1,4 @@
-"""A schedule in the trace event format of Chrome and Perfetto."""
+"""Pipeline timelines in the trace event format of Chrome and Perfetto."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from graphopt.pipelining.timeline.slots import KIND_NAMES, ScheduleTimes, Slot
 
 
 def chrome_trace(times: ScheduleTimes) -> str:
-    """JSON with one complete event for each slot; a rank is a process with one thread."""
+    """The timeline as JSON, one complete event for each slot; a rank is a process with one thread."""
     events: list[dict[str, Any]] = []
     for figures in times.ranks:
         stages = ", ".join(map(str, figures.stages))

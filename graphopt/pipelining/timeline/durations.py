@@ -1,4 +1,4 @@
-"""Durations of each stage's actions: given, or measured in one process."""
+"""Durations of each stage's forward and backward: given, or measured in one process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StageDurations:
 
     @classmethod
     def given(cls, forward: Sequence[float], backward: Sequence[float]) -> StageDurations:
-        """Durations from those of forwards and backwards; half of a backward is for weight
+        """Durations from those of forwards and whole backwards, half of which go to weights'
         gradients."""
         half = tuple(seconds / 2 for seconds in backward)
         return cls(tuple(forward), tuple(backward), half, half)
@@ -62,7 +62,7 @@ class StageDurations:
         return len(self.forward)
 
     def of(self, action: Action) -> float:
-        """Seconds of an action."""
+        """The duration of an action, in seconds."""
         by_kind = {
             "F": self.forward,
             "B": self.backward,
@@ -75,7 +75,7 @@ class StageDurations:
 def measure_durations(
     pipe: Pipe, device: torch.device | str = "cpu", *, repeats: int = 5
 ) -> StageDurations:
-    """Run every stage of a pipe alone in this process, and take medians.
+    """Measures the durations of each stage of a pipe in this process; medians of repeats.
 
     Stages run as schedules run them, on copies of their parameters and buffers, with random numbers
     for what is floating point among the model's arguments and zeros for all else. Gradients that
@@ -115,7 +115,7 @@ class _StageAlone:
     device: torch.device
 
     def measure(self, inputs: Sequence[Tensor], repeats: int) -> tuple[float, float, float, float]:
-        """Median seconds of F, B, I and W."""
+        """The median seconds of F (forward), B (backward), I (input) and W (weight gradients)."""
         runs = [self._run(inputs) for _ in range(repeats + 1)][1:]
         forward, backward, backward_input, backward_weight = (
             statistics.median(seconds) for seconds in zip(*runs, strict=True)
@@ -125,7 +125,7 @@ class _StageAlone:
         return forward, backward, backward * bool(self.index), backward * (not self.index)
 
     def sent(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors that the stage sends on."""
+        """The tensors that the stage sends on."""
         with torch.no_grad():
             return list(self.module(*inputs))
 
@@ -151,7 +151,7 @@ class _StageAlone:
         return forward, backward, backward_input, backward_weight
 
     def _forward(self, inputs: Sequence[Tensor]) -> tuple[float, list[Tensor], list[Tensor]]:
-        """Seconds, the leaves that received values are, and from where the backward begins."""
+        """The forward's seconds, the leaves for received values, and the tensors to differentiate."""
         leaves = [
             value.detach().requires_grad_(like.requires_grad)
             for value, like in zip(inputs, self.received, strict=True)
@@ -198,7 +198,7 @@ def _stage_alone(
 
 
 def _loss_of(pipe: Pipe, plan: ChainPlan) -> Callable[[Sequence[Tensor]], Tensor]:
-    """The loss among the tensors that the last stage returns, or one made of all of them."""
+    """The loss among the tensors that the last stage returns, or the sum of all of them."""
     if not pipe.has_loss_and_backward:
         return _total
     leaves: Any = get_output(pipe.split_gm.graph).args[0]
@@ -208,7 +208,7 @@ def _loss_of(pipe: Pipe, plan: ChainPlan) -> Callable[[Sequence[Tensor]], Tensor
 
 
 def _total(outputs: Sequence[Tensor]) -> Tensor:
-    """A stand-in for a loss: the sum of all elements that can have gradients."""
+    """The sum of all elements that can have gradients, in place of a loss."""
     parts = [value.float().sum() for value in outputs if value.requires_grad]
     if not parts:
         raise ScheduleError("nothing that the pipe returns needs a gradient")

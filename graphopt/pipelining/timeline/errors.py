@@ -1,4 +1,4 @@
-"""Errors of pictures of schedules."""
+"""Errors of pipeline timelines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from graphopt.errors import GraphOptError
 
 
 class ScheduleDeadlockError(GraphOptError, RuntimeError):
-    """Ranks of a schedule wait for actions that never run.
+    """The ranks of a schedule wait for each other's actions, which never run.
 
     Attributes:
         waiting: of each rank that is not done, the action that comes next and what it waits for.

@@ -1,4 +1,4 @@
-"""The order in which each rank of a schedule runs its actions, as torch's schedules have it."""
+"""The order in which each rank of a pipeline schedule runs its actions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A schedule of `torch.distributed.pipelining`.
+    """A schedule class of `torch.distributed.pipelining`, such as 1F1B.
 
     Attributes:
         name: what `graphopt trace` calls it.
@@ -35,7 +35,7 @@ class ScheduleKind:
 
     @property
     def usual_stages(self) -> int:
-        """Stages on each rank where nothing else is said."""
+        """The default number of stages on each rank."""
         return 2 if self.several_stages else 1
 
     def stages_of(self, rank: int, ranks: int, stages: int) -> list[int]:
@@ -50,7 +50,7 @@ class ScheduleKind:
         return list(range(rank, stages, ranks))
 
     def check(self, ranks: int, stages: int) -> None:
-        """Raise ScheduleError where so many stages do not fit so many ranks."""
+        """Raises ScheduleError if the number of stages does not fit the number of ranks."""
         if not self.several_stages and stages != ranks:
             raise ScheduleError(
                 f"{self.name} has one stage on each rank: {stages} stages need {stages} ranks,"
@@ -68,7 +68,7 @@ class ScheduleKind:
             )
 
     def make(self, stages: Sequence[PipelineStage], microbatches: int, **options: Any) -> Any:
-        """The schedule of torch for the stages of one rank.
+        """Makes torch's schedule object for the stages of one rank.
 
         Raises:
             ScheduleError: torch does not accept them.
@@ -102,7 +102,7 @@ SCHEDULES = {
 
 
 def find_schedule(name: str) -> ScheduleKind:
-    """The schedule of this name, or of this name of a class of torch; case does not matter.
+    """The schedule of that name, or of torch's class of that name, in any case of letters.
 
     Raises:
         ScheduleError: there is none. The message lists all.
@@ -117,7 +117,7 @@ def find_schedule(name: str) -> ScheduleKind:
 
 @dataclass(frozen=True)
 class ScheduleOrder:
-    """The actions of each rank, in the order in which it runs them."""
+    """The order of the actions of each rank in one step of a schedule."""
 
     name: str
     actions: tuple[tuple[Action, ...], ...]
@@ -150,7 +150,7 @@ class ScheduleOrder:
 
     @classmethod
     def named(cls, name: str, ranks: int, stages: int, microbatches: int) -> ScheduleOrder:
-        """The order of a schedule of torch for so many ranks, stages and microbatches.
+        """The order of a named schedule for given numbers of ranks, stages and microbatches.
 
         Raises:
             ScheduleError: there is no such schedule, or it does not fit.
@@ -166,7 +166,7 @@ class ScheduleOrder:
 
     @classmethod
     def of(cls, schedule: Any, name: str | None = None) -> ScheduleOrder:
-        """The order of a schedule object of torch.
+        """The order that a schedule object of torch runs its actions in.
 
         Raises:
             ScheduleError: it does not say in what order it runs.
@@ -182,7 +182,7 @@ class ScheduleOrder:
 
     @classmethod
     def from_csv(cls, path: str | Path) -> ScheduleOrder:
-        """An order that torch's schedules wrote or read: a line for each rank, as `0F0,0F1,1F0`.
+        """Reads an order in torch's file format: a line for each rank, as `0F0,0F1,1F0`.
 
         Raises:
             ScheduleError: a cell is not an action.

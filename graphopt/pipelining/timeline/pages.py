@@ -1,4 +1,4 @@
-"""Schedules as one HTML page that needs nothing else: a lane and a table row for each rank."""
+"""Pipeline timelines as one self-contained HTML page: a lane and a table row for each rank."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _HEADS = ("schedule", "rank", "stages", "busy", "idle", "bubble share", *KIND_NA
 
 
 def schedules_page(schedules: Sequence[ScheduleTimes]) -> str:
-    """The page. All lanes have the same scale of time, so that schedules can be compared. A block
-    shows its microbatch, with a prime for each stage of the rank before its own."""
+    """The HTML page of several schedules, all on one scale of time. A block shows its microbatch,
+    with a prime for each stage of the rank before its own."""
     title = ", ".join(dict.fromkeys(times.schedule for times in schedules))
     return lanes_page(
         f"Pipeline schedules: {title}",

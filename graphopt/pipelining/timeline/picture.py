@@ -1,4 +1,4 @@
-"""A schedule as stages over time, with its bubble share."""
+"""The predicted timeline of a schedule, printed or saved as a picture."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from graphopt.runtime.places import place, write
 
 
 class ScheduleTimeline(ScheduleTimes):
-    """A schedule over time: the action that each rank would run. `str` of it is for a terminal.
+    """A schedule over time, with its bubble share; `str` of it is a picture for a terminal.
 
     Made by `predict_schedule`. `ScheduleTimes` has the figures.
     """
 
     def save_chrome_trace(self, path: str | Path) -> None:
-        """Write JSON for ui.perfetto.dev or chrome://tracing: a row for each rank.
+        """Writes JSON for ui.perfetto.dev or chrome://tracing: a row for each rank.
 
         Raises:
             FileError: the file cannot be written.
@@ -26,7 +26,7 @@ class ScheduleTimeline(ScheduleTimes):
         write(place(path), chrome_trace(self))
 
     def to_html(self, path: str | Path) -> None:
-        """Write one HTML file that needs nothing else: a picture and a table of figures.
+        """Writes one self-contained HTML file: a picture and a table of figures.
 
         Raises:
             FileError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Prediction of a schedule's length from its order and the durations of its actions."""
+"""Prediction of a schedule's timeline from its order and the durations of its actions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphopt.pipelining.timeline.slots import Action, Slot
 def predict_schedule(
     schedule: ScheduleOrder | Any, durations: StageDurations, *, transfer: float = 0.0
 ) -> ScheduleTimeline:
-    """Predict a schedule over time, if every action starts as soon as it can.
+    """Predicts a schedule's timeline; every action starts as soon as its inputs are there.
 
     List scheduling in the order that the schedule fixes: an action starts when its rank is free and
     what it needs has arrived. A forward needs that of the stage before, a backward its own forward

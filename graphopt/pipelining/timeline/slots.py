@@ -1,4 +1,4 @@
-"""Slots of a schedule: the action that each rank runs at each time, and figures about them."""
+"""The time slots of a pipeline schedule, and figures such as its bubble share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KIND_NAMES: dict[Kind, str] = {
 
 
 class Action(NamedTuple):
-    """One thing that a schedule lets a stage do, written as torch writes it: `2F0`."""
+    """One action of a stage on a microbatch, written as torch writes it: `2F0`."""
 
     stage: int
     kind: Kind
@@ -30,7 +30,7 @@ class Action(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """An action on a rank, from `start` to `end` in seconds since the step began."""
+    """The time in which a rank runs one action, from `start` to `end` in seconds."""
 
     rank: int
     stage: int
@@ -41,18 +41,18 @@ class Slot(NamedTuple):
 
     @property
     def action(self) -> Action:
-        """The action that is run in it."""
+        """The action that runs in this slot."""
         return Action(self.stage, self.kind, self.microbatch)
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """The length of the slot in seconds."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class RankFigures:
-    """Figures of one rank in a step. All but the share in seconds.
+    """Busy and idle time of one rank in a step, in seconds.
 
     Attributes:
         stages: the stages that it ran.
@@ -71,7 +71,7 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class ScheduleTimes:
-    """The slots of one step, in order of rank and start.
+    """All slots of one step, in order of rank and start.
 
     The *bubble share* is the share of the ranks' time in which they run nothing, between the first
     start and the last end of the step on any rank: 1 - busy / (ranks x step). For equal stages
@@ -87,22 +87,22 @@ class ScheduleTimes:
 
     @cached_property
     def step_seconds(self) -> float:
-        """Seconds from the first start to the last end."""
+        """The seconds from the first start to the last end."""
         return self.end - self.start
 
     @cached_property
     def start(self) -> float:
-        """Time at which the first action begins."""
+        """The time at which the first action begins, in seconds."""
         return min(slot.start for slot in self.slots)
 
     @cached_property
     def end(self) -> float:
-        """Time at which the last action is over."""
+        """The time at which the last action ends, in seconds."""
         return max(slot.end for slot in self.slots)
 
     @cached_property
     def microbatches(self) -> int:
-        """Number of microbatches."""
+        """The number of microbatches."""
         return len({slot.microbatch for slot in self.slots})
 
     @cached_property
@@ -115,7 +115,7 @@ class ScheduleTimes:
 
     @cached_property
     def ranks(self) -> tuple[RankFigures, ...]:
-        """Figures of each rank."""
+        """The busy and idle figures of each rank."""
         return tuple(self._figures(rank, slots) for rank, slots in enumerate(self.by_rank))
 
     @cached_property
@@ -125,7 +125,7 @@ class ScheduleTimes:
 
     @cached_property
     def imbalance_share(self) -> float:
-        """The part of the bubble share that unequal ranks cost, whatever the schedule.
+        """The part of the bubble share that is due to unequal ranks, whatever the schedule.
 
         A step is at least as long as the busiest rank, and this is the others' idle time in that
         case: it goes away by dividing the model better, the rest of the bubble by another schedule

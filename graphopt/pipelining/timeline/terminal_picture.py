@@ -1,4 +1,4 @@
-"""A schedule in characters, and its figures in words."""
+"""A pipeline timeline as characters for a terminal, and its figures as a line of text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _COLUMNS = 96
 
 
 def terminal_picture(times: ScheduleTimes) -> str:
-    """A line of letters for each rank: what it runs at that time, a dot where it is idle.
+    """A line of characters for each rank: letters for what it runs, dots where it is idle.
 
     Microbatches take turns in capitals and small letters, so that neighbours can be told apart.
     """
@@ -23,7 +23,7 @@ def terminal_picture(times: ScheduleTimes) -> str:
 
 
 def summary(times: ScheduleTimes) -> str:
-    """`1f1b, predicted: 4 ranks, 8 microbatches, step 33 s, bubble share 27.3 %`."""
+    """The schedule's figures in one line: ranks, microbatches, step time and bubble share."""
     return (
         f"{times.schedule}, predicted: {times.num_ranks} ranks, {times.microbatches}"
         f" microbatches, step {seconds_text(times.step_seconds)}, bubble share"
@@ -32,12 +32,12 @@ def summary(times: ScheduleTimes) -> str:
 
 
 def percent(share: float) -> str:
-    """`27.3 %`."""
+    """A share as text, such as `27.3 %`."""
     return f"{100 * share:.1f} %"
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds with four digits, in s, ms or µs."""
+    """A duration as text with four digits, in s, ms or µs."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if not seconds or seconds * factor >= 1:
             return f"{seconds * factor:.4g} {unit}"
@@ -45,7 +45,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def _columns(times: ScheduleTimes) -> int:
-    """One for each of the shortest slots, where that many fit."""
+    """The picture's width in characters: one for each of the shortest slots, if they fit."""
     shortest = min((slot.seconds for slot in times.slots if slot.seconds), default=0.0)
     if not shortest:
         return 1
