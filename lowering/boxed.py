@@ -1,4 +1,4 @@
-"""Calls of compiled regions that let go of their inputs.
+"""Calls of compiled regions that free each input after its last use.
 
 A function holds its arguments until it returns, so an activation that a region reads first would
 stay until the region is done. Here a region takes a list and empties it.
@@ -15,12 +15,12 @@ from graphopt.lowering.subgraph import LoweredSubgraph
 
 
 def boxed(*values: Any) -> list[Any]:
-    """The values as a list."""
+    """Puts the values into a list, which a compiled region empties."""
     return list(values)
 
 
 def box_calls(gm: fx.GraphModule) -> fx.GraphModule:
-    """Let every `LoweredSubgraph` in a graph take a list of its inputs, in place."""
+    """Makes every `LoweredSubgraph` of a graph take a list of its inputs, in place."""
     for node in list(gm.graph.nodes):
         if node.op != "call_module":
             continue

@@ -1,4 +1,4 @@
-"""Nodes of a graph that may be compiled, by their place in the graph."""
+"""Selection of the nodes that Inductor may compile, by their place in the graph."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _ITEM = torch.ops.aten._local_scalar_dense.default
 def reasons_to_keep(
     graph: fx.Graph, node_predicate: NodePredicate | None, random: bool
 ) -> dict[fx.Node, str | None]:
-    """Each call with the reason to keep it, None where it is lowerable."""
+    """Returns for each call the reason against compiling it, or None."""
     known: dict[fx.Node, str | None] = {}
     updates = set(get_outputs(graph).updates) if follows_output_convention(graph) else set()
     for node in graph.nodes:
@@ -75,8 +75,8 @@ def reasons_to_keep(
 
 
 def _keep_numbers(graph: fx.Graph, reasons: dict[fx.Node, str | None]) -> None:
-    """Keep what Python reads numbers from where that needs single numbers alone, such as the steps
-    of an optimizer. A region with it would end before all that takes these numbers."""
+    """Keeps single-number nodes, such as step counts of an optimizer, whose value Python reads:
+    a compiled region would end before all that reads them."""
     for node in graph.nodes:
         if node.target is _ITEM:
             for source in _single_numbers(node):
@@ -85,7 +85,7 @@ def _keep_numbers(graph: fx.Graph, reasons: dict[fx.Node, str | None]) -> None:
 
 
 def _single_numbers(node: fx.Node) -> set[fx.Node]:
-    """What a node is computed from, if all of that is single numbers; else nothing."""
+    """Returns all nodes that a node is computed from if each is a single number, else nothing."""
     found: set[fx.Node] = set()
     pending = list(node.all_input_nodes)
     while pending:
@@ -99,7 +99,7 @@ def _single_numbers(node: fx.Node) -> set[fx.Node]:
 
 
 def _whole_list(node: fx.Node) -> str | None:
-    """Only tensors cross the boundary of a region, so nobody may use a list of results whole."""
+    """Returns the reason against a node whose list of results is used whole, or None."""
     if isinstance(fake_value(node), (list, tuple)) and not all(map(is_item, node.users)):
         return "its results are used as a whole list"
     if any(isinstance(known_value(source), (list, tuple)) for source in node.all_input_nodes):
@@ -108,7 +108,7 @@ def _whole_list(node: fx.Node) -> str | None:
 
 
 def _updates_whole(node: fx.Node) -> bool:
-    """True if a state update gives all of an input a value of its kind."""
+    """True if a state update replaces a whole input by a value of the same shape and dtype."""
     if not is_operator(node.target, "aten::copy_") or len(node.all_input_nodes) != 2:
         return False
     state, value = node.all_input_nodes
@@ -118,8 +118,8 @@ def _updates_whole(node: fx.Node) -> bool:
 
 
 def keep_updates(graph: fx.Graph, effects: Effects, reasons: dict[fx.Node, str | None]) -> None:
-    """Keep the updates of state that compiled code would do too late for somebody, or that it would
-    take for other state."""
+    """Keeps state updates that compiled code would do after a read of the old value, or of
+    aliased state."""
     reached = {
         effects.key(node)
         for node, reason in reasons.items()
@@ -147,7 +147,7 @@ def keep_updates(graph: fx.Graph, effects: Effects, reasons: dict[fx.Node, str |
 def _reason_to_keep_fused(
     node: fx.Node, effects: Effects, reasons: dict[fx.Node, str | None]
 ) -> str | None:
-    """A fused optimizer in compiled code works in place, where it stands.
+    """Returns the reason against compiling a fused optimizer, which updates in place.
 
     Inductor takes a graph for functional, and may read what a copy is made of in the place of the
     copy. So nobody may read what is updated but operators that are no copies, and these before.
@@ -182,7 +182,7 @@ def _may_be_copy(reader: fx.Node, state: fx.Node, effects: Effects) -> bool:
 def free_nodes(
     graph: fx.Graph, effects: Effects, reasons: dict[fx.Node, str | None]
 ) -> set[fx.Node]:
-    """Nodes that are computed wherever they are needed: constants, and views of what stays."""
+    """Nodes computed wherever they are needed: constants, and views of uncompiled values."""
     free: set[fx.Node] = set()
     changed = {effects.key(state) for node in graph.nodes for state in written(node)}
 

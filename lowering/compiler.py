@@ -1,4 +1,4 @@
-"""Compilation of the graph of one region."""
+"""Compilation of one region's graph by Inductor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from graphopt.lowering.updates import FUSED_UPDATE
 
 
 class Kind(NamedTuple):
-    """Facts about one input on which compiled code relies."""
+    """The properties of an input that compiled code relies on: shape, strides, dtype, device."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     negated: bool = False
 
     def fake(self) -> torch.Tensor:
-        """A tensor of this kind; needs an active fake mode to take no memory."""
+        """A fake tensor of this kind; it takes no memory only in an active fake mode."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
@@ -40,8 +40,7 @@ NUMBER = Kind(torch.float64, (), (), torch.device("cpu"))
 
 
 def number_dtypes(body: fx.Graph, kinds: Sequence[Kind]) -> dict[int, torch.dtype]:
-    """Dtypes by which numbers enter code for inputs of these kinds: the precision that it computes
-    in.
+    """The dtype in which each number enters compiled code: the precision of the computation.
 
     Code that converts them for each element is several times slower. ATen's optimizers take Python
     floats.
@@ -61,7 +60,7 @@ def number_dtypes(body: fx.Graph, kinds: Sequence[Kind]) -> dict[int, torch.dtyp
 
 
 def kind_of(value: torch.Tensor | float | torch.SymFloat) -> Kind:
-    """The kind of an input of a region. A count, an integer, computes as the float that it is."""
+    """The kind of a region's input; an integer counts as a float."""
     if not isinstance(value, torch.Tensor):
         assert isinstance(value, (int, float, torch.SymFloat))
         return NUMBER
@@ -74,7 +73,7 @@ _COMPILING = threading.RLock()
 
 @dataclass(frozen=True)
 class Options:
-    """Options of lowering.
+    """The options of lowering.
 
     Attributes:
         random: lower random operators too. The numbers they draw are then not eager's.
@@ -93,7 +92,7 @@ class Options:
     min_ops: int = 10
 
     def config(self) -> dict[str, Any]:
-        """The settings of Inductor that this stands for."""
+        """Inductor's settings for these options."""
         return {
             "max_autotune": self.max_autotune,
             "size_asserts": False,
@@ -104,7 +103,7 @@ class Options:
 def compile_body(
     body: fx.GraphModule, kinds: Sequence[Kind], options: Options
 ) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
-    """Compile a region for one kind of each input.
+    """Compiles a region's graph for given kinds of inputs.
 
     Returns:
         Compiled code, which takes a list of tensors and clears it.
@@ -148,7 +147,7 @@ def _decompose(body: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.Graph
 
 
 def _explained(error: Exception) -> str:
-    """What went wrong, with the operator and what to do where that is known."""
+    """The text of a compile error, with the operator and a cure where they are known."""
     from graphopt._compat import inductor
 
     text = f"{type(error).__name__}: {error}".strip()
@@ -164,7 +163,7 @@ def _explained(error: Exception) -> str:
 
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
-    """Draw inside the same random numbers again afterwards."""
+    """While active, random numbers are drawn that are drawn again afterwards."""
     state = random.getstate()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:

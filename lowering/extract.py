@@ -1,4 +1,4 @@
-"""Replace the regions of a marked graph by calls of submodules."""
+"""Extraction of regions: each region of a marked graph becomes a call of a submodule."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ from graphopt.lowering.regions import MARK, RegionMark, mark_regions
 
 
 class LoweredRegion(Part):
-    """One region as a graph of its own, which returns a list of tensors that share no storage,
-    neither with each other nor with inputs."""
+    """A region as a separate graph, whose results have storage of their own."""
 
     def text(self) -> str:
-        """The same for two regions that compute the same of inputs of the same kind."""
+        """A text that is equal for regions of equal computation and kinds of inputs."""
         number = {node: index for index, node in enumerate(self.graph.nodes)}
         lines = []
         for node, index in number.items():
@@ -43,7 +42,7 @@ class LoweredRegion(Part):
 
 
 class RegionCut:
-    """A marked graph, cut into its regions and what stays. The graph itself stays as it is.
+    """A marked graph divided into its regions and the rest; the graph itself is unchanged.
 
     Attributes:
         ordered: all nodes, in an order in which each region stands in one piece.
@@ -70,11 +69,11 @@ class RegionCut:
         return region
 
     def _inside(self, region: Part, copies: NodeCopies, node: fx.Node) -> fx.Node:
-        """What another node is in a region."""
+        """The counterpart of an outer node in a region."""
         return _copied(copies, node) if self._marks[node].free else region.take(node)
 
     def splice(self, call: Callable[[fx.Graph, LoweredRegion, list[fx.Node]], fx.Node]) -> fx.Graph:
-        """The graph in which each region is one call.
+        """Copies the graph, with one call in place of each region.
 
         Args:
             call: inserts the call of a region, given the new graph, the region and its inputs;
@@ -93,7 +92,7 @@ class RegionCut:
         return graph
 
     def _forget_updates(self, graph: fx.Graph) -> None:
-        """Let the output list the updates that are left: those in regions happen in place."""
+        """Removes the updates that regions do in place from the output."""
         if not follows_output_convention(graph):
             return
         outputs = get_outputs(graph)
@@ -101,7 +100,7 @@ class RegionCut:
         set_outputs(graph, outputs._replace(updates=updates))
 
     def _outside(self, copies: NodeCopies, node: fx.Node) -> Any:
-        """A node outside of the regions, or of one that does not return it."""
+        """The counterpart outside of a node that no region returns."""
         if self._marks[node].region >= 0:
             if written(node):
                 return copies(written(node)[0])
@@ -112,7 +111,7 @@ class RegionCut:
 
 
 def _copied(copies: NodeCopies, node: fx.Node) -> fx.Node:
-    """A copy of `node`; without its argument if it reads the metadata of that alone."""
+    """A copy of `node`, without its argument if it reads only the argument's metadata."""
     if not reads_metadata_only(node):
         return copies.copy(node)
     call = as_factory(node)
@@ -123,7 +122,7 @@ def _copied(copies: NodeCopies, node: fx.Node) -> fx.Node:
 
 
 def _marks(graph: fx.Graph) -> dict[fx.Node, RegionMark]:
-    """Marks of all nodes. A node that came after the graph was marked stays outside."""
+    """The marks of all nodes; a node without one stays outside the regions."""
     marks: dict[fx.Node, RegionMark] = {}
     for node in graph.nodes:
         mark = node.meta.get(MARK)
@@ -139,7 +138,7 @@ def _marks(graph: fx.Graph) -> dict[fx.Node, RegionMark]:
 
 
 def _tensors_of(node: fx.Node) -> Iterator[fx.Node]:
-    """The node, or its items where it has several results."""
+    """The node, or its `getitem` nodes if it has several results."""
     if isinstance(fake_value(node), (list, tuple)):
         yield from (user for user in node.users if is_item(user))
     else:
@@ -147,7 +146,7 @@ def _tensors_of(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def region_graphs(gm: fx.GraphModule, min_ops: int = 10) -> list[fx.GraphModule]:
-    """The regions of a graph, each as a graph of its own.
+    """Returns the regions of a graph, each as a separate graph.
 
     Args:
         gm: left as it is, except for marks in the metadata of its nodes.

@@ -1,4 +1,4 @@
-"""An order of a graph in which what is compiled together stands together.
+"""Orders a graph in levels, so that nodes which can be compiled together are adjacent.
 
 Every node gets a *level*. Lowerable nodes of one level form one region. The order
 
@@ -35,7 +35,7 @@ from graphopt.lowering.lowerable import reads_metadata_only
 def levels_of(
     graph: fx.Graph, order: Iterable[fx.Node | None], effects: Effects, lowerable: set[fx.Node]
 ) -> dict[fx.Node, int]:
-    """The level of each call, given their `run_order` and those that are lowerable."""
+    """Returns the level of each call, given the run order and the calls that are lowerable."""
     levels: dict[fx.Node, int] = {}
     dependencies = _Dependencies(graph, effects)
     floor, highest = 0, -1
@@ -62,8 +62,8 @@ def levels_of(
 
 
 def run_order(graph: fx.Graph) -> Iterator[fx.Node | None]:
-    """Calls in the order in which they run when an iteration is in flight; None between parts
-    that are not to be mixed."""
+    """Yields calls in the order of an iteration with late nodes; None separates parts that must
+    not be mixed."""
     planned = plan(graph) if isinstance(graph, IterGraph) else LatePlan([])
     late, groups = set(planned.late), planned.groups
     for node in graph.nodes:
@@ -76,7 +76,7 @@ def run_order(graph: fx.Graph) -> Iterator[fx.Node | None]:
 
 
 class _Dependencies:
-    """What has to run before each node, asked for in an order in which they may run."""
+    """The nodes that must run before each node, asked for in a valid order."""
 
     def __init__(self, graph: fx.Graph, effects: Effects) -> None:
         self._accesses = Accesses(effects, graph)
@@ -85,7 +85,7 @@ class _Dependencies:
         self._writers: list[fx.Node] = []
 
     def of(self, node: fx.Node) -> list[fx.Node]:
-        """Nodes that must run before `node`, among those asked for before."""
+        """The nodes asked for earlier that must run before `node`."""
         found = [] if reads_metadata_only(node) else list(node.all_input_nodes)
         if draws(node):
             if self._last_draw is not None:
@@ -96,8 +96,8 @@ class _Dependencies:
         return found
 
     def _around_host_calls(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Functions of the program are called in order. What they raise ends a step, so updates of
-        state stay on their side of each."""
+        """Yields the dependencies of host callbacks, which keep their order among themselves and
+        with state updates, since they may raise."""
         if not is_host_call(node) and not written(node):
             return
         if self._last_call is not None:

@@ -1,4 +1,4 @@
-"""Log messages about nodes that are left out of compiled code."""
+"""Log messages about nodes that are not compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ logger = logging.getLogger("graphopt")
 
 
 def log_left_out(what: str, nodes: Iterable[tuple[str, str, str]]) -> None:
-    """Log target, name and reason of each node, those of one target and reason in one line.
+    """Logs operator, names and reason of nodes, one line for each operator and reason.
 
     Args:
         what: begins each line, such as "not lowered".

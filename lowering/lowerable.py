@@ -1,4 +1,4 @@
-"""Operators and tensors that Inductor may compile, with the reason against the others."""
+"""The operators and tensors that Inductor may compile, and why it may not compile others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 
 
 def reason_to_keep(node: fx.Node, *, random: bool = False) -> str | None:
-    """Why a node cannot be compiled; None where it can.
+    """Returns why a node cannot be compiled, or None if it can.
 
     Args:
         node: a call of a captured graph. Items of several results are not asked for: they go with
@@ -75,8 +75,8 @@ def reason_to_keep(node: fx.Node, *, random: bool = False) -> str | None:
 
 
 def _selects_by_values(node: fx.Node) -> bool:
-    """True if values decide how many elements a node works on. Where a graph holds for one number
-    of them, which it has checked, Inductor would check it again in its own way."""
+    """True if the number of a node's results depends on values. A number that the graph assumes
+    would be checked again by Inductor."""
     target: Any = node.target
     if takes_indices(node):
         return has_mask(node)
@@ -84,12 +84,12 @@ def _selects_by_values(node: fx.Node) -> bool:
 
 
 def takes_indices(node: fx.Node) -> bool:
-    """True if a node is given a list of indices, each of which may be a mask."""
+    """True if a node takes a list of indices, each of which may be a mask."""
     return is_operator(node.target, *_INDEXING)
 
 
 def has_mask(node: fx.Node) -> bool:
-    """True if one of the indices of such a node is a mask, whose values say how many there are."""
+    """True if an index of a node is a mask, so that its values decide the size of the result."""
     indices: Any = argument(node, "indices")
     values = [known_value(index) for index in indices if isinstance(index, fx.Node)]
     return any(value.dtype in (torch.bool, torch.uint8) for value in tensors_in(values))
@@ -124,7 +124,7 @@ def _unsuitable_value(node: fx.Node) -> str | None:
 
 
 def unsuitable_tensor(tensor: torch.Tensor) -> str | None:
-    """Why a tensor cannot go through compiled code; None where it can."""
+    """Returns why a tensor cannot go through compiled code, or None if it can."""
     if tensor.layout is not torch.strided:
         return f"its layout is {tensor.layout}"
     if tensor.is_quantized:
@@ -139,13 +139,13 @@ def unsuitable_tensor(tensor: torch.Tensor) -> str | None:
 
 
 def reads_metadata_only(node: fx.Node) -> bool:
-    """True if a node needs nothing of its tensor arguments but what is known of them."""
+    """True if a node reads only shape, dtype and device of its tensor arguments."""
     return operator_of(node).metadata_only and as_factory(node) is not None
 
 
 def is_free(node: fx.Node, stays: Callable[[fx.Node], bool]) -> bool:
-    """True if computing a node where it is needed costs nothing: constants, and views of values
-    that exist outside compiled code.
+    """True if a node costs nothing to compute again: constants, and views of values outside
+    compiled code.
 
     Args:
         stays: whether a node before it is free or not lowerable.
@@ -162,7 +162,7 @@ def is_free(node: fx.Node, stays: Callable[[fx.Node], bool]) -> bool:
 
 
 def as_factory(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-    """The call that makes what `node` makes of the metadata of its argument, without the argument.
+    """Returns the factory call equivalent to a `*_like` node, without its tensor argument.
 
     Returns:
         Target, args and kwargs; None where no single operator does.

@@ -1,4 +1,4 @@
-"""Operators on lists, and operators that take numbers which the graph computes.
+"""Compilation of list operators, and of operators that take numbers computed by the graph.
 
 An optimizer that is not fused computes with lists of tensors (`_foreach_mul`, …) and with Python
 numbers, such as the bias correction of a step. Here each becomes one operator for each tensor, and
@@ -53,17 +53,17 @@ _OTHER_OVERLOADS = {
 
 @dataclass(frozen=True)
 class Number:
-    """A number of the graph, as a 0-dim tensor."""
+    """A number computed by the graph, held in a 0-dim tensor."""
 
     tensor: torch.Tensor
 
     def like(self, dtype: torch.dtype) -> torch.Tensor:
-        """In the precision in which operators of which the result has `dtype` compute."""
+        """The number in the precision that operators use for results of `dtype`."""
         return self.tensor.to(torch.float64 if dtype is torch.float64 else torch.float32)
 
 
 def is_listed(node: fx.Node) -> bool:
-    """True if a node is a list of independent operations that can be written one by one."""
+    """True if a node is a list operator whose entries can be written as single operators."""
     name, target = _name(node.target), node.target
     if not name.startswith("_foreach_") or name.removeprefix("_foreach_") not in _LISTED:
         return False
@@ -72,13 +72,13 @@ def is_listed(node: fx.Node) -> bool:
 
 
 def counts_steps(node: fx.Node) -> bool:
-    """True if a list operator works on single numbers, such as the step counters of an optimizer:
-    what it returns is read as Python numbers."""
+    """True if a list operator works on single numbers, such as an optimizer's step counts, which
+    Python reads."""
     return is_listed(node) and all(not tensor.dim() for tensor in tensors_in(known_value(node)))
 
 
 def takes_numbers(node: fx.Node) -> bool:
-    """True if a node may take numbers of the graph, and its result is not one of them."""
+    """True if a node can take numbers computed by the graph, and does not itself compute one."""
     name = _name(node.target).removeprefix("_foreach_")
     first = node.args[0] if node.args else None
     return name in _WITH_NUMBERS and not _is_number(first) and not counts_steps(node)
@@ -95,7 +95,7 @@ def _name(target: object) -> str:
 
 
 def written_out(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The computation of an operator, as one operator for each tensor and with tensors for numbers.
+    """Computes a list operator entry by entry, with tensors in place of numbers.
 
     Args:
         target: a list operator, or one that is given a `Number`.
@@ -125,7 +125,7 @@ def _one(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _result_dtype(args: Sequence[Any]) -> torch.dtype:
-    """What operators on these operands return: a number is a Python float to them."""
+    """The result dtype of operators on these operands, numbers counting as Python floats."""
     operands = [v for v in args if isinstance(v, (torch.Tensor, Number, int, float))]
     other: Any = operands[1] if len(operands) > 1 else operands[0]
     return torch.result_type(args[0], 1.5 if isinstance(other, Number) else other)

@@ -1,4 +1,4 @@
-"""`partial_lower`: the parts of a graph that Inductor can compile become calls of compiled code."""
+"""`partial_lower`: regions of a graph that Inductor can compile become calls of compiled code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Dumper = Callable[[str], str]
 
 
 class Lowering:
-    """Lowers marked graphs that have regions in common, each of which is compiled once.
+    """Lowers marked graphs of one step, and compiles equal regions once.
 
     Attributes:
         subgraphs: the regions, by what they compute.
@@ -36,7 +36,7 @@ class Lowering:
         self.subgraphs: dict[str, LoweredSubgraph] = {}
 
     def lower(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """Replace the regions of a marked graph by calls, in place."""
+        """Replaces the regions of a marked graph by calls, in place."""
         cut = RegionCut(gm.graph)
         if not cut.regions:
             return gm
@@ -83,7 +83,7 @@ def partial_lower(
     *,
     options: Options | None = None,
 ) -> fx.GraphModule:
-    """Let Inductor compile what it can of a graph; the rest runs as before.
+    """Lets Inductor compile as much of a graph as it can; the rest runs as before.
 
     Each region becomes a call of a `LoweredSubgraph`, ``subgraph_0`` and so on, which compiles on
     its first call. No region delays the start of a collective, or takes away from what runs while

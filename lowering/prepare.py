@@ -1,4 +1,4 @@
-"""The graph of a region in the form that is compiled.
+"""Preparation of a region's graph for compilation.
 
 Convolutions run on channels-last images, and that layout is kept from one to the next: they
 are fastest so, and Inductor converts what they read. In a graph that holds forward and
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def can_change_layout(graph: fx.Graph) -> bool:
-    """True if every result of a graph, and every gradient, has a layout that can be restored."""
+    """True if the memory layout of every result and gradient can be restored after a change."""
     updates = [node for node in graph.nodes if is_fused_optimizer(node)]
     kept = [*_returned(graph), *(gradient for node in updates for gradient in gradients(node))]
     return all(_memory_format(fake_value(node)) is not None for node in kept)
@@ -43,7 +43,7 @@ def _memory_format(tensor: torch.Tensor) -> torch.memory_format | None:
 
 
 class PreparedRegion(fx.Interpreter):
-    """Runs the graph of a region in the form that the compiler takes.
+    """Interprets a region's graph in the form that Inductor compiles.
 
     Operators on lists and numbers are written out. Updates of inputs come last: whoever reads an
     updated value in the region reads what it is updated to. Decompositions may give results other
@@ -89,19 +89,19 @@ class PreparedRegion(fx.Interpreter):
         return results
 
     def _laid_out(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arguments of a fused optimizer with the gradients in the layout that the graph says."""
+        """The arguments of a fused optimizer, with gradients in the layout that the graph has."""
         wanted = [fake_value(source) for source in gradients(self._node)]
         restored = [_restored(value, like) for value, like in zip(args[1], wanted, strict=True)]
         return args[0], restored, *args[2:]
 
     def update_inputs(self) -> None:
-        """Do the updates of inputs, which come last."""
+        """Writes the updates of inputs, after everything else."""
         for state, value in self._updates:
             state.copy_(value)
 
 
 def _has_factor(node: fx.Node) -> bool:
-    """True if a sum scales its second operand. Inductor forgets that where the other operand is a
+    """True for an addition that scales its second operand: Inductor loses the factor next to a
     matrix product (seen in torch 2.13)."""
     if not is_operator(node.target, "aten::add", "aten::sub"):
         return False
@@ -109,7 +109,7 @@ def _has_factor(node: fx.Node) -> bool:
 
 
 class ChannelsLast(PreparedRegion):
-    """Runs a graph with all that convolutions read laid out channels-last."""
+    """Interprets a graph with the inputs of convolutions laid out channels-last."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)

@@ -1,4 +1,4 @@
-"""Find the largest parts of a graph that can each be compiled as one, without harm to the rest."""
+"""Finds the largest regions of a graph that can each be compiled without changing its meaning."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MARK = "lowering"
 
 
 class RegionMark(NamedTuple):
-    """The place where a call runs: in a region, or outside of all.
+    """The level and the region in which a call runs.
 
     Attributes:
         level: see `graphopt.lowering.levels`.
@@ -42,7 +42,7 @@ RegionPredicate = Callable[[list[fx.Node]], bool]
 
 @dataclass(frozen=True)
 class Break:
-    """A node that stays outside compiled regions, and why."""
+    """A node that stays outside compiled regions, with the reason."""
 
     node: str
     target: str
@@ -64,7 +64,7 @@ class Regions:
     free: set[fx.Node] = field(default_factory=set)
 
     def log(self) -> None:
-        """Log every break with its reason, those of one operator and reason in one line."""
+        """Logs the nodes outside the regions, one line for each operator and reason."""
         log_left_out("not lowered", ((b.target, b.node, b.reason) for b in self.breaks))
 
 
@@ -76,7 +76,7 @@ def mark_regions(
     min_ops: int = 10,
     random: bool = False,
 ) -> Regions:
-    """Find the regions of a graph, and mark its nodes with level and region.
+    """Finds the regions of a graph, and marks its nodes with level and region.
 
     The late nodes of an `IterGraph` are looked at where the next iteration runs them, so that the
     regions of this graph are those of each graph that is derived from it.
@@ -92,7 +92,7 @@ def mark_regions(
     reasons = reasons_to_keep(graph, node_predicate, random)
     keep_updates(graph, effects, reasons)
     found.free = free_nodes(graph, effects, reasons)
-    levels, lowerable = _placed(graph, effects, reasons, found.free)
+    levels, lowerable = _levels_and_lowerable(graph, effects, reasons, found.free)
     members: dict[int, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node in levels:
@@ -135,10 +135,10 @@ def _free_inputs(node: fx.Node, free: set[fx.Node]) -> Iterator[fx.Node]:
                 yield from _free_inputs(source, free)
 
 
-def _placed(
+def _levels_and_lowerable(
     graph: fx.Graph, effects: Effects, reasons: dict[fx.Node, str | None], free: set[fx.Node]
 ) -> tuple[dict[fx.Node, int], set[fx.Node]]:
-    """The level of each call, and the lowerable ones.
+    """Returns the level of each call, and the calls that are lowerable.
 
     An update goes with the region that computes what it writes, or stays: elsewhere it would be a
     copy, and outside regions there need not be one. A fused optimizer goes with the region that
@@ -148,15 +148,15 @@ def _placed(
     order = list(run_order(graph))
     while True:
         levels = levels_of(graph, order, effects, lowerable)
-        alone = [node for node in lowerable if not _goes(node, levels, lowerable)]
+        alone = [node for node in lowerable if not _is_with_producer(node, levels, lowerable)]
         if not alone:
             return levels, lowerable
         lowerable.difference_update(alone)
         reasons |= dict.fromkeys(alone, "what it writes is computed elsewhere")
 
 
-def _goes(node: fx.Node, levels: dict[fx.Node, int], lowerable: set[fx.Node]) -> bool:
-    """True if a node is in the region of those that it must be with."""
+def _is_with_producer(node: fx.Node, levels: dict[fx.Node, int], lowerable: set[fx.Node]) -> bool:
+    """True if an update or item is in the region of the nodes that it belongs to."""
 
     def together(other: object) -> bool:
         return other in lowerable and levels[other] == levels[node]

@@ -1,4 +1,4 @@
-"""The stages that compile: regions become calls of compiled code, and steady graphs recordings."""
+"""The stages of the step pipeline that compile: Inductor regions, boxed calls, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphopt.verify.recorded import recording_problems
 
 
 class Lower(GraphStage):
-    """Marked regions become calls of submodules that Inductor compiles.
+    """Replaces marked regions by submodules that Inductor compiles.
 
     All graphs of one training step share the compiled regions, so that one that several graphs have
     is compiled once.
@@ -33,7 +33,7 @@ class Lower(GraphStage):
         return not which.once
 
     def outline(self, graph: fx.Graph) -> None:
-        """Mark the regions of a step; graphs that are derived from it have the marks as well."""
+        """Marks the regions of a step; the graphs derived from it keep the marks."""
         options = self._options
         mark_regions(graph, min_ops=options.min_ops, random=options.random).log()
 
@@ -44,7 +44,7 @@ class Lower(GraphStage):
 
 
 class RecordCudaGraphs(GraphStage):
-    """The graph that runs again and again is recorded as CUDA graphs, where these are asked for."""
+    """Records the steady-state graph as CUDA graphs, if the options ask for them."""
 
     name, in_place = "record", True
 
@@ -63,7 +63,7 @@ class RecordCudaGraphs(GraphStage):
 
 
 class Box(GraphStage):
-    """Compiled regions take a list of their inputs, of which they let go: see `boxed`."""
+    """Makes compiled regions take a list of inputs that they empty; see `boxed`."""
 
     name, in_place = "box", True
 

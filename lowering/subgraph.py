@@ -1,4 +1,4 @@
-"""`LoweredSubgraph`: a region as a module that compiles itself when it is first called."""
+"""`LoweredSubgraph`: a region as a module that is compiled on its first call."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ class LoweredSubgraph(nn.Module):
         self._name = name
         self._written = _written_inputs(body.graph)
         self._warned = False
-        self._eager = _Checked(self._run_eagerly, [])
+        self._eager = _CheckedCode(self._run_eagerly, [])
         self._compiled: dict[tuple[Kind, ...], Compiled] = {}
         self._current: tuple[tuple[Kind, ...], Compiled] | None = None
 
     @property
     def is_compiled(self) -> bool:
-        """True if there is compiled code for the last call, or for one to come."""
+        """True if compiled code exists for the last call, or was prepared for the next."""
         return self.failure is None and bool(self._compiled)
 
     def forward(self, *args: torch.Tensor, tag: str = "") -> Sequence[torch.Tensor]:
-        """Run the region.
+        """Runs the region.
 
         Args:
             *args: its inputs.
@@ -75,7 +75,7 @@ class LoweredSubgraph(nn.Module):
         return self.call_boxed(list(args), tag)
 
     def call_boxed(self, args: list[Any], tag: str = "") -> Sequence[torch.Tensor]:
-        """Like `forward`, but clears the list, so that inputs are freed after their last use."""
+        """Runs the region, and empties the list of inputs so that they are freed early."""
         kinds = tuple(map(kind_of, args))
         current = self._current
         if current is None or current[0] != kinds:
@@ -102,7 +102,7 @@ class LoweredSubgraph(nn.Module):
             self.failure = error
             self._warn_once(f"it runs operator by operator: {error}")
             return self._eager
-        self._compiled[kinds] = _Checked(_with_numbers(compiled, numbers), self._written)
+        self._compiled[kinds] = _CheckedCode(_with_numbers(compiled, numbers), self._written)
         return self._compiled[kinds]
 
     def _warn_once(self, text: str) -> None:
@@ -118,7 +118,7 @@ class LoweredSubgraph(nn.Module):
 
 
 def _with_numbers(compiled: Compiled, numbers: dict[int, torch.dtype]) -> Compiled:
-    """Compiled code that takes Python numbers at these positions, and makes tensors of them."""
+    """Wraps compiled code: Python numbers at these positions become tensors."""
     if not numbers:
         return compiled
 
@@ -131,14 +131,14 @@ def _with_numbers(compiled: Compiled, numbers: dict[int, torch.dtype]) -> Compil
 
 
 def _written_inputs(graph: fx.Graph) -> list[int]:
-    """Positions of the inputs that a region updates in place."""
+    """The positions of inputs that a region updates in place."""
     states = {state for node in graph.nodes for state in written(node)}
     placeholders = graph.find_nodes(op="placeholder")
     return [index for index, node in enumerate(placeholders) if node in states]
 
 
-class _Checked:
-    """Compiled code that keeps what operators promise.
+class _CheckedCode:
+    """Compiled code whose results are checked to have storage of their own.
 
     Results have storage of their own, which the graph around relies on: the compiler may find that
     two results are the same, or that one is an input. The first call tells, since it does so by its
@@ -167,7 +167,7 @@ class _Checked:
 
 
 def _sharing(results: Sequence[torch.Tensor], taken: set[int]) -> list[int]:
-    """Indices of results in storage that is taken, by inputs or by results before them."""
+    """The indices of results that share storage with inputs or with earlier results."""
     found = []
     for index, result in enumerate(results):
         key = _compat.storage_key(result)

@@ -1,4 +1,4 @@
-"""A graph, of whichever device, as the Triton kernels that Inductor writes for a CUDA GPU."""
+"""Generation of Triton kernels for a CUDA GPU from a graph, on any machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOWERED_FROM = "lowered_from"
 
 @dataclass(frozen=True)
 class InductorCode:
-    """Code that Inductor makes of a graph.
+    """The code that Inductor generates for a graph.
 
     Attributes:
         kernels: name and source of each Triton kernel.
@@ -36,7 +36,7 @@ class InductorCode:
 
 
 def cuda_code(graph_module: fx.GraphModule) -> InductorCode:
-    """The code for CUDA of a graph, which stays as it is.
+    """Generates the CUDA code of a graph, which itself is unchanged.
 
     To be called while there is a pretended GPU (`graphopt._compat.triton`). All tensors of the
     graph are taken to be on that GPU.
@@ -65,7 +65,7 @@ def cuda_code(graph_module: fx.GraphModule) -> InductorCode:
 
 
 class _OnCuda(PreparedRegion):
-    """Runs a graph on CUDA tensors, whichever device its nodes name."""
+    """Interprets a graph on CUDA tensors, whichever device its nodes name."""
 
     def __init__(self, graph_module: fx.GraphModule, constants: dict[str, torch.Tensor]) -> None:
         super().__init__(graph_module)
@@ -100,7 +100,7 @@ def _cuda_device(value: Any) -> Any:
 
 
 def _constants(graph_module: fx.GraphModule) -> dict[str, torch.Tensor]:
-    """Tensors that belong to a graph, by their names. They become inputs: only shapes matter."""
+    """The constant tensors of a graph, by name; only their shapes matter."""
     names = dict.fromkeys(node.target for node in graph_module.graph.find_nodes(op="get_attr"))
     found = {}
     for name in names:
@@ -156,7 +156,7 @@ def _message(place: str, error: Exception) -> str:
 
 
 def _read(code: str) -> InductorCode:
-    """The kernels that a module written by Inductor defines and calls. It is not run."""
+    """Parses the kernels out of a module written by Inductor, without running it."""
     kernels: list[tuple[str, str]] = []
     externs: Counter[str] = Counter()
     for node in ast.walk(ast.parse(code)):

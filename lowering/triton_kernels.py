@@ -1,4 +1,4 @@
-"""Triton kernels of a graph for a named architecture, on a machine without a GPU."""
+"""Compilation of a graph to Triton kernels for a named architecture, without a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NUMBERED = re.compile(r"_\d+$")
 
 @dataclass(frozen=True)
 class TritonKernel:
-    """A kernel, compiled.
+    """A compiled Triton kernel: source, PTX, cubin and its resource use.
 
     Attributes:
         name: made of the operators in it and a number: the same graph gives the same names.
@@ -56,7 +56,7 @@ class TritonKernel:
 
 @dataclass(frozen=True)
 class Failure:
-    """A region, or one kernel of it, that cannot be compiled."""
+    """A region, or a kernel of it, that cannot be compiled."""
 
     region: int
     kernel: str | None
@@ -71,7 +71,7 @@ class Failure:
 
 @dataclass
 class TritonReport:
-    """The outcome of compiling a graph to Triton kernels.
+    """The kernels and the failures of compiling a graph.
 
     Attributes:
         target: such as ``"cuda:90"``.
@@ -91,7 +91,7 @@ class TritonReport:
 def compile_triton(
     gm: fx.GraphModule, target: str = "cuda:90", *, min_ops: int = 10
 ) -> list[TritonKernel]:
-    """Compile a graph to Triton kernels, PTX and cubins. No GPU is needed, and none is used.
+    """Compiles a graph to Triton kernels, PTX and cubins; no GPU is needed or used.
 
     Args:
         gm: a captured step (`graphopt.capture(...).graph_module`, `train_step.graph_module`), of
@@ -130,7 +130,7 @@ def lower_to_triton(
     min_ops: int = 10,
     progress: Callable[[str], None] | None = None,
 ) -> TritonReport:
-    """As `compile_triton`, but what fails is in the report, and the rest is compiled.
+    """Compiles as `compile_triton`, but reports failures and compiles the rest.
 
     Args:
         progress: told the name of each kernel before it is compiled.
@@ -185,7 +185,7 @@ def parse_target(target: str) -> int:
 
 
 def triton_version() -> str:
-    """The version of Triton that compiles."""
+    """The installed version of Triton."""
     return triton_binaries.version()
 
 
@@ -199,7 +199,7 @@ def _regions(gm: fx.GraphModule, min_ops: int) -> list[fx.GraphModule]:
 def _sources(
     regions: Iterable[fx.GraphModule], report: TritonReport
 ) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Name, source and regions of each kernel; those that differ by name alone are one."""
+    """Name, source and regions of each kernel; kernels that differ only in name are merged."""
     used_in: dict[tuple[str, str], list[int]] = {}
     for number, region in enumerate(regions):
         try:

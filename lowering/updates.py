@@ -1,4 +1,4 @@
-"""ATen's fused optimizers inside compiled code.
+"""Calls of ATen's fused optimizers inside compiled code.
 
 One kernel of ATen's reads and writes everything of a parameter once, and what Inductor makes of the
 same formulas is not faster. So compiled code calls it, among the operators that compute gradients:
@@ -50,7 +50,7 @@ FUSED_UPDATE: _compat.OpOverload = torch.ops.graphopt.fused_update.default
 
 @lru_cache(maxsize=1024)
 def _function(operator: str, call: str) -> Callable[..., None]:
-    """The call that `fused_update` stands for, as a function of its three lists."""
+    """The function of three tensor lists that runs the optimizer call of `fused_update`."""
     args, kwargs = ast.literal_eval(call)
     given = [_source(value) for value in args]
     given += [f"{key}={_source(value)}" for key, value in kwargs.items()]
@@ -67,7 +67,7 @@ def _source(value: Any) -> str:
 
 
 def reason_to_keep_update(node: fx.Node) -> str | None:
-    """Why a fused optimizer cannot be called by compiled code; None where it can."""
+    """Returns why compiled code cannot call a fused optimizer, or None if it can."""
     if argument(node, "grad_scale") is not None:
         return "it unscales gradients in place"
     for source in node.all_input_nodes:
@@ -84,12 +84,12 @@ def reason_to_keep_update(node: fx.Node) -> str | None:
 
 
 def gradients(node: fx.Node) -> list[fx.Node]:
-    """The gradients that a fused optimizer takes."""
+    """The gradients that a fused optimizer reads."""
     return list(node.args[1])  # type: ignore[arg-type]
 
 
 def stored_by(node: fx.Node) -> dict[fx.Node, fx.Node]:
-    """Per tensor that a fused optimizer updates, the `copy_` that stores the result in it."""
+    """The `copy_` nodes that store a fused optimizer's results, by the tensor that they update."""
     call = list_call(node)
     assert call is not None
     found: dict[fx.Node, fx.Node] = {}
@@ -112,7 +112,7 @@ def updated(node: fx.Node) -> list[fx.Node]:
 
 
 def call_update(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Run a fused optimizer in place, while a region is traced.
+    """Runs a fused optimizer in place while a region is traced.
 
     Returns:
         What its functional form returns: the lists that it has updated, and the gradients.

@@ -1,4 +1,4 @@
-"""Put fused attention in place of attention that is written out, forward and backward.
+"""Replaces written-out attention by the fused operator, in forward and backward.
 
     scores  = q @ k.transpose(-2, -1) * scale         out, logsumexp = flash_attention(q, k, v)
     weights = softmax(scores + mask)            ==>   …
@@ -41,7 +41,7 @@ _NEGLIGIBLE = -1e4
 
 @graph_optimization_pass(changes_numerics=True)
 def fuse_attention(gm: fx.GraphModule) -> int:
-    """Put scaled_dot_product_attention in place of written-out attention.
+    """Replace written-out attention by scaled_dot_product_attention.
 
     Returns:
         How many attentions are fused.
@@ -67,7 +67,7 @@ def _is_softmax(node: fx.Node) -> bool:
 
 
 def _can_be_fused(match: Match) -> bool:
-    """True if torch has a fused kernel for it; the others write attention out themselves."""
+    """True if torch has a fused kernel for a match, and would not write it out again."""
     q, k, v = (fake_value(match.inputs[name]) for name in "qkv")
     if len({t.shape[-1] for t in (q, k, v)}) > 1 or any(t.stride(-1) != 1 for t in (q, k, v)):
         return False
@@ -78,7 +78,7 @@ def _can_be_fused(match: Match) -> bool:
 
 @dataclass(frozen=True)
 class _WrittenOut:
-    """One way to write attention.
+    """One way of writing attention with single operators.
 
     Attributes:
         scaling: "scores *", "scores /", "q *", "q /" or "".
@@ -116,7 +116,7 @@ class _WrittenOut:
 
 @dataclass(frozen=True)
 class _Fused:
-    """The same attention in one operator."""
+    """The same attention as one operator."""
 
     written_out: _WrittenOut
 

@@ -131,7 +131,7 @@ def _fuse_all(gm: fx.GraphModule, limits: tuple[int, int]) -> int:
 
 
 def _fuse(graph: fx.Graph, bucket: Bucket) -> dict[fx.Node, fx.Node]:
-    """Insert one all-reduce for those of a bucket. Returns what each of their waits becomes."""
+    """Inserts one all-reduce for a bucket; returns the replacement of each wait."""
     last = bucket.blocks[-1].comm_node
     waits = [block.wait_nodes[0] for block in bucket.blocks]
     overtaken = [node for node in bucket.behind if node < last]
@@ -146,7 +146,7 @@ def _fuse(graph: fx.Graph, bucket: Bucket) -> dict[fx.Node, fx.Node]:
 
 
 def _launch(graph: fx.Graph, blocks: Sequence[CommBlock]) -> tuple[fx.Node, list[int], list[int]]:
-    """Send all members in one tensor.
+    """Launches one all-reduce of all members, concatenated in one tensor.
 
     Returns:
         The launch, the sizes of the parts of what it sends, and which part is which member.
@@ -182,7 +182,7 @@ def _receive(
     sizes: Sequence[int],
     places: Sequence[int],
 ) -> list[fx.Node]:
-    """Wait for a bucket and cut it into what `waits` gave."""
+    """Waits for a bucket, and cuts the result into the pieces that `waits` returned."""
     wait = communicating(graph, waits[-1].target, (launch,), waits[-1])
     split = communicating(graph, aten.split_with_sizes.default, (wait, list(sizes)), waits[-1])
     results = []

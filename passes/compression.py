@@ -1,4 +1,4 @@
-"""Send gradients in bfloat16.
+"""Sends gradients in bfloat16.
 
     cat        = cat([grad_b, view])         cat        = cat([grad_b, view])
     all_reduce = all_reduce(cat)             half       = _to_copy(cat, dtype=bfloat16)
@@ -42,7 +42,7 @@ aten = torch.ops.aten
     changes_numerics=True,
 )
 def compress_gradients(gm: fx.GraphModule) -> int:
-    """Average gradients of float32 in bfloat16.
+    """Average float32 gradients in bfloat16.
 
     Returns:
         How many collectives send half as much.

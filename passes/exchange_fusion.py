@@ -1,4 +1,4 @@
-"""Fuse the scatters of sharded gradients into buckets.
+"""Fuses the collectives that scatter sharded gradients into buckets.
 
 Before:                                        After:
 
@@ -75,7 +75,7 @@ def fuse_exchanges(
 
 
 def _fuse_scatters(gm: fx.GraphModule, bucket_size_mb: float, min_buckets: int | None) -> int:
-    """Make lists of reduce-scatters, which nothing is copied into."""
+    """Makes coalesced reduce-scatters, into which nothing is copied."""
     found = fusable_blocks(gm, SCATTER)
     fusable = {launch: block for launch, block in found.items() if bucket_kind(launch) is not None}
     limits = bucket_limits(gm.graph, fusable, bucket_size_mb, min_buckets)
@@ -94,7 +94,7 @@ def _fuse_scatters(gm: fx.GraphModule, bucket_size_mb: float, min_buckets: int |
 
 
 def _fuse_exchanges(gm: fx.GraphModule, bucket_size_mb: float, min_buckets: int | None) -> int:
-    """Make one exchange of several, whose members are copied into it."""
+    """Makes one exchange of several, into which their members are copied."""
     found = fusable_blocks(gm, "all_to_all_single")
     fusable = {launch: block for launch, block in found.items() if _is_scatter(block)}
     limits = bucket_limits(gm.graph, fusable, bucket_size_mb, min_buckets)
@@ -115,7 +115,7 @@ def _fuse_exchanges(gm: fx.GraphModule, bucket_size_mb: float, min_buckets: int 
 
 
 def _is_scatter(block: CommBlock) -> bool:
-    """True if ranks exchange parts of one size, and each sums what it gets."""
+    """True for an exchange of equal parts whose received parts are then summed."""
     given, received = (
         argument(block.comm_node, name) for name in ("input_split_sizes", "output_split_sizes")
     )
@@ -126,7 +126,7 @@ def _is_scatter(block: CommBlock) -> bool:
 
 
 def _fuse(graph: fx.Graph, bucket: Bucket) -> dict[fx.Node, fx.Node]:
-    """Insert one exchange for those of a bucket. Returns what each of their sums becomes."""
+    """Inserts one exchange for a bucket; returns the replacement of each sum."""
     blocks = bucket.blocks
     last = blocks[-1].comm_node
     waits = [block.wait_nodes[0] for block in blocks]
@@ -143,7 +143,8 @@ def _fuse(graph: fx.Graph, bucket: Bucket) -> dict[fx.Node, fx.Node]:
 
 
 def _launch(graph: fx.Graph, blocks: Sequence[CommBlock]) -> tuple[fx.Node, list[int]]:
-    """Send all members in one tensor: of each what is meant for the first rank, then for the next.
+    """Launches one exchange of all members in one tensor: first all parts for rank 0, then for rank
+    1, and so on.
 
     Returns:
         The launch, and the sizes of the parts of what each rank gets: members, and zeros behind
@@ -175,7 +176,7 @@ def _launch(graph: fx.Graph, blocks: Sequence[CommBlock]) -> tuple[fx.Node, list
 def _receive(
     graph: fx.Graph, launch: fx.Node, sums: Sequence[fx.Node], sizes: Sequence[int]
 ) -> list[fx.Node]:
-    """Wait for a bucket, sum what the ranks have sent, and cut that into what `sums` gave."""
+    """Waits for a bucket, sums the parts of all ranks, and cuts the result into those of `sums`."""
     like = sums[-1]
     wait = communicating(graph, like.all_input_nodes[0].target, (launch,), like)
     total = communicating(graph, like.target, (wait, *like.args[1:]), like)

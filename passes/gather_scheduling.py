@@ -1,4 +1,4 @@
-"""Gather parameters early, many in one collective, and wait for them late.
+"""Gathers sharded parameters early, in few collectives, and waits for them late.
 
     s  = wait(scattered g)                    s   = wait(scattered g)
     r  = update(window(w), s)                 r   = update(window(w), s)
@@ -57,12 +57,12 @@ def schedule_gathers(gm: fx.GraphModule) -> int:
     Returns:
         How many nodes had to move, and collectives became fewer.
     """
-    return _of_uses(gm) + _of_updates(gm) + _of_all(gm)
+    return _schedule_reads(gm) + _schedule_updates(gm) + _schedule_everything(gm)
 
 
-def _of_all(gm: fx.GraphModule) -> int:
-    """On GPUs, all collectives and what computes beside them, in no more memory; nothing where
-    gathers are left to the next iteration."""
+def _schedule_everything(gm: fx.GraphModule) -> int:
+    """Schedules all collectives on a GPU in no more memory; does nothing where gathers are left
+    to the next iteration."""
     uses = uses_of_gathers(gm.graph)
     on_cpu = any(fake_value(use.launch).device.type == "cpu" for use in uses)
     if not uses or on_cpu or any(is_launch_kept(use.launch) for use in uses):
@@ -71,8 +71,8 @@ def _of_all(gm: fx.GraphModule) -> int:
     return 0 if schedule is None else apply_schedule(gm.graph, schedule)
 
 
-def _of_uses(gm: fx.GraphModule) -> int:
-    """Gathers of what the forward and the backward read."""
+def _schedule_reads(gm: fx.GraphModule) -> int:
+    """Schedules the gathers that the forward and the backward read."""
     graph = gm.graph
     uses = uses_of_gathers(graph)
     if not uses or any(is_launch_kept(use.launch) for use in uses):
@@ -85,8 +85,8 @@ def _of_uses(gm: fx.GraphModule) -> int:
     return _applied(graph, order_of_prefetch(graph, before, buckets), before)
 
 
-def _of_updates(gm: fx.GraphModule) -> int:
-    """Gathers of updated parameters."""
+def _schedule_updates(gm: fx.GraphModule) -> int:
+    """Schedules the gathers of updated parameters."""
     gathers = gathers_of_parameters(gm.graph)
     if not gathers or any(map(is_launch_kept, gathers)):
         return 0

@@ -1,4 +1,4 @@
-"""Log the norm of every gradient in every step, or in every n-th.
+"""Logs the norm of every gradient in every step, or in every n-th.
 
     g0 = mm(…)                               g0 = mm(…)
     g1 = mm(…)                               g1 = mm(…)
@@ -63,7 +63,7 @@ def log_gradient_norms(
 
 
 def log_line(norms: Mapping[str, torch.Tensor]) -> None:
-    """Log the norm of all gradients together, and each."""
+    """Logs the norm of all gradients together, and of each."""
     values = {name: float(norm) for name, norm in norms.items()}
     total = math.hypot(*values.values())
     each = ", ".join(f"{name} {value:.3g}" for name, value in values.items())
@@ -71,7 +71,7 @@ def log_line(norms: Mapping[str, torch.Tensor]) -> None:
 
 
 def _first_use(gradients: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """The first node of an optimizer behind all gradients."""
+    """The first optimizer node behind all gradients."""
     last = max(gradients.values())
     node = last.next
     while node.op != "output" and phase_of(node) != "optimizer":

@@ -121,8 +121,9 @@ def _check_share(held_back: float) -> None:
 
 
 def _waits_before(gm: IterGraphModule, blocks: Sequence[CommBlock]) -> bool:
-    """True if the step waits for another collective of these groups before it sends gradients, such
-    as the broadcast of buffers: that one would stand behind all that is held back."""
+    """True if the step waits for another collective of the same groups before it sends
+    gradients, such as a broadcast of buffers, which would queue behind gradients that are held
+    back."""
     if not blocks:
         return False
     groups = {argument(block.comm_node, "group_name") for block in blocks}
@@ -140,7 +141,7 @@ def _waits_before(gm: IterGraphModule, blocks: Sequence[CommBlock]) -> bool:
 def _held_back(
     graph: fx.Graph, blocks: Sequence[CommBlock], moved: list[list[fx.Node]], share: float
 ) -> list[list[fx.Node]]:
-    """Send a share of the buckets after the backward; returns `moved` in the new launch order.
+    """Sends a share of the buckets after the backward; returns `moved` in the new launch order.
 
     Where buckets share an update, as with clipping, it waits for all, and none is held back; nor
     where ranks of the group may run another graph.
@@ -163,8 +164,8 @@ def _held_back(
 
 
 def _unheld(moved: list[list[fx.Node]]) -> list[list[fx.Node]]:
-    """Those behind the last whose parameters are held on this rank. The order of launches, which
-    all ranks share, does not depend on it."""
+    """The updates behind the last one whose parameters the user holds on this rank; the launch
+    order, common to all ranks, does not depend on it."""
     for index in reversed(range(len(moved))):
         held = next(filter(is_held, _states(moved[index])), None)
         if held is not None:
@@ -198,7 +199,7 @@ def _named(graph: fx.Graph, name: str) -> fx.Node:
 
 
 def _blocks_to_move(gm: IterGraphModule) -> list[CommBlock]:
-    """The longest run of gradient buckets, counted from the last one launched, that can move."""
+    """The longest run of gradient buckets, counted from the last launch, that can move."""
     graph = gm.graph
     blocks = [
         block
@@ -219,7 +220,7 @@ def _blocks_to_move(gm: IterGraphModule) -> list[CommBlock]:
 
 
 def _what_stays(graph: fx.Graph, blocks: Sequence[CommBlock], last: int, reason: str) -> str:
-    """Says which buckets are waited for in their own iteration, why, and what that costs."""
+    """A log text: the buckets that are waited for in their own iteration, why, and the cost."""
     costs = default_cost_model(graph)
     seconds = sum(costs.transfer(block.comm_node).seconds for block in blocks[: last + 1])
     size = readable_bytes(sum(block.nbytes for block in blocks[: last + 1]))
@@ -230,8 +231,8 @@ def _what_stays(graph: fx.Graph, blocks: Sequence[CommBlock], last: int, reason:
 
 
 def _merged(blocks: Sequence[CommBlock], updates: Sequence[list[fx.Node]]) -> list[list[fx.Node]]:
-    """Waits with the update that they are for, in launch order; where several buckets share an
-    update, as with clipping, at the place of the last of them."""
+    """Joins each wait with its update, in launch order; an update that several buckets share, as
+    with clipping, stands at the last of them."""
     waits: dict[int, list[fx.Node]] = {}
     found: dict[int, list[fx.Node]] = {}
     for block, update in zip(blocks, updates, strict=True):
@@ -243,8 +244,8 @@ def _merged(blocks: Sequence[CommBlock], updates: Sequence[list[fx.Node]]) -> li
 
 
 def _destinations(graph: fx.Graph, moved: Sequence[Sequence[fx.Node]]) -> list[fx.Node]:
-    """Per set of nodes, the first read of what it or a later set updates; only of what it updates,
-    where that is gathered: what is gathered first must not stand behind other updates."""
+    """The destination of each set: the first read of anything that it or a later set updates.
+    Where the read is a gather, only the set's own updates count."""
     position = {node: index for index, node in enumerate(graph.nodes)}
     earliest = get_output(graph)
     found: list[fx.Node] = []
@@ -255,7 +256,7 @@ def _destinations(graph: fx.Graph, moved: Sequence[Sequence[fx.Node]]) -> list[f
 
 
 def _first_reads(graph: fx.Graph, moved: Sequence[Sequence[fx.Node]]) -> list[fx.Node]:
-    """Per set of nodes, the first read of what it updates, or the end of the graph."""
+    """The first read of what each set of nodes updates, or the end of the graph."""
     late = {node for nodes in moved for node in nodes}
     position = {node: index for index, node in enumerate(graph.nodes)}
     found = []

@@ -1,4 +1,4 @@
-"""Remove the copies that tracing an optimizer leaves and nobody reads.
+"""Removes copies that tracing an optimizer leaves and that nobody reads.
 
 Before:                                            After:
 
@@ -58,7 +58,7 @@ def remove_copy_from_optimizer(gm: fx.GraphModule) -> int:
 
 
 def _near_optimizer(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes at most `MAX_OPTIMIZER_DISTANCE` below an operator on lists of tensors."""
+    """Nodes at most `MAX_OPTIMIZER_DISTANCE` below a list operator of an optimizer."""
     distance: dict[fx.Node, int] = {}
     for node in graph.nodes:
         above = [distance[source] for source in node.all_input_nodes if source in distance]
@@ -69,7 +69,7 @@ def _near_optimizer(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _unread(graph: fx.Graph, orphans: set[fx.Node]) -> list[fx.Node]:
-    """Those of `orphans` whose destinations nobody reads afterwards."""
+    """The orphan copies whose destination nobody reads afterwards."""
     effects = Effects(graph)
     unread: list[fx.Node] = []
     overwritten_next: dict[fx.Node, fx.Node] = {}  # input of the step -> destination of a copy_
@@ -94,7 +94,7 @@ def _unread(graph: fx.Graph, orphans: set[fx.Node]) -> list[fx.Node]:
 
 
 def _is_private(effects: Effects, copy: fx.Node, destination: fx.Node) -> bool:
-    """True if nobody can see that `copy` writes into a value computed by the step."""
+    """True if `copy` writes into a value that the step computes and does not return."""
     if effects.leaves_the_graph(destination):
         return False
     return not effects.read_after(destination, copy)

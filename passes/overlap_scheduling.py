@@ -1,4 +1,4 @@
-"""Hide communication: launch early, wait late, and let other compute fill what is left.
+"""Hides communication: launches early, waits late, and lets compute fill the time between.
 
     x   = relu(x0)                             g1  = all_gather(w1)
     g1  = all_gather(w1)                       x   = relu(x0)

@@ -1,4 +1,4 @@
-"""Leave out the averages of gradients that nobody reads.
+"""Removes the averages of gradients that nobody reads.
 
 Before:                                            After:
 
@@ -26,7 +26,7 @@ from graphopt.manager import graph_optimization_pass
 
 @graph_optimization_pass(whole_step=True, changes_communication=True)
 def drop_unread_gradients(gm: fx.GraphModule) -> int:
-    """Leave out averages of gradients that nobody reads. Returns how many."""
+    """Remove averages of gradients that nobody reads. Returns how many."""
     late, dropped = late_nodes(gm.graph), 0
     for block in get_all_comm_blocks(gm, "all_reduce"):
         launch, kept = block.comm_node, is_launch_kept(block.comm_node)
@@ -40,7 +40,7 @@ def drop_unread_gradients(gm: fx.GraphModule) -> int:
 
 
 def _is_read(nodes: list[fx.Node]) -> bool:
-    """True if anything that the step returns or does depends on nodes."""
+    """True if a result or side effect of the step depends on the nodes."""
     pending, seen = list(nodes), set(nodes)
     while pending:
         for user in pending.pop().users:
@@ -53,7 +53,7 @@ def _is_read(nodes: list[fx.Node]) -> bool:
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Take a node out with those that read it."""
+    """Removes a node and all nodes that read it."""
     for user in list(node.users):
         _erase(graph, user)
     graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Update each large parameter as soon as its gradient is there.
+"""Updates each large parameter as soon as its gradient is computed.
 
     g1 = mm(…)                              g1 = mm(…)
     g0 = mm(…)                              w1', … = _fused_adamw([w1], [g1], …)
@@ -51,7 +51,7 @@ _MB = 2**20
     apply_after=["remove_copy_from_optimizer", "iter_move_grads_and_optimizers"]
 )
 def schedule_updates(gm: fx.GraphModule, larger_than_mb: float = 2) -> int:
-    """Update each large parameter as soon as its gradient is there.
+    """Update each large parameter as soon as its gradient is computed.
 
     Args:
         larger_than_mb: gradients up to this size are left to one update for all, in MiB.
@@ -65,7 +65,7 @@ def schedule_updates(gm: fx.GraphModule, larger_than_mb: float = 2) -> int:
         gradients = list(_large_gradients(gm, larger_than_mb * _MB))
         if not gradients:
             return 0
-        plan = _Plan(gm.graph, Descendants(gm.graph, [[gradient] for gradient in gradients]))
+        plan = _UpdatePlan(gm.graph, Descendants(gm.graph, [[gradient] for gradient in gradients]))
         plan.make()
         updates = separate(gm.graph, plan.elements, plan.owners)
     except OptimizerSplitError as error:
@@ -77,7 +77,7 @@ def schedule_updates(gm: fx.GraphModule, larger_than_mb: float = 2) -> int:
 
 
 def _large_gradients(gm: fx.GraphModule, limit: float) -> Iterator[fx.Node]:
-    """Gradients that an optimizer of list operators takes, each once."""
+    """The gradients above `limit` that list operators of an optimizer take, each once."""
     seen: set[fx.Node] = set()
     for block in get_all_fused_optimizer_blocks(gm):
         for gradient in block.optim.grads:
@@ -93,9 +93,9 @@ def _is_large(gradient: torch.Tensor, limit: float) -> bool:
     return gradient.device.type == "cpu" and gradient.nbytes > limit
 
 
-class _Plan:
-    """Where the updates of one graph are to stand, entry by entry: each together with what only
-    optimizers need of it.
+class _UpdatePlan:
+    """The new places of a graph's optimizer updates, entry by entry, with the nodes that only
+    optimizers need.
 
     Attributes:
         nodes: of the graph.
@@ -122,7 +122,7 @@ class _Plan:
         self._first_call = next(i for i, n in enumerate(self.nodes) if n.op == "call_function")
 
     def make(self) -> None:
-        """Find a place for each update that can move."""
+        """Finds a place for each update that can move."""
         updates: dict[int, list[int]] = {}
         for element, index in enumerate(self._sets):
             if index != NONE:
@@ -143,8 +143,8 @@ class _Plan:
                     self.owners[element] = index
 
     def _separates(self, last: int, owners: Mapping[int, int]) -> bool:
-        """True if something computes between updates and their place, or would between two parts of
-        a call that is divided for them."""
+        """True if compute lies between updates and their place, or would lie between two parts
+        of a call that is divided."""
         end = max((self._first[element] for element in owners), default=last)
         before: int | None = -1
         for node in self.nodes[last + 1 : end + 1]:
@@ -158,8 +158,8 @@ class _Plan:
         return False
 
     def _shared(self, update: Sequence[int]) -> set[int]:
-        """What an update needs that only optimizers compute, and of which no update is the owner:
-        values of hyperparameters."""
+        """The hyperparameter values that an update needs: computed for optimizers only, and
+        owned by no update."""
         found: set[int] = set()
         pending = list(update)
         while pending:
@@ -171,7 +171,7 @@ class _Plan:
         return found
 
     def _last_before(self, update: Sequence[int]) -> int:
-        """Position of the last node that has to stand before an update."""
+        """The position of the last node that must run before an update."""
         elements, moving, nodes = self.elements, set(update), self._nodes_of(update)
         before = [self._first_call - 1]
         for element in update:
@@ -190,7 +190,7 @@ class _Plan:
         return last
 
     def _stands_behind(self, element: int, moving: set[fx.Node]) -> int:
-        """Position of the last node before an element that does not move."""
+        """The position of the last unmoved node before an element that stays."""
         position = self._first[element] - 1
         while self._node_of(self.nodes[position]) in moving:
             position -= 1
@@ -200,7 +200,7 @@ class _Plan:
         return {self.elements.nodes[element] for element in elements}
 
     def _node_of(self, node: fx.Node) -> fx.Node:
-        """The list operator whose results a node holds or picks, or the node itself."""
+        """The list operator that a node takes a result of, or the node itself."""
         return self.elements.nodes[self.elements.number[node]]
 
 

@@ -64,7 +64,7 @@ def _first_user(block: CommBlock, tail: list[fx.Node]) -> fx.Node:
 
 
 def _place(tails: list[list[fx.Node]], user: fx.Node) -> int:
-    """Put `tails` right before `user`. Returns how many were elsewhere."""
+    """Moves `tails` right before `user`; returns how many were elsewhere."""
     before = user
     for settled, tail in enumerate(reversed(tails)):
         for node in reversed(tail):

@@ -45,7 +45,7 @@ logger = logging.getLogger("graphopt")
 
 
 class CudaGraphs:
-    """Lets graphs run as CUDA graphs. To be kept for all graphs of one step.
+    """Records parts of a step's graphs as CUDA graphs; one object for all graphs of a step.
 
     Args:
         recorder: does the recording; by default that of CUDA.
@@ -59,7 +59,7 @@ class CudaGraphs:
         self._said = False
 
     def apply(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """Let the parts of a graph that can be recorded run as CUDA graphs, in place.
+        """Replaces the parts of a graph that can be recorded by CUDA graph calls, in place.
 
         Each becomes a call of a `CudaGraphPiece`, ``cudagraph_0`` and so on. What stays outside is
         logged with its reason (logger ``graphopt``, INFO). Where there is no CUDA device, one
@@ -131,7 +131,7 @@ def _uses(graph: fx.Graph, device_type: str) -> bool:
 
 
 def _log(found: Pieces) -> None:
-    """Log every node that is not recorded, those of one operator and reason in one line."""
+    """Logs the nodes that are not recorded, one line for each operator and reason."""
     sizes = [len(piece.nodes) for piece in found.pieces]
     logger.info("CUDA graphs: %d pieces, of %s nodes", len(sizes), sizes)
     left_out = ((str(node.target), node.name, reason) for node, reason in found.reasons.items())

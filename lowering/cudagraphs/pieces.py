@@ -1,4 +1,4 @@
-"""Cut an executable graph into pieces, each of which is recorded as one CUDA graph.
+"""Divides an executable graph into pieces, each of which is recorded as one CUDA graph.
 
 A piece is a run of nodes in graph order. A node that cannot be recorded ends it. So does a change
 of the device, or of the late group (`graphopt.iter_graph.derived_programs`), whose bookkeeping is
@@ -39,7 +39,7 @@ ModuleOf = Callable[[fx.Node], Any]
 
 
 class InputTransfer(enum.Enum):
-    """The way by which a piece gets a value from outside.
+    """The way in which a piece gets an input: in place, by a copy, or as a number.
 
     STATIC: a tensor that has the same address in each call. COPIED: a tensor that is copied into
     one. SCALAR: a number in a tensor on the CPU, written into a tensor of the device. NUMBER: a
@@ -54,7 +54,7 @@ class InputTransfer(enum.Enum):
 
 @dataclass
 class Piece:
-    """Nodes that are recorded together.
+    """A run of nodes that is recorded as one CUDA graph.
 
     Attributes:
         nodes: in graph order, views among them included.
@@ -75,7 +75,7 @@ class Piece:
 
 @dataclass
 class Pieces:
-    """The recorded pieces of a graph.
+    """The pieces of a graph that are recorded, and why the other nodes are not.
 
     Attributes:
         pieces: in graph order.
@@ -89,7 +89,7 @@ class Pieces:
 def find_pieces(
     graph: fx.Graph, module_of: ModuleOf, recordable: Recordable, min_ops: int
 ) -> Pieces:
-    """Find the pieces of a graph.
+    """Finds the pieces of a graph that can be recorded.
 
     Args:
         graph: in the executable dialect. The items of a node's results follow it (`gather_items`).
@@ -108,7 +108,7 @@ def find_pieces(
 
 
 def gather_items(graph: fx.Graph) -> None:
-    """Move the items of each node with several results to directly behind it."""
+    """Moves the `getitem` nodes of a node with several results directly behind it."""
     for node in list(graph.nodes):
         last = node
         for user in list(node.users):
@@ -133,7 +133,7 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _crossing(piece: Piece) -> Iterator[fx.Node]:
-    """Launches without all of their waits in the piece, and waits without their launch."""
+    """Yields collectives whose launch and wait are not both in the piece."""
     inside = set(piece.nodes)
     for node in piece.nodes:
         if is_wait(node):
@@ -149,7 +149,7 @@ def _crossing(piece: Piece) -> Iterator[fx.Node]:
 
 
 class _Scan:
-    """One walk over a graph, with a run of nodes that grows until something ends it."""
+    """One walk over a graph that collects nodes into a piece until something ends it."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class _Scan:
         self._add(node)
 
     def _continues(self, node: fx.Node, device: torch.device | None, numbered: bool) -> bool:
-        """True if a node can stand in one piece with the run so far.
+        """True if a node can join the current piece.
 
         A number that changes calls for a new recording. So that it is a short one, nodes that take
         numbers begin a piece, of optimizer operators alone.
@@ -213,7 +213,7 @@ class _Scan:
         return not numbered
 
     def _may_update(self, node: fx.Node) -> bool:
-        """True if what a node updates is where the recording will find it."""
+        """True if the tensor that a node updates is at a fixed address."""
         for target in written(node):
             base = base_of(target)
             if may_be_view(base):
@@ -266,7 +266,7 @@ class _Scan:
         return InputTransfer.STATIC if is_state(base) else InputTransfer.COPIED
 
     def _operators(self, node: fx.Node) -> int:
-        """How many operators a node stands for: compiled ones, or those of its list."""
+        """The number of operators that a node runs: compiled ones, or those of its list."""
         if node.op == "call_module":
             module = self._module_of(node)
             assert isinstance(module, LoweredSubgraph)
@@ -276,14 +276,14 @@ class _Scan:
 
 
 def _copying(node: fx.Node, way: InputTransfer) -> int:
-    """How many operators have to be spared so that copying an input pays."""
+    """The number of operators that a recording must save to pay for copying an input."""
     if way not in (InputTransfer.COPIED, InputTransfer.SCALAR):
         return 0
     return 1 + sum(tensor.nbytes for tensor in tensors_in(fake_value(node))) // _BYTES_PER_OPERATOR
 
 
 class PieceBody(Part):
-    """A piece as a graph of its own, which takes the piece's inputs in their order.
+    """A piece as a separate graph that takes the piece's inputs in their order.
 
     Attributes:
         piece: what it is made from.
@@ -298,12 +298,12 @@ class PieceBody(Part):
         self.returning(leaving(piece.nodes))
 
     def module(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """As a module. It shares submodules with `gm`, from which the piece is cut."""
+        """The piece as a module; it shares submodules with `gm`, which it is cut from."""
         return box_calls(fx.GraphModule(gm, self.graph))
 
 
 def _inside(body: Part, copies: NodeCopies, node: fx.Node) -> fx.Node:
-    """What a node is in a piece: an update before it began, or a view, made where it is needed."""
+    """The counterpart of an outer node in a piece: the tensor before an update, or a new view."""
     if not is_pure_view(node) and is_update(node):
         updated: fx.Node = copies(node.all_input_nodes[0])
         return updated
@@ -314,7 +314,7 @@ def _inside(body: Part, copies: NodeCopies, node: fx.Node) -> fx.Node:
 def with_calls(
     source: fx.Graph, bodies: list[PieceBody], name_of: Callable[[PieceBody], str]
 ) -> fx.Graph:
-    """A graph in which each piece is one call.
+    """Copies a graph, with one call in place of each piece.
 
     Args:
         name_of: the name of the submodule that runs a piece.
@@ -340,7 +340,7 @@ def with_calls(
 
 
 def _outside(members: set[fx.Node], copies: NodeCopies, node: fx.Node) -> Any:
-    """A node outside of the pieces, or of one that does not return it."""
+    """The counterpart outside of a node that no piece returns."""
     if node in members and (is_update(node) or is_wait(node)):
         return copies(node.all_input_nodes[0])
     assert node not in members or is_pure_view(node), f"%{node.name} is not returned by its piece"

@@ -1,4 +1,4 @@
-"""Nodes of an executable graph that can be recorded into a CUDA graph, and their recorders."""
+"""Recording of nodes into CUDA graphs, and the reasons why a node cannot be recorded."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ _NAMESPACES = ("aten", "prims", "_c10d_functional", "graphopt_inplace")
 
 
 def is_number(value: object) -> bool:
-    """A Python number or a symbolic one."""
+    """True for a Python number, or a symbolic one."""
     return isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def is_unknown_number(value: object) -> bool:
-    """A number that is known only when the graph runs."""
+    """True for a number that is known only when the graph runs."""
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
         return _compat.known_number(value) is None
     return isinstance(value, torch.SymBool)
 
 
 def takes_numbers(node: fx.Node) -> bool:
-    """True if a node takes Python numbers that are computed in the graph."""
+    """True if a node takes Python numbers that the graph computes."""
     return any(is_unknown_number(known_value(source)) for source in node.all_input_nodes)
 
 
@@ -64,7 +64,7 @@ def is_learning_rate(node: fx.Node, user: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Recordable:
-    """Says of nodes why they cannot be recorded.
+    """Decides which nodes can be recorded into a CUDA graph.
 
     Attributes:
         device_type: the kind of device that records, ``"cuda"``.
@@ -75,7 +75,7 @@ class Recordable:
     group_records: Callable[[str], bool]
 
     def reason_against(self, node: fx.Node, module: object = None) -> str | None:
-        """Why a call cannot be recorded; None where it can.
+        """Returns why a call cannot be recorded, or None if it can.
 
         Args:
             node: neither a pure view nor an item of several results.
@@ -139,7 +139,7 @@ class Recordable:
         return None
 
     def _is_baked_in(self, source: fx.Node, user: fx.Node, tensor: torch.Tensor) -> bool:
-        """True if a tensor on the CPU may stay there: a constant number, or a learning rate."""
+        """True if the recording holds a CPU tensor as a number: a constant, or a learning rate."""
         if tensor.device.type != "cpu" or self.device_type == "cpu" or tensor.dim() > 0:
             return False
         if is_learning_rate(source, user):
@@ -149,7 +149,7 @@ class Recordable:
         return source.op == "get_attr" and takes_constants
 
     def device_of(self, node: fx.Node) -> torch.device | None:
-        """The device that a recordable node runs on; None where its tensors do not say."""
+        """The device that a recordable node runs on, or None if its tensors do not tell."""
         for tensor in _tensors_of(node):
             if tensor.device.type == self.device_type:
                 return tensor.device
@@ -182,7 +182,7 @@ def _against_generator(node: fx.Node) -> str | None:
 
 
 def _against_update(node: fx.Node, target: _compat.OpOverload) -> str | None:
-    """The value of a recorded in-place operator is taken to be its first argument."""
+    """Returns why an in-place operator cannot be recorded: its result is not its first argument."""
     if not _compat.schema_of(target).is_mutable:
         return None
     if torch.Tag.inplace_view in target.tags:
@@ -200,14 +200,14 @@ Run = Callable[[], list[Any]]
 
 
 class DeviceRecording(Protocol):
-    """Work that can be done again."""
+    """Recorded device work that can be replayed."""
 
     def replay(self) -> None:
-        """Do it, on the current stream."""
+        """Replays the work on the current stream."""
 
 
 class Recorder(Protocol):
-    """Records what a device does.
+    """Records the work of a device for replay.
 
     Attributes:
         device_type: of the devices whose work it records.
@@ -219,15 +219,15 @@ class Recorder(Protocol):
         """True if collectives of the process group of that name can be recorded."""
 
     def new_pool(self) -> Any:
-        """Memory for recordings that are replayed in the order in which they were made."""
+        """Allocates a memory pool for recordings that are replayed in the order of recording."""
 
     def warm_up(self, device: torch.device, run: Run) -> list[Any]:
-        """Run as it is, so that nothing is left to be done for the first time."""
+        """Runs the work unrecorded, so that one-time initialization is done."""
 
     def record(
         self, device: torch.device, run: Run, pool: Any
     ) -> tuple[DeviceRecording, list[Any]]:
-        """Record without doing the work.
+        """Records work without doing it.
 
         Returns:
             The recording, and the results of `run`, which each replay overwrites.
@@ -235,7 +235,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records by the CUDA driver's stream capture, see `Recorder`."""
+    """Records CUDA work by stream capture; see `Recorder`."""
 
     device_type = "cuda"
 
@@ -289,7 +289,7 @@ class CudaRecorder:
 
 
 def _abort(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
-    """Leave the device as it was before a recording that failed.
+    """Resets the device after a recording that failed.
 
     Up to torch 2.14, random operators raise after such a recording, since the generator takes it to
     be still under way. Another one, which succeeds, corrects that.

@@ -1,4 +1,4 @@
-"""`CudaGraphPiece`: a part of a graph that is recorded once and replayed from then on.
+"""`CudaGraphPiece`: a part of a graph that is recorded once and then replayed.
 
 A recording finds its inputs at fixed addresses: `PieceInputs` says how they get there.
 """
@@ -24,7 +24,7 @@ _CHANGES_BEFORE_COPYING = 2
 
 
 class Input(NamedTuple):
-    """One input of a piece.
+    """One input of a piece: its name, and the way in which the recording gets it.
 
     Attributes:
         name: for messages.
@@ -41,7 +41,7 @@ Values: TypeAlias = list[Any]
 
 
 class PieceInputs:
-    """The inputs of one piece, and what its recording relies on.
+    """The inputs of a piece, and the addresses and numbers that its recording relies on.
 
     Args:
         inputs: in the order of the arguments.
@@ -66,11 +66,11 @@ class PieceInputs:
 
     @property
     def copied(self) -> set[int]:
-        """Positions of tensors that are read in buffers."""
+        """The positions of tensors that are copied into buffers."""
         return set(self._copied)
 
     def bind(self, values: Sequence[Any]) -> Values:
-        """Bind the inputs with which the piece is to be recorded.
+        """Binds the inputs that the piece is recorded with.
 
         Buffers are filled. Addresses and numbers are remembered.
 
@@ -89,7 +89,7 @@ class PieceInputs:
         return bound
 
     def load(self, values: Sequence[Any]) -> None:
-        """Copy into the buffers what a replay is to read."""
+        """Copies the inputs of a replay into the buffers."""
         for index in self._copied:
             _copy_into(self._buffers[index], values[index])
         for index in self._scalars:
@@ -97,7 +97,8 @@ class PieceInputs:
             self._buffers[index].fill_(values[index].item())
 
     def changed(self, values: Sequence[Any]) -> list[str]:
-        """Inputs that are not what the recording reads, by name; empty if it may be replayed.
+        """The names of inputs that differ from what was recorded; empty if the piece may be
+        replayed.
 
         An input whose address changes again and again is copied from then on.
         """
@@ -109,14 +110,14 @@ class PieceInputs:
         return [self._inputs[index].name for index in indices]
 
     def is_buffer(self, tensor: torch.Tensor) -> bool:
-        """True if a tensor lies in one of the buffers, which the next replay overwrites."""
+        """True if a tensor lies in a buffer, which the next replay overwrites."""
         storage = tensor.untyped_storage().data_ptr()
         return any(
             buffer.untyped_storage().data_ptr() == storage for buffer in self._buffers.values()
         )
 
     def kinds(self, bound: Values) -> tuple[Kind, ...]:
-        """Kinds of the inputs, on which compiled code in the piece depends."""
+        """The kinds of the inputs, which compiled code in the piece depends on."""
         return tuple(kind_of(value) for value in bound if isinstance(value, torch.Tensor))
 
     def _note(self, indices: Sequence[int]) -> None:
@@ -151,7 +152,7 @@ class PieceInputs:
 
 
 def copy_of(value: Any) -> Any:
-    """A copy of a tensor, in storage of its own; anything else as it is."""
+    """A copy of a tensor in its own storage; other values unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     copied = uninitialised_like(value)
@@ -160,7 +161,7 @@ def copy_of(value: Any) -> Any:
 
 
 def _fits(buffer: torch.Tensor, value: torch.Tensor) -> bool:
-    """True if a buffer can hold a value, whose strides may be others."""
+    """True if a buffer can hold a value, which may have other strides."""
     if buffer.shape != value.shape or buffer.dtype != value.dtype:
         return False
     return all(value.stride(dimension) == 0 for dimension in _expanded(buffer))
@@ -172,7 +173,7 @@ def _copy_into(buffer: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _expanded(value: torch.Tensor) -> list[int]:
-    """Dimensions along which all elements are one."""
+    """The dimensions of a tensor that are expanded: all elements along one are the same."""
     pairs = enumerate(zip(value.shape, value.stride(), strict=True))
     return [dimension for dimension, (size, stride) in pairs if stride == 0 and size > 1]
 
@@ -184,7 +185,7 @@ def _first(value: torch.Tensor, dimensions: Sequence[int]) -> torch.Tensor:
 
 
 def _overlaps(value: torch.Tensor) -> bool:
-    """True if two indices, not along expanded dimensions, may name one element."""
+    """True if two indices name one element, other than along expanded dimensions."""
     reach = 0
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size <= 1 or stride == 0:
@@ -201,7 +202,7 @@ _MOST_RECORDINGS = 8
 
 
 class Pools:
-    """The memory that the pieces of one graph are recorded into.
+    """The memory pools for the recordings of one graph's pieces.
 
     Pieces that are recorded in the order in which they run share a pool: what one of them frees,
     the next may use. A piece that is recorded again gets a pool of its own, for memory that is free
@@ -217,7 +218,7 @@ class Pools:
         self._last = -1
 
     def of(self, position: int) -> Any:
-        """The pool for the piece that runs at that position, which is about to be recorded."""
+        """The pool for the piece at that position of the running order."""
         if position <= self._last:
             return self._new_pool()
         if self._shared is None:
@@ -275,17 +276,17 @@ class CudaGraphPiece(nn.Module):
 
     @property
     def leaving(self) -> list[bool]:
-        """For each result, whether it is handed out as a copy."""
+        """A flag for each result: True if a copy of it is handed out."""
         return list(self._leaving)
 
     @property
     def copied(self) -> set[int]:
-        """Positions of the inputs of which replays read copies."""
+        """The positions of inputs that replays read from copies."""
         return self._inputs.copied
 
     @property
     def is_recorded(self) -> bool:
-        """True if the next call replays, as long as its inputs are where they were."""
+        """True if the next call replays, as long as its inputs are at the same addresses."""
         return self._recorded is not None
 
     def forward(self, *values: Any) -> Values:
@@ -323,7 +324,7 @@ class CudaGraphPiece(nn.Module):
         return results
 
     def _record(self, values: Sequence[Any], bound: Values) -> Values:
-        noting = _Noting(self.graph_module)
+        noting = _LocatingInterpreter(self.graph_module)
         pool = self._pools.of(self._position)
         try:
             self._recorded = self._recorder.record(self._device, lambda: noting.run(*bound), pool)
@@ -348,7 +349,7 @@ class CudaGraphPiece(nn.Module):
         ]
 
     def _own(self, results: Values) -> Values:
-        """Results of a run on buffers, which the next call overwrites."""
+        """Copies results that lie in buffers, which the next call overwrites."""
         return [
             copy_of(result)
             if isinstance(result, torch.Tensor) and self._inputs.is_buffer(result)
@@ -369,8 +370,8 @@ class CudaGraphPiece(nn.Module):
         logger.warning("%s runs operator by operator: %s", self._name, reason)
 
 
-class _Noting(fx.Interpreter):
-    """Runs a graph and knows where it is."""
+class _LocatingInterpreter(fx.Interpreter):
+    """Runs a graph and remembers the current node for error messages."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)

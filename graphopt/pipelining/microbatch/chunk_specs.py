@@ -91,7 +91,7 @@ _KINDS = (TensorChunkSpec, Replicated, Reducer)
 
 
 def spec_leaves(specs: Any) -> dict[Path, ChunkSpec]:
-    """The specs in a nested value, by path; those of `torch.distributed.pipelining` are converted."""
+    """The specs in a nested value, by path; torch's own are converted."""
     return {path: _as_ours(spec) for path, spec in leaves(specs, _is_spec).items()}
 
 

@@ -28,7 +28,7 @@ def receive(value: torch.Tensor) -> torch.Tensor:
 
 
 class _Return(torch.autograd.Function):
-    """Identity to a tensor that shares the version counter, so that autograd sees updates in place."""
+    """Identity to a tensor with a shared version counter: autograd sees updates in place."""
 
     @staticmethod
     def forward(context: Any, value: torch.Tensor) -> torch.Tensor:

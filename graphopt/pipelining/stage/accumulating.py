@@ -65,8 +65,8 @@ def find_accumulation(
 
 
 def _added(gradient: fx.Node) -> list[fx.Node]:
-    """The addition to a gradient and the hooks on the sum, in graph order. A hook may read the sum
-    as often as it likes."""
+    """The addition to a gradient and the hooks on the sum, in graph order. A hook may read the
+    sum as often as it likes."""
     readers = _backward_readers(gradient)
     if len(readers) != 1 or not _adds(readers[0], gradient):
         raise GraphOptError(

@@ -262,7 +262,7 @@ class CompilableStage(PipelineStage):
         super().perform_reduce_grad(grad_scale_factor)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Divides the gradients of a step; some schedules call it instead of `perform_reduce_grad`."""
+        """Divides a step's gradients; called by schedules without `perform_reduce_grad`."""
         if self._compiled is not None:
             self._compiled.average()
         super().scale_grads(grad_scale_factor)

@@ -159,8 +159,8 @@ class StageDivision:
         return extract(self._root, self._graph, outputs, needed, slots, shared)
 
     def weight_backward(self, gradients: Gradients) -> StageGraph:
-        """The graph of the weights' gradients, from values that the forward and the input backward
-        keep."""
+        """The graph of the weights' gradients, from values that the forward and the input
+        backward keep."""
         _, crossing = self._input_part()
         slots = self._crossing.slots | {
             node: len(self._crossing.kept) + slot for node, slot in crossing.slots.items()

@@ -168,8 +168,8 @@ class _Microbatch:
         return self._finish(left)
 
     def _run(self, piece: StageGraph, kept: Sequence[Any], when: str) -> Outputs:
-        """Inlines one divided graph. Values that it takes from a slot stay there; a wrong order of
-        taking is found when it runs."""
+        """Inlines one divided graph. Values that it takes from a slot stay there; a wrong order
+        of taking is found when it runs."""
         positions = iter(piece.positions)
         arguments = [
             kept[node.meta[SLOT]] if SLOT in node.meta else self._input(next(positions), when)
@@ -186,8 +186,8 @@ class _Microbatch:
         return Outputs(results, updates, carried)
 
     def _input(self, position: int, when: str) -> fx.Node:
-        """An input at the time that a graph runs: other microbatches may have updated buffers and
-        gradients in between."""
+        """An input at the time that a graph runs: other microbatches may have updated buffers
+        and gradients in between."""
         own = self._inputs[position]
         times = _IN_BACKWARD if position in self._gradients else ("forward",)
         if position not in self._mutable or when in times:

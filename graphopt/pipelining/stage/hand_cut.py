@@ -106,7 +106,7 @@ class HandCut(_private.BeforeForwards, CompilableStage):
             )
 
     def before_first_forward(self) -> None:
-        """Compares the tensors that are sent with those that the next stage expects, on both ranks."""
+        """Compares the tensors sent with those that the next stage expects, on both ranks."""
         problem: str | None = None
         before, after = self.stage_index - 1, self.stage_index + 1
         if not self.is_first and not self._is_here(before):

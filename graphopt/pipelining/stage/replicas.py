@@ -72,7 +72,7 @@ def _collect(
     rank_of: dict[int, int],
     parameters: dict[int, nn.Parameter],
 ) -> torch.Tensor:
-    """On the owner's rank: adds the gradients of all stages, and sends the sum to each rank once."""
+    """On the owner's rank: adds all stages' gradients, and sends the sum to each rank once."""
     pieces = {index: _packed(parameter) for index, parameter in parameters.items()}
     example = next(iter(pieces.values()))
     total = torch.zeros_like(example)

@@ -27,8 +27,8 @@ class StateGuard:
         ]
 
     def _shared_places(self) -> list[tuple[str, int, int]]:
-        """For each tensor in a shared storage: its name, the number of the storage, and the offset
-        in it."""
+        """For each tensor in a shared storage: its name, the number of the storage, and the
+        offset in it."""
         distinct = {id(tensor): (name, tensor) for name, tensor in self._now()}
         members: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in distinct.values():

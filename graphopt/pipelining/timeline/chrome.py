@@ -9,7 +9,7 @@ from graphopt.pipelining.timeline.slots import KIND_NAMES, ScheduleTimes, Slot
 
 
 def chrome_trace(times: ScheduleTimes) -> str:
-    """The timeline as JSON, one complete event for each slot; a rank is a process with one thread."""
+    """The timeline as JSON: an event for each slot, a process for each rank."""
     events: list[dict[str, Any]] = []
     for figures in times.ranks:
         stages = ", ".join(map(str, figures.stages))

@@ -151,7 +151,8 @@ class _StageAlone:
         return forward, backward, backward_input, backward_weight
 
     def _forward(self, inputs: Sequence[Tensor]) -> tuple[float, list[Tensor], list[Tensor]]:
-        """The forward's seconds, the leaves for received values, and the tensors to differentiate."""
+        """The forward's seconds, its leaves for received values, and the tensors to
+        differentiate."""
         leaves = [
             value.detach().requires_grad_(like.requires_grad)
             for value, like in zip(inputs, self.received, strict=True)

@@ -14,8 +14,8 @@ _HEADS = ("schedule", "rank", "stages", "busy", "idle", "bubble share", *KIND_NA
 
 
 def schedules_page(schedules: Sequence[ScheduleTimes]) -> str:
-    """The HTML page of several schedules, all on one scale of time. A block shows its microbatch,
-    with a prime for each stage of the rank before its own."""
+    """The HTML page of several schedules, all on one scale of time. A block shows its
+    microbatch, with a prime for each stage of the rank before its own."""
     title = ", ".join(dict.fromkeys(times.schedule for times in schedules))
     return lanes_page(
         f"Pipeline schedules: {title}",
