@@ -1,4 +1,4 @@
-"""Every use of a private torch API, each in one small function, in files of one subject.
+"""All uses of private torch APIs, each in one small function.
 
 What is imported here is used from here; what parts of torch need that are loaded late (Inductor,
 Triton, pipelining), from files of their own.

@@ -1,4 +1,4 @@
-"""torch's answers about a device that is not there, for `graphopt.testing.pretended`."""
+"""Answers about a CUDA device that does not exist, for `graphopt.testing.pretended`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphopt._compat import deepcopied
 
 
 def believe(capability: tuple[int, int]) -> None:
-    """Let Python's questions about CUDA be answered as by one device of a compute capability.
+    """Makes Python's questions about CUDA return one device of the given compute capability.
 
     For a process of its own: nothing takes this back.
     """
@@ -55,8 +55,8 @@ def believe(capability: tuple[int, int]) -> None:
 
 
 def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
-    """`torch.utils.swap_tensors`, also of fake tensors that their mode remembers weakly: what
-    `module.to("cuda")` needs."""
+    """`torch.utils.swap_tensors` that also works on weakly referenced fake tensors, for
+    `module.to("cuda")`."""
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
     torch._C._swap_tensor_impl(one, other)

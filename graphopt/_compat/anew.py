@@ -1,4 +1,4 @@
-"""Objects that a step makes and leaves somewhere, as nests: each call makes them anew.
+"""Flattening of Python objects that a step creates, so that each call creates them again.
 
 Meter(0, [1])        of the program's own class: its attributes, without a call of `__init__`
 {1, 2}               sets
@@ -33,14 +33,14 @@ _PLAIN_PACKAGES = ("torch.distributions.",)
 
 
 class _Kind(NamedTuple):
-    """How an object is made of its parts: `make(parts, *known)`."""
+    """The recipe to rebuild an object from its parts: `make(parts, *known)`."""
 
     make: Callable[..., Any]
     known: tuple[Any, ...]
 
 
 class _Parts:
-    """Stands for an object in a nest that is to be flattened."""
+    """The pytree container in place of an object that is to be flattened."""
 
     def __init__(self, values: list[Any], kind: _Kind) -> None:
         self.values, self.kind = values, kind
@@ -54,7 +54,8 @@ _pytree.register_pytree_node(_Parts, lambda parts: (parts.values, parts.kind), _
 
 
 def open_object(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """As `open_nest`, of a set, a function, an array, or an object that is its attributes alone."""
+    """The parts of a set, function, array or plain object, and a function to rebuild it; see
+    `open_nest`."""
     found = _opened(value)
     if found is None:
         return None
@@ -118,7 +119,7 @@ def _opened_object(value: Any) -> tuple[list[Any], _Kind] | None:
 
 
 def _is_plain(kind: type) -> bool:
-    """True if a class of the program's adds nothing to its objects but attributes."""
+    """True if a user's class adds only attributes to its objects."""
     if not is_made_by_statement(kind):
         return kind is types.SimpleNamespace
     package = kind.__module__.partition(".")[0]
@@ -175,7 +176,7 @@ def _object(
     names: tuple[str, ...] | None,
     slots: tuple[str, ...],
 ) -> Any:
-    """An object of a class, without a call of its `__init__`.
+    """Rebuilds an object without calling its `__init__`.
 
     Args:
         keys: of a dictionary.
@@ -197,7 +198,7 @@ def _object(
 
 
 def _base_of(kind: type) -> Any:
-    """The container that a class of the program's is a kind of; `object`: none."""
+    """The container class that a user's class derives from, or `object`."""
     return next((each for each in (dict, list) if issubclass(kind, each)), object)
 
 

@@ -1,4 +1,4 @@
-"""The backward that runs on this thread, and the leaves that one through a tensor would reach."""
+"""The backward that runs on this thread, and the leaves that a backward would reach."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_in_backward() -> bool:
 
 
 def after_backward(function: Callable[[], None]) -> None:
-    """Call `function` once the backward that runs on this thread has accumulated all gradients.
+    """Calls `function` once the running backward has accumulated all gradients.
 
     `torch.autograd.Variable` is where FSDP and DDP in torch find the engine, in 2.11 to 2.15.
     """
@@ -24,8 +24,8 @@ def after_backward(function: Callable[[], None]) -> None:
 
 
 def ends_in_hidden_leaves(tensor: torch.Tensor) -> bool:
-    """True if any number of backwards through a computed tensor change nothing that anybody holds:
-    one function that keeps no values has made it of leaves that are gone but for that.
+    """True if backwards through a computed tensor change nothing that anybody holds: one function
+    that keeps no values has made it of leaves that are otherwise gone.
 
     >>> torch.tensor([0.5], dtype=torch.float64, requires_grad=True).float()
     tensor([0.5000], grad_fn=<ToCopyBackward0>)
@@ -47,8 +47,7 @@ _KEEPING_NOTHING = frozenset(
 
 
 def _is_hidden(function: Any) -> bool:
-    """True if a function accumulates the gradient of a leaf that nothing else holds, and that has
-    no hooks."""
+    """True if a function accumulates into a leaf that nothing else holds and that has no hooks."""
     if type(function).__name__ != "AccumulateGrad":
         return False
     leaf = function.variable
@@ -57,7 +56,7 @@ def _is_hidden(function: Any) -> bool:
 
 
 def _references_of_hidden() -> int:
-    """How many references to a leaf Python counts where a history alone holds it."""
+    """The Python reference count of a leaf that only the autograd graph holds."""
     function: Any = torch.ones(1, requires_grad=True, device="cpu").clone().grad_fn
     leaf = function.next_functions[0][0].variable
     return sys.getrefcount(leaf)
@@ -69,8 +68,8 @@ _REFERENCES_OF_HIDDEN = _references_of_hidden()  # at once: in a trace, its oper
 def around_backwards(
     around: Callable[[Iterable[Any]], AbstractContextManager[None]],
 ) -> tuple[tuple[Any, str, Any], ...]:
-    """What to replace so that `around` is entered with the functions that made the results, while
-    autograd goes back from these: owner, name and value, as `replaced` takes them."""
+    """Replacements, for `replaced`, that enter `around` with the autograd functions of the
+    results while a backward runs."""
     run = torch.autograd._engine_run_backward
 
     def run_around(results: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +84,7 @@ def around_backwards(
 def around_unpacking(
     around: Callable[[Callable[[Any], Any]], Callable[[Any], Any]],
 ) -> tuple[tuple[Any, str, Any], ...]:
-    """What to replace so that `around` wraps what unpacks saved tensors, of hooks that are set from
+    """Replacements, for `replaced`, that wrap the unpack function of saved-tensor hooks set from
     now on."""
     module: Any = torch._C._autograd
     push = module._push_saved_tensors_default_hooks

@@ -1,4 +1,4 @@
-"""Torch functions in place of operators in the code of a graph: the same call in less time.
+"""Direct calls of torch's Python bindings in generated graph code, faster than operator calls.
 
     torch.ops.aten.mm.default(a, b)     2.5 µs   parses a schema, boxes every argument
     torch.mm(a, b)                      1.5 µs   generated code
@@ -37,7 +37,8 @@ other arguments their type, and their value where there are few."""
 
 
 class DirectCalls(CodeGen):
-    """Writes the code of a graph, which calls operators as directly as torch allows."""
+    """A code generator that calls torch functions instead of operators where they are
+    equivalent."""
 
     def _gen_python_code(self, nodes: Any, *args: Any, **kwargs: Any) -> PythonCode:
         code = super()._gen_python_code(nodes, *args, **kwargs)
@@ -58,12 +59,12 @@ class DirectCalls(CodeGen):
 
 
 def is_operator_overload(target: Any) -> TypeGuard[torch._ops.OpOverload]:
-    """True if a target is an operator that is called without further ado."""
+    """True if a target is an operator overload that needs no special treatment."""
     return type(target) is torch._ops.OpOverload
 
 
 def direct_call(node: fx.Node) -> Callable[..., Any]:
-    """The function to call for a node that calls an operator, with the same arguments."""
+    """The function that computes a node's operator, with the same arguments."""
     target: Any = node.target
     if target.namespace == "aten" and _may_be_bound(node):
         args = tuple(_kind(arg) for arg in node.args)
@@ -80,8 +81,8 @@ def _unbound(target: Any) -> Callable[..., Any]:
 
 
 def _may_be_bound(node: fx.Node) -> bool:
-    """Functions that make tensors of nothing obey the default device, which operators do not; and
-    functions give tuples in place of lists."""
+    """True if a torch function may replace an operator. Factory functions obey the default
+    device, which operators do not, and functions return tuples instead of lists."""
     if not node.args or not _is_tensor_or_list(node.args[0]):
         return False
     value = node.meta.get("val")
@@ -98,7 +99,7 @@ def _takes_item(node: fx.Node) -> bool:
 
 
 def _kind(arg: Any) -> Kind | None:
-    """The kind of an argument of a node; None where nothing is known of it."""
+    """The kind of a node's argument, or None if it is unknown."""
     return _kind_of_value(arg.meta.get("val") if isinstance(arg, fx.Node) else arg)
 
 
@@ -121,7 +122,7 @@ def _kind_of_value(value: Any) -> Kind | None:
 
 
 def _kind_of_result(value: Any) -> Kind | None:
-    """As `_kind_of_value`, with as many tensors as there are."""
+    """The kind of a result, as `_kind_of_value`, with the number of its tensors."""
     if not isinstance(value, (list, tuple)):
         return _kind_of_value(value)
     kinds = [_kind_of_value(each) for each in value]
@@ -129,7 +130,7 @@ def _kind_of_result(value: Any) -> Kind | None:
 
 
 def _sample(kind: Kind) -> Any:
-    """An argument of a kind."""
+    """An example argument of a kind."""
     if kind[0] == "tensor":
         return torch.empty((1,) * kind[2], dtype=kind[1], device="meta")
     if kind[0] == "list":
@@ -141,7 +142,7 @@ def _sample(kind: Kind) -> Any:
 def _bound(
     target: Any, args: tuple[Kind, ...], kwargs: tuple[tuple[str, Kind], ...], result: Kind
 ) -> Callable[..., Any]:
-    """What to call in place of an operator for arguments of these kinds."""
+    """The function to call in place of an operator for arguments of these kinds."""
     given = tuple(map(_sample, args)), {name: _sample(kind) for name, kind in kwargs}
     expected = _dispatched(target, given, result)
     if expected is None:
@@ -165,7 +166,7 @@ _Call = tuple[Any, Sequence[Any], dict[str, Any]]
 
 
 class _Dispatched(TorchDispatchMode):
-    """Notes what is dispatched, and runs none of it."""
+    """A dispatch mode that records operators without running them."""
 
     def __init__(self, result: Kind) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -182,7 +183,7 @@ class _Dispatched(TorchDispatchMode):
 
 
 def _dispatched(function: Any, given: Any, result: Kind) -> _Call | None:
-    """The one operator that a function dispatches; None where that is none or several."""
+    """The one operator that a function dispatches, or None if there is not exactly one."""
     args, kwargs = given
     seen = _Dispatched(result)
     try:
@@ -194,8 +195,8 @@ def _dispatched(function: Any, given: Any, result: Kind) -> _Call | None:
 
 
 def _is_same(one: _Call, other: _Call) -> bool:
-    """True if two calls are one, but for options of new tensors that one of them says and that hold
-    anyway."""
+    """True if two calls are equal apart from options of new tensors that one call leaves to
+    defaults."""
     if one[0] is not other[0]:
         return False
     more = {name: one[2][name] for name in one[2].keys() - other[2].keys()}
@@ -205,7 +206,7 @@ def _is_same(one: _Call, other: _Call) -> bool:
 
 
 def _are_of_first(call: _Call, options: dict[str, Any]) -> bool:
-    """True if a new tensor has these options anyway: those of the tensor like which it is made."""
+    """True if a new tensor would have these options by default, from the tensor that it is like."""
     name = call[0]._schema.name.removeprefix("aten::")
     if not name.startswith("new_") and not name.endswith("_like"):
         return False
@@ -216,7 +217,7 @@ def _are_of_first(call: _Call, options: dict[str, Any]) -> bool:
 
 
 def _described(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Arguments as something to compare, tensors by identity."""
+    """Arguments in comparable form, tensors by identity."""
     leaves, shape = [sorted(kwargs)], []  # type: list[Any], list[str]
     for each in (*args, *(kwargs[name] for name in sorted(kwargs))):
         leaves += [

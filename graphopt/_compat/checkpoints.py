@@ -17,14 +17,14 @@ _OF_TORCH = checkpointing.SAC_IGNORED_OPS
 
 
 def _is_not_compiling(func: Any, args: Any, kwargs: Any) -> bool:
-    """A checkpoint that believes that it is being compiled keeps everything, and leaves it to the
-    compiler what is computed again."""
+    """Always False, in place of torch's check: a checkpoint that compiles keeps everything, and
+    leaves recomputation to the compiler."""
     return False
 
 
 def selecting_as_in_eager(unseen: Iterable[Any]) -> list[tuple[Any, str, Any]]:
-    """What is replaced in torch, so that a selective checkpoint keeps while a step is traced what
-    it keeps in eager code.
+    """Replacements by which a selective checkpoint keeps the same values in a trace as in eager
+    code.
 
     Args:
         unseen: operators that eager code does not call, which no policy is to be asked about.
@@ -36,7 +36,7 @@ def selecting_as_in_eager(unseen: Iterable[Any]) -> list[tuple[Any, str, Any]]:
 
 
 class _IgnoredInTrace(frozenset[Any]):
-    """The operators that torch ignores, and those given, to the trace alone."""
+    """The operators that selective checkpoints ignore, with more of them during the trace."""
 
     def __contains__(self, operator: Any) -> bool:
         if operator in _OF_TORCH:

@@ -7,9 +7,9 @@ _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 
 
 def is_made_by_statement(kind: type) -> bool:
-    """True if a class may have been made by a class statement: its attributes can be set, and its
-    objects can get another class. More and more classes of C, such as `deque` from Python 3.12 on,
-    are on the heap like those, but cannot be changed.
+    """True if a class may come from a class statement: its attributes can be set, and its objects
+    can change class. Classes in C on the heap, such as `deque` from Python 3.12 on, cannot be
+    changed.
 
         >>> from collections import UserList, deque
         >>> is_made_by_statement(UserList), is_made_by_statement(deque)

@@ -1,4 +1,4 @@
-"""Shape rules of the CTC loss, which torch has none of."""
+"""Shape rules of the CTC loss for fake tensors, which torch lacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _aten = torch.ops.aten
 
 
 def register_ctc_shapes() -> None:
-    """Let fake tensors know what `_ctc_loss` and its backward give."""
+    """Registers shape rules of `_ctc_loss` and its backward for fake tensors."""
     from torch._subclasses.fake_impls import op_implementations_dict, register_op_impl
 
     rules: dict[Any, Any] = {
@@ -25,8 +25,8 @@ def register_ctc_shapes() -> None:
 
 
 def _loss(mode: Any, function: Any, log_probs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The loss of each sequence, and what the backward needs: as wide as the longest target, whose
-    length is known only when the loss is computed."""
+    """The losses and the tensor kept for the backward, whose width is known only from the
+    longest target."""
     steps, batch, _ = log_probs.shape
     environment = mode.shape_env
     if environment is None:
@@ -49,7 +49,7 @@ def _loss_of_numbers(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The same where lengths are numbers."""
+    """The losses and the tensor kept for the backward, for lengths given as numbers."""
     steps, batch, _ = log_probs.shape
     width = 2 * max(lengths, default=0) + 1
     with mode:

@@ -1,4 +1,4 @@
-"""CUDA graphs and kernels: what torch keeps private of them."""
+"""Private torch APIs of CUDA graphs and of CUDA memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def clear_cublas_workspaces() -> None:
-    """Let cuBLAS allocate its workspaces anew on the next call.
+    """Frees cuBLAS's workspaces, so that the next call allocates them.
 
     Those of a recording then lie in its memory pool, and nobody else's work writes into them.
     """
@@ -21,7 +21,7 @@ def clear_cublas_workspaces() -> None:
 def same_addresses(
     values: Sequence[Any], addresses: Sequence[int | None], indices: Sequence[int]
 ) -> bool:
-    """True if the tensors at `indices` of `values` have the `addresses` at the same indices."""
+    """True if the tensors at `indices` of `values` still have the given `addresses`."""
     # Builds without CUDA lack the function.
     compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
     if compare is None:
@@ -30,7 +30,7 @@ def same_addresses(
 
 
 def end_allocation(device: torch.device, pool: tuple[int, int]) -> None:
-    """After a recording that failed: allocate from the ordinary memory again.
+    """Returns to ordinary memory allocation after a failed recording.
 
     Before torch 2.15, `CUDAGraph.capture_end` does not get there when it raises. Later ones do; the
     allocator then says that nothing is being recorded.
@@ -41,7 +41,7 @@ def end_allocation(device: torch.device, pool: tuple[int, int]) -> None:
 
 
 def uses_nccl(group_name: str) -> bool:
-    """True if a process group sends CUDA tensors by NCCL."""
+    """True if a process group sends CUDA tensors through NCCL."""
     if not dist.is_available() or not dist.is_initialized():
         return False
     from torch.distributed import distributed_c10d

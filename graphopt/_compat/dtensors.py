@@ -1,4 +1,4 @@
-"""The tensor behind a DTensor, which torch gives no public way to exchange."""
+"""The local tensor of a DTensor, which torch gives no public way to exchange."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 
 def local_of(dtensor: Any) -> torch.Tensor:
-    """What this rank has of a DTensor, as it lies in memory; `to_local` gives another object."""
+    """The local tensor object of a DTensor; `to_local` returns another object."""
     found: torch.Tensor = dtensor._local_tensor
     return found
 
 
 def set_local(dtensor: Any, local: torch.Tensor) -> None:
-    """Let a DTensor be about another tensor of this rank's, of the same shape and dtype."""
+    """Replaces the local tensor of a DTensor by one of the same shape and dtype."""
     dtensor._local_tensor = local

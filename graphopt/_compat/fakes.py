@@ -1,4 +1,4 @@
-"""Fake tensors: tensors that have a shape, a dtype and a device, and no elements."""
+"""Fake tensors, which have shape, dtype and device but no elements."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def new_fake_mode(
 
 
 def _new_shape_env() -> Any:
-    """A ShapeEnv that does not note where each number comes from. To tell torch's files from others
-    torch's own loads half of Inductor, and then goes through the stack for each number."""
+    """Makes a ShapeEnv that does not record where symbols come from: that loads half of Inductor
+    and walks the stack for each symbol."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv, SLoc
 
     nowhere = SLoc(None, None)
@@ -104,7 +104,7 @@ def _new_shape_env() -> Any:
             return nowhere, ""
 
         def _log_create_unbacked_symbol(self, *args: Any, **kwargs: Any) -> None:
-            """Nothing is logged."""
+            """Logs nothing."""
 
         def _get_user_frame(self) -> FrameType | None:
             frame = inspect.currentframe()
@@ -119,9 +119,8 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent
 
 
 def _with_plain_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of an operator, with any number in place of each that is not known where the
-    operator goes element by element: its result has the same kind and sizes, which torch then finds
-    in its cache."""
+    """Replaces unknown numbers among an elementwise operator's arguments by any number, so that
+    torch finds the result's shape in its cache."""
     numbers = any(isinstance(value, torch.SymFloat) for value in (*args, *kwargs.values()))
     if not numbers or torch.Tag.pointwise not in func.tags:
         return args, kwargs
@@ -133,7 +132,8 @@ def _plain_number(value: Any) -> Any:
 
 
 def gives_unknown_sizes(func: Any, args: Any) -> bool:
-    """True if the sizes of what an operator gives depend on values, or it gives an integer."""
+    """True if the sizes of an operator's result depend on values, or if the result is an
+    integer."""
     if func is torch.ops.aten._local_scalar_dense.default:
         kind: torch.dtype = args[0].dtype
         return not (kind is torch.bool or kind.is_floating_point or kind.is_complex)
@@ -142,7 +142,7 @@ def gives_unknown_sizes(func: Any, args: Any) -> bool:
 
 @contextmanager
 def sizes_given(mode: Any, sizer: Sizer | None) -> Iterator[None]:
-    """While active, `sizer` says what sizes operators give whose results depend on values."""
+    """While active, `sizer` gives the sizes of results that depend on values."""
     before = getattr(mode, "sizer", None)
     mode.sizer = sizer
     try:
@@ -152,8 +152,8 @@ def sizes_given(mode: Any, sizer: Sizer | None) -> Iterator[None]:
 
 
 def truths_of_fakes(truth: Callable[[torch.Tensor], bool]) -> Change:
-    """What to replace so that `truth` says whether a fake tensor of one element is true, also
-    within a function of torch, where no function mode sees the question."""
+    """Replacements by which `truth` decides whether a one-element fake tensor is true, also
+    inside torch functions, which no function mode sees."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     otherwise = FakeTensor.__bool__
@@ -165,19 +165,19 @@ def truths_of_fakes(truth: Callable[[torch.Tensor], bool]) -> Change:
 
 
 def met_sizes(mode: Any) -> bool:
-    """True if an operator has given what has a size that depends on values."""
+    """True if an operator has returned a result with data-dependent sizes."""
     return getattr(mode, "met_sizes", False)
 
 
 def without_fake_mode() -> AbstractContextManager[Any]:
-    """A fake mode of the caller's does not see what runs inside. What is fake stays fake."""
+    """While active, the caller's fake mode is off; fake tensors stay fake."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
 
 
 def plain_fake_mode() -> Any:
-    """A FakeTensorMode in which reading a value is an error."""
+    """Makes a FakeTensorMode in which reading a value is an error."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
@@ -186,7 +186,7 @@ def plain_fake_mode() -> Any:
 def fake_laid_out(
     fake: torch.Tensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A fake tensor in the mode and on the device of another."""
+    """A fake tensor of given layout and dtype, in the mode and on the device of another."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
@@ -201,19 +201,19 @@ def is_fake(value: object) -> bool:
 
 
 def is_fake_class(kind: type) -> bool:
-    """True if tensors of a class are FakeTensors."""
+    """True if a class is FakeTensor or derived from it."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return issubclass(kind, FakeTensor)
 
 
 def fake_mode_of(tensors: Sequence[torch.Tensor]) -> Any | None:
-    """The FakeTensorMode that the given tensors already live in, if any."""
+    """The FakeTensorMode of the given tensors, or None."""
     return next((t.fake_mode for t in tensors if is_fake(t)), None)  # type: ignore[attr-defined]
 
 
 def to_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` in `mode`: same metadata, leaf and requires_grad; `.grad` is not carried over."""
+    """The fake counterpart of a tensor in `mode`, with the same metadata but without `.grad`."""
     if is_fake(tensor) and tensor.fake_mode is mode:  # type: ignore[attr-defined]
         return tensor
     gradient, tensor.grad = tensor.grad, None
@@ -226,7 +226,7 @@ def to_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def foreach_accepts_fakes() -> Iterator[None]:
-    """While active, `foreach=None` chooses for fake CUDA tensors what it chooses for real ones."""
+    """While active, `foreach=None` treats fake CUDA tensors as real ones."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
@@ -255,13 +255,13 @@ def errors_raised_once() -> Iterator[None]:
 
 
 def is_fake_mode_on() -> bool:
-    """True if what this thread computes is fake tensors."""
+    """True if operators on this thread give fake tensors."""
     key = torch._C._TorchDispatchModeKey.FAKE
     return torch._C._get_dispatch_mode(key) is not None
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
-    """Errors that fake tensors raise when Python asks for a value that only real data has."""
+    """The error classes that fake tensors raise when Python asks for a value."""
     from torch._subclasses.fake_tensor import DataDependentOutputException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -269,7 +269,7 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 
 
 def unsupported_operator_errors() -> tuple[type[Exception], ...]:
-    """Errors that fake tensors raise for an operator whose result they cannot describe."""
+    """The error classes that fake tensors raise for operators without a shape rule."""
     from torch._subclasses.fake_tensor import (
         DynamicOutputShapeException,
         UnsupportedFakeTensorException,
@@ -287,8 +287,8 @@ _fused_meta: torch.library.Library | None = None
 
 
 def register_fused_meta_kernels(names: Iterable[str]) -> None:
-    """Shape rules for forms of fused optimizers for which torch lacks them: it would run their
-    kernels.
+    """Registers the shape rules that torch lacks for some fused optimizers; it would run the
+    kernels instead.
 
     Args:
         names: of the operators that work in place, such as `_fused_adam_`.
@@ -312,7 +312,7 @@ def _has_unknown_sizes(value: Any) -> bool:
 
 
 def has_symbolic_shape(tensor: torch.Tensor) -> bool:
-    """True if sizes, strides or offset of a tensor are not plain numbers."""
+    """True if sizes, strides or offset of a tensor are symbolic."""
     if not tensor._has_symbolic_sizes_strides:
         return False
     numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
@@ -320,7 +320,7 @@ def has_symbolic_shape(tensor: torch.Tensor) -> bool:
 
 
 def known_number(value: torch.SymInt | torch.SymFloat) -> int | float | None:
-    """The value of a symbolic number that is a constant, else None."""
+    """The value of a symbolic number that is constant, else None."""
     node: Any = value.node
     known: int | float | None = (
         node.maybe_as_int() if isinstance(value, torch.SymInt) else node.maybe_as_float()
@@ -329,7 +329,7 @@ def known_number(value: torch.SymInt | torch.SymFloat) -> int | float | None:
 
 
 def new_unknown(mode: Any, integer: bool) -> torch.SymInt | torch.SymFloat:
-    """A symbolic number of which nothing is known, for fake tensors of `mode`."""
+    """A new symbolic number without known value, for fake tensors of `mode`."""
     environment = mode.shape_env
     with environment.ignore_fresh_unbacked_symbols():
         if integer:
@@ -340,7 +340,7 @@ def new_unknown(mode: Any, integer: bool) -> torch.SymInt | torch.SymFloat:
 def fake_like(
     mode: Any, meta: torch.Tensor, device: torch.device, *, conj: bool = False, neg: bool = False
 ) -> torch.Tensor:
-    """A fake tensor on `device` over the storage of a tensor on the meta device."""
+    """A fake tensor on `device` that shares the storage of a meta tensor."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     fake: torch.Tensor = FakeTensor(mode, meta, device)
@@ -353,7 +353,7 @@ def fake_like(
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """While active, fake tensors do not log what an operator raises, with a trace of their own."""
+    """While active, fake tensors do not log operator errors with tracebacks of their own."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     refuse: Callable[[logging.LogRecord], bool] = lambda record: False  # noqa: E731
     logger.addFilter(refuse)

@@ -1,4 +1,4 @@
-"""Operands of the instruction that a Python frame is about to execute (CPython 3.10 to 3.13).
+"""The operands of the instruction that a Python frame executes next (CPython 3.10 to 3.13).
 
 A tracing function gets the frame, but not the stack that its instructions work on. The stack is
 read where CPython keeps it: next to the local variables, in the frame.
@@ -29,7 +29,7 @@ NULL = object()
 
 
 class Operands:
-    """Operands of an instruction: `top(1)` is the top of the stack, `top(2)` below it, ….
+    """The operands on the stack of a frame: `top(1)` is the topmost, `top(2)` the one below, ….
 
     Valid only while the frame is about to execute that instruction.
     """
@@ -56,12 +56,12 @@ class Operands:
         self.stack = self.variables + _WORD * depth
 
     def top(self, place: int) -> Any:
-        """The object at a place of the stack, counted from the top, from 1; or `NULL`."""
+        """The object at a stack position, counted from the top starting at 1, or `NULL`."""
         return _object(self.stack - place * _WORD)
 
     def put(self, place: int, value: Any) -> None:
-        """Let another object be at a place of the stack that holds one. The interpreter keeps the
-        stack in memory while it asks tracing functions, and reads it anew."""
+        """Replaces an object on the frame's stack; the interpreter reads the stack anew after a
+        tracing function."""
         address = self.stack - place * _WORD
         former = _object(address)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
@@ -69,14 +69,14 @@ class Operands:
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(former))
 
     def variable(self, index: int) -> Any:
-        """The cell or value of a variable by its number in cell and free variable instructions."""
+        """The cell or value of a variable, by its number in cell and free variable instructions."""
         if _VERSION == (3, 10):
             index += self.code.co_nlocals
         return _object(self.variables + index * _WORD)
 
 
 def can_read(frame: FrameType) -> bool:
-    """True if this interpreter keeps its frames where this module looks for them."""
+    """True if this interpreter lays out frames as this module expects."""
     if sys.implementation.name != "cpython" or not (3, 10) <= _VERSION <= (3, 13):
         return False
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
@@ -107,7 +107,7 @@ def _object(address: int) -> Any:
 
 
 def loaded_globals(code: CodeType) -> tuple[tuple[str, str | None], ...]:
-    """Global names that a function loads, each with the attribute that it takes of it at once.
+    """The global names that a function reads, each with the attribute that it reads of it at once.
 
     Read from the bytes: `dis` describes every instruction in full, which takes ten times as long.
     """
@@ -122,19 +122,20 @@ def loaded_globals(code: CodeType) -> tuple[tuple[str, str | None], ...]:
 
 
 def stored_globals(code: CodeType) -> set[str]:
-    """Global names that a function assigns to or deletes."""
+    """The global names that a function assigns or deletes."""
     return {code.co_names[argument] for opcode, argument in _opcodes(code) if opcode in _SETTING}
 
 
 def stored_cells(code: CodeType) -> set[str]:
-    """Variables of functions around it that a function, or one within it, assigns to or deletes."""
+    """The variables of enclosing functions that a function, or one nested in it, assigns or
+    deletes."""
     found = {each.argval for each in dis.get_instructions(code) if each.opname in _SETTING_CELLS}
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
     return found.union(*map(stored_cells, inner))
 
 
 def _opcodes(code: CodeType) -> Iterator[tuple[int, int]]:
-    """Each instruction of a function, with its whole argument."""
+    """The instructions of a function, each with its whole argument."""
     raw, extended = code.co_code, 0
     for opcode, argument in zip(raw[::2], raw[1::2], strict=True):
         if opcode == dis.EXTENDED_ARG:
@@ -156,7 +157,7 @@ _ATTRIBUTE_FLAGS = int(_VERSION >= (3, 12))
 
 @lru_cache(maxsize=4096)
 def _variables(code: CodeType) -> int:
-    """How many places before the stack hold variables."""
+    """The number of variable slots before the stack in a frame."""
     if _VERSION == (3, 10):
         return code.co_nlocals + len(code.co_cellvars) + len(code.co_freevars)
     cells = set(code.co_cellvars) - set(code.co_varnames)
@@ -165,7 +166,7 @@ def _variables(code: CodeType) -> int:
 
 @lru_cache(maxsize=4096)
 def _depths(code: CodeType) -> dict[int, int]:
-    """Depth of the stack before each instruction, by its offset."""
+    """The stack depth before each instruction, by its offset."""
     instructions = list(dis.get_instructions(code))
     following = {a.offset: b.offset for a, b in pairwise(instructions)}
     by_offset = {instruction.offset: instruction for instruction in instructions}
@@ -190,7 +191,7 @@ _JUMPS = frozenset(dis.hasjrel) | frozenset(dis.hasjabs)
 def _next(
     instruction: dis.Instruction, depth: int, following: dict[int, int]
 ) -> list[tuple[int, int]]:
-    """Offsets that may come next, with the depth there."""
+    """The offsets of the instructions that may follow, with their stack depth."""
     found = []
     argument = instruction.arg if instruction.opcode >= dis.HAVE_ARGUMENT else None
     if instruction.opcode in _JUMPS:
@@ -207,7 +208,7 @@ def _next(
 
 
 def _handlers(code: CodeType) -> list[tuple[int, int]]:
-    """Where exceptions are handled, and the depth there."""
+    """The offsets of exception handlers, with their stack depth."""
     parse: Any = getattr(dis, "_parse_exception_table", None)
     if parse is None:
         return []

@@ -1,4 +1,4 @@
-"""The state that optimizers of torch make in their first step."""
+"""The state that torch's optimizers create in their first step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ their kinds, and then go on as every later step does."""
 
 
 def makes_state_first(optimizer: Optimizer) -> bool:
-    """True if an optimizer is one of these as torch has it, or has no state at all."""
+    """True if an optimizer is one of torch's own with known state, or has no state."""
     kind = type(optimizer)
     if kind is SGD:
         return not any(group["momentum"] for group in optimizer.param_groups)
@@ -29,8 +29,7 @@ def makes_state_first(optimizer: Optimizer) -> bool:
 def fresh_state(
     optimizer: Optimizer, without: Container[int] = ()
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """The state that the first step of such an optimizer makes for parameters that have none.
-    Changes nothing.
+    """The state that an optimizer's first step would create, without creating it.
 
     Args:
         without: ids of parameters that the step leaves alone.
@@ -59,7 +58,7 @@ def fresh_state(
 
 
 def _make(optimizer: Any, group: dict[str, Any]) -> None:
-    """Let an optimizer collect what it works on, as its step begins."""
+    """Collects an optimizer's parameters and creates their state, as the start of its step does."""
     make = type(optimizer)._init_group
     lists: list[list[Any]] = [[] for _ in list(inspect.signature(make).parameters)[2:]]
     with torch.no_grad():

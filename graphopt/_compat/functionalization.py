@@ -1,4 +1,4 @@
-"""Tensors that are functionalized: what is written to them gives new values."""
+"""Functional tensors: in-place operators on them become new values."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import torch
 
 
 def functional_mode() -> AbstractContextManager[Any]:
-    """The mode in which torch writes functionally what is done to functional tensors."""
+    """The mode in which torch functionalizes operators on functional tensors."""
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
     return FunctionalTensorMode()
 
 
 def without_functional_mode() -> AbstractContextManager[Any]:
-    """While active, operators are called as outside `functional_mode`."""
+    """While active, operators are not functionalized."""
     from torch._subclasses.functional_tensor import disable_functional_mode
 
     return disable_functional_mode()
 
 
 def to_functional(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as functionalization follows it."""
+    """Wraps a tensor for functionalization."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     return FunctionalTensor.to_functional(tensor)
 
 
 def from_functional(value: Any) -> Any:
-    """The tensor inside a functional wrapper, with all writes through aliases applied."""
+    """The tensor in a functional wrapper, after all writes through aliases."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     if not isinstance(value, FunctionalTensor):
@@ -40,5 +40,6 @@ def from_functional(value: Any) -> Any:
 
 
 def replace_functional_value(wrapper: torch.Tensor, value: torch.Tensor) -> None:
-    """Let a functional tensor hold another tensor with the same elements (other strides, say)."""
+    """Replaces the tensor in a functional wrapper by one of equal elements, perhaps with other
+    strides."""
     torch._functionalize_replace(wrapper.elem, value)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Private torch APIs that keep calls of `torch.autograd.Function` whole while a model is exported.
+"""Calls of `torch.autograd.Function` kept as single nodes during export.
 
 Written for torch 2.11 to 2.15.
 """
@@ -22,7 +22,7 @@ Handler = Callable[[Any, Apply, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _FunctionCall(torch._ops.HigherOrderOperator):
-    """Stands for a function in an exported graph; its first argument says for which."""
+    """The graph target that stands for an autograd function, which its first argument names."""
 
     def __init__(self) -> None:
         super().__init__("graphopt_function")  # type: ignore[no-untyped-call]
@@ -42,7 +42,8 @@ _APPLIES_ITSELF = not isinstance(vars(torch.autograd.Function)["apply"], classme
 
 @contextmanager
 def functions_handled_by(handler: Handler, unseen: Callable[[Any], None]) -> Iterator[None]:
-    """While active, functions that are applied while this thread traces are given to `handler`.
+    """While active, `handler` receives autograd functions that are applied while this thread
+    traces.
 
     Up to torch 2.14 `Function.apply` finds what applies it by the order of base classes, also where
     it was bound before; so that base class is given another one. From 2.15 on `Function.apply` is
@@ -96,25 +97,25 @@ def functions_handled_by(handler: Handler, unseen: Callable[[Any], None]) -> Ite
 
 @contextmanager
 def tracing_paused() -> Iterator[None]:
-    """While active, nothing becomes a node, changes of grad mode included."""
+    """While active, nothing is traced, not even changes of grad mode."""
     with proxy_tensor.disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
         yield
 
 
 def is_tracing() -> bool:
-    """True if what is computed becomes nodes."""
+    """True if operators on this thread become nodes."""
     return proxy_tensor.get_proxy_mode() is not None
 
 
 def traced_tensors() -> Container[torch.Tensor]:
-    """The tensors for which the graph being traced has a node."""
+    """The tensors for which the graph under construction has a node."""
     mode = proxy_tensor.get_proxy_mode()
     assert mode is not None, "to be called while tracing"
     return mode.tracer.tensor_tracker
 
 
 def record_call(index: int, name: str, tensors: Sequence[torch.Tensor], result: Any) -> Any:
-    """Let `result` be what a node named `name` computes from `tensors`."""
+    """Records a node that computes `result` from `tensors`."""
     mode = proxy_tensor.get_proxy_mode()
     assert mode is not None, "to be called while tracing"
     tracer: Any = mode.tracer
@@ -124,31 +125,30 @@ def record_call(index: int, name: str, tensors: Sequence[torch.Tensor], result: 
 
 
 def is_function(cls: type) -> bool:
-    """True if a class is a user's function: not what a transform of `torch.func` makes of one."""
+    """True if a class is a user's autograd function, not one that `torch.func` generates."""
     return issubclass(cls, torch.autograd.Function) and cls.__module__ != (
         AutogradFunctionApply.__module__
     )
 
 
 def is_reentrant_checkpoint(cls: type) -> bool:
-    """True if a class is that of `torch.utils.checkpoint` with `use_reentrant=True`."""
+    """True if a class is the autograd function of a checkpoint with `use_reentrant=True`."""
     return cls.__module__ == "torch.utils.checkpoint"
 
 
 def calls(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that stand for functions."""
+    """The nodes of a graph that stand for autograd functions."""
     return graph.find_nodes(op="call_function", target=CALL)
 
 
 def saved_tensor_hooks_are_foreign() -> bool:
-    """True if hooks on what autograd saves are in effect that are not torch's own, such as those of
-    checkpoints, which give back the very values."""
+    """True if saved-tensor hooks other than torch's checkpoints are active."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and not str(hooks[0].__module__).startswith("torch.")
 
 
 def module_backward_hooks(module: nn.Module) -> bool:
-    """True if a module's own backward hooks are set, or those of all modules."""
+    """True if a module has backward hooks, its own or those of all modules."""
     everywhere = torch.nn.modules.module
     return bool(
         module._backward_hooks

@@ -12,14 +12,14 @@ from torch import fx
 
 
 def lazy_graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """A graph module whose code is made when it is asked for."""
+    """A graph module whose code is generated when it is first needed."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph)
 
 
 def forward_of(graph_module: fx.GraphModule) -> Callable[..., Any]:
-    """The code of a graph as it is now, which calls operators as directly as torch allows."""
+    """The compiled forward of a graph, which calls operators as directly as torch allows."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     from graphopt._compat.bindings import DirectCalls
@@ -42,36 +42,34 @@ content_of: Callable[[fx.Node], tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
 
 def calls_by_target(graph: fx.Graph) -> Iterator[tuple[Any, Collection[fx.Node]]]:
-    """Each target of calls of functions with the nodes that call it, in no order. The graph keeps
-    this table up to date itself, and `lint` compares it with the nodes."""
+    """The nodes that call each function target, unordered: the table that fx keeps up to date
+    itself."""
     for op, target, nodes in nodes_by_kind(graph):
         if op == "call_function":
             yield target, nodes
 
 
 def nodes_by_kind(graph: fx.Graph) -> Iterator[tuple[str, Any, Collection[fx.Node]]]:
-    """As `calls_by_target`, of all nodes: kind, target, nodes. Those that are no calls of functions
-    have no target here."""
+    """All nodes by kind and target; only function calls have a target here."""
     for (op, target), nodes in graph._find_nodes_lookup_table.table.items():
         if nodes:
             yield op, target, nodes
 
 
 def code_maker(graph: fx.Graph) -> tuple[Any, Any]:
-    """The code generator of a graph, and the transforms of its code before it is compiled."""
+    """The code generator of a graph, and its code transforms."""
     return graph._codegen, graph._codegen._body_transformer
 
 
 def copy_codegen(source: fx.Graph, destination: fx.Graph) -> None:
-    """Let `destination` take and return pytrees as `source` does."""
+    """Copies the pytree convention of `source`'s arguments and results to `destination`."""
     destination.set_codegen(copy.deepcopy(source._codegen))
 
 
 def copy_node(
     graph: fx.Graph, node: fx.Node, value_of: Callable[[fx.Node], Any], held: Any = None
 ) -> fx.Node:
-    """`graph.node_copy(node, value_of)` in half of the time: arguments are put in when the node is
-    there, so that those of a node that exists are not looked through for symbolic numbers.
+    """A faster `graph.node_copy(node, value_of)`, which sets arguments only after the node exists.
 
     Args:
         held: name, target, arguments, keyword arguments and metadata, in place of those of `node`.
@@ -90,19 +88,19 @@ def copy_node(
 
 
 def node_at_line(graph_module: fx.GraphModule, line: int) -> fx.Node | None:
-    """The node that a line of the generated code of a graph runs."""
+    """The node that a line of a graph's generated code runs."""
     lines: Any = graph_module._lineno_map
     index = (lines or {}).get(line - graph_module._prologue_start)
     return None if index is None else list(graph_module.graph.nodes)[index]
 
 
 def inserts_at_end(graph: fx.Graph) -> bool:
-    """True if no insertion point is active in a graph."""
+    """True if a graph has no active insertion point."""
     return bool(graph._insert == graph._root.prepend)
 
 
 def renamed(node: fx.Node, name: str) -> None:
-    """Name a node, or as near as a graph without two nodes of one name allows."""
+    """Renames a node, with a number added if the name is taken."""
     node._rename(name)
 
 
@@ -111,5 +109,5 @@ graph_in: attrgetter[fx.Graph] = attrgetter("_graph")
 
 
 def set_graph(module: fx.GraphModule, graph: fx.Graph) -> None:
-    """Let a graph module hold a graph. Its code stays as it is."""
+    """Sets the graph of a graph module without generating its code."""
     module._graph = graph

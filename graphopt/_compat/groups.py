@@ -1,4 +1,4 @@
-"""Process groups: by name, fake ones, and what ranks they have."""
+"""Process groups: their names and ranks, fake groups, and helper groups."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 
 def _forget_default_group() -> None:
-    """Import `torch.distributed.nn`, whose functions take as a default argument the default group
-    that there is at that moment, so that they take None.
+    """Imports `torch.distributed.nn` so that its default arguments do not hold the current default
+    group.
 
     torch.compile's tracer imports them too, and where a script has made its group before, they
     would keep it when it is destroyed: its threads would still run while Python ends, and every now
@@ -30,15 +30,14 @@ if dist.is_available():
 
 
 def default_store() -> dist.Store:
-    """The store that all ranks of the default process group share."""
+    """The store of the default process group, which all its ranks share."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
 
 
 def gloo_channel(group: dist.ProcessGroup, name: str) -> Any:
-    """A connection of the ranks of a group beside it, for tensors on the CPU. To be made by all of
-    them at once; it waits as long as the group does.
+    """A gloo connection among the ranks of a group, for CPU tensors; a collective call.
 
     `new_group` counts the groups that a rank belongs to for the name under which the ranks find
     each other: where some belong to one more, they would wait for each other for ever.
@@ -52,9 +51,8 @@ def gloo_channel(group: dist.ProcessGroup, name: str) -> Any:
 
 
 def companion_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-    """Another process group of all ranks, for collectives that shall not wait for those of `group`.
-    To be made by all of them at once; it waits as long as the group does. It lasts as long as the
-    default group.
+    """A second process group of the same ranks, for collectives that must not wait for those of
+    `group`; a collective call.
 
     `new_group` counts groups for their names; see `gloo_channel`.
 
@@ -75,14 +73,14 @@ def companion_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup
 
 
 def maximum(channel: Any, tensor: torch.Tensor) -> None:
-    """The largest of each element on all ranks of a `gloo_channel`, in place."""
+    """Takes the elementwise maximum over all ranks of a `gloo_channel`, in place."""
     options: Any = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
     channel.allreduce([tensor], options).wait()
 
 
 def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or that of all ranks where None is given."""
+    """The group, or the default group for None."""
     if group is not None:
         return group
     from torch.distributed.distributed_c10d import _get_default_group
@@ -91,7 +89,7 @@ def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def group_named(name: str) -> dist.ProcessGroup | None:
-    """The process group that operators know by a name; None where there is none any more."""
+    """The process group of that name, or None if it no longer exists."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     try:
@@ -101,7 +99,7 @@ def group_named(name: str) -> dist.ProcessGroup | None:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Device of small tensors that a group sends: the CPU, if it can send those."""
+    """The device for small tensors that a group sends: the CPU if possible."""
     kinds = group._device_types
     if not kinds or torch.device("cpu") in kinds:
         return torch.device("cpu")
@@ -109,13 +107,13 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 def ranks_of_group(name: str) -> list[int] | None:
-    """The ranks of the process group that operators know by a name; None where there is none."""
+    """The ranks of the process group of that name, or None if it does not exist."""
     group = group_named(name)
     return None if group is None else dist.get_process_group_ranks(group)
 
 
 def group_of_ranks(ranks: list[int]) -> dist.ProcessGroup | None:
-    """The process group made first that has just these ranks, in order; None where none has."""
+    """The oldest process group of exactly these ranks in order, or None."""
     from torch.distributed.distributed_c10d import _world
 
     wanted = {rank: index for index, rank in enumerate(ranks)}
@@ -124,15 +122,15 @@ def group_of_ranks(ranks: list[int]) -> dist.ProcessGroup | None:
 
 
 def name_group(group: dist.ProcessGroup, name: str) -> None:
-    """Let operators know a group by another name as well."""
+    """Registers a second name for a process group."""
     from torch._C._distributed_c10d import _register_process_group
 
     _register_process_group(name, group)  # type: ignore[arg-type, unused-ignore]
 
 
 def start_fake_group(count: int) -> None:
-    """Make the default process group one of `count` ranks, of which only rank 0 exists, and whose
-    communication does nothing."""
+    """Makes a default process group of `count` ranks that has only rank 0 and communicates
+    nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group(FAKE_BACKEND, store=FakeStore(), rank=0, world_size=count)
@@ -142,14 +140,14 @@ FAKE_BACKEND = "fake"
 
 
 def fake_world_size() -> int | None:
-    """Number of ranks that `start_fake_group` has made; None where there is no such group."""
+    """The number of ranks of the group made by `start_fake_group`, or None."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     return dist.get_world_size() if dist.get_backend() == FAKE_BACKEND else None
 
 
 def rank_among_several() -> int | None:
-    """This process's rank in the default process group; None where it is alone."""
+    """This process's rank in the default process group, or None if it is alone."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return dist.get_rank()

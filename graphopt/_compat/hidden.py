@@ -1,4 +1,4 @@
-"""Functions that torch.compile is not to look into. Written for torch 2.11 to 2.15."""
+"""Functions that `torch.compile` must not trace (`torch.compiler.disable`), and their originals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import FunctionType
 
 
 def undisabled(function: FunctionType) -> FunctionType:
-    """The function that `torch.compiler.disable` wrapped; other functions themselves.
+    """The function wrapped by `torch.compiler.disable`, or the function itself.
 
     torch.compile replaces functions of torch by such wrappers when it is first used, `_fused_adam`
     and `Adam._init_group` among them. Called otherwise than by it they do the same.
@@ -17,7 +17,8 @@ def undisabled(function: FunctionType) -> FunctionType:
 
 
 def _is_wrapper(function: FunctionType) -> bool:
-    """Attributes are copied by `functools.wraps`: another function may have those of a wrapper."""
+    """True if a function is such a wrapper itself: `functools.wraps` copies its attributes to
+    others."""
     original = vars(function).get("_torchdynamo_orig_callable")
     own = vars(function).get("_torchdynamo_wrapper_id") == id(function)
     return own and type(original) is FunctionType

@@ -1,4 +1,4 @@
-"""torch.compile from inside: the graphs of AOTAutograd, and Inductor's places for passes."""
+"""Private torch APIs of torch.compile: AOTAutograd's graphs and Inductor's custom passes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _InferenceAware: type | tuple[()] = getattr(custom_graph_pass, "CustomInferenceA
 
 
 def kind_of_graph() -> str | None:
-    """The kind of graph that AOTAutograd is compiling now: "joint", "forward", "backward" or
+    """The kind of graph that AOTAutograd compiles now: "joint", "forward", "backward" or
     "inference".
 
     None outside of AOTAutograd, as where a graph is given to Inductor directly.
@@ -42,14 +42,14 @@ def _aot_kind() -> str | None:
 
 
 def phase_in_joint_graph(node: fx.Node) -> str | None:
-    """The phase in which AOTAutograd has traced a node of a joint graph, if it says so."""
+    """The phase of a node in a joint graph, or None if AOTAutograd does not tell."""
     tag = str(node.meta.get("partitioner_tag"))
     return next((phase for phase in ("backward", "forward") if tag.endswith(phase)), None)
 
 
 def averages_outside_graphs() -> bool:
-    """True if what is compiled now is the forward of a `DistributedDataParallel` whose reducer in
-    C++ averages the gradients; not so with ``optimize_ddp="python_reducer"``."""
+    """True if the forward of a `DistributedDataParallel` is compiled whose C++ reducer averages
+    gradients, not so with ``optimize_ddp="python_reducer"``."""
     if not torch.distributed.is_available():
         return False
     from torch.nn.parallel import DistributedDataParallel
@@ -58,7 +58,7 @@ def averages_outside_graphs() -> bool:
 
 
 def complete_metadata(graph: fx.Graph) -> None:
-    """Give nodes the `meta["tensor_meta"]` that those of AOTAutograd have, which Inductor reads."""
+    """Adds the `meta["tensor_meta"]` that Inductor reads to nodes that lack it."""
     from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
     for node in graph.nodes:
@@ -71,7 +71,7 @@ def complete_metadata(graph: fx.Graph) -> None:
 
 
 def has_decomposition(target: Any) -> bool:
-    """True if Inductor expects that tracing has written an operator in terms of others."""
+    """True if Inductor expects an operator to be decomposed during tracing."""
     from torch._inductor.decomposition import select_decomp_table
 
     return target in select_decomp_table()
@@ -80,7 +80,7 @@ def has_decomposition(target: Any) -> bool:
 def trace_decomposed(
     function: Callable[..., Any], values: Sequence[Any], like: fx.Node
 ) -> fx.GraphModule:
-    """Trace a function of fake values, with Inductor's decompositions.
+    """Traces a function on fake values with Inductor's decompositions.
 
     Args:
         like: a node whose `meta["val"]` lives in the mode of the graph.
@@ -101,21 +101,21 @@ def trace_decomposed(
 
 
 def passes_in(value: Any) -> tuple[GraphPass, ...]:
-    """The passes that a setting such as `post_grad_custom_post_pass` holds: none, one or a list."""
+    """The list of passes in a setting such as `post_grad_custom_post_pass`."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def registered_passes(setting: str) -> tuple[GraphPass, ...]:
-    """The passes that one of Inductor's settings holds now."""
+    """The passes that an Inductor setting holds now."""
     from torch._inductor import config
 
     return passes_in(getattr(config, setting))
 
 
 def inductor_settings(settings: Mapping[str, Any]) -> AbstractContextManager[object]:
-    """While active, Inductor has these settings; afterwards it has the previous ones again."""
+    """While active, Inductor has these settings."""
     from torch._inductor import config
 
     patch: AbstractContextManager[object] = config.patch(dict(settings))
@@ -123,7 +123,7 @@ def inductor_settings(settings: Mapping[str, Any]) -> AbstractContextManager[obj
 
 
 def apply_graph_pass(graph_pass: GraphPass, graph: fx.Graph) -> None:
-    """Call a pass as Inductor does."""
+    """Calls a pass as Inductor does."""
     if isinstance(graph_pass, _InferenceAware):
         graph_pass(graph, _aot_kind() == "inference")  # type: ignore[call-arg]
     else:
@@ -131,8 +131,7 @@ def apply_graph_pass(graph_pass: GraphPass, graph: fx.Graph) -> None:
 
 
 def identity_of(graph_pass: GraphPass) -> Any:
-    """The identity by which Inductor's caches know a pass; None if it has none, so that nothing is
-    cached."""
+    """The cache identity of an Inductor pass; None disables caching."""
     return graph_pass.uuid() or None if isinstance(graph_pass, CustomGraphPass) else None
 
 
@@ -140,7 +139,7 @@ def identity_of(graph_pass: GraphPass) -> Any:
 
 
 def inductor_options(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Inductor's settings for the `mode` and `options` of `torch.compile`, checked by torch."""
+    """Inductor's settings for `mode` and `options` of `torch.compile`, as torch checks them."""
     wrapper = torch._TorchCompileInductorWrapper(mode, dict(options), None)
     return dict(wrapper.config)
 
@@ -155,7 +154,7 @@ def names_of_inductor_options() -> list[str]:
 def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], settings: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Compile as `backend="inductor"` does, with settings that hold for the backward as well."""
+    """Compiles as `backend="inductor"`, with settings that also hold for the backward."""
     from torch._inductor.compile_fx import compile_fx
 
     compiled: Any = compile_fx(gm, inputs, config_patches=dict(settings))
@@ -165,7 +164,7 @@ def compile_with_inductor(
 def compile_eagerly(
     gm: fx.GraphModule, inputs: Sequence[Any], prepare: Callable[[fx.GraphModule], None]
 ) -> Callable[..., Any]:
-    """Compile as `backend="aot_eager"` does; `prepare` may edit each graph before it is used."""
+    """Compiles as `backend="aot_eager"`; `prepare` may edit each graph first."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch.partitioners import min_cut_rematerialization_partition

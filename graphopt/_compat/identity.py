@@ -1,4 +1,4 @@
-"""Objects that are compared by what they are, not by what is in them."""
+"""A wrapper that compares objects by identity."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Itself:
-    """An object, equal to itself alone; kept alive."""
+    """A wrapper that is equal only for the same object, and keeps it alive."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

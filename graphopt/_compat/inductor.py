@@ -1,4 +1,4 @@
-"""Inductor: graph in, compiled function out. Imported only when something is lowered."""
+"""Inductor, from graph to compiled function; imported only when something is lowered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Compiled: TypeAlias = Callable[[list[Any]], Sequence[torch.Tensor]]
 def decompose(
     gm: fx.GraphModule, inputs: Sequence[torch.Tensor], interpreter: type[fx.Interpreter]
 ) -> fx.GraphModule:
-    """`gm` in the operators that Inductor has rules for.
+    """Rewrites `gm` in the operators that Inductor has rules for.
 
     Args:
         inputs: fake tensors of one mode.
@@ -36,7 +36,7 @@ def decompose(
 
 
 def order_after_reads(operator: _compat.OpOverload) -> None:
-    """Let compiled code read what an operator updates before it is updated.
+    """Makes compiled code read a tensor before the given operator updates it.
 
     Inductor computes what reads a tensor where the result is needed. When an operator is about to
     update that tensor it computes what is still due, but puts that behind the operator itself (seen
@@ -62,14 +62,14 @@ def order_after_reads(operator: _compat.OpOverload) -> None:
 
 
 def prefers_channels_last(gm: fx.GraphModule) -> bool:
-    """True if Inductor would compute the convolutions of a graph on channels-last images."""
+    """True if Inductor would compute a graph's convolutions in channels-last layout."""
     from torch._inductor.graph import GraphLowering
 
     return bool(GraphLowering.decide_layout_opt(gm, is_inference=False))
 
 
 def compile_inner(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
-    """Compile a decomposed graph. The result takes a list, which it clears, and returns a sequence.
+    """Compiles a decomposed graph to a function of a list, which it empties.
 
     Outputs have the strides that the graph gives them.
     """
@@ -86,7 +86,7 @@ def compile_inner(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compile
 
 
 def patched_config(options: dict[str, Any]) -> AbstractContextManager[Any]:
-    """Inductor's settings while the context is active."""
+    """While active, Inductor has these settings."""
     from torch._inductor import config
 
     return config.patch(options)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Nodes of a trace whose results are known from another trace with the same fake tensors."""
+"""Reuse of another trace's nodes, whose results are known, in the current trace."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from graphopt._compat.questions import name_of_operator
 
 
 def copied_node(tracer: Any, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-    """The node of another trace, recorded in this one with other arguments: its result is the very
-    tensor or number."""
+    """Records a node of another trace in this one, with other arguments and the same result
+    object."""
     name = name_of_operator(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
     new: fx.Node = tracer.create_node(node.op, node.target, args, kwargs, name)
     if "val" in node.meta:  # else None, one of several results
@@ -23,7 +23,7 @@ def copied_node(tracer: Any, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
 
 
 def known_result(tracer: Any, node: fx.Node) -> Any:
-    """The result of a node that `copied_node` has made, for operators to work on."""
+    """The result of a node from `copied_node`, ready as an operand."""
     value = node.meta.get("val")
     if isinstance(value, FakeTensor):
         set_proxy_slot(value, tracer, _ProxyTensor(tracer.proxy(node), None))

@@ -1,4 +1,4 @@
-"""Private parts of tensors that notice their first use: their classes, and their use counts."""
+"""Private parts of tensors with late updates: their class, and their reference counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def without_torch_function() -> AbstractContextManager[Any]:
 
 
 def set_class(tensor: torch.Tensor, kind: type) -> None:
-    """Give a tensor another class, whatever its own says of that.
+    """Changes the class of a tensor, bypassing the class's own `__class__`.
 
     Raises:
         TypeError: objects of the two classes are laid out in different ways.
@@ -33,7 +33,8 @@ def set_class(tensor: torch.Tensor, kind: type) -> None:
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor over the same memory, with the same version; uses nothing of the class."""
+    """A plain tensor over the same memory and version counter, made without calling the class's
+    methods."""
     with without_torch_function():
         alias: torch.Tensor = TensorBase.detach(tensor)
         return alias
@@ -44,13 +45,13 @@ put_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = TensorBase.g
 
 
 def set_gradient(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """`tensor.grad = gradient`; uses nothing of the class."""
+    """Sets `tensor.grad` without calling the class's methods."""
     with without_torch_function():
         put_gradient(tensor, gradient)
 
 
 def holders_of(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Use counts of a tensor's storage (in C++, and as a Python object) and of the tensor in C++.
+    """The reference counts of a tensor's storage (C++, Python) and of the tensor in C++.
 
     The numbers count what asks as well, in the same way each time.
     """

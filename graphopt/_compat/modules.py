@@ -1,4 +1,4 @@
-"""Modules that are not what they seem: sharded, compiled; and how a call of one runs."""
+"""Private facts about modules: FSDP, `torch.compile`, recurrent layers, and the frame of a call."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ own_tables: attrgetter[tuple[dict[str, Any], ...]] = attrgetter(
 
 
 def weights_of_layers(module: nn.Module) -> list[Any]:
-    """The list in which a recurrent module keeps its weights besides: it is made anew by the next
-    forward that finds other weights than it holds. Empty for other modules."""
+    """The flat weight list of a recurrent module, which its forward rebuilds if weights change;
+    else empty."""
     found = vars(module).get("_flat_weights") if isinstance(module, nn.RNNBase) else None
     return found if type(found) is list else []
 
 
 def is_fsdp(module: nn.Module) -> bool:
-    """FSDP's wrapper (FSDP1) or a module that `fully_shard` changed (FSDP2)."""
+    """True if a module is FSDP's wrapper (FSDP1) or was changed by `fully_shard` (FSDP2)."""
     if not dist.is_available():
         return False
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -37,20 +37,20 @@ def is_fsdp(module: nn.Module) -> bool:
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """`torch.compile(module)`, or a module whose `.compile()` was called."""
+    """True for `torch.compile(module)`, or if the module's `.compile()` was called."""
     from torch._dynamo.eval_frame import OptimizedModule
 
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
 
 
 def module_call_code() -> CodeType:
-    """Code of the frame in which a module's forward and hooks run."""
+    """The code object of the frame in which a module's forward and hooks run."""
     return nn.Module._call_impl.__code__
 
 
 def floats_of_statistics(convert: Callable[[Any], Any]) -> tuple[Any, str, Callable[..., Any]]:
-    """What to replace so that BatchNorm's own code calls `convert` in place of `float`: for the
-    number of batches that it has seen."""
+    """Replacements by which BatchNorm calls `convert` instead of `float` on its number of
+    batches."""
     return torch.nn.modules.batchnorm, "float", convert
 
 
@@ -63,6 +63,6 @@ def _moved(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) ->
 
 
 def moved_where_needed() -> tuple[Any, str, Callable[..., Any]]:
-    """What to replace so that `module.to(…)` does nothing where everything is there already, of
-    that dtype; torch exchanges fake parameters even then."""
+    """Replacements by which `module.to(…)` does nothing if device and dtype already fit; torch
+    swaps fake parameters even then."""
     return nn.Module, "_apply", _moved

@@ -1,4 +1,4 @@
-"""Operators, and what torch computes their cost by."""
+"""Facts about operators: their flop formulas, and whether they functionalize themselves."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ overload_name: attrgetter[str] = attrgetter("_overloadname")
 
 
 def flop_formula(target: Any) -> Callable[..., int] | None:
-    """Formula of torch's flop counter for an operator: it takes the operator's arguments, and its
-    result as `out_val`."""
+    """The formula of torch's flop counter for an operator, given its arguments and its result as
+    `out_val`."""
     from torch.utils.flop_counter import flop_registry
 
     packet = target.overloadpacket if isinstance(target, OpOverload) else None
@@ -30,7 +30,7 @@ def flop_formula(target: Any) -> Callable[..., int] | None:
 
 
 def has_functionalization(target: Any) -> bool:
-    """True if an operator says itself how it is written without changing its arguments."""
+    """True if an operator has its own functionalization rule."""
     key: Any = getattr(torch._C.DispatchKey, "Functionalize")  # noqa: B009 - not in the stubs
     return key in target.py_kernels or bool(
         torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key)

@@ -1,4 +1,4 @@
-"""Optimizers, as their schedulers see them."""
+"""Private hooks of optimizers and their learning rate schedulers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ Hook = Callable[[torch.optim.Optimizer, Any, Any], None]
 
 @contextmanager
 def hooks_around_steps(before: Hook, after: Hook) -> Iterator[None]:
-    """While active, these are called before and after each step of an optimizer that the trace
-    takes. Other threads may be going through torch's dictionaries, so that these are exchanged, and
-    not changed."""
+    """While active, `before` and `after` are called around each optimizer step of the trace. The
+    hook tables are replaced, since other threads may iterate over them."""
     names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     places: dict[str, Any] = vars(optimizers)
     former = [places[name] for name in names]
@@ -44,6 +43,6 @@ def _of_trace(hook: Hook) -> Hook:
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tell learning rate schedulers, which warn otherwise, that the optimizer has stepped."""
+    """Tells learning rate schedulers that the optimizer has stepped, so that they do not warn."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Private torch APIs that splitting a graph into submodules needs. For torch 2.11 to 2.15."""
+"""Private torch APIs for splitting a graph into submodules."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
 
 
 def free_symbols(value: torch.Tensor | torch.SymInt) -> set[Any]:
-    """Symbols of the expressions that sizes and strides of a value consist of."""
+    """The symbols in the sizes and strides of a value."""
     return {symbol for number in _numbers(value) for symbol in _expression_symbols(number)}
 
 
 def bound_symbol(value: torch.SymInt) -> Any | None:
-    """The symbol that a symbolic number is, or None where it is an expression or a constant."""
+    """The symbol of a symbolic number, or None for an expression or constant."""
     expression = _expression(value)
     return expression if getattr(expression, "is_Symbol", False) else None
 
@@ -48,19 +48,19 @@ def _expression_symbols(number: Any) -> set[Any]:
 
 
 def _expression(number: torch.SymInt) -> Any | None:
-    """None for the sizes of nested tensors, which are no expressions."""
+    """The expression of a symbolic number, or None for sizes of nested tensors."""
     from torch.fx.experimental.sym_node import SymNode
 
     return number.node.expr if isinstance(number.node, SymNode) else None
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
-    """True if a buffer is part of the module's `state_dict`."""
+    """True if a buffer is in the module's `state_dict`."""
     return buffer not in module._non_persistent_buffers_set
 
 
 def share_signature(source: fx.Graph, destination: fx.Graph) -> None:
-    """Let `destination` take and return pytrees as `source` does.
+    """Copies the pytree convention of `source`'s arguments and results to `destination`.
 
     Their structure is not copied: nobody changes it, and copying warns in torch 2.13.
     """

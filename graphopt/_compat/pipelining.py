@@ -1,4 +1,4 @@
-"""Private torch APIs that pipelining uses. Written for torch 2.11 to 2.15."""
+"""Private torch APIs of pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.utils import _pytree
 
 
 def keep_calls_of(target: Any) -> None:
-    """Let neither dead-code elimination nor export remove calls of `target`."""
+    """Protects calls of `target` from dead-code elimination, also during export."""
     fx.node.has_side_effect(target)
 
 
 def is_torch_mark(target: object) -> bool:
-    """True if a node target is what `torch.distributed.pipelining.pipe_split` calls."""
+    """True if a node target is the mark of `torch.distributed.pipelining.pipe_split`."""
     return isinstance(target, torch._ops.OpOverload) and target.name() == "pippy::_pipe_split"
 
 
@@ -41,22 +41,22 @@ def torch_spec_kind(value: object) -> str | None:
 
 
 def flat_calls(graph: fx.Graph) -> None:
-    """Let a graph take and return its placeholders and outputs one by one."""
+    """Makes a graph take and return its placeholders and outputs one by one."""
     graph.set_codegen(fx.graph.CodeGen())
 
 
 def pytree_specs(exported: fx.GraphModule) -> tuple[Any, Any]:
-    """Nesting of an exported module's arguments `(args, kwargs)` and of its result."""
+    """The pytree specs of an exported module's arguments `(args, kwargs)` and result."""
     return exported._in_spec, exported._out_spec
 
 
 def is_higher_order(target: object) -> bool:
-    """True if a node target is an operator that calls graphs, such as an autocast region."""
+    """True if a node target is a higher-order operator, such as an autocast region."""
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def children_by_name(module: nn.Module) -> dict[str, nn.Module]:
-    """The direct submodules; one with two names is there twice, unlike in `named_children`."""
+    """The direct submodules by name; a submodule with two names is there twice."""
     return {name: child for name, child in module._modules.items() if child is not None}
 
 
@@ -70,12 +70,12 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 def children(value: Any) -> tuple[list[Any], Any]:
-    """The children of a pytree node, and how to build it from others; a leaf is its own child."""
+    """The children of a pytree node with a function to rebuild it; a leaf is its own child."""
     return _pytree.tree_flatten(value, is_leaf=lambda child: child is not value)
 
 
 def fake_copy(module: nn.Module, mode: Any) -> nn.Module:
-    """A copy of a module with fake tensors in place of its parameters and buffers."""
+    """A copy of a module with fake parameters and buffers."""
     from torch._subclasses.fake_tensor import FakeCopyMode
 
     with FakeCopyMode(mode):
@@ -83,10 +83,10 @@ def fake_copy(module: nn.Module, mode: Any) -> nn.Module:
 
 
 class BeforeForwards:
-    """Base, before that of torch, of a stage that does something once before it first runs."""
+    """A stage base class that acts once before its first forward."""
 
     def before_first_forward(self) -> None:
-        """What schedules call once, in the order of stages, on the ranks of all stages."""
+        """Runs once before the first forward; schedules call it on all ranks in order of stages."""
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         self.before_first_forward()

@@ -1,5 +1,4 @@
-"""Fake tensors of which nothing is known but what they look like: what operators give for them
-without all that the dispatch of their mode asks."""
+"""Fast shape computation for plain fake tensors, past most of their mode's dispatch."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ import torch
 
 
 def are_plain_fakes(mode: Any, tensors: Iterable[torch.Tensor]) -> bool:
-    """True if all tensors are of a mode, without a value that is known and without marks that
-    change what operators do with them."""
+    """True if all tensors are fakes of a mode without known values and special marks."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return all(
@@ -25,7 +23,7 @@ def are_plain_fakes(mode: Any, tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor.detach()`; of a fake one by the kernel alone, as `plain_view`."""
+    """`tensor.detach()`, for a fake tensor by its kernel alone."""
     from torch._subclasses.fake_impls import fast_detach
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -39,8 +37,8 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain_view(target: object, args: tuple[Any, ...]) -> Any:
-    """What a view or a split gives of a fake tensor, by the kernel alone. The mode asks it as well,
-    after much else, which takes eight times as long and decides nothing where sizes are numbers.
+    """The result of a view or split of a fake tensor, by the kernel alone: an eighth of the mode's
+    time.
 
     Args:
         args: values, not nodes.
@@ -77,8 +75,7 @@ _SPLIT = torch.ops.aten.split_with_sizes.default
 
 
 def is_ruled_in_python(func: Any) -> bool:
-    """True if the shape rule of an operator is Python, and nothing that it gives is of a size that
-    depends on values."""
+    """True if an operator's shape rule is in Python and no size depends on values."""
     from torch._decomp import decomposition_table, meta_table
 
     if func not in decomposition_table and func not in meta_table:

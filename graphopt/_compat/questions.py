@@ -1,4 +1,4 @@
-"""Questions about a recorded operator (its name, the kinds of its arguments) and their answers."""
+"""A cache of operator results by the operator's name and the kinds of its arguments."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Kind: TypeAlias = tuple[Any, ...]
 
 
 class _GivenTensor(NamedTuple):
-    """A result that is one of the tensors given."""
+    """A result that is one of the arguments."""
 
     position: int
 
 
 class _Fresh(NamedTuple):
-    """A result in memory of its own, or in that of a tensor given."""
+    """A result in new memory, or in that of an argument."""
 
     kind: Kind
     shares: int | None
@@ -38,7 +38,7 @@ _Result: TypeAlias = _GivenTensor | _Fresh | None
 
 
 class Answer:
-    """The answer of an operator for arguments of some kinds.
+    """The cached results of an operator for arguments of given kinds.
 
     Attributes:
         asked: there has been such a call.
@@ -56,17 +56,16 @@ class Answer:
 
 @lru_cache(maxsize=1 << 14)
 def answer_to(question: tuple[Any, ...]) -> Answer:
-    """The answer to a question, which is filled in when it is known: the same whenever it is asked,
-    and so kept for later captures."""
+    """The cache entry of an operator call, kept for later captures."""
     return Answer()
 
 
 class _UnknownError(Exception):
-    """A call that has to go torch's own way."""
+    """The call cannot be cached and goes through torch."""
 
 
 class Question:
-    """A call of an operator.
+    """An operator call, as the key into the cache of results.
 
     Attributes:
         key: everything that decides what it gives.
@@ -86,7 +85,8 @@ class Question:
 
     @staticmethod
     def of(tracer: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Question | None:
-        """The question; None where an answer would not follow from it."""
+        """The cache key of a call, or None if its result does not follow from the kinds of its
+        arguments."""
         question = Question(tracer, func)
         try:
             question._args = tuple([question._argument(value) for value in args])
@@ -103,7 +103,7 @@ class Question:
         return self._argument(value)
 
     def _argument(self, value: Any) -> Any:
-        """Adds a value to the question, and gives what stands for it in the graph."""
+        """Adds an argument to the key, and returns its form in the graph."""
         kind = type(value)
         if kind is FakeTensor:
             return self._tensor(value)
@@ -130,7 +130,8 @@ class Question:
         return node
 
     def _number(self, number: torch.SymFloat) -> fx.Node:
-        """Of a number that is not known, element by element, only the type counts."""
+        """Adds a number to the key; of an unknown number in an elementwise operator only the
+        type counts."""
         slot = self._tracer.symnode_tracker.get(number)
         if slot is None:
             raise _UnknownError
@@ -139,7 +140,7 @@ class Question:
         return node
 
     def learn(self, answer: Answer, result: Any) -> None:
-        """Note what the operator has given."""
+        """Stores the operator's result in the cache."""
         answer.asked = True
         several = type(result) is list or type(result) is tuple
         results = result if several else [result]
@@ -167,7 +168,7 @@ class Question:
         return _Fresh(kind, shares[0]) if len(shares) == 1 else _NOTHING
 
     def answered(self, answer: Answer, func: Any) -> Any:
-        """Result of the operator, recorded."""
+        """The cached result of the operator, recorded in the graph."""
         assert answer.results is not None
         made = [self._made(result) for result in answer.results]
         call = ("call_function", func, self._args, self._kwargs)
@@ -184,7 +185,7 @@ class Question:
         return result
 
     def _made(self, result: _Result) -> tuple[Any, Any]:
-        """A result, and another tensor over its storage for the metadata of the node."""
+        """Makes a result tensor, and another over its storage for the node's metadata."""
         if result is None:
             return None, None
         if isinstance(result, _GivenTensor):
@@ -203,7 +204,7 @@ _NOTHING = object()
 
 
 def _kind(tensor: FakeTensor) -> Kind | None:
-    """What counts of a tensor; None where that is not all."""
+    """The key of a tensor, or None if more than its metadata matters."""
     if tensor.layout is not torch.strided or tensor._has_symbolic_sizes_strides:
         return None
     if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_inference():
@@ -219,7 +220,7 @@ def _kind(tensor: FakeTensor) -> Kind | None:
 
 
 def _settings() -> tuple[Any, ...]:
-    """Settings that may decide what an operator gives."""
+    """The process settings that may decide an operator's result."""
     return (
         torch.get_default_dtype(),
         torch._C._get_mkldnn_enabled(),
@@ -234,14 +235,14 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _share(results: Sequence[Any], found: Sequence[_Result]) -> bool:
-    """True if two results lie in one storage, which is none of the tensors given."""
+    """True if two results share a storage that no argument has."""
     pairs = zip(results, found, strict=True)
     storages = [_storage(one) for one, f in pairs if isinstance(f, _Fresh) and f.shares is None]
     return len(set(storages)) < len(storages)
 
 
 def _bytes(kind: Kind) -> int:
-    """Of a tensor with memory of its own."""
+    """The size in bytes of a tensor with memory of its own."""
     dtype, _, shape, strides, offset, _ = kind
     if 0 in shape:
         return 0
@@ -251,6 +252,6 @@ def _bytes(kind: Kind) -> int:
 
 @lru_cache(maxsize=4096)
 def name_of_operator(func: Any) -> str:
-    """What nodes of an operator are called."""
+    """The name that nodes of an operator get."""
     name: str = fx.Graph()._target_to_str(func.overloadpacket.__name__)
     return name

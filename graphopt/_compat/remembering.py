@@ -1,4 +1,4 @@
-"""Operators of a trace whose results are known already, recorded without asking torch again.
+"""Faster tracing: operators whose results are cached are recorded without torch's dispatch.
 
 What `make_fx` does for one operator takes half a millisecond: it looks for a decomposition, runs
 the shape rule behind two more modes, follows constants. Most operators of a step are met again with
@@ -55,11 +55,11 @@ _OWN_WAY = (
 
 
 class RememberingMode(ProxyTorchDispatchMode):
-    """Torch's recording mode, which answers what has been asked before by itself."""
+    """Torch's tracing mode with a cache of operator results."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch's own mode sees to that, where it is asked."""
+        """Always False: torch's own mode decides this."""
         return False
 
     def __torch_dispatch__(
@@ -92,15 +92,14 @@ class RememberingMode(ProxyTorchDispatchMode):
 
 
 def _decompositions(mode: Any) -> Any:
-    """What is recorded as other operators: the table of a mode, in torch 2.11 of the process."""
+    """The decomposition table of a mode; in torch 2.11, of the process."""
     if hasattr(mode, "decomposition_table"):
         return mode.decomposition_table
     return vars(proxy_tensor)["CURRENT_DECOMPOSITION_TABLE"]
 
 
 class _QuickTracer(PythonKeyTracer):
-    """Torch's tracer, which makes the nodes of operators, torch's and Python's, without looking for
-    what few of them have."""
+    """Torch's tracer with faster creation of operator nodes."""
 
     def create_node(
         self,
@@ -119,7 +118,7 @@ class _QuickTracer(PythonKeyTracer):
 
 @contextmanager
 def remembered() -> Iterator[None]:
-    """While active, the `make_fx` that runs records operators from memory where it can."""
+    """While active, `make_fx` uses the cache of operator results."""
     mode: Any = get_proxy_mode()
     if not _is_usual(mode):
         yield
@@ -133,7 +132,7 @@ def remembered() -> Iterator[None]:
 
 
 def _is_usual(mode: Any) -> bool:
-    """True if a mode is torch's own, and records operators as they are."""
+    """True if a mode is torch's own tracing mode, which records operators as they are."""
     if type(mode) is not ProxyTorchDispatchMode or type(mode.tracer) is not PythonKeyTracer:
         return False
     return not mode.pre_dispatch and not getattr(mode, "emulate_precision_casts", False)
@@ -141,7 +140,7 @@ def _is_usual(mode: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def _is_remembered(func: Any) -> bool:
-    """True if what an operator gives may follow from the kinds of its arguments."""
+    """True if an operator's result may follow from the kinds of its arguments."""
     if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
         return False
     if func in _ASKING or any(tag in func.tags for tag in _OWN_WAY):
@@ -154,8 +153,7 @@ def _is_remembered(func: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def written_as_it_is(func: Any) -> bool:
-    """True if functionalization leaves an operator as it is, in a graph in which nobody writes to
-    the memory of a view."""
+    """True if functionalization does not change an operator, as long as nobody writes to a view."""
     if not _is_remembered(func) or func._schema.is_mutable:
         return False
     if func.is_view:

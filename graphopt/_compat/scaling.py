@@ -24,17 +24,17 @@ NOTES = "_per_optimizer_states"
 
 
 def scaler_tensors(scaler: GradScaler) -> dict[str, torch.Tensor]:
-    """The tensors that a scaler has made, by the names of its attributes."""
+    """The scale and growth tensors of a gradient scaler, by attribute name."""
     return {name: vars(scaler)[name] for name in _TENSORS}
 
 
 def drop_tensors(scaler: GradScaler) -> None:
-    """Let a scaler be as before it was first used."""
+    """Resets a gradient scaler's tensors to their state before its first use."""
     vars(scaler).update(dict.fromkeys(_TENSORS))
 
 
 def when_made(make: Callable[[GradScaler, Callable[[], None]], None]) -> Method:
-    """`make(scaler, original)` in place of what makes a scaler's tensors."""
+    """A replacement that calls `make(scaler, original)` where a scaler creates its tensors."""
     original = GradScaler._lazy_init_scale_growth_tracker
 
     def method(self: GradScaler, device: Any) -> None:
@@ -44,7 +44,7 @@ def when_made(make: Callable[[GradScaler, Callable[[], None]], None]) -> Method:
 
 
 def when_used(look: Callable[[GradScaler], None]) -> Method:
-    """`look(scaler)` before a scaler uses its tensors and notes."""
+    """A replacement that calls `look(scaler)` before a scaler uses its tensors."""
     original = GradScaler._check_scale_growth_tracker
 
     def method(self: GradScaler, name: str) -> Any:
@@ -55,7 +55,8 @@ def when_used(look: Callable[[GradScaler], None]) -> Method:
 
 
 def when_stepped() -> Method:
-    """Asks whether all gradients are finite, which is what is taken for true before it is known."""
+    """A replacement for the check that all gradients are finite, which is assumed until it is
+    known."""
 
     def method(
         self: GradScaler, optimizer: Any, notes: dict[str, Any], *args: Any, **kwargs: Any
@@ -67,7 +68,7 @@ def when_stepped() -> Method:
 
 
 def when_updated() -> Method:
-    """Empties the notes instead of replacing them, so that a scaler is as it was before a step."""
+    """A replacement that empties the scaler's per-optimizer records instead of replacing them."""
     original = GradScaler.update
 
     def method(self: GradScaler, new_scale: Any = None) -> None:

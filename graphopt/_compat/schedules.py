@@ -1,4 +1,4 @@
-"""Private parts of torch's pipeline schedules. Written for torch 2.11 to 2.15."""
+"""Private parts of torch's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Computed = tuple[int, str, int]
 
 
 def stage_stand_in(stage: int, stages: int, ranks: int) -> Any:
-    """As much of a stage of rank 0 as schedules ask for before they run.
+    """A stand-in for a stage of rank 0, enough to construct a schedule.
 
     A real one needs a process group.
     """
@@ -28,7 +28,7 @@ def stage_stand_in(stage: int, stages: int, ranks: int) -> Any:
 
 
 def compute_actions(schedule: Any) -> list[list[_Computed]] | None:
-    """Actions of each rank that compute, in order. None for a schedule that does not say."""
+    """The compute actions of each rank in order, or None if a schedule does not tell."""
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
     order = schedule.pipeline_order
@@ -43,8 +43,7 @@ def compute_actions(schedule: Any) -> list[list[_Computed]] | None:
 
 
 def actions_in_csv(text: str) -> list[list[_Computed]]:
-    """Actions that the lines of a schedule file let each rank compute; sends and the like are left
-    out.
+    """The compute actions of each rank in a schedule file, without sends and receives.
 
     Raises:
         RuntimeError: a cell is not an action.
@@ -61,7 +60,7 @@ def input_backward(
     inputs: Sequence[torch.Tensor],
     module: nn.Module,
 ) -> Any:
-    """The input gradients of a stage, as its zero-bubble schedules compute them.
+    """Computes a stage's input gradients as torch's zero-bubble schedules do.
 
     What it returns is for `weight_backward`.
     """
@@ -76,7 +75,7 @@ def input_backward(
 
 
 def weight_backward(groups: Any, module: nn.Module) -> None:
-    """The weight gradients that `input_backward` left."""
+    """Computes the weight gradients that `input_backward` left."""
     from torch.distributed.pipelining._backward import stage_backward_weight
 
     stage_backward_weight(module.parameters(), groups)

@@ -1,4 +1,4 @@
-"""Settings of the process that decide what operators do, and modes that are switched off."""
+"""Process-wide settings that decide what operators do, and contexts that switch modes off."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ _CPU = torch.device("cpu")
 
 
 def global_settings() -> tuple[Any, ...]:
-    """Settings of torch that decide which operators run: hooks of all modules and optimizers,
-    the default device, modes and hooks that a program has entered, libraries that are switched
-    off."""
+    """The torch settings that operator results may depend on: global hooks, default device,
+    active modes and disabled libraries."""
     # What `torch.backends` says of these, without its Python.
     return (
         global_hooks(),
@@ -51,14 +50,14 @@ def is_profiling() -> bool:
 
 
 def without_dispatch() -> AbstractContextManager[None]:
-    """While active, no mode sees the operators that this thread calls."""
+    """While active, no dispatch mode sees this thread's operators."""
     context: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
     return context
 
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """No tracing, fake tensor, counting or functorch mode of the caller's sees what runs inside."""
+    """While active, the caller's tracing, fake tensor, counting and functorch modes see nothing."""
     from torch._dispatch.python import no_python_dispatcher
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.utils._python_dispatch import _disable_current_modes
@@ -85,7 +84,7 @@ _AUTOGRAD = (
 
 @contextmanager
 def differentiating() -> Iterator[None]:
-    """Autograd records what runs inside, also within a kernel, which torch calls below it."""
+    """While active, autograd records operators, even inside a kernel."""
     with torch.enable_grad(), torch._C._PreserveDispatchKeyGuard():
         for key in map(torch._C.DispatchKey.__members__.__getitem__, _AUTOGRAD):
             torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
@@ -94,8 +93,8 @@ def differentiating() -> Iterator[None]:
 
 @contextmanager
 def dispatch_keys_kept() -> Iterator[None]:
-    """What torch's dispatcher passes over on this thread is as before afterwards. An operator that
-    differentiates forward leaves it otherwise where a mode raises inside."""
+    """Restores this thread's dispatch keys afterwards: a mode that raises inside an operator may
+    leave them changed."""
     sets = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
     setters = (
         torch._C._dispatch_tls_set_dispatch_key_included,

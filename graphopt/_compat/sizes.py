@@ -1,5 +1,4 @@
-"""Sizes that depend on values, while a step is traced: what torch keeps of them, and how to tell it
-more.
+"""Data-dependent sizes during a trace: torch's symbols, and how to give them values.
 
 A fake tensor whose size nobody can know (`x[mask]`, `nonzero`) has an *unbacked* symbol there, of
 which every question is an error. A *backed* symbol has a value besides: questions are answered for
@@ -25,7 +24,7 @@ Place = tuple[int, int | None]
 
 
 def unknown_places(result: Any) -> list[tuple[Place, torch.SymInt]]:
-    """The sizes in a result that no question may be asked about; each symbol once."""
+    """The places of unknown sizes in a result, each symbol once."""
     found: dict[Any, tuple[Place, torch.SymInt]] = {}
     for place, number in _integers(result):
         if isinstance(number, torch.SymInt) and _is_unknown(number):
@@ -49,15 +48,15 @@ def _is_unknown(number: torch.SymInt) -> bool:
 
 
 def number_at(result: Any, place: Place) -> int:
-    """The number that stands at a place of a real result."""
+    """The number at a place of a real result."""
     index, dimension = place
     leaf = tree_leaves(result)[index]
     return int(leaf) if dimension is None else int(leaf.shape[dimension])
 
 
 def backed(mode: Any, value: int, is_size: bool) -> tuple[Any, Any]:
-    """A number that is `value` now, and its symbol: for a size of 0 or 1 the number itself, and
-    None."""
+    """A symbolic number with the current value `value`, and its symbol; 0 and 1 stay plain,
+    without symbol."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -70,7 +69,7 @@ def backed(mode: Any, value: int, is_size: bool) -> tuple[Any, Any]:
 
 
 def with_sizes(result: Any, unknown: Sequence[torch.SymInt], sizes: Sequence[Any]) -> Any:
-    """Fake tensors and numbers like a result, with known numbers for unknown ones.
+    """Fake tensors and numbers like `result`, with known sizes in place of unknown ones.
 
     Args:
         sizes: symbolic or plain numbers.
@@ -110,7 +109,8 @@ def _substituted(value: torch.SymInt, known: Mapping[Any, Any]) -> Any:
 
 
 def laid_out_like(result: Any, like: Any) -> Any:
-    """`result` with the sizes and strides of fake tensors made before, and with their numbers."""
+    """The fake tensors of `result` with the sizes and strides of earlier ones, sharing their
+    symbols."""
     leaves, nest = tree_flatten(result)
     new = []
     for leaf, old in zip(leaves, tree_leaves(like), strict=True):
@@ -124,15 +124,14 @@ def laid_out_like(result: Any, like: Any) -> Any:
 
 
 def _plain(number: Any) -> Any:
-    """A number of which all has been asked, so that it is known, as a plain one."""
+    """The plain number in place of a symbolic one whose value is fixed."""
     known = number.node.maybe_as_int() if isinstance(number, torch.SymInt) else None
     return number if known is None else known
 
 
 @contextmanager
 def arithmetic_when_used(tracer: Any) -> Iterator[None]:
-    """While active, arithmetic on sizes becomes nodes where something uses it: not where torch
-    only asks itself something."""
+    """While active, arithmetic on sizes is recorded only where something uses it."""
     from torch.fx.experimental.proxy_tensor import _enable_thunkify
 
     with _enable_thunkify(tracer):
@@ -140,8 +139,7 @@ def arithmetic_when_used(tracer: Any) -> Iterator[None]:
 
 
 class AnsweredQuestions:
-    """The answers that questions about known numbers have been given, read whenever they are
-    checked: whatever has asked by then.
+    """The guards on known sizes that torch has evaluated, checked again whenever the graph runs.
 
     Args:
         mode: the fake mode whose numbers they are about.
@@ -155,13 +153,13 @@ class AnsweredQuestions:
         self._read = 0
 
     def add(self, symbol: Any, order: int, is_size: bool) -> None:
-        """A symbol whose number is known to the running step from its check `order` on."""
+        """Adds a symbol whose number the running step knows from check `order` on."""
         self._order[symbol] = order
         if is_size:
             self._sizes.add(symbol)
 
     def hold(self, order: int, numbers: Mapping[Any, int]) -> bool:
-        """True if all that becomes known with check `order` is as it was answered.
+        """True if all guards that can be evaluated from check `order` on still hold.
 
         Args:
             numbers: of all symbols up to that.
@@ -183,7 +181,7 @@ class AnsweredQuestions:
 
 
 def _compiled(expression: Any, symbols: Sequence[Any]) -> Callable[[Mapping[Any, int]], bool]:
-    """A relation of sizes as a function of them."""
+    """A relation between sizes, compiled to a function of their numbers."""
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.printers import PythonPrinter
     from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -204,7 +202,7 @@ def _compiled(expression: Any, symbols: Sequence[Any]) -> Callable[[Mapping[Any,
 
 
 def symbolic_layout(tensor: torch.Tensor) -> tuple[tuple[int | str, ...], tuple[int | str, ...]]:
-    """Sizes and strides, symbolic ones as text.
+    """The sizes and strides of a tensor, symbolic ones as text.
 
     Where torch does not know that a size is not 0, strides are those of at least 1. That is left
     out: a tensor of such a size has no elements that could lie elsewhere.
@@ -219,7 +217,7 @@ def symbolic_layout(tensor: torch.Tensor) -> tuple[tuple[int | str, ...], tuple[
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:
-    """True if a tensor is contiguous, whatever its symbolic sizes are: none is asked for."""
+    """True if a tensor is contiguous, decided without adding guards on its sizes."""
     if not any(isinstance(number, torch.SymInt) for number in (*tensor.shape, *tensor.stride())):
         return tensor.is_contiguous()
     return symbolic_layout(tensor) == symbolic_layout(tensor.new_empty(tensor.shape))

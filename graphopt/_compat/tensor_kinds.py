@@ -1,4 +1,4 @@
-"""A fast check that many tensors still have the kinds that they had."""
+"""A fast check that many tensors still have the same metadata."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 def metadata_match(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
-    """Makes a function that says whether all tensors still have the classes, dtypes, devices,
-    sizes, strides and `requires_grad` that they have now, in C++: 30 ns a tensor where it would
-    take 500 in Python. Torch's modes are as they are now, too. It keeps the tensors alive.
+    """Makes a C++ check that tensors still have their class, dtype, device, sizes, strides and
+    `requires_grad`, and that torch's modes are unchanged: 30 ns a tensor instead of 500 in Python.
+    It keeps the tensors alive.
 
     Returns:
         None where one of them is of a class of its own, as with an update in flight, which asking

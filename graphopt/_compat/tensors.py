@@ -1,4 +1,4 @@
-"""Private parts of a tensor: its storage, version, hooks, and subclasses of it."""
+"""Private parts of a tensor: storage, version, hooks and subclasses."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ base_of: attrgetter[torch.Tensor | None] = attrgetter("_base")
 
 
 def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
-    """Let a tensor count as an `nn.Parameter`, whatever its class."""
+    """Marks a tensor as an `nn.Parameter`, whatever its class."""
     tensor._is_param = True
     return tensor
 
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The value of a tensor, in memory of its own on the CPU. A fake one made by
-    `torch.tensor(1.0)` remembers it; None where it does not."""
+    """A CPU copy of a tensor's value; None for a fake tensor that does not remember one."""
     known = tensor.constant if is_fake(tensor) else tensor  # type: ignore[attr-defined]
     return None if known is None else known.detach().cpu().clone()
 
 
 def made_by_legacy(kind: Any) -> tuple[torch.dtype, str] | None:
-    """Dtype and device of the tensors that a class of torch's makes of an array, such as
-    `torch.FloatTensor`, `torch.cuda.FloatTensor` and `torch.Tensor` do; None of anything else."""
+    """Dtype and device of legacy constructors such as `torch.FloatTensor`; None for other
+    classes."""
     if kind is torch.Tensor:
         return torch.get_default_dtype(), torch._C._get_default_device()
     if type(kind) is not type(torch.FloatTensor) or kind.is_sparse:
@@ -42,8 +41,7 @@ def made_by_legacy(kind: Any) -> tuple[torch.dtype, str] | None:
 
 
 def deepcopied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-    """`copy.deepcopy` of a fake tensor as of a real one. Torch's own copies the mode with it, whose
-    tensors mix with no other, and the gradient of a parameter, which a real one leaves behind.
+    """A deep copy of a fake tensor that shares its mode and, as for real ones, drops the gradient.
 
     Args:
         tensor: a leaf, all of its storage.
@@ -64,21 +62,22 @@ def deepcopied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 
 
 def version_kept(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """While active, writing to a tensor does not count as an update of it."""
+    """While active, writes to a tensor do not change its version."""
     kept: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)
     return kept
 
 
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors in whose storage a tensor lies: itself, or indices and values of a sparse one."""
+    """The strided tensors that a tensor consists of: itself, or indices and values of a sparse
+    one."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     return (tensor,)
 
 
 def storage_key_of_value(value: torch.Tensor) -> int:
-    """As `storage_key`, of the value of a node. It asks for the class of the tensor, which one with
-    late updates answers by finishing them, and takes half of the time."""
+    """The storage key of a node's value, in half the time of `storage_key`. It asks for the
+    tensor's class, which may finish its late updates."""
     try:
         return torch._C._storage_id(value)  # type: ignore[no-any-return, attr-defined]
     except NotImplementedError:  # indices and values in storage of their own
@@ -86,14 +85,14 @@ def storage_key_of_value(value: torch.Tensor) -> int:
 
 
 def read_as(tensor: torch.Tensor, conjugated: bool, negated: bool) -> torch.Tensor:
-    """A tensor whose elements are conjugated and negated when they are read, or are not."""
+    """The tensor with its conjugate and negative bits set as given."""
     if tensor.is_conj() is not conjugated:
         tensor = tensor.conj()
     return tensor if tensor.is_neg() is negated else torch._neg_view(tensor)
 
 
 def may_be_written(tensor: torch.Tensor) -> bool:
-    """True if somebody may have written to a tensor since it was made."""
+    """True if somebody may have written to a tensor since it was created."""
     return tensor.is_inference() or tensor._version > 0
 
 
@@ -104,7 +103,7 @@ hook_tables: Callable[[torch.Tensor], tuple[dict[int, Any] | None, ...]] = attrg
 
 
 def hooks_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Keys of the gradient hooks of a tensor, which change when hooks are added or removed."""
+    """The keys of a tensor's gradient hooks, which change when hooks are added or removed."""
     return tuple(key for table in hook_tables(tensor) for key in table or ())
 
 
@@ -114,12 +113,12 @@ def functions_of_hooks(tensor: torch.Tensor) -> list[Any]:
 
 
 def has_hooks_on_sum(tensor: torch.Tensor) -> bool:
-    """True if autograd calls a hook when it has added to the gradient of a tensor."""
+    """True if a tensor has post-accumulate-grad hooks."""
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def copy_hooks(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Give each second tensor the gradient hooks of the first."""
+    """Copies the gradient hooks of the first tensor of each pair to the second."""
     for source, target in pairs:
         for hook in (source._backward_hooks or {}).values():
             target.register_hook(hook)
@@ -128,7 +127,7 @@ def copy_hooks(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
-    """Give a tensor the attributes that a program has set on another one. Returns all it has."""
+    """Copies the attributes that a program has set on a tensor to another; returns all of them."""
     for name, value in vars(source).items():
         if name not in vars(target):
             setattr(target, name, value)
@@ -136,7 +135,7 @@ def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> dict[str, Any
 
 
 def attributes_changed(tensor: torch.Tensor, before: dict[str, Any]) -> dict[str, Any]:
-    """The attributes that a program has set on a fake tensor since."""
+    """The attributes of a fake tensor that a program has set since `before`."""
     return {
         name: value
         for name, value in vars(tensor).items()
@@ -145,13 +144,13 @@ def attributes_changed(tensor: torch.Tensor, before: dict[str, Any]) -> dict[str
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
-    """True if a tensor is one of `torch.func`'s, around another one, while its transforms run."""
+    """True if a tensor is a wrapper of a running `torch.func` transform."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 class DescribedTensor(torch.Tensor):
-    """A tensor on the meta device that says it is on another one: to be looked at, not computed
-    with. Unlike a fake tensor it needs none of torch's tracers, which take seconds to import.
+    """A meta tensor that reports another device: for inspection, not for computing. Unlike a fake
+    tensor it needs none of torch's tracers, which take seconds to import.
 
     Attributes:
         described_device: where it says that it is.
@@ -162,20 +161,19 @@ class DescribedTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The device that it stands for."""
+        """The device that it reports."""
         return self.described_device
 
 
 def described_tensor(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A described tensor over the storage of one on the meta device."""
+    """A described tensor over the storage of a meta tensor."""
     described = meta.as_subclass(DescribedTensor)
     described.described_device = device
     return described
 
 
 def results_are_plain(kind: type) -> bool:
-    """True if what torch computes of tensors of a class is of no such class, as of parameters, and
-    computed as of plain tensors."""
+    """True if operators on tensors of a class give plain tensors, as on parameters."""
     return (
         kind.__torch_function__ is torch._C._disabled_torch_function_impl  # type: ignore[attr-defined]
         and kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]

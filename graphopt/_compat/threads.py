@@ -1,4 +1,4 @@
-"""Which threads work for the trace that is running, and whose turn it is to trace.
+"""The threads that work for the running trace, and the lock between traces.
 
 Functions of torch and Python that a trace replaces are the process's, and other threads call them
 as well: they train, load and evaluate something else meanwhile. So whatever is replaced asks who
@@ -27,7 +27,7 @@ _turns = threading.RLock()
 
 
 def _keep(mark: object) -> None:
-    """Keep a mark for the calling thread, and for those that work for it."""
+    """Stores a mark for the calling thread, and for autograd threads that work for it."""
     if _takes_references():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mark))
     torch._C._stash_obj_in_tls(_KEY, mark)
@@ -35,7 +35,8 @@ def _keep(mark: object) -> None:
 
 @cache
 def _takes_references() -> bool:
-    """Whether what torch keeps for a thread is freed without having been counted, as by 2.11."""
+    """True if torch releases a stored thread-local object without having counted it, as torch
+    2.11 does."""
     probe = object()
     before = sys.getrefcount(probe)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))  # for torch, if it takes one
@@ -44,7 +45,7 @@ def _takes_references() -> bool:
 
 
 def mark_of_trace() -> object | None:
-    """The mark of the trace that the calling thread works for; None where it does for none."""
+    """The mark of the trace that the calling thread works for, or None."""
     if not torch._C._is_key_in_tls(_KEY):
         return None
     mark: object | None = torch._C._get_obj_in_tls(_KEY)
@@ -52,14 +53,14 @@ def mark_of_trace() -> object | None:
 
 
 def is_of_trace() -> bool:
-    """Whether the calling thread works for a trace."""
+    """True if the calling thread works for a trace."""
     return mark_of_trace() is not None
 
 
 @contextmanager
 def taking_turns() -> Iterator[None]:
-    """While active, this thread traces, and others that begin to trace wait, `torch.compile`
-    included: it traces with the same machinery, which is not made for two at once.
+    """While active, this thread alone traces; other traces and `torch.compile` wait, since they
+    share machinery.
 
     A trace within a trace is a part of it. Nothing that waits for another process may run inside.
     """
@@ -76,14 +77,14 @@ def taking_turns() -> Iterator[None]:
 
 
 def _turns_of_compilers() -> Any:
-    """The lock under which `torch.compile` compiles."""
+    """The lock that `torch.compile` holds while it compiles."""
     from torch._dynamo.convert_frame import compile_lock
 
     return compile_lock
 
 
 def _free_in_child() -> None:
-    """In a process that has been forked, the thread that traced does not run."""
+    """Releases the lock in a forked child, where the tracing thread does not run."""
     _turns._at_fork_reinit()  # type: ignore[attr-defined]
     dynamo: Any = sys.modules.get("torch._dynamo.convert_frame")
     if dynamo is not None:
@@ -97,13 +98,13 @@ if hasattr(os, "register_at_fork"):  # where processes fork
 
 
 def other_threads_run() -> bool:
-    """Whether Python code runs in other threads than this one, and may draw random numbers."""
+    """True if other threads run Python code, and may draw random numbers."""
     mine = threading.get_ident()
     return any(each != mine for each in sys._current_frames())
 
 
 class Replacement:
-    """A function of torch or Python that is another one to the threads of the trace that runs.
+    """A function that is replaced by another in the threads of the running trace only.
 
     Args:
         value: the other one.
@@ -127,7 +128,7 @@ class Replacement:
         self.function = call
 
     def end(self) -> None:
-        """Keep nothing of the trace alive: a call by another thread may last longer than it."""
+        """Drops references to the trace: a call by another thread may outlast it."""
         self._held.clear()
 
 
@@ -141,7 +142,7 @@ CODE = _code_of_replacements()
 
 
 def former_of(value: Any) -> Any:
-    """What a function stands for in threads that trace nothing; any other value is itself."""
+    """The original of a replaced function; any other value is returned unchanged."""
     if type(value) is not FunctionType or value.__code__ is not CODE:
         return value
     assert value.__closure__ is not None
@@ -149,7 +150,7 @@ def former_of(value: Any) -> Any:
 
 
 class TrueInTrace:
-    """A flag that is true to the threads of the trace that is running, and to no others."""
+    """A flag that is true in the threads of the running trace only."""
 
     def __init__(self) -> None:
         self._mark = mark_of_trace()

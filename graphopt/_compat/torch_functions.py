@@ -1,4 +1,4 @@
-"""The functions that torch tells a function mode of, and the modes of a program.
+"""The functions that torch reports to function modes, and the modes that a program has entered.
 
 Torch's Python functions look themselves up by their names for that. Where a program has put its own
 in the place of one, the mode is told of that one, which has run already, and runs it again:
@@ -36,13 +36,13 @@ _READABLE = frozenset(getattr(torch.Tensor, name).__get__ for name in _PROPERTIE
 
 
 def reads_metadata(func: Any) -> bool:
-    """True if a function of torch asks for the layout of a tensor, and not for its values."""
+    """True if a torch function reads a tensor's layout and not its values."""
     return func in _READABLE or getattr(func, "__name__", "") in _METADATA
 
 
 def function_asked(func: Any) -> Any:
-    """The function of torch that called `__torch_function__` of a mode, which was told of `func`.
-    To be called by that method itself."""
+    """The torch function that called a mode's `__torch_function__` with `func`; for use in that
+    method only."""
     if type(func) is not FunctionType or func.__code__.co_filename.startswith(_TORCH):
         return func
     frame = inspect.currentframe()
@@ -71,22 +71,22 @@ def _function_of(frame: FrameType) -> FunctionType:
 
 
 def function_modes() -> list[Any]:
-    """The modes of functions that a program has entered, but for a default device."""
+    """The function modes that a program has entered, except the default device."""
     if not torch._C._len_torch_function_stack():
         return []
     return [mode for mode in _get_current_function_mode_stack() if is_of_program(mode)]
 
 
 def runs_mode(frame: FrameType) -> bool:
-    """True if a frame is of a method by which such a mode sees what is called."""
+    """True if a frame runs a mode's `__torch_function__` or `__torch_dispatch__`."""
     if frame.f_code.co_name not in ("__torch_function__", "__torch_dispatch__"):
         return False
     return is_of_program(frame.f_locals.get("self"))
 
 
 def is_of_program(mode: Any) -> bool:
-    """Whether a program has entered a mode, which sees what is called: of functions, but for a
-    default device, or of operators, but for those that trace and make fake tensors."""
+    """True if a mode that sees calls was entered by the program, and not for a default device,
+    tracing or fake tensors."""
     if type(mode).__module__.startswith(("graphopt.", "torch.utils.checkpoint")):
         return False  # what a selective checkpoint sees while it is traced is what eager code shows
     if isinstance(mode, TorchFunctionMode):
@@ -95,8 +95,8 @@ def is_of_program(mode: Any) -> bool:
 
 
 def hooks_on_saved_tensors() -> str | None:
-    """What a program has called with each tensor that is saved for a backward, by its name; None
-    where there is nothing, and where it lets the tensors be as they are (`save_on_cpu`)."""
+    """The name of the pack function of a program's saved-tensor hooks; None without hooks, or if
+    they only move tensors (`save_on_cpu`)."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or inspect.getmodule(hooks[0]) is torch.autograd.graph:
         return None

@@ -1,4 +1,4 @@
-"""Traces by make_fx while they run."""
+"""Private torch APIs of `make_fx` traces in progress."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _WITHOUT_METADATA: Any = {"_disable_torch_fn_metadata_mode": True}
 
 
 def make_fx(fn: Callable[..., Any]) -> Callable[..., fx.GraphModule]:
-    """`make_fx` on fake tensors, without decompositions. The code of the graph is made when it is
-    asked for."""
+    """`make_fx` on fake tensors without decompositions, whose graph's code is generated when
+    needed."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
     from torch.fx.experimental.proxy_tensor import make_fx as torch_make_fx
 
@@ -38,7 +38,7 @@ def make_fx(fn: Callable[..., Any]) -> Callable[..., fx.GraphModule]:
 
 
 def _alone(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, for a `make_fx` that other threads do not find out about."""
+    """Wraps the function so that `make_fx` affects this thread only."""
 
     def run(*args: Any) -> Any:
         with _others_left_alone():
@@ -51,8 +51,8 @@ def _alone(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _flag_of_trace() -> Iterator[None]:
-    """While active, the flag by which torch says that it is tracing says so to this trace alone: in
-    other threads, what `torch.compile` has compiled would refuse to run."""
+    """While active, torch's tracing flag is set for this trace only: in other threads, code from
+    `torch.compile` would refuse to run."""
     from torch.fx.experimental import proxy_tensor
 
     tracer: Any = proxy_tensor.PythonKeyTracer
@@ -75,8 +75,7 @@ def _flag_of_trace() -> Iterator[None]:
 
 @contextmanager
 def _others_left_alone() -> Iterator[None]:
-    """Within a `make_fx`, whose tracer takes hold of all modules: other threads find them as they
-    were."""
+    """While active, modules that `make_fx` patches are unchanged for other threads."""
     module: Any = torch.nn.Module
     former = {"__call__": _MODULE_CALL, "__getattr__": _MODULE_GETATTR}
     patched = {name: getattr(module, name) for name in former}
@@ -95,7 +94,7 @@ _MODULE_CALL, _MODULE_GETATTR = torch.nn.Module.__call__, torch.nn.Module.__geta
 
 
 def current_tracer() -> Any:
-    """The tracer of the `make_fx` that is running."""
+    """The tracer of the running `make_fx`."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     mode = get_proxy_mode()
@@ -104,7 +103,7 @@ def current_tracer() -> Any:
 
 
 def named_in_profile(name: str) -> AbstractContextManager[Any]:
-    """While active, torch's profiler shows a range of this name, where it is on."""
+    """While active, torch's profiler shows a range of this name."""
     on = torch.autograd._profiler_enabled()
     return torch.profiler.record_function(name) if on else nullcontext()
 
@@ -117,8 +116,7 @@ def is_traced() -> bool:
 
 
 def add_input(tracer: Any, mode: Any, value: torch.Tensor, name: str) -> torch.Tensor:
-    """Another input of the graph that is being recorded, behind what is there already; what stands
-    for it. A trace without inputs has a mode of its own."""
+    """Adds an input to the graph under construction; returns its proxy value."""
     from torch.fx.experimental.proxy_tensor import track_tensor_tree
 
     active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
@@ -139,7 +137,7 @@ def node_of(tracer: Any, value: Any) -> fx.Node | None:
 
 
 def is_constant(tracer: Any, tensor: torch.Tensor) -> bool:
-    """True if the value of a traced tensor is known, as after `torch.tensor(1.0)`."""
+    """True if a traced tensor has a known value, as after `torch.tensor(1.0)`."""
     if not is_fake(tensor):
         return False
     slot = _slot(tracer, tensor)
@@ -148,7 +146,7 @@ def is_constant(tracer: Any, tensor: torch.Tensor) -> bool:
 
 
 def forget_constant(tracer: Any, tensor: torch.Tensor) -> None:
-    """Let the value of a traced tensor be unknown from now on."""
+    """Makes the value of a traced tensor unknown from now on."""
     slot = _slot(tracer, tensor)
     if slot is not None:
         slot.constant = None
@@ -159,7 +157,7 @@ def forget_constant(tracer: Any, tensor: torch.Tensor) -> None:
 
 
 def rebind(tracer: Any, target: torch.Tensor, new: torch.Tensor) -> None:
-    """`target.data = new` of traced tensors, after which one node gives both."""
+    """Gives two traced tensors one node, as `target.data = new` does."""
     from torch.fx.experimental.proxy_tensor import _ProxyTensor, set_proxy_slot
 
     torch._C.TensorBase.data.__set__(target, new)  # type: ignore[attr-defined]
@@ -179,8 +177,7 @@ _Symbol = TypeVar("_Symbol", torch.SymFloat, torch.SymInt, torch.SymBool)
 def record_number(
     function: Callable[..., Any], args: tuple[Any, ...], among: tuple[Any, ...] = ()
 ) -> torch.SymFloat:
-    """Record a call of a Python operator on symbolic numbers that gives a float, or what a
-    symbolic float stands for; its result is a new unknown.
+    """Records a Python call on symbolic numbers whose result is an unknown float.
 
     Torch would build a symbolic expression, which takes milliseconds for each operator.
 
@@ -194,7 +191,7 @@ def record_number(
 
 
 def record_integer(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.SymInt:
-    """Record a call of a Python function that gives an integer; its result is a new unknown."""
+    """Records a Python call whose result is an unknown integer."""
     environment = _environment_of(args)
     with environment.ignore_fresh_unbacked_symbols():
         result: torch.SymInt = environment.create_unbacked_symint()
@@ -202,12 +199,12 @@ def record_integer(function: Callable[..., Any], args: tuple[Any, ...]) -> torch
 
 
 def record_known(function: Callable[..., Any], args: tuple[Any, ...], result: _Symbol) -> _Symbol:
-    """Record a call of a Python function that gives a symbolic number that is there already."""
+    """Records a Python call whose result is a symbolic number that exists already."""
     return _recorded(function, args, result)
 
 
 def record_truth(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.SymBool:
-    """Record a comparison of symbolic floats; its result is a new unknown.
+    """Records a comparison of symbolic floats, whose result is a new unknown.
 
     Torch would answer some for all numbers, such as `x == x`, and be wrong where one is no number.
     """
@@ -237,7 +234,7 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 def is_recording() -> bool:
-    """True if a tracer of this thread records what is called, `torch.export` included."""
+    """True if a tracer records this thread's operators, `torch.export` included."""
     before_autograd = _get_dispatch_mode_pre_dispatch(_PROXY)
     return before_autograd is not None or torch._C._get_dispatch_mode(_PROXY) is not None
 
@@ -245,7 +242,7 @@ def is_recording() -> bool:
 def recorded(
     function: Callable[..., Any], values: Sequence[Any], result: torch.Tensor
 ) -> torch.Tensor:
-    """A fake tensor, which a call of `function` gives where one is traced."""
+    """Returns `result`; if a trace runs, it is recorded as the result of a call of `function`."""
     from torch.fx.experimental.proxy_tensor import track_tensor_tree
 
     if is_recording():
@@ -255,7 +252,7 @@ def recorded(
 
 
 def record_call(function: Callable[..., Any], values: Sequence[Any]) -> fx.Proxy:
-    """Record a call of `function` with traced tensors and numbers."""
+    """Records a call of `function` on traced tensors and numbers."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
     mode = get_proxy_mode()
@@ -272,19 +269,18 @@ def record_call(function: Callable[..., Any], values: Sequence[Any]) -> fx.Proxy
 
 
 def forward_sequence_number() -> int:
-    """Number of the autograd node whose forward op is being dispatched."""
+    """The autograd sequence number of the operator being dispatched in forward."""
     return int(torch.autograd._get_sequence_nr()) - 1
 
 
 def backward_sequence_number() -> int | None:
-    """Number of the autograd node whose backward is running, None outside a backward."""
+    """The autograd sequence number of the running backward node, or None outside a backward."""
     node = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
 
 
 def asking_for_tracers() -> list[tuple[Any, str, Callable[[], bool]]]:
-    """Where layers of torch find the functions by which they ask whether they are traced, with
-    functions that say no."""
+    """Replacements of the "is tracing" checks in torch's layers by ones that answer no."""
     name = "_is_make_fx_tracing"
     attention = torch.nn.modules.activation
     return [(attention, name, lambda: False)] if hasattr(attention, name) else []

@@ -15,8 +15,8 @@ from torch._functorch import eager_transforms, vmap
 def transforms_given(
     stand_in: Callable[[torch.Tensor], torch.Tensor],
 ) -> list[tuple[Any, str, Any]]:
-    """What is replaced in torch, so that transforms are given what stands for a tensor: they wrap
-    their arguments without a torch function that a mode would see."""
+    """Replacements by which `torch.func` transforms receive stand-ins for tensors, since they
+    wrap arguments unseen by function modes."""
     add_batch_dim: Any = vars(vmap)["_add_batch_dim"]
     wrap_for_grad: Any = vars(eager_transforms)["_wrap_for_grad"]
 

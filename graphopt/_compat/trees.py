@@ -1,4 +1,4 @@
-"""Nested arguments and results."""
+"""Flattening of nested arguments and results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ONE_VALUE = tree_flatten(None)[1]
 
 
 class _Fields:
-    """Stands for an object of a data class in a nest that is to be flattened."""
+    """The pytree container in place of a dataclass object."""
 
     def __init__(self, of: object) -> None:
         names = vars(of) if hasattr(of, "__dict__") else [f.name for f in dataclasses.fields(of)]  # type: ignore[arg-type]
@@ -36,7 +36,7 @@ class _Fields:
 
 
 def _made_anew(values: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
-    """An object of the data class, without a call of its `__init__`."""
+    """Rebuilds a dataclass object without calling its `__init__`."""
     kind, names = context
     new: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
@@ -48,7 +48,7 @@ _pytree.register_pytree_node(_Fields, lambda f: (f.values, (f.kind, f.names)), _
 
 
 class Applied:
-    """A nest whose values are the arguments of a function: what makes the nest anew calls it.
+    """A pytree container whose leaves are a function's arguments; unflattening calls the function.
 
     Args:
         function: equal ones have the same structure.
@@ -64,14 +64,13 @@ _pytree.register_pytree_node(
 
 
 def is_applied(spec: Any) -> bool:
-    """True if what makes a nest anew calls functions."""
+    """True if unflattening calls functions."""
     return spec.type is Applied or any(map(is_applied, spec.children()))
 
 
 def flatten_results(value: Any, is_kept: Callable[[object], bool]) -> tuple[list[Any], Any]:
-    """What `tree_flatten` gives, where objects of data classes, and others that are their
-    attributes alone, are containers, too; one that is there twice is a leaf the second time. Sizes
-    of tensors are made anew as such: `tree_unflatten` gives tuples for them.
+    """`tree_flatten` that also opens dataclass and plain objects. An object that occurs twice is a
+    leaf the second time; tensor sizes are rebuilt as such.
 
     Args:
         is_kept: whether such an object, a list, queue or dictionary is to stay what it is, a leaf.
@@ -104,7 +103,7 @@ def _is_size(value: Any) -> bool:
 
 
 def result_parts(value: Any, is_kept: Callable[[object], bool]) -> Iterator[Any]:
-    """A value, and all that is in it, which `flatten_results` would make anew."""
+    """A value and all objects in it that `flatten_results` would rebuild."""
     seen, pending = set[int](), [value]
     while pending:
         each = pending.pop()
@@ -129,9 +128,8 @@ _Nest = tuple[list[Any], Callable[[list[Any]], Any]]
 
 
 def open_nest(value: Any) -> _Nest | None:
-    """What is directly in a container, or in an object of a data class, and what makes a nest of
-    such values to be flattened; so of objects that are their attributes, sets, functions and
-    arrays (`anew`). None of anything else."""
+    """The direct children of a container or dataclass object (also of plain objects, sets,
+    functions and arrays), and a function to rebuild it; None for a leaf."""
     if _is_size(value):
         return list(value), lambda values: Applied(_size, values)
     inner, spec = _pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
@@ -141,7 +139,7 @@ def open_nest(value: Any) -> _Nest | None:
 
 
 def _open_fields(value: Any, open_other: Callable[[Any], _Nest | None]) -> _Nest | None:
-    """`open_nest` of an object of a data class, or else by another function."""
+    """The children of a dataclass object, or of another by the given function."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return open_other(value)
     fields = _Fields(value)
@@ -158,13 +156,12 @@ _STRINGS = frozenset({str})
 
 
 class _UncommonError(Exception):
-    """A container that is no plain tuple, list, or dictionary by name."""
+    """A container other than a plain tuple, list or dictionary was met."""
 
 
 def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """What `tree_flatten((args, kwargs))` gives, in a fraction of its time where they consist of
-    tuples, lists and dictionaries. The same structure has the same specification then.
-    """
+    """A faster `tree_flatten((args, kwargs))` for plain tuples, lists and dictionaries; equal
+    structures share one spec."""
     leaves: list[Any] = []
     try:
         structure = _structure((args, kwargs), leaves)
@@ -174,8 +171,8 @@ def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[li
 
 
 def _structure(container: Any, leaves: list[Any]) -> tuple[Any, ...]:
-    """A container's type, its keys, and for each entry None or the structure of that, if it is a
-    container; adds its leaves."""
+    """The structure of a container: type, keys, and None or a structure for each entry; collects
+    the leaves."""
     kind = type(container)
     found: list[Any]
     if kind is dict and _STRINGS.issuperset(map(type, container)):
@@ -199,7 +196,7 @@ def _specification(structure: tuple[Any, ...]) -> Any:
 
 
 def _example(structure: tuple[Any, ...] | None) -> Any:
-    """A container of this structure."""
+    """An example container of a structure."""
     if structure is None:
         return 0
     if structure[0] is dict:

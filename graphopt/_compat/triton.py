@@ -1,4 +1,4 @@
-"""Triton and the CUDA half of Inductor where there is no GPU, or where there is one not to be used.
+"""Triton and Inductor's CUDA code generation without a GPU.
 
 Written for Triton 3.6 to 3.9, which torch 2.11 to 2.15 are used with.
 """
@@ -35,7 +35,8 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 class _SourceReady(BaseException):
-    """Inductor has generated the code of a graph. Not an Exception, which Inductor would wrap."""
+    """Signals that Inductor has generated a graph's code; no Exception, which Inductor would
+    wrap."""
 
 
 # ---------------------------------------------------------------------------- a GPU to believe in
@@ -43,7 +44,7 @@ class _SourceReady(BaseException):
 
 @contextmanager
 def pretended_gpu(capability: int) -> Iterator[None]:
-    """While active, Inductor and Triton believe in one GPU of a compute capability.
+    """While active, Inductor and Triton see one GPU of a compute capability.
 
     The GPU of the machine, if it has one, is neither asked nor touched. Everything is restored on
     leaving, and what torch remembered of the pretended GPU is forgotten.
@@ -88,7 +89,7 @@ def pretended_gpu(capability: int) -> Iterator[None]:
 
 
 def _import_inductor() -> None:
-    """Torch uses on import what it has deprecated itself."""
+    """Imports Inductor without torch's own deprecation warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         import torch._inductor.compile_fx  # noqa: F401
@@ -117,7 +118,8 @@ _SETTINGS = {
 
 
 def _properties(capability: int) -> SimpleNamespace:
-    """What `torch.cuda.get_device_properties` says of the pretended GPU."""
+    """The device properties of the pretended GPU, as `torch.cuda.get_device_properties` returns
+    them."""
     major, minor = divmod(capability, 10)
     return SimpleNamespace(
         name=f"compute capability {major}.{minor}",
@@ -158,7 +160,7 @@ def _driver(capability: int) -> Any:
 
 
 def _forget_devices() -> None:
-    """Empty the caches in which torch keeps what it learned of the GPU."""
+    """Clears torch's caches of GPU properties."""
     from torch._dynamo import debug_utils
     from torch._inductor import codecache, compile_fx, utils
     from torch.utils import _triton
@@ -179,7 +181,7 @@ def _forget_devices() -> None:
 
 
 def new_fake_mode() -> Any:
-    """A FakeTensorMode in which reading a value is an error."""
+    """Makes a FakeTensorMode in which reading a value is an error."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
@@ -188,7 +190,7 @@ def new_fake_mode() -> Any:
 def traced_with_decompositions(
     fn: Callable[..., Any], inputs: Sequence[Any], mode: Any
 ) -> fx.GraphModule:
-    """`fn` on fake tensors of `mode`, in the operators that Inductor lowers."""
+    """Traces `fn` on fake tensors of `mode`, in the operators that Inductor lowers."""
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -198,7 +200,7 @@ def traced_with_decompositions(
 
 
 def inductor_code(graph_module: fx.GraphModule, inputs: Sequence[Any], mode: Any) -> str:
-    """The Python module that Inductor makes of a graph; empty where there is nothing to run."""
+    """The Python module that Inductor generates for a graph; empty if there is nothing to run."""
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -226,7 +228,7 @@ def inductor_code(graph_module: fx.GraphModule, inputs: Sequence[Any], mode: Any
 
 
 def node_being_lowered(error: BaseException) -> fx.Node | None:
-    """The node at which an interpreter of a graph, such as Inductor's, raised an error."""
+    """The node at which Inductor, or another graph interpreter, raised an error."""
     found, step = None, error.__traceback__
     while step is not None:
         if step.tb_frame.f_code.co_name == "run_node":

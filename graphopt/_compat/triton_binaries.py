@@ -1,4 +1,4 @@
-"""Machine code of a Triton kernel from its source, by Triton's own assembler.
+"""Assembly of Triton kernels to machine code, by Triton's own assembler.
 
 Written for Triton 3.6 to 3.9, which torch 2.11 to 2.15 are used with.
 """
@@ -21,14 +21,14 @@ OLDEST = 70
 
 
 class KernelUsage(NamedTuple):
-    """Registers per thread and spilled bytes per thread of a kernel."""
+    """Registers and spilled bytes per thread of a kernel."""
 
     registers: int
     spills: int
 
 
 class Binary(NamedTuple):
-    """A compiled kernel."""
+    """A compiled kernel: PTX, cubin and its resource use."""
 
     ptx: str
     cubin: bytes
@@ -47,14 +47,14 @@ def is_installed() -> bool:
 
 
 def version() -> str:
-    """Triton's version."""
+    """The installed version of Triton."""
     import triton
 
     return str(triton.__version__)
 
 
 def capabilities() -> list[int]:
-    """Compute capabilities that the assembler which comes with Triton has code for."""
+    """The compute capabilities that Triton's assembler supports."""
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
     assemblers = {get_ptxas(capability).path for capability in (OLDEST, 90, 100)}
@@ -75,14 +75,14 @@ def _help(assembler: str) -> str:
 
 
 def gpu_target(capability: int) -> Any:
-    """Triton's name of a GPU of a compute capability, as 90."""
+    """Triton's target name for a compute capability such as 90."""
     from triton.backends.compiler import GPUTarget
 
     return GPUTarget("cuda", capability, 32)
 
 
 def compile_kernel(name: str, source: str, capability: int) -> Binary:
-    """Compile a kernel that Inductor wrote. To be called while there is a `pretended_gpu`.
+    """Compiles a kernel that Inductor wrote, inside `pretended_gpu`.
 
     Of the configurations between which Inductor would choose by running them it takes the first.
     """
@@ -109,7 +109,7 @@ def compile_kernel(name: str, source: str, capability: int) -> Binary:
 
 
 def _imported(name: str, source: str) -> ModuleType:
-    """The module of a kernel. Triton reads the text of a function from its file, once."""
+    """Imports a kernel's source as a module; Triton reads functions from their file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"{name}.py")
         path.write_text(source)
@@ -121,7 +121,7 @@ def _imported(name: str, source: str) -> ModuleType:
 
 
 def usage(ptx: str, capability: int, *, fuse: bool) -> tuple[KernelUsage, bytes]:
-    """The assembler's report on a kernel, and the cubin: Triton runs it so and drops the report.
+    """The assembler's resource report and the cubin of a kernel; Triton itself drops the report.
 
     Args:
         fuse: whether a multiplication and an addition may become one operation.

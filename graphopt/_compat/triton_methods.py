@@ -1,4 +1,4 @@
-"""Methods of tensors whose C++ code asks for the CUDA device, in a torch that was built without it.
+"""Tensor methods whose C++ code needs a CUDA build, replaced for fake CUDA tensors.
 
 Hand-written bindings fail there even for fake tensors, on which nothing runs ("PyTorch is not
 linked with support for cuda devices", torch 2.13); their operators do not. These four are those
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @contextmanager
 def methods_for_fake_cuda_tensors() -> Iterator[None]:
-    """While active, these methods of fake CUDA tensors call operators; others notice nothing."""
+    """While active, such methods of fake CUDA tensors call operators instead."""
     replacements: dict[str, Callable[..., Any]] = {
         "__getitem__": _getitem,
         "__invert__": aten.bitwise_not.default,
@@ -62,7 +62,8 @@ def _getitem(self: torch.Tensor, index: Any) -> Any:
 
 
 def _indexed(self: torch.Tensor, index: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """The view that numbers, slices, None and `...` choose; what is left are the index tensors."""
+    """The view that basic indices (numbers, slices, None, `...`) select, and the tensor indices
+    left over."""
     entries = index if isinstance(index, tuple) else (index,)
     left = sum(_dimensions(entry) for entry in entries)
     dimension = 0
@@ -90,7 +91,7 @@ def _indexed(self: torch.Tensor, index: Any) -> tuple[torch.Tensor, list[torch.T
 
 
 def _dimensions(entry: Any) -> int:
-    """How many dimensions of the tensor an entry of an index is about."""
+    """The number of dimensions that one index entry consumes."""
     if entry is None or entry is Ellipsis:
         return 0
     if isinstance(entry, torch.Tensor) and entry.dtype is torch.bool:

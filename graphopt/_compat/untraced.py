@@ -1,4 +1,4 @@
-"""Code of torch's and graphopt's own without graphopt's tracing function, which makes it slow."""
+"""Suspends graphopt's Python tracing function while torch's and its own code runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class OwnTracer:
-    """A tracing function (`sys.settrace`) of graphopt's.
+    """graphopt's tracing function (`sys.settrace`).
 
     Attributes:
         alone: nobody else traces along, who would want to see everything.
@@ -29,13 +29,13 @@ class OwnTracer:
 
 
 def without_overrides() -> AbstractContextManager[Any]:
-    """While active, neither tensor subclasses nor function modes see what is asked of a tensor."""
+    """While active, tensor subclasses and function modes are bypassed."""
     context: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
     return context
 
 
 def untraced(function: Callable[..., T], *args: Any) -> T:
-    """`function(*args)`, which runs no code of the user's."""
+    """Calls `function(*args)`, which runs no user code, without the tracing function."""
     tracer = sys.gettrace()
     if not (isinstance(tracer, OwnTracer) and tracer.alone):
         return function(*args)
@@ -56,7 +56,7 @@ def _is_own(func: Any) -> bool:
 
 
 class UntracedOperators(TorchDispatchMode):
-    """While active, the tracing function is set aside while torch runs one of its own operators.
+    """While active, torch's operators run without the tracing function.
 
     What records such an operator is a thousand lines of torch's Python, of which each would be
     slower by what `sys.settrace` costs. Operators of others may run their code, and so may tensors
@@ -71,7 +71,7 @@ class UntracedOperators(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Torch itself need not know of it."""
+        """Always True: torch itself need not see the mode."""
         return True
 
     @classmethod

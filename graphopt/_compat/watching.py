@@ -1,4 +1,4 @@
-"""Modes and hooks that a program has entered around a call and that watch what is called.
+"""Modes and hooks of the user around a step that only watch, such as flop counters.
 
 They stand aside while a step is captured, since they would see what the capture does, and are there
 again when its graph runs:
@@ -63,7 +63,7 @@ _TRUSTED: WeakSet[type] = WeakSet()
 
 
 def watches_functions() -> str | None:
-    """What has to see the step's own functions, which its graph does not call; None if nothing."""
+    """Names a mode or hook of the user that must see the step's own functions; None without one."""
     for kind in unknown_modes():
         return f"a {kind.__qualname__}, a mode of torch that may change what operators give"
     for mode in function_modes():
@@ -77,15 +77,13 @@ def watches_functions() -> str | None:
 
 
 def unknown_modes() -> list[type]:
-    """The classes of modes of operators that a program has entered and that may change what these
-    give."""
+    """The classes of active user modes on operators that may change results."""
     known = (_ONLY_LOOK | _TRUSTED) - _CHANGE
     return [kind for kind in _kinds_of_program() if kind not in known]
 
 
 def trust_modes() -> None:
-    """Take modes of operators that a program has entered for such that only look, where their
-    classes say so; the next graph that runs in them is checked for that."""
+    """Trusts user modes whose classes declare `only_looks`; the next graph run checks them."""
     _TRUSTED.update(each for each in unknown_modes() if getattr(each, "only_looks", False) is True)
 
 
@@ -101,7 +99,7 @@ def _modes_of_operators() -> list[Any]:
 
 @contextmanager
 def modes_learned() -> Iterator[None]:
-    """While active, what a program runs shows whether its modes of operators change anything."""
+    """While active, an eager run shows whether user modes change operators."""
     kinds = unknown_modes()
     if not kinds:
         yield
@@ -112,7 +110,7 @@ def modes_learned() -> Iterator[None]:
 
 @contextmanager
 def modes_checked() -> Iterator[None]:
-    """While active, a graph runs, and shows whether modes that were trusted change anything.
+    """While active, a graph run checks the trusted user modes.
 
     Raises:
         GraphOptError: one does, so that the graph has computed other values than the step.
@@ -151,7 +149,7 @@ def _looked_at(kinds: list[type]) -> Iterator[None]:
 
 
 class _Below(TorchDispatchMode):
-    """Notes the calls that modes make of operators.
+    """A mode below the user's modes that records the operators that they call.
 
     Attributes:
         calls: operator, arguments and result of each.
@@ -170,7 +168,7 @@ class _Below(TorchDispatchMode):
 
 
 class _Above(TorchDispatchMode):
-    """Compares what modes are asked for with the calls that they make, and with what they give.
+    """A mode above the user's modes that compares its operators and results with theirs.
 
     Attributes:
         changed: whether one of them has given anything else.
@@ -199,7 +197,7 @@ def _identities(nest: Any) -> list[int]:
 
 
 def global_hooks() -> list[tuple[Any, ...]]:
-    """The keys of the hooks of all modules and optimizers, but for those of torch's trackers."""
+    """The keys of global hooks on modules and optimizers, except those of torch's trackers."""
     tables = (table for table in _GLOBAL_HOOKS if table)
     found = (tuple(k for k, hook in table.items() if not _tracks(hook)) for table in tables)
     return [keys for keys in found if keys]
@@ -207,8 +205,7 @@ def global_hooks() -> list[tuple[Any, ...]]:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """While active, no mode of the program's that only looks sees the operators of this thread, and
-    no tracker of torch's which modules run."""
+    """While active, user modes that only watch, and torch's module trackers, see nothing."""
     with ExitStack() as stack:
         for table in _GLOBAL_HOOKS:
             if table and any(map(_tracks, table.values())):

@@ -1,4 +1,4 @@
-"""Numbers and sizes that a fake tensor gives, kept until an operator writes to its memory.
+"""Values and sizes that a fake tensor has given, valid until an operator writes to its memory.
 
 Torch keeps what `x.item()` and `x.nonzero()` gave of a fake tensor until its version changes.
 Two kinds of operators write without changing it there: those on lists (`_foreach_add_`), of which
@@ -24,14 +24,14 @@ _COUNTED_BY_KERNELS = "aten::_foreach_"
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """An integer equal for tensors over one storage, as long as that storage lives."""
+    """An integer that is equal for tensors over one storage, as long as the storage lives."""
     if tensor.layout is not torch.strided:  # indices and values in storage of their own
         return id(tensor)
     return int(torch._C.TensorBase.untyped_storage(tensor)._cdata)
 
 
 class Writes:
-    """Writes to the memory of a mode's fake tensors."""
+    """A counter of writes to each storage of a mode's fake tensors."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
@@ -40,12 +40,12 @@ class Writes:
         self._seen: dict[int, int] = {}
 
     def add(self, tensor: FakeTensor) -> None:
-        """Count a write."""
+        """Counts a write to the tensor's storage."""
         storage = storage_key(tensor)
         self._counts[storage] = self._counts.get(storage, 0) + 1
 
     def forget(self, func: Any, args: Any) -> None:
-        """Before an operator runs: forget what a tensor held before the last write to it."""
+        """Drops the values of an operator's inputs that predate the last write to them."""
         if func not in _KEPT or not self._counts or not isinstance(args[0], FakeTensor):
             return
         tensor: Any = args[0]
@@ -57,7 +57,7 @@ class Writes:
 
 
 def count_writes(func: Any, args: Any, kwargs: Any) -> None:
-    """Count the writes of an operator that has just run on fake tensors."""
+    """Counts the writes of an operator that has run on fake tensors."""
     if not getattr(getattr(func, "_schema", None), "is_mutable", False):
         return
     for tensor in _written(func, args, kwargs):
