@@ -1,4 +1,5 @@
-"""The `graphopt` command. Commands import what they run, so that `--help` needs no torch."""
+"""The `graphopt` command. Each command imports its implementation late, so that `--help` needs
+no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`graphopt bisect`."""
+"""Declares `graphopt bisect`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`graphopt demo`."""
+"""Declares `graphopt demo`."""
 
 from __future__ import annotations
 

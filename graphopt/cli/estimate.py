@@ -1,4 +1,4 @@
-"""`graphopt estimate`."""
+"""Declares `graphopt estimate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`graphopt lower`."""
+"""Declares `graphopt lower`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`graphopt optimize`."""
+"""Declares `graphopt optimize`."""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ class DeviceOption(str, Enum):
 
 
 class Backend(str, Enum):
-    """The backend of process groups that carries collectives."""
+    """The backend of the process groups that carry collectives."""
 
     gloo = "gloo"
     nccl = "nccl"
 
 
 class Phase(str, Enum):
-    """Parts of a training step."""
+    """The parts of a training step that can be shown."""
 
     forward = "forward"
     backward = "backward"
@@ -33,7 +33,7 @@ class Phase(str, Enum):
 
 
 class Verify(str, Enum):
-    """The level at which each pass is checked."""
+    """The levels at which each pass is checked."""
 
     off = "off"
     dependencies = "dependencies"
@@ -55,7 +55,7 @@ Imports = Annotated[
 
 
 def not_empty(pipeline: str | None) -> str | None:
-    """Refuse a pipeline that names no pass."""
+    """Refuses a pipeline that names no pass."""
     if pipeline is not None and not pipeline.strip():
         raise typer.BadParameter("names no pass; `none` applies none, `default` the usual ones")
     return pipeline

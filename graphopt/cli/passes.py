@@ -1,4 +1,4 @@
-"""`graphopt passes`."""
+"""Declares `graphopt passes`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`graphopt show`."""
+"""Declares `graphopt show`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`graphopt trace`."""
+"""Declares `graphopt trace`."""
 
 from __future__ import annotations
 

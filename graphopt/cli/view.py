@@ -1,4 +1,4 @@
-"""`graphopt view`."""
+"""Declares `graphopt view`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Implementations of the commands that `graphopt.cli` declares; the demo is in `graphopt.demo`."""
+"""Implementations of the commands that `graphopt.cli` declares, except the demo."""

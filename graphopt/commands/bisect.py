@@ -1,4 +1,4 @@
-"""`graphopt bisect`: which pass is to blame?"""
+"""Implementation of `graphopt bisect`, which finds the pass that breaks a graph."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Check = Callable[[int], "str | None"]
 
 @dataclass(frozen=True)
 class Culprit:
-    """The first pass after which a check fails.
+    """The first pass after which a check fails, and the failure.
 
     Attributes:
         count: passes of the pipeline with which it fails; 0: it fails without any.
@@ -40,7 +40,7 @@ class Culprit:
 
 
 def first_failure(passes: int, check: Check) -> Culprit | None:
-    """The smallest number of passes with which `check` fails, by halving.
+    """The smallest number of passes with which `check` fails, by bisection.
 
     A check that fails with some number of passes is taken to fail with more. It is asked about all
     of them first, about none of them next, and then about one more than log2(passes) times.
@@ -73,8 +73,8 @@ def run_bisect(
     command: Sequence[str],
     out: Path | None,
 ) -> None:
-    """Print the first pass of `pipeline` after which a saved graph computes something else, or with
-    which a command fails.
+    """Prints the first pass of `pipeline` after which a saved graph computes something else, or
+    with which a command fails.
 
     The graph is all that is needed for the former: no ranks, model or GPU.
     """
@@ -117,7 +117,7 @@ def _loaded(file: Path, pipeline: str) -> fx.GraphModule:
 
 
 def graph_check(graph: fx.GraphModule | None, pipeline: PassManager) -> Check:
-    """A check that the graph after some passes computes what it did, or that fails without one."""
+    """A check that a prefix of the passes leaves the graph equivalent."""
     if graph is None:
         raise GraphOptError("give a saved graph, or a command behind `--`")
 
@@ -145,7 +145,7 @@ def _text(problems: Sequence[Problem]) -> str:
 
 
 def command_check(command: Sequence[str]) -> Check:
-    """A check that runs a command in which each `PassManager` stops after some passes."""
+    """A check that runs a command with each `PassManager` stopped after a prefix of the passes."""
 
     def check(count: int) -> str | None:
         environment = {**os.environ, "GRAPHOPT_STOP_AFTER": str(count)}

@@ -1,4 +1,4 @@
-"""Errors of commands: one message on standard error, and an exit status."""
+"""Error messages and exit statuses of commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAILED, MISUSED = 1, 2
 
 @contextmanager
 def reported(command: str, status: int = MISUSED) -> Iterator[None]:
-    """Errors of graphopt become a message and exit status `status`."""
+    """While active, an error of graphopt is printed and ends the command with `status`."""
     try:
         yield
     except GraphOptError as error:

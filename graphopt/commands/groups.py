@@ -1,4 +1,4 @@
-"""The process groups of a saved graph, in a process that has none."""
+"""The process groups that a saved graph needs, in a process without any."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from graphopt.saved.groups import sizes_of_saved
 
 @contextmanager
 def groups_present(graph_module: fx.GraphModule) -> Iterator[None]:
-    """While active, this process is rank 0 of the groups that a loaded graph communicates in, so
-    that passes can ask for their sizes; nothing is sent."""
+    """While active, fake process groups of the sizes in a loaded graph exist, with this process
+    as rank 0."""
     sizes = sizes_of_saved(graph_module)
     if dist.is_initialized() or not sizes:
         yield

@@ -1,4 +1,4 @@
-"""`--import`: passes that are declared elsewhere than in graphopt and in installed plugins."""
+"""The option `--import`: modules that declare further passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphopt.runtime.places import place
 
 
 def import_passes(modules: Iterable[str]) -> None:
-    """Import each module, by its file (``my_passes.py``) or its dotted name.
+    """Imports each module, given as a file (``my_passes.py``) or a dotted name.
 
     Raises:
         GraphOptError: it cannot be imported.
@@ -27,7 +27,7 @@ def import_passes(modules: Iterable[str]) -> None:
 
 
 def imported(name: str) -> ModuleType:
-    """A module, by its file or its dotted name."""
+    """The module of a file or a dotted name."""
     path = place(name)
     if path.suffix != ".py":
         sys.path.insert(0, str(Path.cwd()))

@@ -1,4 +1,4 @@
-"""`graphopt lower`: compile a saved graph to Triton kernels."""
+"""Implementation of `graphopt lower`, which compiles a saved graph to Triton kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FIGURES = ("registers", "shared_bytes", "spills", "num_warps", "regions")
 
 
 def run_lower(file: Path, target: str, out: Path, min_ops: int) -> None:
-    """Write the kernels of the graph in `file` to the folder `out`, and print a table of them."""
+    """Writes the kernels of the graph in `file` to the folder `out`, and prints a table of them."""
     console = Console()
     with reported("lower"):
         out = place(out)

@@ -1,4 +1,4 @@
-"""`graphopt optimize`: apply passes to a saved graph."""
+"""Implementation of `graphopt optimize`, which applies passes to a saved graph."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_optimize(
     stop_after: int | None,
     verify: str | None,
 ) -> None:
-    """Apply `pipeline` to the graph in `file`, print what each pass did, save the result.
+    """Applies `pipeline` to the graph in `file`, prints each pass's record, and saves the result.
 
     As in `graphopt.compile`, the default pipeline works on an `IterGraphModule`, and makes one.
     """

@@ -1,4 +1,4 @@
-"""`graphopt optimize --stages`: take a saved graph through stages behind the passes."""
+"""Implementation of `graphopt optimize --stages`, which runs the stages behind the passes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphopt.stages.compiling import Stages
 def run_stages(
     file: Path, text: str, *, out: Path | None, dump: Path | None, verify: str | None
 ) -> None:
-    """Take the graph in `file` through the stages that `text` names, and print what each did."""
+    """Runs the named stages on the graph in `file`, and prints each one's record."""
     console = Console()
     with reported("optimize"):
         graph_module = load_graph(file)

@@ -1,4 +1,4 @@
-"""`graphopt passes`: what passes there are."""
+"""Implementation of `graphopt passes`, which lists all passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphopt.manager import Pass, default_registry, discovery
 
 
 def run_passes(modules: Sequence[str], as_json: bool) -> None:
-    """Print a table of all passes, or the same as JSON."""
+    """Prints a table of all passes, or the same as JSON."""
     known = _known(modules)
     if as_json:
         print(json.dumps(known, indent=2))
@@ -34,7 +34,7 @@ def _known(modules: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def described(pass_: Pass) -> dict[str, Any]:
-    """A pass as JSON. An option without a default has none here either."""
+    """A pass as a JSON object; an option without a default has none there."""
     return {
         "name": pass_.name,
         "what": pass_.doc,

@@ -1,4 +1,4 @@
-"""`graphopt show`: print a saved graph and what its collectives cost, or how two graphs differ."""
+"""Implementation of `graphopt show`, which prints a saved graph, or how two graphs differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphopt.schedule import collectives_text, simulate
 
 
 def run_show(file: Path, phase: str | None, other: Path | None) -> None:
-    """Print the graph in `file`, or its difference to the graph in `other`."""
+    """Prints the graph in `file`, or its difference to the graph in `other`."""
     console = Console()
     with reported("show"):
         graph = load_description(file)

@@ -1,4 +1,4 @@
-"""`graphopt trace`: pictures of pipeline schedules."""
+"""Implementation of `graphopt trace`, which draws pipeline schedules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FORWARD, _BACKWARD = (1.0,), (2.0,)
 
 @dataclass(frozen=True)
 class Request:
-    """Arguments of the command line.
+    """The command line arguments of `graphopt trace`.
 
     Attributes:
         pipe: `module_or_file.py:function`, or None.
@@ -60,7 +60,7 @@ class Request:
 
 @dataclass(frozen=True)
 class SchedulePicture:
-    """A schedule: the picture of it, or why there is none."""
+    """The timeline of one schedule, or the reason why there is none."""
 
     name: str
     stages: int = 0
@@ -69,7 +69,7 @@ class SchedulePicture:
 
 
 def run_trace(request: Request) -> None:
-    """Print figures of the schedules, and where their pictures are."""
+    """Prints the figures of the schedules, and writes their pictures."""
     console = Console()
     with reported("trace"):
         if request.out is not None:
@@ -137,7 +137,7 @@ def _row(order: ScheduleOrder, durations: StageDurations, request: Request) -> S
 
 
 def _layout(kind: ScheduleKind, ranks: int | None, stages: int | None) -> tuple[int, int]:
-    """How many ranks and stages, where the command line leaves out one or both."""
+    """The numbers of ranks and stages, with defaults for those left out."""
     usual = kind.usual_stages
     if stages is None:
         ranks = _USUAL_RANKS if ranks is None else ranks
@@ -149,7 +149,7 @@ def _layout(kind: ScheduleKind, ranks: int | None, stages: int | None) -> tuple[
 
 
 class _Durations:
-    """Seconds of stages: given, or measured once for each number of stages.
+    """The durations of stages: given, or measured once for each number of stages.
 
     Attributes:
         stages: how many there must be, None where that is free.
@@ -182,13 +182,13 @@ class _Durations:
 
 
 def _of_each_stage(seconds: tuple[float, ...], ranks: int, stages: int) -> tuple[float, ...]:
-    """One number is what a rank takes, for all of its stages together."""
+    """The seconds of each stage; one number is a rank's time, divided among its stages."""
     return seconds if len(seconds) > 1 else (seconds[0] * ranks / stages,) * stages
 
 
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
-    """As many threads as a rank has beside the others."""
+    """While active, torch uses as many threads as one of `number` ranks would."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

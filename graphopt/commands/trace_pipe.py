@@ -1,4 +1,4 @@
-"""The pipe that `graphopt trace` is about: `module_or_file.py:function`, called on every rank."""
+"""The pipe that `graphopt trace` draws, made by the user's `module_or_file.py:function`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphopt.runtime.places import place
 
 
 class PipeSource:
-    """A function that makes a pipe, alike each time.
+    """A user's function that makes a pipe, the same one each time.
 
     Attributes:
         text: as the command line has it.
@@ -30,7 +30,7 @@ class PipeSource:
         self.any_stages = bool(inspect.signature(self._function).parameters)
 
     def make(self, stages: int | None) -> Pipe:
-        """A pipe with so many stages, or with as many as the function chooses.
+        """Makes a pipe of that many stages, or of as many as the function chooses.
 
         Raises:
             GraphOptError: the function fails, or returns something else.

@@ -1,4 +1,4 @@
-"""`graphopt view`: a saved graph, or a trace, as one page of HTML."""
+"""Implementation of `graphopt view`, which writes a saved graph or a trace as an HTML page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphopt.viewing import trace_page, view_page
 
 
 def run_view(file: Path, out: Path | None, dumps: Path | None) -> None:
-    """Write the page of a file next to it, or to `out`."""
+    """Writes the HTML page of a file next to it, or to `out`."""
     out = out or file.with_suffix(".html")
     with reported("view"):
         text = _text(file, dumps)
@@ -30,7 +30,7 @@ def _text(file: Path, dumps: Path | None) -> str:
 
 
 def _diffs(folder: Path) -> dict[str, list[str]]:
-    """By name of the pass, what it changed: files that a pipeline with `dump_dir` leaves."""
+    """The change that each pass made, by its name, from the files of a `dump_dir`."""
     found = sorted(places.place(folder).glob("after_*.diff"))
     if not found:
         raise MissingFileError(

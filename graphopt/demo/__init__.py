@@ -1,10 +1,10 @@
-"""`graphopt demo`: one training step, run by eager DDP and as a captured graph, side by side."""
+"""`graphopt demo`: one training step, run by eager DDP and as a captured graph, compared."""
 
 from __future__ import annotations
 
 
 class DemoError(Exception):
-    """Ends a run with one readable message.
+    """The demo cannot run; ends it with one readable message.
 
     Attributes:
         exit_code: 2 where the request itself cannot be met, 1 where the run failed.

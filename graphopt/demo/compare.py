@@ -1,4 +1,4 @@
-"""Bitwise comparison of two replicas: parameters, buffers, optimizer state."""
+"""Bitwise comparison of two trained models: parameters, buffers, optimizer state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from graphopt.ir.bits import same_bits
 
 @dataclass(frozen=True)
 class Comparison:
-    """
+    """The differences between two trained models.
+
     Attributes:
         tensors: how many were compared.
         differing: names of those whose bits differ.
@@ -28,7 +29,7 @@ class Comparison:
 
 
 def compare(one: tuple[nn.Module, Optimizer], other: tuple[nn.Module, Optimizer]) -> Comparison:
-    """Compare everything that training changes, bit for bit."""
+    """Compares parameters, buffers and optimizer state of two models bit for bit."""
     left, right = dict(_state(*one)), dict(_state(*other))
     names = list(left | right)
     differences = {name: _difference(left.get(name), right.get(name)) for name in names}
@@ -45,7 +46,7 @@ def _state(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tenso
 
 
 def _difference(one: Tensor | None, other: Tensor | None) -> float | None:
-    """None where the bits are the same."""
+    """The largest difference of two tensors, or None if their bits are equal."""
     if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
         return float("inf")
     if same_bits(one, other):

@@ -1,4 +1,4 @@
-"""The training step and the passes that the demo shows: a wrong pass, and its correction."""
+"""The demo's example: a training step, a wrong pass, and its correction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ registry = graphopt.PassRegistry()  # the demo's own: `graphopt passes` does not
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
-    """One step of a regression."""
+    """A training step of a linear regression."""
     loss = F.mse_loss(model(inputs), targets)
     loss.backward()
     optimizer.step()

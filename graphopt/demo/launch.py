@@ -1,4 +1,4 @@
-"""Local ranks: start them, follow what they report, and end all of them whatever happens.
+"""Starts local ranks, follows the events that they report, and ends them all on failure.
 
 The processes are those of `torch.distributed.elastic.multiprocessing`, which torchrun uses too.
 A rank writes its events as lines of JSON; what it prints goes to a log that is shown when it fails.
@@ -46,15 +46,15 @@ class RankFailedError(DemoError):
 
 @dataclass(frozen=True)
 class RankTask:
-    """The task of all ranks of one start, which a subclass describes in fields that are JSON."""
+    """The task that all ranks run; a subclass describes it in fields that JSON can hold."""
 
     def save(self, folder: Path) -> None:
-        """Write the task where `load` of every rank finds it."""
+        """Writes the task to the file that `load` reads on each rank."""
         (folder / "task.json").write_text(json.dumps(asdict(self)))
 
     @classmethod
     def load(cls: type[_Task], folder: Path) -> _Task:
-        """Read the task that `save` wrote."""
+        """Reads the task that `save` wrote."""
         return cls(**json.loads((folder / "task.json").read_text()))
 
 
@@ -67,7 +67,7 @@ def run_ranks(
     prefixes: Sequence[Sequence[str]] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Run `python *arguments folder` on every rank until all have ended.
+    """Runs `python *arguments folder` on every rank until all have ended.
 
     Args:
         folder: an existing, empty folder for logs, events and the rendezvous.
@@ -111,7 +111,8 @@ def run_ranks(
 
 
 class Reporter:
-    """A rank's end of `run_ranks`: sends events, and ends the rank when its launcher is gone."""
+    """The connection of a rank to its launcher: sends events, and ends the rank if the launcher
+    is gone."""
 
     def __init__(self, folder: Path) -> None:
         self.rank = int(os.environ["RANK"])
@@ -121,12 +122,12 @@ class Reporter:
         threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
 
     def send(self, kind: str, **values: Any) -> None:
-        """Send one event; its values must be JSON."""
+        """Sends one event, whose values JSON can hold."""
         self._file.write(json.dumps({"kind": kind, **values}) + "\n")
 
 
 def threads_per_rank(ranks: int) -> int:
-    """OMP_NUM_THREADS, or the cores that this process may use, divided evenly between ranks."""
+    """The number of threads for each rank: OMP_NUM_THREADS, or an equal share of the cores."""
     if "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()
     return max(1, torch.get_num_threads() // ranks)
@@ -216,7 +217,7 @@ def _describe(result: RunProcsResult) -> str:
 
 
 def _root_cause(failures: list[ProcessFailure]) -> ProcessFailure:
-    """The failure that caused the others.
+    """The rank failure that caused the others.
 
     The peers of a lost rank fail on their connection to it, and SIGTERM is how the rest are ended.
     """
@@ -228,14 +229,14 @@ def _root_cause(failures: list[ProcessFailure]) -> ProcessFailure:
 
 
 def _last_frames(trace: list[str]) -> Iterator[str]:
-    """The last two frames of a traceback's lines, without the exception's own text."""
+    """The last two frames of a traceback, as text without the exception's own message."""
     starts = [index for index, line in enumerate(trace) if line.startswith('  File "')]
     return takewhile(lambda line: line.startswith("  "), trace[starts[-2:][0] :])
 
 
 def loopback() -> dict[str, str]:
-    """The environment in which gloo finds the ranks of this machine: by itself it looks its address
-    up by the host's name, which on many machines leads nowhere."""
+    """Environment variables by which gloo uses the loopback interface; it would look up the
+    host's name, which many machines cannot resolve."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
     names = [name for _, name in socket.if_nameindex()]

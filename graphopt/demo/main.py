@@ -1,4 +1,4 @@
-"""`graphopt demo`: a captured step to read, a pass that is refused, and what the graph gains."""
+"""Runs `graphopt demo`: a captured step, a refused pass, and a table of step times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _WORKER = ("-m", "graphopt.demo.worker")
 def run_demo(
     ranks: int, rounds: int, links: str, device: str, backend: str, pipeline: str, seed: int
 ) -> int:
-    """Show a graph and a refused pass, then train in turns with DDP and graphopt and print tables.
+    """Shows a graph and a refused pass, then trains in turns with DDP and graphopt and prints
+    tables.
 
     Args:
         ranks: processes, each a data-parallel rank on this machine.
@@ -158,7 +159,7 @@ def _check_nccl(ranks: int, device: str) -> None:
 
 
 def _chosen_port() -> int | None:
-    """MASTER_PORT, if it is set. Without it ranks meet through a file."""
+    """MASTER_PORT, or None; without it ranks meet through a file."""
     text = os.environ.get("MASTER_PORT")
     if not text:
         return None

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class GPTSize:
-    """3.2 million parameters by default, over an alphabet of a hundred tokens."""
+    """The sizes of the demo's GPT; by default 3.2 million parameters over a hundred tokens."""
 
     alphabet: int
     length: int = 32
@@ -21,7 +21,7 @@ class GPTSize:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each normalised first and added to its input."""
+    """A transformer block: attention and a feed-forward network, pre-normalized and residual."""
 
     def __init__(self, size: GPTSize) -> None:
         super().__init__()
@@ -54,7 +54,8 @@ class Block(nn.Module):
 
 
 class CharGPT(nn.Module):
-    """Numbers (batch, length), int64, to logits (batch, length, alphabet)."""
+    """The demo's GPT, from token numbers (batch, length), int64, to logits (batch, length,
+    alphabet)."""
 
     def __init__(self, size: GPTSize) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Slow links between ranks of one machine, without root: the kernel paces what a socket sends."""
+"""Emulation of slow links between ranks of one machine: the kernel paces each socket, without
+root."""
 
 from __future__ import annotations
 

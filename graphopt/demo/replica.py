@@ -1,4 +1,4 @@
-"""The trainings that the demo compares: one model and one step function, run in several ways."""
+"""The trainings that the demo compares: one model and step function, run by each variant."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VARIANTS = (COMPUTE, *BUCKETS_MB, GRAPHOPT)
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Plain PyTorch, the same function for all variants."""
+    """The training step in plain PyTorch, the same for all variants."""
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     loss.backward()
     optimizer.step()
@@ -33,7 +33,7 @@ def train_step(model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: 
 
 
 class RandomState:
-    """The random numbers of one replica, so that two replicas in a process draw the same ones."""
+    """The random generator states of one replica, so that replicas in a process draw alike."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._device = device
@@ -41,12 +41,12 @@ class RandomState:
         self.save()
 
     def save(self) -> None:
-        """Remember where the generators stand."""
+        """Saves the states of the random generators."""
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(self._device) if self._on_cuda else None
 
     def restore(self) -> None:
-        """Put the generators where they stood."""
+        """Restores the saved states of the random generators."""
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
@@ -58,7 +58,7 @@ class RandomState:
 
 @dataclass
 class Training:
-    """One model in training.
+    """A model that one variant trains.
 
     Attributes:
         step: the step function as it is run: plain, or captured.
@@ -75,7 +75,7 @@ class Training:
     device: torch.device
 
     def train(self, batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[float], float]:
-        """Steps one after another, until nothing is in flight: their losses, and the mean seconds.
+        """Runs one step per batch and flushes; returns the losses and the mean seconds of a step.
 
         Work that a step leaves to the next belongs to it, so the time ends after the last flush.
         """
@@ -95,7 +95,7 @@ class Training:
 
 
 def make_training(variant: str, pipeline: str, seed: int, device: torch.device) -> Training:
-    """The training of a variant: the same bits on every rank and for all variants, by `seed`."""
+    """Makes a variant's training, with the same initial bits on every rank, by `seed`."""
     torch.manual_seed(seed)
     model = CharGPT(GPTSize(ALPHABET)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), fused=True)
@@ -115,14 +115,15 @@ def make_training(variant: str, pipeline: str, seed: int, device: torch.device) 
 
 
 class Batches:
-    """This rank's share of the data, without end: each sequence counts up by its own stride."""
+    """An endless iterator over this rank's batches, in which each sequence counts up by its own
+    stride."""
 
     def __init__(self, seed: int, rank: int, device: torch.device) -> None:
         self._device = device
         self._generator = torch.Generator().manual_seed(seed * 1000 + rank)
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """Inputs and next-token targets on the device, both int64 of shape (batch, length)."""
+        """The next inputs and next-token targets, both int64 of shape (batch, length)."""
         start, stride = torch.randint(ALPHABET, (2, BATCH, 1), generator=self._generator)
         sequence = (start + stride * torch.arange(GPTSize.length + 1)) % ALPHABET
         sequence = sequence.to(self._device)

@@ -1,4 +1,4 @@
-"""Output of the demo: progress while it trains, and tables afterwards."""
+"""Output of the demo: a progress bar during training, and tables afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphopt.demo.replica import BUCKETS_MB, COMPUTE, DEFAULT_DDP, GRAPHOPT
 
 @dataclass
 class Results:
-    """Everything the ranks reported, by rank.
+    """The events that all ranks reported, by rank.
 
     Attributes:
         turns: per rank, one event for each turn of all variants.
@@ -31,7 +31,7 @@ class Results:
     parameters: int = 0
 
     def record(self, rank: int, event: Event) -> None:
-        """Keep one event of the run in turns."""
+        """Stores one event of the timed run."""
         kind = event["kind"]
         if kind == "turn":
             self.turns[rank].append(event)
@@ -42,11 +42,11 @@ class Results:
 
     @property
     def links(self) -> list[float]:
-        """The links in the order in which they were measured."""
+        """The emulated links in the order of measurement."""
         return list(dict.fromkeys(turn["link"] for turn in self.turns[0]))
 
     def seconds(self, variant: str, link: float) -> list[float]:
-        """Seconds of a step, one for each turn: the slowest rank's."""
+        """The seconds of a step in each turn, of the slowest rank."""
         per_rank = [
             [turn["seconds"][variant] for turn in turns if turn["link"] == link]
             for turns in self.turns.values()
@@ -58,23 +58,23 @@ class Results:
         return min(BUCKETS_MB, key=lambda name: median(self.seconds(name, link)))
 
     def ratios(self, other: str, link: float) -> list[float]:
-        """graphopt's step over another variant's, one for each turn."""
+        """The ratio of graphopt's step to another variant's, in each turn."""
         pairs = zip(self.seconds(GRAPHOPT, link), self.seconds(other, link), strict=True)
         return [mine / its for mine, its in pairs]
 
     def loss(self, variant: str) -> float:
-        """The last loss, averaged over ranks."""
+        """The final loss of a variant, averaged over ranks."""
         losses = [turns[-1]["losses"][variant] for turns in self.turns.values()]
         return float(sum(losses) / len(losses))
 
     @property
     def largest_difference(self) -> float:
-        """Over all ranks."""
+        """The largest difference of any parameter on any rank."""
         return max(float(event["largest"]) for event in self.compared.values())
 
     @property
     def differing(self) -> list[str]:
-        """Tensors whose bits differ, with their ranks."""
+        """The names of tensors whose bits differ, with their ranks."""
         return [
             f"{name} (rank {rank})"
             for rank, event in sorted(self.compared.items())
@@ -83,7 +83,7 @@ class Results:
 
 
 class ProgressView:
-    """A progress bar over all turns; a few lines where the output is not a terminal."""
+    """A progress bar over all turns; plain lines if the output is not a terminal."""
 
     def __init__(self, console: Console, turns: int) -> None:
         self._console = console
@@ -106,7 +106,7 @@ class ProgressView:
         self._progress.stop()
 
     def show(self, event: Event) -> None:
-        """Show one event of rank 0."""
+        """Shows one event of rank 0."""
         if event["kind"] == "start":
             self._say("first steps: capturing the training step as a graph")
         elif event["kind"] == "turn":
@@ -122,13 +122,12 @@ class ProgressView:
 
 
 def link_text(link: float) -> str:
-    """A link in words."""
+    """The name of a link for tables."""
     return "loopback" if not link else f"link {link:g} x compute"
 
 
 def step_table(results: Results, ranks: int) -> Table:
-    """Milliseconds of a step on each link, and graphopt's ratios, rows without gain included; in 80
-    columns."""
+    """A table of milliseconds per step on each link, with graphopt's ratios; 80 columns."""
     title = f"One step, median of {len(results.seconds(GRAPHOPT, results.links[0]))} turns"
     table = Table(title=title, title_style="bold", box=None, padding=(0, 1, 0, 0))
     headings = ("ms", "compute", "DDP", "best DDP", "graphopt", "/ best DDP", "/ DDP")
@@ -147,7 +146,7 @@ def step_table(results: Results, ranks: int) -> Table:
 
 
 def cost_table(results: Results) -> Table:
-    """A table of first calls and memory by variant, and of the loss that was compared."""
+    """A table of each variant's first call, memory, and the loss that was compared."""
     table = Table(title="By itself", title_style="bold", box=None, padding=(0, 2, 0, 0))
     table.add_column("")
     for name in results.alone:
@@ -169,7 +168,7 @@ def _cost_rows(results: Results) -> Iterator[list[str]]:
 
 
 def difference_text(results: Results) -> str:
-    """One sentence about the largest difference."""
+    """A sentence about the largest difference between the variants' parameters."""
     tensors = sum(int(event["tensors"]) for event in results.compared.values())
     compared = "parameters, buffers and optimizer state of every rank"
     if not results.differing:
@@ -181,7 +180,7 @@ def difference_text(results: Results) -> str:
 
 
 def _spread(values: list[float]) -> str:
-    """The median, and from the first to the third quartile."""
+    """The median and the quartiles of values, as text."""
     middle = f"{median(values):.2f}"
     if len(values) < 2:
         return middle

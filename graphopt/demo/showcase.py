@@ -1,4 +1,4 @@
-"""The parts of the demo that need no ranks: a graph to read, and a wrong pass that is refused."""
+"""The parts of the demo without ranks: a graph to read, and a wrong pass that is refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def show_graph_and_passes(console: Console) -> None:
 
 
 def captured_step() -> fx.GraphModule:
-    """The example's step on two ranks as a graph, each gradient averaged by itself."""
+    """The example step captured for two ranks; each gradient has its own all-reduce."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -54,7 +54,7 @@ def captured_step() -> fx.GraphModule:
 
 
 def bucket_lines(gm: fx.GraphModule) -> Iterator[str]:
-    """Ten rows around the first bucket: what goes in, its launch and wait, and who reads it."""
+    """Ten rows of the graph around the first bucket: inputs, launch, wait and readers."""
     launch = get_all_comm_blocks(gm)[0].comm_node
     shown = set(_connected(launch))
     last = None
@@ -67,7 +67,7 @@ def bucket_lines(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def _connected(launch: fx.Node) -> Iterator[fx.Node]:
-    """The launch, half a page of what it reads, and half a page of what reads it; no views."""
+    """The nodes around a launch: some that it reads, and some that read it; no views."""
     yield launch
     for neighbours in (lambda node: node.all_input_nodes, lambda node: list(node.users)):
         near, left = [launch], _SHOWN // 2
@@ -92,7 +92,7 @@ def _line(node: fx.Node) -> str:
 
 
 def refusal(gm: fx.GraphModule) -> str:
-    """The error with which the wrong pass is refused; the graph stays as it was."""
+    """The error by which the wrong pass is refused; the graph is unchanged."""
     try:
         graphopt.PassManager([example.wait_at_the_end]).run(gm)
     except graphopt.VerificationError as error:

@@ -1,4 +1,5 @@
-"""A rank of the demo: `python -m graphopt.demo.worker FOLDER`, with RANK and WORLD_SIZE set."""
+"""The process of one rank: `python -m graphopt.demo.worker FOLDER`, with RANK and WORLD_SIZE
+set."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ _TIMEOUT = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class DemoTask(RankTask):
-    """The task of every rank of the demo.
+    """The task that every rank of the demo runs.
 
     Attributes:
         turn: steps of one variant before the next one's turn: steps of graphopt overlap.
@@ -61,7 +62,7 @@ class DemoTask(RankTask):
 
 @record
 def main() -> None:
-    """Do the task in the folder named on the command line."""
+    """Runs the task in the folder that the command line names."""
     folder = Path(sys.argv[1])
     reporter = Reporter(folder)
     task = DemoTask.load(folder)

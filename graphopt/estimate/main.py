@@ -18,7 +18,7 @@ from graphopt.estimate.target import find_step
 
 
 def run_estimate(target: str, network: str, ranks: list[int]) -> None:
-    """Print what a step would take on numbers of ranks."""
+    """Prints the predicted step time for each number of ranks."""
     console = Console()
     with reported("estimate"):
         link = network_named(network)
@@ -32,7 +32,7 @@ def run_estimate(target: str, network: str, ranks: list[int]) -> None:
 
 
 def run_measurement(target: str, rounds: int, turn: int, inductor: bool) -> None:
-    """Print what a step takes, run in turns with eager or DistributedDataParallel."""
+    """Prints the measured step time, in turns with eager or DistributedDataParallel."""
     console = Console()
     with reported("estimate"), process_group():
         calls = find_step(target)

@@ -1,4 +1,4 @@
-"""Measures a step as it is: eager or DistributedDataParallel, and graphopt, in turns."""
+"""Measurement of a user's step: eager or DistributedDataParallel and graphopt, in turns."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class MeasuredVariants:
-    """All variants by name.
+    """The measurements of all variants, by name.
 
     Attributes:
         baseline: the name of the variant that others are compared with: eager, or DDP with its
@@ -65,7 +65,7 @@ class MeasuredVariants:
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """The device of this rank, in the group that torchrun has described or the script has made.
+    """The device of this rank, after joining the group of torchrun or of the user's script.
 
     Raises:
         GraphOptError: there are fewer GPUs than ranks on this machine.
@@ -94,7 +94,7 @@ def process_group() -> Iterator[torch.device]:
 def measure(
     calls: StepCalls, *, rounds: int = 8, turn: int = 4, inductor: bool = True
 ) -> MeasuredVariants:
-    """Trains copies of the model in all ways, in turns; the user's own objects stay as they are.
+    """Trains copies of the model with each variant, in turns; the user's own objects are unchanged.
 
     Args:
         rounds: turns of each variant.
@@ -174,7 +174,7 @@ def _run(variant: Variant, calls: StepCalls, batches: list[tuple[Any, ...]]) -> 
 def _seconds(
     variant: Variant, calls: StepCalls, batches: list[tuple[Any, ...]], device: torch.device
 ) -> float:
-    """Of one step, by the device's own clock."""
+    """The mean seconds of a step, by the device's clock."""
     if dist.is_initialized():
         dist.barrier()
     if device.type != "cuda":

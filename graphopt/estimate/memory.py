@@ -1,4 +1,4 @@
-"""Peak memory of a piece of work."""
+"""Peak memory of a function's run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 def peak_memory(work: Callable[[], object], device: torch.device) -> int:
-    """Do the work; the bytes it needed at one time beyond what was in use before.
+    """Runs `work` and returns the peak of the bytes it needed beyond those in use before.
 
     On a CUDA device those of tensors, from torch's allocator. On the CPU resident memory of the
     whole process, from the kernel; where the kernel cannot restart its mark, beyond the mark.

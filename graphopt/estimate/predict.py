@@ -1,4 +1,4 @@
-"""Predicts a step on numbers of ranks and a network, from its captured graph."""
+"""Prediction of a step's time on numbers of ranks and a network, from its captured graph."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MOST_OF_A_CORE = 0.5
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step on so many ranks: seconds, and bytes.
+    """The predicted seconds and bytes of a step on one number of ranks.
 
     Attributes:
         ddp: the step of DistributedDataParallel, by bucket size in MB.
@@ -59,17 +59,17 @@ class Prediction:
 
     @property
     def bound(self) -> float:
-        """No step is shorter: compute or communication alone."""
+        """The lower bound of the step's seconds: compute or communication alone."""
         return max(self.compute, self.communication)
 
     @property
     def best_bucket(self) -> float:
-        """The bucket size with which DistributedDataParallel is fastest, in MB."""
+        """The bucket size in MB with which DistributedDataParallel is predicted to be fastest."""
         return min(self.ddp, key=self.ddp.__getitem__)
 
 
 def network_named(text: str) -> Network:
-    """A network of `graphopt.cost.NETWORKS`, or an Ethernet of so many Mbit/s.
+    """The network of that name in `graphopt.cost.NETWORKS`, or an Ethernet of that many Mbit/s.
 
     Raises:
         GraphOptError: `text` is neither a name nor a rate such as ``600``, ``600mbit``, ``25gbit``.
@@ -86,7 +86,7 @@ def network_named(text: str) -> Network:
 
 
 def captured_for_ranks(calls: StepCalls) -> fx.GraphModule:
-    """The step that follows the first one, as a graph that averages its gradients.
+    """Captures the second step of a script as a graph that averages its gradients.
 
     Runs the first one here, on copies of the arguments; no other rank is needed.
 
@@ -103,7 +103,7 @@ def captured_for_ranks(calls: StepCalls) -> fx.GraphModule:
 
 
 def compute_costs(gm: fx.GraphModule) -> CostModel:
-    """Costs of its operators: measured on this machine; by data sheet where values are fake."""
+    """The costs of a graph's operators: measured, or from data sheets if its tensors are fake."""
     tensors = [
         tensor
         for node in gm.graph.find_nodes(op="placeholder")
@@ -117,7 +117,7 @@ def compute_costs(gm: fx.GraphModule) -> CostModel:
 
 
 def _of_one_rank(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy without collectives, for ranks that are not there: what is sent is what arrives."""
+    """A copy of the graph in which each collective returns its input, to run on one rank."""
     alone = copy.deepcopy(gm)
     for block in get_all_comm_blocks(alone):
         for wait, sent in zip(block.wait_nodes, block.comm_node.all_input_nodes, strict=True):
@@ -131,7 +131,7 @@ def _of_one_rank(gm: fx.GraphModule) -> fx.GraphModule:
 def predict(
     gm: fx.GraphModule, costs: CostModel, network: Network, ranks: Sequence[int]
 ) -> Iterator[Prediction]:
-    """One prediction for each number of ranks.
+    """Returns one prediction for each number of ranks.
 
     Args:
         gm: of a step that averages its gradients (`captured_for_ranks`); left as it is.
@@ -143,8 +143,8 @@ def predict(
 
 
 def slowdown_of(gm: fx.GraphModule, network: Network) -> float:
-    """By which share compute takes longer while something is sent: on CPUs by threads of gloo, on
-    cores that all compute."""
+    """The share by which compute slows down during communication, which needs CPU threads with
+    gloo."""
     sent = [known_value(block.comm_node) for block in get_all_comm_blocks(gm)]
     if any(tensor.device.type != "cpu" for tensor in tensors_in(sent)):
         return 0.0
@@ -169,7 +169,7 @@ def _prediction(gm: fx.GraphModule, costs: CostModel, ranks: int) -> Prediction:
 
 
 def _as_ddp(bucket_size_mb: float) -> list[Any]:
-    """Passes that send gradients as DistributedDataParallel does: nothing runs late."""
+    """A pipeline that sends gradients as DistributedDataParallel does, with nothing late."""
     return [
         passes.remove_copy_from_optimizer,
         (passes.comm_fusion_with_concat, {"bucket_size_mb": bucket_size_mb}),

@@ -1,4 +1,4 @@
-"""Prints predictions and measurements, each with one sentence of advice."""
+"""Tables of predictions and measurements, each with one sentence of advice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _HIDDEN = 0.05
 
 
 def prediction_table(predictions: Sequence[Prediction], network: str) -> Table:
-    """One row for each number of ranks; DDP by bucket size in MB, memory over the best DDP's."""
+    """A table with one row per number of ranks; DDP by bucket size in MB, memory over the best
+    DDP's."""
     table = _table(f"Predicted step in ms, network: {network}")
     ddp = [f"DDP {size:g}" for size in predictions[0].ddp]
     for heading in ("ranks", "compute", "comm", "bound", *ddp, "ours", "/ best", "mem"):
@@ -31,7 +32,7 @@ def prediction_table(predictions: Sequence[Prediction], network: str) -> Table:
 
 
 def prediction_advice(predictions: Sequence[Prediction]) -> str:
-    """One sentence that says if graphopt is worth it for this step."""
+    """A sentence that says if graphopt is worth it for this step."""
     small = [p for p in predictions if p.communication < _HIDDEN * p.compute]
     best = min(predictions, key=lambda p: p.ours / p.ddp[p.best_bucket])
     ratio = best.ours / best.ddp[best.best_bucket]
@@ -54,7 +55,7 @@ def prediction_advice(predictions: Sequence[Prediction]) -> str:
 
 
 def measurement_table(found: MeasuredVariants) -> Table:
-    """One row for each variant."""
+    """A table with one row per variant."""
     turns = len(found.variants[found.baseline].seconds)
     title = f"Measured step on {_where(found)}, {turns} turns"
     table = _table(title)
@@ -78,7 +79,7 @@ def measurement_table(found: MeasuredVariants) -> Table:
 
 
 def measurement_advice(found: MeasuredVariants) -> str:
-    """The variant to use, in one sentence."""
+    """A sentence that names the variant to use."""
     ours = {name: v for name, v in found.variants.items() if name.startswith("graphopt")}
     others = {n: v for n, v in found.variants.items() if n not in ours and n != COMPUTE}
     fastest = min(ours, key=lambda name: median(ours[name].seconds))
@@ -98,7 +99,7 @@ def _table(title: str) -> Table:
 
 
 def milliseconds(seconds: float) -> str:
-    """``12.3``."""
+    """Seconds as text in milliseconds, such as ``12.3``."""
     return f"{1e3 * seconds:.3g}"
 
 

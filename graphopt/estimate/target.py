@@ -1,4 +1,4 @@
-"""Finds the training step that a command names, with the arguments of a call."""
+"""Lookup of the training step that a command line names, with its arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEPT_BATCHES = 8
 
 @dataclass(frozen=True)
 class StepCalls:
-    """A step function, and the arguments of as many calls as are asked for.
+    """A step function with the arguments of the calls that a script makes.
 
     Attributes:
         function: as the user wrote it, without `graphopt.compile`.
@@ -35,12 +35,12 @@ class StepCalls:
     keywords: dict[str, Any] = field(default_factory=dict)
 
     def next_batches(self, count: int, start: int = 0) -> list[tuple[Any, ...]]:
-        """The batches of `count` calls; they begin anew when they are used up."""
+        """The batches of `count` calls, repeated when they are used up."""
         return list(islice(cycle(self.batches), start, start + count))
 
 
 def find_step(target: str) -> StepCalls:
-    """The step of ``train.py``, or of ``train.py:train_step``.
+    """Finds the step of ``train.py``, or of ``train.py:train_step``.
 
     A file alone is run as a script until it first calls a step that `graphopt.compile` made. With a
     name, the file is imported, and its function ``make()`` returns ``(arguments, batches)``: what
@@ -56,7 +56,7 @@ def find_step(target: str) -> StepCalls:
 
 
 class _StepCalled(BaseException):
-    """Ends a script at its first call of a compiled step; no `except Exception` stops it."""
+    """Ends a script at its first call of a compiled step; `except Exception` does not catch it."""
 
     def __init__(self, step: TrainStep, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""graphopt's passes inside `torch.compile`: as a backend, and in Inductor's places for passes."""
+"""graphopt's passes inside `torch.compile`: as a backend, and as Inductor's custom passes."""
 
 from graphopt.hooks.dynamo import backend
 from graphopt.hooks.inductor import InductorPass, inductor_pass, inductor_passes

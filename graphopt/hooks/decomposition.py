@@ -1,4 +1,4 @@
-"""Writing what passes insert in the operators that Inductor has code for.
+"""Decomposes nodes that passes insert into the operators that Inductor has code for.
 
 Inductor decomposes operators while a graph is traced. A pass runs afterwards, and what it inserts,
 such as `new_zeros`, would meet a compiler that knows only `full`.
@@ -17,12 +17,12 @@ from graphopt.ir.metadata import fake_value
 
 
 def targets_of(graph: fx.Graph) -> dict[str, Any]:
-    """Targets of nodes by their names: a graph that is restored consists of copies."""
+    """The targets of nodes by name: nodes of a restored graph are copies."""
     return {node.name: node.target for node in graph.nodes}
 
 
 def decompose_new(graph: fx.Graph, before: Mapping[str, Any]) -> None:
-    """Decompose the calls that were not there when `targets_of` gave `before`."""
+    """Decomposes the calls that are not in `before`, which `targets_of` returned."""
     for node in list(graph.nodes):
         is_new = node.op == "call_function" and before.get(node.name) is not node.target
         if is_new and _torch.has_decomposition(node.target):

@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="graphopt")`."""
+"""The backend of `torch.compile(model, backend="graphopt")`."""
 
 from __future__ import annotations
 

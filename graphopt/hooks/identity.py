@@ -1,4 +1,4 @@
-"""Identities of pipelines, by which Inductor's caches know them.
+"""Identities of pipelines, which Inductor's caches use as keys.
 
 Two pipelines with one identity leave the same graphs. So the identity has the code and the options
 of each pass, all of graphopt's own code, the version of torch, and the rank where a pass says that
@@ -27,7 +27,7 @@ from graphopt.manager.text import Step
 
 
 def identity(manager: PartialManager) -> str | None:
-    """The identity of a pipeline, the same in every process; None where there can be none.
+    """The identity of a pipeline, equal in every process, or None if there is none.
 
     None as well for a pipeline that somebody watches, by dumps or callbacks: what comes from a
     cache was not rewritten now, and there would be nothing to see.
@@ -67,7 +67,7 @@ def _declaration(pass_: Pass) -> tuple[Any, ...]:
 
 
 def _place() -> tuple[int, int] | None:
-    """Rank and number of ranks; None without a process group."""
+    """Rank and world size, or None without a process group."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     return dist.get_rank(), dist.get_world_size()
@@ -75,7 +75,7 @@ def _place() -> tuple[int, int] | None:
 
 @cache
 def _own_code() -> str:
-    """Digest of every source file of graphopt."""
+    """The digest of all source files of graphopt."""
     root = Path(graphopt.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(_python_files(root)):

@@ -1,4 +1,4 @@
-"""Pipelines in Inductor's places for passes of its users."""
+"""graphopt pipelines as custom passes of Inductor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphopt.hooks.partial import AnyPipeline, PartialManager
 
 
 class InductorPass(_torch.CustomGraphPass):
-    """A pipeline as a pass of Inductor. Made by `inductor_pass`.
+    """A pipeline as a custom pass of Inductor, made by `inductor_pass`.
 
     Attributes:
         manager: runs the pipeline.
@@ -36,7 +36,7 @@ class InductorPass(_torch.CustomGraphPass):
         _torch.complete_metadata(module.graph)
 
     def uuid(self) -> Any:
-        """Stands for the passes, their code and their options in the keys of Inductor's caches.
+        """The key of the pipeline in Inductor's caches: passes, their code and options.
 
         None if the code of a pass cannot be found, if an option has no text form, and if graphs are
         dumped: nothing is cached then.
@@ -48,7 +48,7 @@ class InductorPass(_torch.CustomGraphPass):
 
 
 class PassSequence(_torch.CustomGraphPass):
-    """Several passes of Inductor, one after the other."""
+    """Several custom passes of Inductor that run one after the other."""
 
     def __init__(self, passes: Sequence[_torch.GraphPass]) -> None:
         self.passes = tuple(passes)
@@ -60,7 +60,7 @@ class PassSequence(_torch.CustomGraphPass):
             _torch.apply_graph_pass(graph_pass, module.graph)
 
     def uuid(self) -> Any:
-        """Identities of all passes; None if one of them has none."""
+        """The keys of all passes, or None if one has none."""
         identities = tuple(map(_torch.identity_of, self.passes))
         return None if any(one is None for one in identities) else identities
 
@@ -142,7 +142,7 @@ def inductor_passes(
 def after_registered(
     registered: Sequence[_torch.GraphPass], ours: InductorPass
 ) -> _torch.CustomGraphPass:
-    """`ours` behind the passes that are there already."""
+    """The registered passes, followed by `ours`."""
     return PassSequence([*registered, ours]) if registered else ours
 
 

@@ -1,4 +1,4 @@
-"""Runs a pipeline on the graphs of `torch.compile`, each of which is a part of a training step."""
+"""Runs a pipeline on `torch.compile`'s graphs, each of which is only a part of a training step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def graph_kind(gm: fx.GraphModule) -> str | None:
 
 
 class PartialManager(PassManager):
-    """Runs those passes of a pipeline that apply to a part of a step.
+    """Runs the passes of a pipeline that apply to a part of a step.
 
     Args:
         pipeline, verify: as of `graphopt.compile`.
@@ -79,7 +79,7 @@ class PartialManager(PassManager):
 
     @property
     def verify(self) -> str:
-        """The level of verification."""
+        """The level at which passes are checked."""
         return self._settings.verify
 
     @property
@@ -88,7 +88,7 @@ class PartialManager(PassManager):
         return Pipeline(self.pipeline[index] for index in self._enabled())
 
     def optimize(self, gm: fx.GraphModule, kind: str | None) -> None:
-        """Apply the passes to a graph.
+        """Applies the passes to a graph.
 
         Args:
             kind: what `graph_kind` is to say.
@@ -107,8 +107,7 @@ class PartialManager(PassManager):
 
 
 def _phase_in_part(node: fx.Node, kind: str | None) -> str | None:
-    """The phase of a node in a graph of some kind. Where nothing needs a gradient, it may be that
-    of an optimizer as well."""
+    """The phase of a node in a graph of that kind; without gradients it may be the optimizer's."""
     if kind not in ("forward", "backward", "joint"):
         return phase_of(node)
     if is_collective(node) or is_wait(node):
@@ -117,7 +116,8 @@ def _phase_in_part(node: fx.Node, kind: str | None) -> str | None:
 
 
 def _applicable(pipeline: Pipeline) -> tuple[Pipeline, tuple[str, ...]]:
-    """The passes that need no whole step, nor a pass that does, and the names of the others."""
+    """The passes that need no whole step, themselves or by prerequisite, and the names of the
+    others."""
     kept: list[Step] = []
     skipped: dict[str, None] = {}
     for step in pipeline:
@@ -131,7 +131,7 @@ def _applicable(pipeline: Pipeline) -> tuple[Pipeline, tuple[str, ...]]:
 
 @cache
 def _say_skipped(pipeline: str, names: tuple[str, ...], level: int) -> None:
-    """Log once for each pipeline."""
+    """Logs the skipped passes, once for each pipeline."""
     logger.log(
         level,
         "left out inside torch.compile, whose graphs are parts of a training step: %s"
@@ -142,7 +142,7 @@ def _say_skipped(pipeline: str, names: tuple[str, ...], level: int) -> None:
 
 
 class _NumbersAreNodes(PassCallback):
-    """Refuses a pass that writes a size which is not known into the arguments of a node."""
+    """Refuses a pass that puts a symbolic size into a node's arguments other than as a node."""
 
     def after_pass(self, context: PassContext) -> None:
         for node in context.before.new_nodes():

@@ -1,4 +1,4 @@
-"""The code that runs when a pass runs: as text, and as what is loaded.
+"""Digests of a pass's code and everything that it uses, for cache keys.
 
 torch's own `get_hash_for_files` reads the files that it is given and nothing else, so that code
 compiled with one pass would be served for another where a file was edited after its import, where a
@@ -44,7 +44,7 @@ _ELSEWHERE = frozenset({"graphopt", "torch", "functorch", *sys.stdlib_module_nam
 
 
 def source_digest(function: Callable[..., Any]) -> str | None:
-    """Digest of a function, of what it uses, and of the files that these are in.
+    """The digest of a function, of what it uses, and of the files that hold these.
 
     That is: the loaded code of the function and of the functions that it calls by global names, the
     plain values that they read from modules and closures, and the text of its file and of every
@@ -75,12 +75,12 @@ def source_digest(function: Callable[..., Any]) -> str | None:
 
 
 def _elsewhere(module: str) -> bool:
-    """True if a module belongs to graphopt, torch or Python. `__main__` is the user's."""
+    """True if a module is part of graphopt, torch or Python, and not `__main__`."""
     return module != "__main__" and module.partition(".")[0] in _ELSEWHERE
 
 
 class _Loaded:
-    """Functions as they are loaded: their code, and plain values that they use.
+    """The loaded functions of a digest: their code, and the plain values that they use.
 
     Attributes:
         parts: one text for each.
@@ -93,7 +93,7 @@ class _Loaded:
         self._seen: set[FunctionType] = set()
 
     def add(self, value: Any) -> bool:
-        """Take in a value. False if nothing is known of what it is."""
+        """Adds a value to the digest; False if its content cannot be known."""
         if has_literal(value):
             self.parts.add(literal(value))
             return True
@@ -139,19 +139,19 @@ def _is_container(value: object) -> bool:
 
 
 def _is_changed(name: str, value: object, code: CodeType) -> bool:
-    """True if code puts something else behind a global name, or changes the container there."""
+    """True if code rebinds a global name, or changes the container there."""
     return name in _rebound_names(code) or (_is_container(value) and name in _changed_names(code))
 
 
 def _rebound_names(code: CodeType) -> set[str]:
-    """Names of globals that code assigns to."""
+    """The global names that code assigns."""
     found = stored_globals(code)
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return found.union(*map(_rebound_names, inner))
 
 
 def _changed_names(code: CodeType) -> set[str]:
-    """Names of globals that code changes, by a method of containers or by assigning to items."""
+    """The global names whose containers code changes, by a method or by assigning items."""
     found: set[str] = set()
     steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "NOP")]
     for index, step in enumerate(steps):
@@ -169,7 +169,7 @@ def _changed_names(code: CodeType) -> set[str]:
 
 
 def _code_text(code: CodeType) -> str:
-    """What a code object does, without where it stands; the same in every process."""
+    """The content of a code object without file and line, equal in every process."""
     constants = [
         _code_text(constant) if isinstance(constant, CodeType) else _constant_text(constant)
         for constant in code.co_consts
@@ -184,7 +184,7 @@ def _constant_text(constant: Any) -> str:
 
 
 class _SourceFiles:
-    """Files of modules, with those that they import.
+    """The source files of modules, and of the modules that they import.
 
     Args:
         module: the one that everything is imported from; its package is followed even where it is
@@ -197,7 +197,7 @@ class _SourceFiles:
         self._seen: set[str] = set()
 
     def add_file(self, module: str, path: Path) -> bool:
-        """Take in the file of a module, and what it imports. False if there is no such file."""
+        """Adds a module's file and its imports; False without a file."""
         pending = [(module, path)]
         self._seen.add(module)
         while pending:
@@ -235,7 +235,7 @@ class _SourceFiles:
 
 
 def _imported_names(tree: ast.AST, package: str) -> Iterator[str]:
-    """Names that may be modules, of all import statements, with the packages that they are in."""
+    """The module names in all import statements, with the packages that they are in."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -255,7 +255,7 @@ def _with_parents(name: str) -> Iterator[str]:
 
 
 def _find(name: str) -> ModuleSpec | None:
-    """Where a module is, without importing anything."""
+    """The file of a module, found without importing it."""
     loaded = sys.modules.get(name)
     if loaded is not None:
         return loaded.__spec__

@@ -1,1 +1,1 @@
-"""Ranks: where they meet and agree, and what becomes of all when one fails."""
+"""Communication between ranks besides a graph's own: agreements, and failures of ranks."""

@@ -1,4 +1,4 @@
-"""A process group of their own for the buffers that all ranks receive from rank 0.
+"""A separate process group for the broadcast of buffers from rank 0.
 
 Collectives of a group wait for one another. Buffers are received when a forward begins, and read by
 its first layers; in the gradients' group they would stand behind all gradients that the step before
@@ -29,15 +29,15 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictiona
 
 
 def group_of_buffers(group: dist.ProcessGroup) -> Group:
-    """In which the buffers of a training over `group` are received."""
+    """The process group that broadcasts buffers in a training over `group`."""
     return Group(_made.get(group, group).group_name, group.size())
 
 
 def make_group_of_buffers(
     group: dist.ProcessGroup, roots: Iterable[nn.Module], meeting: Meeting
 ) -> None:
-    """Make a group for the buffers of modules, if one of the ranks has some and all say that they
-    are on several machines. To be called by all ranks of `group`, in a meeting."""
+    """Makes a process group for buffers if any rank has some and the ranks are on several
+    machines. All ranks of `group` call it, in a meeting."""
     if group in _made:
         return
     spans = group.size() == dist.get_world_size() and spans_hosts(group.size())

@@ -25,7 +25,7 @@ _NAMES_SHOWN = 4
 
 
 def group_names(graph: fx.Graph) -> tuple[str, ...]:
-    """Names of the process groups that a graph communicates in."""
+    """The names of the process groups that a graph communicates in."""
     launches = find_nodes(graph, is_collective)
     return tuple(dict.fromkeys(str(argument(node, "group_name")) for node in launches))
 
@@ -33,7 +33,7 @@ def group_names(graph: fx.Graph) -> tuple[str, ...]:
 def explained(
     module: IterGraphModule, error: BaseException, step: int, host: HostRun | None = None
 ) -> CollectiveError | None:
-    """The error to raise for one of a run; None for the error itself.
+    """The error to raise for an error of a run, or None for that error itself.
 
     The other ranks are told, and where this rank has left the step between two collectives its
     groups are marked as unusable.
@@ -61,7 +61,7 @@ def explained(
 def sending_explained(
     group: dist.ProcessGroup, step: int, collective: str, what: str
 ) -> Iterator[None]:
-    """While active, a failure to communicate outside of a graph is a `CollectiveError`.
+    """While active, a communication failure outside a graph becomes a `CollectiveError`.
 
     Args:
         step: which call of the step it is, counted from 1.
@@ -77,7 +77,7 @@ def sending_explained(
 
 @contextmanager
 def said_explained(group: dist.ProcessGroup, step: int) -> Iterator[None]:
-    """While active, a failure to agree on whether functions have raised is a `CollectiveError`."""
+    """While active, a failure to agree on exceptions of callbacks becomes a `CollectiveError`."""
     try:
         yield
     except RuntimeError as error:
@@ -106,7 +106,7 @@ def _failure(
     collective: str | None,
     sent: tuple[str, ...] = (),
 ) -> CollectiveError:
-    """The error of a collective, with what is known of the ranks that failed."""
+    """The error for a failed collective, with what is known of failed ranks."""
     said, ended = ({}, []) if group is None else learn_causes(group, step)
     text += "".join(f"\n  rank {rank} said:  {reason}" for rank, reason in said.items())
     text += "".join(f"\n  rank {rank}:  its process has ended" for rank in ended)
@@ -125,7 +125,8 @@ def _failure(
 
 
 def _launch_of(module: IterGraphModule, node: fx.Node) -> fx.Node | None:
-    """The launch that a node is or waits for. That of late work is in the graph of the step."""
+    """The launch of a collective that a node launches or waits for; of late work, that in the
+    step's graph."""
     if is_collective(node):
         return node
     sources = list(node.all_input_nodes)
@@ -142,7 +143,7 @@ def _launch_of(module: IterGraphModule, node: fx.Node) -> fx.Node | None:
 
 
 def _is_between_launches(node: fx.Node) -> bool:
-    """True if collectives are launched both before a node and after it, or by it."""
+    """True if collectives are launched before a node, and by it or after it."""
     if is_collective(node):
         return True
     launches = find_nodes(node.graph, is_collective)
@@ -150,7 +151,7 @@ def _is_between_launches(node: fx.Node) -> bool:
 
 
 def _is_behind_launches(node: fx.Node) -> bool:
-    """True if a node, which makes ranks agree on nothing itself, follows all collectives."""
+    """True if a node follows all collectives and makes no agreement of ranks itself."""
     if node.target in (agree, hear):
         return False
     return all(launch < node for launch in find_nodes(node.graph, is_collective))

@@ -1,4 +1,4 @@
-"""Failures of ranks while a step runs: told to the others, and told to the user.
+"""Failures of ranks during a step: told to other ranks, and reported to the user.
 
 Where a collective fails because another rank has gone, all that the backend says is that a
 connection was closed. What the user needs is the step, the collective, and the rank that went and
@@ -34,7 +34,7 @@ _unusable: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
 def tell(group: dist.ProcessGroup, step: int, error: BaseException) -> None:
-    """Tell the other ranks of a group that this one has failed, and why. Waits for nobody.
+    """Tells the other ranks of a group that this rank failed, and why; does not wait.
 
     Args:
         step: which call of the training step failed, counted from 1: the same on all ranks.
@@ -52,12 +52,12 @@ def tell(group: dist.ProcessGroup, step: int, error: BaseException) -> None:
 
 
 def withdraw(group: dist.ProcessGroup) -> None:
-    """Take back what this rank has told: it has not failed."""
+    """Withdraws this rank's failure: it has recovered."""
     _compat.default_store().delete_key(_key(group, group.rank()))
 
 
 def reasons(group: dist.ProcessGroup, step: int) -> dict[int, str]:
-    """Why other ranks say that they failed in a step, by rank in the group.
+    """The failures that other ranks have told, by rank in the group.
 
     A rank may be one step ahead or behind: part of a step may run in the next.
     """
@@ -75,7 +75,7 @@ def reasons(group: dist.ProcessGroup, step: int) -> dict[int, str]:
 
 
 def learn_causes(group: dist.ProcessGroup, step: int) -> tuple[dict[int, str], list[int]]:
-    """Why ranks failed and which processes have ended, as soon as anything is known of either.
+    """The failures of ranks and the ended processes, as soon as one is known.
 
     Returns:
         `reasons`, and ranks in the group. Both are empty where nothing is known within seconds.
@@ -89,12 +89,12 @@ def learn_causes(group: dist.ProcessGroup, step: int) -> tuple[dict[int, str], l
 
 
 def mark_unusable(group: dist.ProcessGroup, reason: str) -> None:
-    """Let `check_usable` refuse a group from now on."""
+    """Marks a group as unusable, so that `check_usable` refuses it."""
     _unusable.setdefault(group, reason)
 
 
 def check_usable(names: Collection[str]) -> None:
-    """Raise `CollectiveError` where ranks of a group may be at different collectives.
+    """Raises `CollectiveError` if ranks of a group may be at different collectives.
 
     Args:
         names: of the groups that are about to be used.
@@ -113,7 +113,7 @@ def check_usable(names: Collection[str]) -> None:
 
 
 def _is_public(kind: type) -> bool:
-    """Whether users know a class of errors: not so where it is one of the package's own."""
+    """True if users can know a class of errors, which is not private to a package."""
     return not kind.__module__.startswith("graphopt.") or kind.__module__ == "graphopt.errors"
 
 

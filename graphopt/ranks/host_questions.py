@@ -1,5 +1,5 @@
-"""What the ranks of a group ask one another on the host in a running call, apart from what their
-graphs send: which order a graph launches its collectives in does not matter to it."""
+"""Votes of a group's ranks in a running call, over CPU tensors, apart from what their graphs
+send."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _made: WeakKeyDictionary[dist.ProcessGroup, Questions] = WeakKeyDictionary()
 
 
 class Questions:
-    """What ranks of a group ask by. To be made by all of them at once.
+    """The channel of a group's votes; all ranks make it at once.
 
     Args:
         name: that nothing else of these ranks has, and the same on all of them.
@@ -26,7 +26,7 @@ class Questions:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, name: str) -> Questions:
-        """The one of a group, made when it is asked for first, by all ranks then."""
+        """The channel of a group and name, made by all ranks when it is first needed."""
         if group not in _made:
             _made[group] = cls(group, name)
         return _made[group]
@@ -37,7 +37,7 @@ class Questions:
         weakref.finalize(group, self._channels.clear)  # its threads end where the group's do
 
     def alike(self, number: int, step: int) -> bool:
-        """True if all ranks say the same number, and not 0. Waits for all of them.
+        """True if all ranks vote for the same number, which is not 0. Waits for all ranks.
 
         Args:
             number: at least 0.
@@ -47,7 +47,7 @@ class Questions:
         return bool(number and most == -least)
 
     def hear_all(self, step: int) -> None:
-        """Say that this rank goes on with a call. Waits for all of them.
+        """Votes that this rank goes on with a call. Waits for all ranks.
 
         Raises:
             SpmdMismatchError: another rank does not.
@@ -63,7 +63,7 @@ class Questions:
         )
 
     def end(self, step: int, number: int | None = None) -> int | None:
-        """Say that this rank does not go on with a call. Waits for all of them.
+        """Votes that this rank does not go on with a call. Waits for all ranks.
 
         Args:
             number: of the agreement for which it has a graph instead, 0 where it has none yet; None
@@ -84,7 +84,7 @@ class Questions:
         return most if most == -least else 0
 
     def _said(self, numbers: list[int], step: int) -> list[int]:
-        """The largest of each number that the ranks say."""
+        """The maximum of each number over all ranks."""
         said = torch.tensor(numbers, dtype=torch.int64)
         group = self._group()
         assert group is not None, "who asks has it"

@@ -1,4 +1,4 @@
-"""Ranks that run a step by themselves, with others that may run another graph of it.
+"""Collectives in groups of which other ranks may run another graph of the same step.
 
 The ranks that average gradients compare what their graphs launch. Ranks of other groups of the
 step's own (layers of which each rank has a part, communication by hand) compare nothing: one may
@@ -24,14 +24,14 @@ from graphopt.parallel import OverRanks, Parallel
 
 
 def ranks_together(parallel: Parallel) -> frozenset[int]:
-    """The ranks that run a step alike."""
+    """The group of ranks that run the same graph of a step."""
     if isinstance(parallel, OverRanks):
         return frozenset(dist.get_process_group_ranks(parallel.everyone))
     return frozenset({dist.get_rank()})
 
 
 def groups_apart(graph: fx.Graph, parallel: Parallel) -> frozenset[str]:
-    """Names of the groups of a graph in which others are than the ranks that run a step alike."""
+    """The names of a graph's groups that include ranks which may run another graph."""
     launches = find_nodes(graph, is_collective)
     names = {str(node.args[-1]) for node in launches}
     together = ranks_together(parallel) if names else frozenset()
@@ -41,14 +41,14 @@ def groups_apart(graph: fx.Graph, parallel: Parallel) -> frozenset[str]:
 
 
 def launched_apart(graph: fx.Graph, groups: frozenset[str]) -> bool:
-    """True if something is launched in one of these groups before the last assumption."""
+    """True if a collective of one of these groups is launched before the last assumption."""
     last = assumptions(graph)[-1:] if groups else []
     launches = find_nodes(graph, is_collective) if last else []
     return any(str(node.args[-1]) in groups and node < last[0] for node in launches)
 
 
 def keep_launches(graph: fx.Graph, groups: frozenset[str]) -> None:
-    """Let what is launched in these groups stay as the program launches it."""
+    """Keeps the launch order of these groups' collectives as the program has it."""
     for node in find_nodes(graph, is_collective):
         if str(node.args[-1]) in groups:
             keep_launch(node)

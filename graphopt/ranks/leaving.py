@@ -1,8 +1,7 @@
-"""A rank that cannot go on with a step while others run its graph: it joins their collectives with
-zeros, so that all of them come to the place where they learn of it.
+"""A rank that leaves a step joins the other ranks' collectives with zeros, until they learn of it.
 
-    rank 0   launch a   launch b                   waits for all to go on ── raises
-    rank 1   launch a   ✗ no graph for its branch  launch b of zeros, says that it does not go on
+rank 0   launch a   launch b                   waits for all to go on ── raises
+rank 1   launch a   ✗ no graph for its branch  launch b of zeros, says that it does not go on
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from graphopt.ir.operators import argument
 
 
 def sends_before_own(graph: fx.Graph) -> bool:
-    """Whether something is launched before a decision by a value of a rank's own."""
+    """True if a collective is launched before a decision by a value of one rank alone."""
     launches = find_nodes(graph, is_collective)
     own = [node for node in graph.nodes if decides_alone(node.target)]
     return bool(launches and own) and launches[0] < own[-1]
@@ -31,7 +30,7 @@ def sends_before_own(graph: fx.Graph) -> bool:
 def join_with_zeros(
     executable: fx.Graph, groups: Collection[str], sent: Mapping[str, Sequence[Any]]
 ) -> None:
-    """Launch the collectives of a graph that have not been launched yet, and wait for them.
+    """Launches the graph's remaining collectives on zeros, and waits for them.
 
     Args:
         groups: the process groups of ranks that run the step together.

@@ -49,7 +49,7 @@ _LINGER_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Channel:
-    """The place in a store where the ranks of one group meet for one purpose.
+    """The keys in a store under which the ranks of one group meet for one purpose.
 
     Attributes:
         topic: the same text on all ranks, different for different purposes.
@@ -61,11 +61,11 @@ class Channel:
     timeout: float
 
     def meeting(self) -> Meeting:
-        """The next meeting; a context manager, to be entered once."""
+        """Starts the next meeting: a context manager, to be entered once."""
         return Meeting(self)
 
     def exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """A meeting of one round; see `Meeting.exchange`."""
+        """Exchanges values in a meeting of one round; see `Meeting.exchange`."""
         with self.meeting() as meeting:
             return meeting.exchange(mine)
 
@@ -100,7 +100,7 @@ class Meeting:
             self._numbers[self._channel.topic] += 1
 
     def exchange(self, mine: dict[str, Any], *, patient: bool = False) -> list[dict[str, Any]]:
-        """Give `mine`, JSON-like, to all ranks; returns every rank's, by rank in the group.
+        """Sends the JSON-like value `mine` to all ranks; returns every rank's value, by rank.
 
         Args:
             patient: wait for ranks as long as their processes live, for what takes some of them
@@ -126,7 +126,7 @@ class Meeting:
         return everyone
 
     def _come(self, mine: dict[str, Any]) -> dict[str, Any]:
-        """Say something in this round; returns how it was decided."""
+        """Submits a value in this round; returns how the round was decided."""
         self._store.set(self._key(f"said/{self._rank}"), json.dumps(mine))
         if self._store.add(self._key("came"), 1) == self._size:
             self._decide({"held": True}, self._round)
@@ -137,11 +137,11 @@ class Meeting:
         return [json.loads(theirs) for theirs in self._store.multi_get(said)]
 
     def _is_late(self, verdict: dict[str, Any]) -> bool:
-        """True if the others gave up on this rank before it came to their meeting."""
+        """True if the other ranks gave up on this rank before it came."""
         return self._round == 1 and self._rank in verdict.get("missing", ())
 
     def _wait(self) -> dict[str, Any]:
-        """Wait until this round is decided, or decide that it has failed."""
+        """Waits until this round is decided, or decides that it has failed."""
         key = self._key("verdict")
         now = start = look = time.monotonic()
         while not self._store.check([key]):
@@ -156,13 +156,13 @@ class Meeting:
         return dict(json.loads(self._store.get(key)))
 
     def _decide(self, verdict: dict[str, Any], number: int) -> dict[str, Any]:
-        """Decide a round, unless it has been decided; returns how it was."""
+        """Decides a round unless it has been decided; returns the decision."""
         mine = {"held": False, "by": self._rank, "seconds": self._channel.timeout} | verdict
         key = self._key("verdict", number)
         return dict(json.loads(self._store.compare_set(key, "", json.dumps(mine))))
 
     def _give_up(self, mine: dict[str, Any]) -> None:
-        """Tell the others that this rank leaves the meeting, and why."""
+        """Tells the other ranks that this rank leaves the meeting, and why."""
         self._round = max(self._round, 1)
         verdict = self._decide(mine, self._round)
         while self._is_late(verdict):
@@ -172,7 +172,7 @@ class Meeting:
             self._decide(mine, self._round + 1)
 
     def _leave(self, held: bool) -> None:
-        """End the meeting; rank 0, which may host the store, goes last and clears up."""
+        """Ends the meeting; rank 0, which may host the store, leaves last and clears up."""
         if self._rank:
             self._store.set(self._key(f"left/{self._rank}", 0), "")
             return
@@ -191,7 +191,7 @@ class Meeting:
         return left or rank in ended_ranks(self._group)
 
     def _clear_up(self) -> None:
-        """Remove what a meeting that is over has left in the store."""
+        """Removes the keys of a finished meeting from the store."""
         ranks = range(self._size)
         keys = [self._key(f"left/{rank}", 0) for rank in ranks]
         for number in range(1, self._round + 1):
@@ -204,11 +204,11 @@ class Meeting:
         return self._store.check([self._key(f"said/{rank}")])
 
     def _missing(self) -> list[int]:
-        """Ranks that have said nothing in this round."""
+        """The ranks that have submitted nothing in this round."""
         return [rank for rank in range(self._size) if not self._has_said(rank)]
 
     def _ended(self) -> list[int]:
-        """Ranks that have said nothing in this round and never will."""
+        """The ranks that have submitted nothing in this round and whose process has ended."""
         learn(self._store, self._group)
         return [rank for rank in ended_ranks(self._group) if not self._has_said(rank)]
 
@@ -239,7 +239,7 @@ class Meeting:
 
 @contextmanager
 def _store_errors(channel: Channel) -> Iterator[None]:
-    """While active, what the store raises says what it means for the ranks."""
+    """While active, errors of the store say what they mean for the ranks."""
     try:
         yield
     except (RuntimeError, ValueError) as error:  # what stores raise; there is no group any more

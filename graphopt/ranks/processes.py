@@ -1,4 +1,4 @@
-"""Processes of the ranks: their identities, and a test that they still run.
+"""Identities of the ranks' processes, and a test that they still run.
 
 Only a process of the same machine and the same process namespace can be asked about. Of any other
 nothing is known, and it counts as running.
@@ -30,7 +30,7 @@ _ENDED = ("Z", "X")  # a killed process is a zombie until its parent has asked f
 
 @dataclass(frozen=True)
 class Process:
-    """One process of one machine.
+    """The identity of one process on one machine.
 
     Attributes:
         machine: equal for processes that see each other in ``/proc``.
@@ -44,13 +44,13 @@ class Process:
 
     @classmethod
     def current(cls) -> Process:
-        """The process that asks."""
+        """The identity of this process."""
         machine, pid = _machine(), os.getpid()
         return cls(machine, pid, (_look_up(pid) or ("", 0))[1])
 
     @property
     def ended(self) -> bool:
-        """True if it is known to have ended."""
+        """True if the process is known to have ended."""
         if not self.machine or self.machine != _machine():
             return False
         found = _look_up(self.pid)
@@ -61,13 +61,13 @@ _known: WeakKeyDictionary[dist.ProcessGroup, dict[int, Process]] = WeakKeyDictio
 
 
 def register(store: dist.Store, group: dist.ProcessGroup) -> None:
-    """Let the other ranks of a group know which process this one is."""
+    """Tells the other ranks of a group the identity of this process."""
     store.set(_key(group, group.rank()), json.dumps(asdict(Process.current())))
 
 
 def announce(parallel: OverRanks | None) -> None:
-    """`register` with the ranks that run a step alike, where there are a group and a store: the
-    sooner, the sooner an end is noticed.
+    """Registers this process with the ranks that run the same graph, early so that its end is
+    noticed early.
 
     Args:
         parallel: None: all ranks do.
@@ -82,12 +82,12 @@ def announce(parallel: OverRanks | None) -> None:
 
 
 def is_registered(store: dist.Store, group: dist.ProcessGroup, rank: int) -> bool:
-    """True if a rank of a group has said which process it is."""
+    """True if a rank of a group has registered its process."""
     return store.check([_key(group, rank)])
 
 
 def learn(store: dist.Store, group: dist.ProcessGroup) -> None:
-    """Note which processes the ranks near this one are, where they have registered."""
+    """Looks up the processes of the neighbouring ranks, if they are registered."""
     known = _known.setdefault(group, {})
     for rank in _near(group):
         restarted = rank not in known or known[rank].ended
@@ -96,7 +96,7 @@ def learn(store: dist.Store, group: dist.ProcessGroup) -> None:
 
 
 def ended_ranks(group: dist.ProcessGroup) -> list[int]:
-    """Ranks of a group whose processes are known to have ended."""
+    """The ranks of a group whose processes are known to have ended."""
     return sorted(rank for rank, process in _known.get(group, {}).items() if process.ended)
 
 
@@ -111,7 +111,7 @@ def _key(group: dist.ProcessGroup, rank: int) -> str:
 
 
 def _machine() -> str:
-    """Names what ``/proc`` shows; empty where there is none."""
+    """The identity of this machine, from ``/proc``; empty without it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -120,7 +120,7 @@ def _machine() -> str:
 
 
 def _look_up(pid: int) -> tuple[str, int] | None:
-    """State and start time of a process; None where there is none of that number."""
+    """State and start time of a process, or None if there is none of that number."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Ranks agree on what they are about to do, before they do it.
+"""The check that all ranks are about to run the same plan of collectives.
 
 Everything goes through meetings of the ranks (`graphopt.ranks.meeting`): a rank that plans other
 communication, or that could not capture its step, becomes an error on every rank in place of a
@@ -44,8 +44,8 @@ FREEZE = (
 
 
 def collective_plan(graph: fx.Graph, ranks: Set[int]) -> list[str]:
-    """One line per collective, in launch order: operator, options, dtype, shape, group; and one for
-    each uniform decision.
+    """The plan of a graph: one line per collective, in launch order (operator, options, dtype,
+    shape, group), and per uniform decision.
 
     Args:
         ranks: those that compare their plans. A group that not all of them are in, as one of
@@ -70,7 +70,7 @@ def collective_plan(graph: fx.Graph, ranks: Set[int]) -> list[str]:
 
 
 def plan_lines(graph: fx.Graph) -> list[str]:
-    """The user's line for each line of `collective_plan`; empty where none is known."""
+    """The user's source line for each line of `collective_plan`; empty if unknown."""
     nodes = [node for node in graph.nodes if is_collective(node)]
     decided = [node for node in graph.nodes if isinstance(node.target, Assumption)]
     nodes += [node for node in decided if not node.target.alone]
@@ -78,7 +78,7 @@ def plan_lines(graph: fx.Graph) -> list[str]:
 
 
 def launches_digest(graph: fx.Graph) -> str:
-    """Equal for graphs that launch the same collectives in the same order."""
+    """A digest that is equal for graphs with the same collectives in the same order."""
     plan = [
         (str(node.target), [launch_part(arg) for arg in node.args])
         for node in calls_of(graph, attrgetter("collective"))
@@ -87,7 +87,7 @@ def launches_digest(graph: fx.Graph) -> str:
 
 
 def launch_part(argument: object) -> object:
-    """Description of one argument of a collective, which ranks compare."""
+    """The text of one argument of a collective, for comparison between ranks."""
     if isinstance(argument, (list, tuple)):
         return [launch_part(entry) for entry in argument]
     if not isinstance(argument, fx.Node):
@@ -102,7 +102,8 @@ def check_same_plans(
     decided: Sequence[Sequence[Sequence[str]]],
     lines: Sequence[Sequence[Sequence[str]]],
 ) -> None:
-    """`check_same` of collectives, which names the decision or the pass that made them differ.
+    """Compares the ranks' plans by `check_same`, and names the decision or pass that made them
+    differ.
 
     Args:
         plans: of each rank, the name of each graph that runs and its `collective_plan`.
@@ -124,7 +125,7 @@ def check_same_plans(
 
 
 def _parted(decided: Sequence[Sequence[Sequence[str]]]) -> str:
-    """The first decision that a rank took otherwise than rank 0; empty where there is none."""
+    """The first decision that a rank took differently from rank 0; empty without one."""
     for rank, theirs in enumerate(decided):
         for (line, answer), (first_line, first) in zip(theirs, decided[0], strict=False):
             if line != first_line:
@@ -189,7 +190,7 @@ def check_same(
     *,
     lines: Sequence[Sequence[str]] | None = None,
 ) -> None:
-    """Raise `SpmdMismatchError` naming the first rank and entry that differ from rank 0's.
+    """Raises `SpmdMismatchError` naming the first rank and entry that differ from rank 0's.
 
     Args:
         what: what the entries are.
@@ -220,5 +221,5 @@ def _entry(entries: Sequence[str], index: int, missing: str) -> str:
 
 
 def merged_order(everyone: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """The union of the ranks' names, in rank 0's order, then what each next rank adds."""
+    """The union of all ranks' names: rank 0's order, then what each next rank adds."""
     return tuple(dict.fromkeys(name for names in everyone for name in names))

@@ -1,4 +1,4 @@
-"""Parameters that ranks leave unused in a call, told through the store of the process group.
+"""Exchange of the parameters that ranks leave unused in a call, over the process group's store.
 
 All ranks send gradients of the parameters that they have agreed on, zeros for those that they do
 not use. A parameter that some rank uses gets the average; one that no rank uses has no gradient.
@@ -35,7 +35,7 @@ sent in between, and nobody reads what was said before it."""
 
 
 class UnusedParameters:
-    """Parameters that each rank of a group leaves unused in calls of one step function.
+    """The parameters that each rank of a group leaves unused in calls of one step function.
 
     Args:
         topic: the same text on all ranks, different for different step functions.
@@ -47,8 +47,8 @@ class UnusedParameters:
         self._said: tuple[int, list[int]] | None = None
 
     def say(self, unused: Collection[int]) -> None:
-        """Before the graph of a call runs: which of the parameters that the ranks have agreed on
-        this rank does not use, by position."""
+        """Tells the other ranks, before the graph runs, which of the agreed parameters this rank
+        does not use, by position."""
         number, now = self._numbers[self._topic], sorted(unused)
         before = self._said[1] if self._said and self._said[0] == number else []
         if now == before:
@@ -61,7 +61,8 @@ class UnusedParameters:
             store.get(key)  # the store answers what it is asked in order: it has it now
 
     def used_anywhere(self, positions: Sequence[int]) -> tuple[int, ...]:
-        """Behind collectives of all ranks: 1 for each of these parameters that some rank uses."""
+        """A 1 for each given parameter that some rank uses, else 0; called after collectives of
+        all ranks."""
         number = self._numbers[self._topic]
         keys = [self._key(rank, number) for rank in range(self.group.size())]
         with self._explained():
@@ -74,7 +75,7 @@ class UnusedParameters:
         return tuple(int(position not in nowhere) for position in positions)
 
     def over(self) -> None:
-        """A call whose gradients were averaged is over, on all ranks."""
+        """Ends a call whose gradients were averaged on all ranks."""
         self._numbers[self._topic] += 1
 
     def _key(self, rank: int, number: int) -> str:

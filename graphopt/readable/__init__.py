@@ -1,4 +1,4 @@
-"""Graphs as text that a person wants to read: one graph, or two compared.
+"""Graphs as text for people: one graph, or the difference between two.
 
 `graphopt.readable.terminal` prints both in colour.
 """

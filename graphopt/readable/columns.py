@@ -1,4 +1,4 @@
-"""Rows of a listing as columns of plain text."""
+"""Graph listings as columns of plain text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _SHAPE_WIDTH = 16
 
 
 def listing_text(listing: Listing, *, bytes: bool = True, places: bool = True) -> str:
-    """Summary, then one row per node under headings for the phases; collectives are left out."""
+    """The text of a listing: a summary, then a row per node under headings of phases, without
+    collectives' costs."""
     lines = [*listing.summary, ""]
     for title, rows in listing.sections:
         lines.append(heading(title))
@@ -20,17 +21,17 @@ def listing_text(listing: Listing, *, bytes: bool = True, places: bool = True) -
 
 
 def heading(title: str) -> str:
-    """A line above a part of a listing."""
+    """The heading line above a part of a listing."""
     return f"── {title} ──"
 
 
 def line(row: ListingRow, *, bytes: bool, places: bool) -> str:
-    """One row in columns."""
+    """A listing row as one line of text."""
     return "".join(text for _, text in cells(row, bytes=bytes, places=places)).rstrip()
 
 
 def cells(row: ListingRow, *, bytes: bool, places: bool) -> Iterator[tuple[str, str]]:
-    """The columns of a row, padded, each with its name."""
+    """The columns of a listing row, padded, with their names."""
     yield "marks", f"{row.marks:<3}"
     yield "text", f"{row.text:<{_TEXT_WIDTH}}  "
     yield "shape", f"{row.shape:<{_SHAPE_WIDTH}}  "
@@ -43,7 +44,7 @@ def cells(row: ListingRow, *, bytes: bool, places: bool) -> Iterator[tuple[str, 
 
 
 def readable_bytes(count: int) -> str:
-    """A number of bytes for a person: ``512 B``, ``1.5 KiB``, ``3.0 MiB``.
+    """A number of bytes as text: ``512 B``, ``1.5 KiB``, ``3.0 MiB``.
 
     >>> from graphopt.readable import readable_bytes
     >>> readable_bytes(3 << 20)

@@ -1,4 +1,4 @@
-"""The change that a pass made, as a unified diff of two graphs in close to linear time.
+"""Unified diffs of graphs and texts, in nearly linear time.
 
 Nearly every line of a graph's text begins with a name of its own, so the lines that occur once in
 both texts are matched, the longest sequence of them in the same order is kept (Bram Cohen's
@@ -32,7 +32,7 @@ def graph_diff(
     after: fx.GraphModule | fx.Graph | str,
     names: tuple[str, str] = ("before", "after"),
 ) -> str:
-    """The difference between two graphs as unified text; empty where there is none.
+    """The unified diff of two graphs; empty if they are equal.
 
     Args:
         before, after: graphs, or their `compact_text`, which stays as it is when a graph changes.
@@ -49,7 +49,7 @@ def graph_diff(
 
 
 def text_diff(before: str, after: str, names: tuple[str, str]) -> str:
-    """The difference between two texts as unified text; empty where there is none.
+    """The unified diff of two texts; empty if they are equal.
 
     >>> from graphopt.readable import text_diff
     >>> print(text_diff("old", "new", ("before", "after")), end="")
@@ -64,7 +64,7 @@ def text_diff(before: str, after: str, names: tuple[str, str]) -> str:
 
 
 def sequence_changes(old: Sequence[Line], new: Sequence[Line]) -> list[ChangedLine[Line]]:
-    """The lines of the difference between two sequences, none where they are equal.
+    """The changed lines between two sequences; empty if they are equal.
 
     Args:
         old, new: lines, or whatever is equal where the lines are.
@@ -76,7 +76,7 @@ def sequence_changes(old: Sequence[Line], new: Sequence[Line]) -> list[ChangedLi
 def written_out(
     lines: Sequence[ChangedLine[Line]], text: Callable[[Line], str], names: tuple[str, str]
 ) -> str:
-    """Changed lines as unified text.
+    """Changed lines in the format of a unified diff.
 
     Args:
         text: a line.
@@ -94,7 +94,7 @@ def _text(graph: fx.GraphModule | fx.Graph | str) -> str:
 
 
 def _runs(old: Sequence[Line], new: Sequence[Line]) -> list[Run]:
-    """Equal lines, increasing in both."""
+    """The pairs of equal lines, increasing in both sequences."""
     found: list[Run] = []
     pending = [(0, len(old), 0, len(new))]
     while pending:
@@ -124,7 +124,7 @@ def _runs(old: Sequence[Line], new: Sequence[Line]) -> list[Run]:
 def _anchors(
     old: Sequence[Line], new: Sequence[Line], window: tuple[int, int, int, int]
 ) -> list[Match]:
-    """Lines that occur once in each part: the longest sequence in the same order."""
+    """The lines that occur once in each part: the longest sequence in the same order."""
     a, a_end, b, b_end = window
     old_counts, new_counts = Counter(old[a:a_end]), Counter(new[b:b_end])
     where = {new[j]: j for j in range(b, b_end) if new_counts[new[j]] == 1}
@@ -167,7 +167,7 @@ def _changes(equal: list[Run], old: int, new: int) -> Iterator[Change]:
 
 
 def _hunks(changes: list[Change]) -> Iterator[list[Change]]:
-    """Changes that are close to one another."""
+    """Groups of changes that are close to one another."""
     hunk: list[Change] = []
     for change in changes:
         if hunk and change[0] - hunk[-1][1] > 2 * _CONTEXT:

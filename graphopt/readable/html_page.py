@@ -1,4 +1,4 @@
-"""HTML pages that need nothing else: a graph with its timeline, or lanes of blocks over time."""
+"""Self-contained HTML pages: a graph with its timeline, or lanes of blocks over time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ the pointer, the number of its node or None, and a label."""
 
 
 def page_of(contents: Mapping[str, Any]) -> str:
-    """The page that shows contents as JSON. Nothing in it can end its script."""
+    """An HTML page that embeds contents as JSON, escaped so that no text ends its script."""
     template = files("graphopt.readable").joinpath("template.html").read_text(encoding="utf-8")
     data = json.dumps(contents, separators=(",", ":"), ensure_ascii=True)
     return template.replace("@DATA@", data.replace("<", "\\u003c"))
@@ -30,7 +30,7 @@ def lanes_page(
     heads: Sequence[str] = (),
     rows: Sequence[Sequence[str]] = (),
 ) -> str:
-    """A page of lanes, one below the other over the same time, and a table.
+    """An HTML page of lanes over one time axis, and a table.
 
     Args:
         lanes: each has a `name` and `blocks` (`Block`).
@@ -50,7 +50,7 @@ def lanes_page(
 
 
 def trace_page(text: str, title: str = "trace") -> str:
-    """A trace in the trace event format, such as ``Timeline.save_chrome_trace`` writes, as a page.
+    """An HTML page of a trace in trace event format, such as ``Timeline.save_chrome_trace`` writes.
 
     Raises:
         FileError: it is no such trace.

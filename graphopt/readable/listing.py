@@ -1,4 +1,4 @@
-"""A graph as rows that say of each node what it computes, and where it comes from."""
+"""Graphs as rows that say what each node computes and where it comes from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARKS = {
 
 @dataclass
 class ListingRow:
-    """One node, or one part of the output.
+    """One row of a listing: a node, or a part of the output.
 
     Attributes:
         marks: some of `MARKS`.
@@ -40,7 +40,7 @@ Section = tuple[str, list[ListingRow]]
 
 @dataclass(frozen=True)
 class Listing:
-    """A graph as rows.
+    """A graph as a list of rows.
 
     Attributes:
         summary: lines above: how large the graph is, and what the marks mean.

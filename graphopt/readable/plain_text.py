@@ -1,4 +1,4 @@
-"""A graph as plain text."""
+"""Graphs as plain text, to read or to compare."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def graph_text(
     places: bool = True,
     phase: str | None = None,
 ) -> str:
-    """A graph for reading: a summary, then one row per node under headings for the phases.
+    """A graph as text to read: a summary, then one row per node under headings for the phases.
 
     A row says name, operator and arguments, dtype and shape, bytes, module path, source line, and
     which pass made the node. Marks at its left show launches, waits, updates and late nodes.
@@ -40,7 +40,7 @@ def graph_text(
 
 
 def listing_of(graph: fx.GraphModule | fx.Graph, *, phase: str | None = None) -> Listing:
-    """A graph as rows, or the calls of one phase. Nothing is said of what collectives take.
+    """The rows of a graph, or of one phase, without the costs of collectives.
 
     >>> from graphopt.readable import listing_of
     >>> [title for title, rows in listing_of(gm, phase="forward").sections]
@@ -51,8 +51,8 @@ def listing_of(graph: fx.GraphModule | fx.Graph, *, phase: str | None = None) ->
 
 
 def compact_text(graph: fx.GraphModule | fx.Graph) -> str:
-    """A graph for comparison: all arguments, no padding, and nothing that moves with the user's
-    source (lines, module paths). What tests expect and what differences are taken of.
+    """A graph as text to compare: all arguments, no padding, no lines or paths of the user's
+    source.
 
     >>> from graphopt.readable import compact_text
     >>> "%sum_1 = aten.sum.default(%addmm)  f32[]" in compact_text(gm)
@@ -66,13 +66,13 @@ def compact_text(graph: fx.GraphModule | fx.Graph) -> str:
 
 
 def compact_line(row: ListingRow) -> str:
-    """A row of `compact_text`."""
+    """One row of `compact_text`."""
     parts = (f"{row.marks} {row.text}".strip(), row.shape, row.note)
     return "  ".join(part for part in parts if part)
 
 
 def summary(graph: fx.Graph) -> Iterator[str]:
-    """Lines about the size of a graph, and the meaning of the marks of its rows."""
+    """Lines about a graph's size, and a legend of the marks in its rows."""
     nodes = list(graph.nodes)
     collectives = [node for node in nodes if is_collective(node)]
     sent = readable_bytes(sum(map(sent_bytes, collectives)))
@@ -90,5 +90,5 @@ def summary(graph: fx.Graph) -> Iterator[str]:
 
 
 def counted(number: int, what: str) -> str:
-    """``1 node``, ``2 nodes``."""
+    """A number with its noun: ``1 node``, ``2 nodes``."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

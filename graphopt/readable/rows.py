@@ -1,4 +1,4 @@
-"""Rows of text for the nodes of a graph, before they are laid out in columns."""
+"""Texts of a graph's nodes, before they are laid out in columns."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _ITEMS_SHOWN = 4
 def sections(
     graph: fx.Graph, *, shorten: bool = True, phase: str | None = None
 ) -> Iterator[Section]:
-    """Rows of a graph in order, with a new section where the phase changes.
+    """The rows of a graph in order, in sections of one phase.
 
     Args:
         shorten: leave out most of long lists of arguments.
@@ -80,7 +80,7 @@ def sections(
 
 
 def title_of(node: fx.Node) -> str:
-    """Under which heading a node stands: its phase, or the kind of input."""
+    """The heading that a node stands under: its phase, or the kind of input."""
     if node.op == "placeholder":
         kind = input_kind(node)
         return f"inputs: {kind}" if kind else "inputs"
@@ -88,7 +88,7 @@ def title_of(node: fx.Node) -> str:
 
 
 def row_of(node: fx.Node, late: Mapping[fx.Node, fx.Node], shorten: bool = True) -> ListingRow:
-    """The row of one node."""
+    """The listing row of one node."""
     row = ListingRow(_statement(node, shorten), shape=describe(known_value(node)))
     row.size = _size(node)
     row.place = _place(node)
@@ -115,7 +115,7 @@ def _statement(node: fx.Node, shorten: bool) -> str:
 
 
 def target_text(node: fx.Node) -> str:
-    """The operator that a node calls, or the kind of node, in a word."""
+    """The operator that a node calls, or its kind, as a word."""
     if node.op in ("placeholder", "get_attr", "output"):
         return node.op
     target = node.target
@@ -131,7 +131,7 @@ def _function_name(target: Any) -> str:
 
 
 def _constant(node: fx.Node) -> str:
-    """The value of a constant that is one number."""
+    """The value of a constant if it is a single number."""
     value: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         value = getattr(value, part, None)
@@ -141,7 +141,7 @@ def _constant(node: fx.Node) -> str:
 
 
 def argument(value: Any, shorten: bool) -> str:
-    """An argument of a node in short form: nodes as ``%name``, types without ``torch.``."""
+    """A node's argument in short form: nodes as ``%name``, types without ``torch.``."""
     if isinstance(value, fx.Node):
         return f"%{value.name}"
     if isinstance(value, (list, tuple)):
@@ -162,7 +162,7 @@ def argument(value: Any, shorten: bool) -> str:
 
 
 def describe(value: Any) -> str:
-    """A node's `meta["val"]` as text: ``f32[64, 128]``, ``float``, or a list of such."""
+    """A node's `meta["val"]` as text: ``f32[64, 128]``, ``float``, or a list."""
     if isinstance(value, torch.Tensor):
         kind = _SHORT.get(value.dtype) or str(value.dtype).removeprefix("torch.")
         device = "" if value.device.type == "cpu" else f"@{value.device}"
@@ -180,7 +180,7 @@ def describe(value: Any) -> str:
 
 
 def _size(node: fx.Node) -> int | None:
-    """Bytes of what a node computes, None if it shows what another node computed."""
+    """The bytes of a node's value, or None if it is an alias of another node's."""
     if node.target is operator.getitem or (node.op == "call_function" and is_view(node)):
         return None
     tensors = list(tensors_in(known_value(node)))
@@ -194,7 +194,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def sent_bytes(node: fx.Node) -> int:
-    """Bytes of the tensors that a collective is launched with.
+    """The bytes of the tensors that a collective sends.
 
     >>> from graphopt.graph_utils import find_nodes, is_collective
     >>> from graphopt.readable import sent_bytes

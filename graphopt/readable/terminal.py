@@ -1,4 +1,4 @@
-"""Graphs and differences in colour."""
+"""Graphs and diffs in colour, for terminals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DIFF_STYLES = {"-": "red", "+": "green", "@": "cyan"}
 
 
 def print_listing(listing: Listing, console: Console) -> None:
-    """Print a graph, in colour where `console` has colours. Long rows are not broken."""
+    """Prints a graph, in colour if `console` has colours; long rows are not broken."""
     if console.color_system is None:
         console.out(listing_text(listing), end="", highlight=False)
     else:
@@ -32,7 +32,7 @@ def _print_coloured(listing: Listing, console: Console) -> None:
 
 
 def print_diff(difference: str, console: Console) -> None:
-    """Print a unified diff, in colour where `console` has colours."""
+    """Prints a unified diff, in colour if `console` has colours."""
     if console.color_system is None:
         console.out(difference, end="", highlight=False)
         return

@@ -1,4 +1,4 @@
-"""n replicas of a step in one process, whose collectives exchange values."""
+"""Simulation of several ranks in one process: replicas of a step exchange values by collectives."""
 
 from graphopt.replicas.lockstep import Lockstep
 from graphopt.replicas.replica_steps import ReplicatedStep

@@ -24,7 +24,7 @@ Call = Mapping[str, Any]
 
 
 def exchange(target: _compat.OpOverload, calls: Sequence[Call]) -> list[Any]:
-    """Compute the results of a collective for each rank of a group.
+    """Computes the result of a collective for each rank of a group.
 
     Args:
         target: the operator that all ranks call.
@@ -57,7 +57,7 @@ def sent(call: Call) -> Any:
 def _of_lists(
     kind: Callable[[Sequence[Call]], list[Any]], name: str, calls: Sequence[Call]
 ) -> list[Any]:
-    """A collective on lists: one for each of their tensors."""
+    """The results of a collective on lists: that of single tensors, for each of them."""
     singles = []
     for index in range(len(sent(calls[0]))):
         single = [{**call, "inputs": call["inputs"][index]} for call in calls]
@@ -80,7 +80,7 @@ def _check_same(name: str, calls: Sequence[Call]) -> None:
 
 
 def _written(call: Call, result: Any) -> Any:
-    """Write a result where a variant in place writes it."""
+    """Writes the result of an in-place collective into its argument."""
     destination = call.get("out", sent(call))
     if isinstance(destination, (list, tuple)):
         return [old.copy_(new) for old, new in zip(destination, result, strict=True)]

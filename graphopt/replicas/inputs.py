@@ -1,4 +1,4 @@
-"""Random inputs for a graph of which only the metadata is at hand."""
+"""Random inputs for a graph from the metadata of its placeholders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SMALL = 0.1
 
 
 def random_inputs(graph: fx.Graph, count: int, seed: int) -> list[list[Any]]:
-    """One value per placeholder, for each of `count` replicas.
+    """Random values for each placeholder, for each of `count` replicas.
 
     State is the same on all replicas, what the user gives differs. Floats of state that is no
     parameter are positive, as second moments and running variances are; integers are 0 or 1, which
@@ -56,7 +56,7 @@ def _drawn(like: torch.Tensor, kind: str | None, draw: torch.Generator) -> torch
 
 
 def _with_layout(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A copy with the strides, dtype and device of `like`."""
+    """A copy of a tensor with the strides, dtype and device of `like`."""
     made = torch.empty_strided(
         tuple(like.shape), tuple(like.stride()), dtype=like.dtype, device=like.device
     )

@@ -1,4 +1,4 @@
-"""Run one graph for n replicas, node by node: collectives combine what the replicas have.
+"""Runs one graph for several replicas, node by node; collectives combine their values.
 
     %mm         = mm(%x, %w)          on replica 0, on replica 1, …
     %all_reduce = all_reduce(%mm)     once, from the values of all replicas
@@ -28,14 +28,14 @@ from graphopt.replicas.replica_generators import ReplicaGenerators
 
 
 class ReplicaError(GraphOptError, RuntimeError):
-    """A node cannot be computed; names it."""
+    """A node cannot be computed for the replicas; the message names it."""
 
 
 Environment = dict[fx.Node, Any]
 
 
 class Lockstep:
-    """Runs graphs for `count` replicas.
+    """Runs graphs for `count` replicas at once.
 
     Args:
         count: how many replicas there are: the ranks of the default process group.
@@ -61,7 +61,7 @@ class Lockstep:
         self._generators = ReplicaGenerators()
 
     def run(self, graph_module: fx.GraphModule, inputs: Sequence[Sequence[Any]]) -> list[Any]:
-        """Run a graph once.
+        """Runs a graph once for all replicas.
 
         Args:
             inputs: for each replica one value per placeholder; tensors may be written to, and no
@@ -125,7 +125,7 @@ class Lockstep:
         return results
 
     def _constants(self, graph_module: fx.GraphModule, node: fx.Node) -> list[Any]:
-        """The same for all replicas, in tensors of their own: a graph may write to them."""
+        """A copy of a constant for each replica, since a graph may write to it."""
         value = _attribute(graph_module, str(node.target))
         if not isinstance(value, torch.Tensor):
             return [value] * self.count
@@ -150,7 +150,7 @@ class Lockstep:
         return results
 
     def _divisions(self, group: str) -> list[list[int]]:
-        """All ranks, in the sets in which they meet: a group and its shifted copies."""
+        """All ranks divided into sets that communicate: a group and its shifted copies."""
         ranks = self._ranks_of(group)
         found = list(islice(shifted_copies(ranks), self.count // len(ranks)))
         if {rank for copy in found for rank in copy} != set(range(self.count)):
@@ -168,7 +168,7 @@ class Lockstep:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """By node: the values that nobody needs after it."""
+    """The values that are used last by each node."""
     found: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(graph.nodes):

@@ -1,4 +1,4 @@
-"""Random numbers of n replicas in one process: each replica has generators of its own."""
+"""Random number generators of their own for replicas in one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphopt.ir.generators import generators_used
 
 
 class ReplicaGenerators:
-    """The state of every generator, for each replica but the first.
+    """The states of every generator, for each replica but the first.
 
     Replica 0 uses the generators as they are; those of replica r are seeded with r more.
     """
@@ -22,7 +22,7 @@ class ReplicaGenerators:
 
     @contextmanager
     def of(self, replica: int, values: Sequence[Any]) -> Iterator[None]:
-        """While active, generators are those of one replica.
+        """While active, all generators have the states of one replica.
 
         Args:
             values: what an operator is called with; tells which generators it may use.

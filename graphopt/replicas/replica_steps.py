@@ -1,4 +1,4 @@
-"""A training step on n replicas, iteration after iteration, late work included."""
+"""Training steps on several replicas, iteration after iteration, late work included."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ReplicatedStep:
         self._derived: dict[str, fx.GraphModule] = {}
 
     def __call__(self, inputs: Sequence[Sequence[Any]], *, last_iter: bool = False) -> list[Any]:
-        """Run one iteration.
+        """Runs one iteration.
 
         Args:
             inputs: for each replica one value per placeholder; state is updated in place.
@@ -55,7 +55,7 @@ class ReplicatedStep:
         ]
 
     def flush(self) -> None:
-        """Do the late work of the last iteration, if there is any."""
+        """Runs the late work of the last iteration, if there is any."""
         if self._flight is not None:
             self._lockstep.run(self._graph("drain"), self._with_flight(self._state))
             self._flight = None
@@ -78,7 +78,7 @@ class ReplicatedStep:
 
 
 def results_of(graph: fx.Graph, returned: Any) -> list[Any]:
-    """Values that a call returned, but for updates of state, which are seen in the inputs."""
+    """The values that a call returned, without state updates, which are seen in the inputs."""
     if follows_output_convention(graph):
         results, _, carried = returned
         return [*results, *carried]

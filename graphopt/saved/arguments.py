@@ -1,4 +1,4 @@
-"""Targets and arguments of nodes as JSON.
+"""JSON form of node targets and arguments.
 
 Only what a table or a check of its own names is ever looked up, so that a file can call nothing but
 operators.
@@ -94,14 +94,13 @@ def decode_target(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _define_operators() -> None:
-    """Import the modules that define the operators of graphopt, which otherwise happens when a step
-    is captured."""
+    """Imports the modules that define graphopt's operators, which otherwise the capture imports."""
     for name in ("parallel.shard_operators", "tracing.capture"):
         importlib.import_module(f"graphopt.{name}")
 
 
 def encode(value: Any, special: Callable[[Any], Any]) -> Any:
-    """`value` as JSON: numbers, text and containers, dtypes, devices and the like.
+    """The JSON form of `value`: numbers, text, containers, dtypes, devices and the like.
 
     Args:
         special: encodes all other leaves, as an object with one key of its own.
@@ -131,7 +130,7 @@ def encode(value: Any, special: Callable[[Any], Any]) -> Any:
 
 
 def decode(data: Any, special: Callable[[str, Any], Any]) -> Any:
-    """The inverse of `encode`; `special` is given the key and value of a leaf of its own."""
+    """The value of a JSON form; `special` decodes leaves with keys of its own."""
     if isinstance(data, list):
         return [decode(item, special) for item in data]
     if not isinstance(data, dict):
@@ -158,7 +157,7 @@ def decode(data: Any, special: Callable[[str, Any], Any]) -> Any:
 
 
 def not_saved(value: Any) -> Any:
-    """For `encode`: no other leaves are known.
+    """Refuses a leaf that `encode` does not know.
 
     Raises:
         SavedGraphError: always.

@@ -1,4 +1,4 @@
-"""The error of saving and loading graphs."""
+"""The error raised when a graph cannot be saved or loaded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from graphopt.errors import GraphOptError
 
 
 class SavedGraphError(GraphOptError, ValueError):
-    """A graph cannot be saved, or a file does not hold a graph that can be loaded.
+    """A graph cannot be saved, or a file holds no graph that can be loaded.
 
     >>> from graphopt.saved import SavedGraphError, load_graph
     >>> torch.save([1, 2], "other.pt")

@@ -1,4 +1,4 @@
-"""Save graphs to files and load them. Loading runs no code of the file."""
+"""Saves graphs to files and loads them; loading runs no code of the file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ APPLIED = "graphopt_passes"
 
 
 def save_graph(graph_module: fx.GraphModule, path: str | Path) -> None:
-    """Save a graph with all that passes look at; `load_graph` brings it back.
+    """Saves a graph with all metadata that passes read; `load_graph` loads it.
 
     Kept are nodes, their order and names, what they compute (shapes, dtypes, devices, which of
     them share storage), phases, source lines with their text, module paths, provenance, late nodes,
@@ -67,7 +67,7 @@ def save_graph(graph_module: fx.GraphModule, path: str | Path) -> None:
 
 
 def load_graph(path: str | Path) -> fx.GraphModule:
-    """Load what `save_graph` saved: an `IterGraphModule` if it was one.
+    """Loads a graph that `save_graph` saved, as an `IterGraphModule` if it was one.
 
     The program that the graph comes from is not needed. Custom operators are: import the module
     that defines them first. Tensors are fakes of a new `FakeTensorMode`; random generators are new.
@@ -87,8 +87,8 @@ def load_graph(path: str | Path) -> fx.GraphModule:
 
 
 def load_description(path: str | Path) -> fx.GraphModule:
-    """As `load_graph`, in much less time, for those who only look at the graph: it cannot be
-    rewritten or run, since the tensors in its metadata cannot be computed with.
+    """Loads a graph quickly, only to look at: its tensors cannot be computed with, so that it
+    cannot be rewritten or run.
 
     >>> from graphopt.readable import graph_text
     >>> graphopt.saved.save_graph(gm, "step.pt")

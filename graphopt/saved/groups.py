@@ -1,4 +1,4 @@
-"""How many ranks the process groups of a graph have: saved with it, since groups are not."""
+"""Sizes of the process groups of a saved graph, since groups themselves are not saved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEY = "group_sizes"
 
 
 def sizes_of_saved(graph_module: fx.GraphModule) -> dict[str, int]:
-    """Ranks by the name of the group, of a graph that was loaded.
+    """The sizes of a loaded graph's process groups, by name.
 
     >>> from graphopt.saved.groups import sizes_of_saved
     >>> sizes_of_saved(gm)
@@ -23,7 +23,7 @@ def sizes_of_saved(graph_module: fx.GraphModule) -> dict[str, int]:
 
 
 def sizes_now(graph_module: fx.GraphModule) -> dict[str, int]:
-    """Ranks by the name of the group, of all groups of which it is known.
+    """The sizes of a graph's process groups, by name, as far as they are known.
 
     >>> from graphopt.saved.groups import sizes_now
     >>> sizes_now(gm)

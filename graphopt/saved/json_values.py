@@ -1,4 +1,4 @@
-"""Values of nodes (`meta["val"]`) as JSON: tensors without data, and symbolic numbers.
+"""JSON form of node values (`meta["val"]`): tensors without data, and symbolic numbers.
 
 Tensors that share a storage share one again after loading. A symbolic number becomes an unknown of
 its own; equal expressions become the same unknown.
@@ -31,7 +31,7 @@ class ValueEncoder:
         self._symbols: dict[str, int] = {}
 
     def encode(self, value: Any) -> Any:
-        """Encode the value of a node as JSON."""
+        """The JSON form of a node's value."""
         return encode(value, self._leaf)
 
     def _leaf(self, value: Any) -> Any:
@@ -79,7 +79,7 @@ class ValueEncoder:
 
 
 class ValueDecoder:
-    """Decodes the values of one graph, in one new fake tensor mode."""
+    """Decodes the values of one graph, in a new fake tensor mode."""
 
     def __init__(self, storages: list[int]) -> None:
         self._bases = [torch.empty(size, dtype=torch.uint8, device="meta") for size in storages]
@@ -90,7 +90,7 @@ class ValueDecoder:
         return _compat.new_fake_mode()
 
     def decode(self, data: Any) -> Any:
-        """Decode a value that `ValueEncoder.encode` has written."""
+        """The value of a JSON form that `ValueEncoder.encode` returned."""
         return decode(data, self._leaf)
 
     def _leaf(self, kind: str, content: Any) -> Any:
@@ -133,8 +133,8 @@ class ValueDecoder:
 
 
 class DescriptionDecoder(ValueDecoder):
-    """Decodes values to look at: nothing can be computed with them, and nothing of torch that takes
-    long to import is needed. Unknown numbers are zeros."""
+    """Decodes values only to look at, without slow imports of torch: they cannot be computed
+    with, and unknown numbers are zero."""
 
     def _unknown(self, integer: bool) -> Any:
         return 0 if integer else 0.0

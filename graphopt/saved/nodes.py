@@ -1,4 +1,4 @@
-"""Graphs as JSON: nodes in order, with targets, arguments and the metadata that means something."""
+"""JSON form of graphs: nodes in order, with targets, arguments and meaningful metadata."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPS = ("placeholder", "get_attr", "call_function", "output")
 
 
 def encode_graph(graph: fx.Graph) -> dict[str, Any]:
-    """A graph as JSON.
+    """The JSON form of a graph.
 
     Raises:
         SavedGraphError: naming the node that cannot be saved, and why.
@@ -46,7 +46,7 @@ def encode_graph(graph: fx.Graph) -> dict[str, Any]:
 def decode_graph(
     data: dict[str, Any], graph: fx.Graph, constants: Collection[str], values: ValueDecoder
 ) -> None:
-    """Append the nodes of `data` to `graph`, an empty one.
+    """Appends the nodes in `data` to an empty graph.
 
     Args:
         constants: names of those that there are.
@@ -117,12 +117,13 @@ def _decode_node(
 
 
 def _is_identifier(text: object) -> bool:
-    """Names become part of the code of a graph module, so nothing else may stand there."""
+    """True if a text is a Python identifier: names become part of generated code."""
     return isinstance(text, str) and text.isidentifier() and not keyword.iskeyword(text)
 
 
 def _encode_meta(meta: Mapping[str, Any], values: ValueEncoder) -> dict[str, Any]:
-    """What docs/ir.md lists, and whatever else is a plain number, a text, or a tuple of texts."""
+    """The JSON form of a node's metadata: what docs/ir.md lists, and other plain numbers and
+    texts."""
     encoded: dict[str, Any] = {}
     for key, value in meta.items():
         if key == "val":
@@ -153,7 +154,8 @@ def _decode_meta(data: dict[str, Any], values: ValueDecoder) -> dict[str, Any]:
 
 
 def _check_placement(node: fx.Node) -> None:
-    """Raise ValueError where a file says of a placeholder what this version does not know."""
+    """Raises ValueError if a file gives a placeholder a placement that this version does not
+    know."""
     if node.op == "placeholder":
         placement_of(node)
 
@@ -163,7 +165,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def _module(entry: Any) -> tuple[str, str]:
-    """Qualified name of a module, and the name of its class in place of the class."""
+    """The qualified name of a module, with its class's name in place of the class."""
     name, kind = entry
     return name, f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else str(kind)
 

@@ -1,4 +1,4 @@
-"""Source lines of saved graphs, which keep their text: the program may not be on this machine."""
+"""Source lines in saved graphs, with their text: the program may be on another machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphopt.ir.source import SourceLine
 
 @dataclass(frozen=True)
 class SavedLine(SourceLine):
-    """A line of the program that a graph was captured from, as it was when the graph was saved."""
+    """A source line of a captured program, with its text at the time of saving."""
 
     text: str = ""
 
@@ -20,11 +20,11 @@ class SavedLine(SourceLine):
 
 
 def encode_line(line: SourceLine) -> list[Any]:
-    """A line of a program as JSON, with its text."""
+    """The JSON form of a source line, with its text."""
     return [line.file, line.line, line.function, line.code]
 
 
 def decode_line(data: list[Any]) -> SavedLine:
-    """The line that `encode_line` has written."""
+    """The source line of a JSON form."""
     file, line, function, text = data
     return SavedLine(str(file), int(line), str(function), str(text))

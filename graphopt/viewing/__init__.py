@@ -1,4 +1,4 @@
-"""A step to look at: one page of HTML, a short form for notebooks, and DOT."""
+"""Views of a step: an HTML page, a short form for notebooks, and DOT."""
 
 from graphopt.readable.html_page import trace_page
 from graphopt.viewing.notebook import graph_html

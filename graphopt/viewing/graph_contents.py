@@ -1,4 +1,4 @@
-"""Contents of the page of a graph, as values that JSON can hold."""
+"""Contents of a graph's HTML page, as values that JSON can hold."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LONGEST = 400
 def contents_of(
     gm: fx.GraphModule, title: str, diffs: Mapping[str, Sequence[str]] | None = None
 ) -> dict[str, Any]:
-    """Contents of the page of a graph.
+    """The contents of a graph's HTML page.
 
     Args:
         title: over the page.
@@ -63,7 +63,7 @@ def _can_be_simulated(graph: fx.Graph) -> bool:
 
 
 class _NumberedTexts:
-    """Texts that occur often, by number."""
+    """Repeated texts, each stored once and referred to by number."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -77,7 +77,7 @@ class _NumberedTexts:
 
 
 class _Nodes:
-    """A row for each node.
+    """The page's table of nodes, one row each.
 
     Attributes:
         rows: name, call, shape, bytes, phase, module, line, marks, pass, note, inputs, operator.

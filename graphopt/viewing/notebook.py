@@ -1,4 +1,4 @@
-"""HTML of a graph for notebooks, which show it in place of its `repr`."""
+"""HTML of a graph for notebooks, which show it instead of its `repr`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_NODES = 20_000
 
 
 def graph_html(gm: fx.GraphModule) -> str:
-    """A graph module: the page of `graphopt view` in a frame."""
+    """The page of `graphopt view` of a graph, in a frame."""
     text = escape(next(summary(gm.graph)))
     if len(gm.graph.nodes) > _MOST_NODES:
         return (

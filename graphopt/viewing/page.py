@@ -1,4 +1,4 @@
-"""A graph as one page of HTML that needs nothing else."""
+"""A graph as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from graphopt.viewing.graph_contents import contents_of
 def view_page(
     gm: fx.GraphModule, title: str = "step", diffs: Mapping[str, Sequence[str]] | None = None
 ) -> str:
-    """A graph as a page: phases, modules folded, collectives, passes, timeline, search.
+    """The HTML page of a graph: phases, folded modules, collectives, passes, timeline, search.
 
     Args:
         gm: nothing in it changes.
