@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import graphopt
 from graphopt.graph_utils import call_function_with_meta, find_nodes, is_operator
 from graphopt.testing import fake_ranks
-from graphopt.verify.forked_process import EndedError, apart
+from graphopt.verify.forked_process import EndedError, run_in_fork
 from graphopt.verify.trial import verdict
 
 aten = torch.ops.aten
@@ -179,10 +179,13 @@ def test_what_brings_a_process_to_an_end_is_tried_elsewhere() -> None:
 
 def test_a_trial_that_does_not_end() -> None:
     with pytest.raises(EndedError, match="more than 1 s"):
-        apart(lambda: time.sleep(60), 1.0)
+        run_in_fork(lambda: time.sleep(60), 1.0)
 
 
 def test_an_exception_of_a_trial() -> None:
     with pytest.raises(EndedError, match="exception"):
-        apart(lambda: 1 / 0, 10.0)
-    assert apart(lambda: torch.ones(300, 300).mm(torch.ones(300, 300)).sum().item(), 60.0) == 27e6
+        run_in_fork(lambda: 1 / 0, 10.0)
+    assert (
+        run_in_fork(lambda: torch.ones(300, 300).mm(torch.ones(300, 300)).sum().item(), 60.0)
+        == 27e6
+    )

@@ -1,4 +1,4 @@
-"""Checks: is a graph well-formed, and still the same computation?"""
+"""Checks that a graph is well formed, and that a rewritten graph still computes the same."""
 
 from graphopt.ranks.spmd import check_spmd
 from graphopt.verify.captured import SpecReport, check_captured, check_graph

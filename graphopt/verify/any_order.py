@@ -1,4 +1,4 @@
-"""Nodes that read all elements of a tensor in any order, such as its norm.
+"""Nodes whose result does not depend on the order of a tensor's elements, such as a norm.
 
     wait = wait_tensor(all_reduce)            wait = wait_tensor(all_reduce)
     part = split_with_sizes(wait, …)[0]
@@ -30,7 +30,7 @@ _ARRANGE = (*(SAME_ELEMENTS - {"aten::_to_copy"}), "aten::t", "aten::transpose",
 
 
 class AnyOrder:
-    """The nodes of a graph that read elements in any order.
+    """The nodes of a graph that read a tensor's elements without regard to their order.
 
     A reduction to one number does, and so does what is computed element by element, or put side by
     side, for such reductions alone: the squares of a sum of squares.
@@ -39,29 +39,32 @@ class AnyOrder:
     def __init__(self, graph: fx.Graph) -> None:
         self._nodes: set[fx.Node] = set()
         for node in reversed(graph.nodes):
-            if _reduces_all(node) or (_keeps_elements(node) and self._is_read_so(node)):
+            if _reduces_all(node) or (_keeps_elements(node) and self._is_read_in_any_order(node)):
                 self._nodes.add(node)
 
     def __contains__(self, node: fx.Node) -> bool:
         return node in self._nodes
 
     def read_by(self, reader: fx.Node, source: fx.Node) -> fx.Node:
-        """The node whose elements `reader` reads where it is given `source`."""
+        """Returns the node to treat as the source when `reader` reads `source`: the value before a
+        reordering, if order is irrelevant."""
         if reader in self._nodes:
             while _only_arranges(source):
                 source = source.all_input_nodes[0]
         return source
 
-    def _is_read_so(self, node: fx.Node) -> bool:
-        """True if all that reads a node, through views or not, does so in any order."""
+    def _is_read_in_any_order(self, node: fx.Node) -> bool:
+        """True if every reader of a node, through views or directly, ignores the order of its
+        elements."""
         return bool(node.users) and all(
-            user in self._nodes or (_only_arranges(user) and self._is_read_so(user))
+            user in self._nodes or (_only_arranges(user) and self._is_read_in_any_order(user))
             for user in node.users
         )
 
 
 def _reduces_all(node: fx.Node) -> bool:
-    """True if a node makes one number of all elements of a tensor, or of each tensor of a list."""
+    """True if a node reduces all elements of a tensor, or of each tensor of a list, to one
+    number."""
     if is_operator(node.target, *_REDUCTIONS_OF_LISTS):
         return True
     value = known_value(node)
@@ -69,7 +72,8 @@ def _reduces_all(node: fx.Node) -> bool:
 
 
 def _keeps_elements(node: fx.Node) -> bool:
-    """True if each element of a node comes from one of its tensors, wherever that stands there."""
+    """True if a node is a `cat`, or elementwise with one operand that is more than a single
+    number."""
     if is_operator(node.target, "aten::cat"):
         return True
     if not is_pointwise(node.target):
@@ -79,7 +83,7 @@ def _keeps_elements(node: fx.Node) -> bool:
 
 
 def _only_arranges(node: fx.Node) -> bool:
-    """True if a node has the elements of its input, in whatever order and shape."""
+    """True if a node has exactly the elements of its input, in any order and shape."""
     if not is_operator(node.target, *_ARRANGE):
         return False
     value, source = known_value(node), known_value(node.all_input_nodes[0])

@@ -1,4 +1,4 @@
-"""Positions of elements that a view or a concatenation has put in another order.
+"""Symbolic element positions after a permutation, a column slice, or a concatenation by columns.
 
     permuted   x[i, j] at [j, i]                 transposes, permutations
     beside     of each row some columns          slices and splits of inner dimensions, and what is
@@ -34,7 +34,7 @@ class Columns(NamedTuple):
 
 
 def permuted(terms: Terms, base: Row, shape: Sequence[int], order: Sequence[int]) -> Row:
-    """Elements of a tensor of this shape after its dimensions were put in another order."""
+    """Returns the elements of a tensor of this shape after `permute(order)`, in row-major order."""
     shape, order = _simplest(shape, order)
     if len(order) < 2 or not base or _one_number(terms, base) is not None:
         return base
@@ -47,7 +47,7 @@ def permuted(terms: Terms, base: Row, shape: Sequence[int], order: Sequence[int]
 
 
 def permutation_of(terms: Terms, row: Row) -> tuple[Row, tuple[int, ...], tuple[int, ...]] | None:
-    """The permutation that makes a whole row: the elements, their shape, and the order."""
+    """Returns (elements, shape, order) of the permutation that made a whole row, or None."""
     key = terms[row[0].term].key if len(row) == 1 else ("",)
     if key[0] != "permute" or row[0][1:] != (0, prod(key[2])):
         return None
@@ -57,8 +57,7 @@ def permutation_of(terms: Terms, row: Row) -> tuple[Row, tuple[int, ...], tuple[
 def _simplest(
     shape: Sequence[int], order: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same permutation of fewer dimensions: without those of size 1, and with those as one that
-    follow one another before and after."""
+    """Simplifies a permutation: drops dimensions of size 1 and merges those that stay adjacent."""
     kept = [dim for dim, size in enumerate(shape) if size != 1]
     runs: list[list[int]] = []
     for dim in (dim for dim in order if shape[dim] != 1):
@@ -74,8 +73,8 @@ def _simplest(
 def _composed(
     first: Sequence[int], order: Sequence[int], shape: Sequence[int], then: Sequence[int]
 ) -> tuple[list[int], list[int]] | None:
-    """A permutation (`first`, `order`) followed by one of what it gives, read in another shape: as
-    one. None where their dimensions have no common parts."""
+    """Composes the permutation (`first`, `order`) with a second one (`shape`, `then`) of its
+    result. None if the two shapes have no common factors."""
     between = [first[dim] for dim in order]
     ends = sorted({*_ends(between), *_ends(shape)}, reverse=True)
     if any(outer % inner for outer, inner in pairwise(ends)):
@@ -88,18 +87,19 @@ def _composed(
 
 
 def _ends(shape: Sequence[int]) -> list[int]:
-    """How many elements one step of each dimension passes, and how many there are."""
+    """Returns the elements per step of each dimension, innermost first, and the total number."""
     return list(accumulate(reversed(shape), mul, initial=1))
 
 
 def _parts(shape: Sequence[int], ends: Sequence[int]) -> list[range]:
-    """Which common parts, numbered from the outermost, each dimension is made of."""
+    """Splits each dimension of a shape into the common factors that `ends` delimit, by their
+    numbers."""
     steps = list(reversed(_ends(shape)))
     return [range(ends.index(outer), ends.index(inner)) for outer, inner in pairwise(steps)]
 
 
 def columns(terms: Terms, row: Row, height: int, start: int, end: int) -> Row:
-    """Columns `start` to `end` of the matrix of `height` rows that a row of elements is."""
+    """Returns columns `start` to `end` of a row of elements read as a matrix of `height` rows."""
     found, place = [], 0
     for piece in _pieces(terms, row, height):
         low = max(start - place, 0) + piece.start
@@ -111,12 +111,12 @@ def columns(terms: Terms, row: Row, height: int, start: int, end: int) -> Row:
 
 
 def beside(terms: Terms, rows: Iterable[Row], height: int) -> Row:
-    """Matrices of `height` rows, each a row of elements, side by side."""
+    """Concatenates matrices of `height` rows, each given as a row of elements, by columns."""
     return _joined(terms, height, [p for row in rows if row for p in _pieces(terms, row, height)])
 
 
 def rows_of(terms: Terms, row: Row, height: int) -> list[Row]:
-    """The rows of the matrix of `height` rows that a row of elements is."""
+    """Splits a row of elements, read as a matrix of `height` rows, into these rows."""
     pieces = _pieces(terms, row, height)
     return [
         terms.segments(s for piece in pieces for s in _row(terms, piece, index))
@@ -173,7 +173,7 @@ def _continues(terms: Terms, last: Columns, piece: Columns) -> bool:
 
 
 def _one_number(terms: Terms, row: Row) -> int | None:
-    """The term of a row all of whose elements are one number."""
+    """Returns the term of a row whose elements are all one number, or None."""
     return row[0].term if len(row) == 1 and terms[row[0].term].uniform else None
 
 
@@ -182,8 +182,8 @@ Arranged = tuple[list[list[Row]], Callable[[list[Row]], Row]]
 
 
 def arranged_alike(terms: Terms, runs: Sequence[Segment]) -> Arranged | None:
-    """How the terms of all operands were arranged, of which the same elements are taken; None where
-    they were not, or not alike."""
+    """The parts and the rebuilding function of operands that were all rearranged in one way, or
+    None."""
     keys = [terms[run.term].key for run in runs]
     kind = keys[0][0]
     if kind not in ("permute", "beside") or any(run.start != runs[0].start for run in runs):
@@ -206,8 +206,7 @@ def arranged_alike(terms: Terms, runs: Sequence[Segment]) -> Arranged | None:
 
 
 def arranged_rows(terms: Terms, term: int) -> list[Row] | None:
-    """The rows of which a term arranges all elements; None where it arranges none, or leaves some
-    out."""
+    """Returns the rows that a term rearranges. None if it rearranges nothing or drops elements."""
     key = terms[term].key
     if key[0] == "permute":
         return [key[1]]

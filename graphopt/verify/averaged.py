@@ -1,4 +1,4 @@
-"""A proof that the collectives in place of a capture's markers do what the markers mean.
+"""A proof that the collectives which replaced a capture's markers do what the markers mean.
 
 A marked graph is the step of one device that says where ranks share a value. What that means is
 written out here, in collectives of single tensors, and nothing of `graphopt.parallel` is used for
@@ -28,7 +28,7 @@ from graphopt.iter_graph import copy_graph
 from graphopt.verify.equivalence import Proof
 from graphopt.verify.evaluated import NotDecidedError
 from graphopt.verify.evaluation import evaluate_graph
-from graphopt.verify.outcomes import of_values_and_draws
+from graphopt.verify.outcomes import value_problems
 from graphopt.verify.problems import Problem
 from graphopt.verify.shard_mesh import RanksOfGroup, ShardMesh
 from graphopt.verify.sharded import for_all_ranks
@@ -44,7 +44,7 @@ _PERMUTE = torch.ops.aten.permute.default
 
 
 def averaged(marked: fx.Graph) -> fx.Graph:
-    """A copy of a graph in which every marker is written out as an average or a broadcast."""
+    """Copies a graph and replaces each marker by an average over all ranks, or a broadcast."""
     graph, _ = copy_graph(marked)
     for marker in find_nodes(graph, is_marker):
         with graph.inserting_before(marker):
@@ -59,7 +59,7 @@ def averaged(marked: fx.Graph) -> fx.Graph:
 def _mean(graph: fx.Graph, marker: fx.Node) -> fx.Node:
     gradient, _, ranks, group = marker.args
     assert isinstance(ranks, int)
-    call = _alike if _lies_in_order(fake_value(cast(fx.Node, gradient))) else _call
+    call = _alike if _has_contiguous_strides(fake_value(cast(fx.Node, gradient))) else _call
     part = call(graph, marker, _MUL, gradient, 1 / ranks)
     layout = _memory_order(fake_value(part))
     if layout is None:
@@ -71,8 +71,8 @@ def _mean(graph: fx.Graph, marker: fx.Node) -> fx.Node:
     return _call(graph, marker, _PERMUTE, total, back)
 
 
-def _lies_in_order(value: torch.Tensor) -> bool:
-    """True if strides are those of a new tensor, sizes of one included: arithmetic keeps them."""
+def _has_contiguous_strides(value: torch.Tensor) -> bool:
+    """True if a tensor has the strides of a new contiguous one, dimensions of size 1 included."""
     strides, step = [], 1
     for size in reversed(value.shape):
         strides.append(step)
@@ -81,8 +81,8 @@ def _lies_in_order(value: torch.Tensor) -> bool:
 
 
 def _memory_order(value: torch.Tensor) -> list[int] | None:
-    """The dimensions of a dense tensor from the outermost in memory to the innermost; None where
-    that is their own order."""
+    """The dimensions of a dense tensor, outermost in memory first. None if the tensor is
+    contiguous."""
     if value.is_contiguous():
         return None
     strides = value.stride()
@@ -102,14 +102,14 @@ def _write_out_broadcasts(graph: fx.Graph, marker: fx.Node) -> None:
 
 
 def _shared(graph: fx.Graph, marker: fx.Node, target: Any, sent: Any, *how: Any) -> fx.Node:
-    """What all ranks get, with the strides that the marker says."""
+    """Appends a collective and its wait, and returns the wait."""
     launched = _call(graph, marker, target, sent, *how)
     return _call(graph, marker, _WAIT, launched)
 
 
 def _alike(graph: fx.Graph, marker: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """A call that gives what the marker says: the graph is read and never runs, so that many nodes
-    may have one value in their metadata."""
+    """Appends a call that has the marker's metadata; the graph is only read, so nodes may share
+    it."""
     node = graph.call_function(target, args)
     node.meta = marker.meta
     return node
@@ -135,8 +135,9 @@ def sharing_problems(
     proof: Proof | None = None,
     axes: Sequence[str] = (),
 ) -> Iterator[Problem]:
-    """Where a graph does not share what its markers said. Not decided, which is logged, where terms
-    cannot speak of the marked graph, or no definition is named.
+    """Yields a problem for each value that the ranks share otherwise than the markers say. Where
+    terms cannot describe the marked graph, or `meaning` has no definition, logs that nothing was
+    compared.
 
     Args:
         meaning: of `MEANINGS`.
@@ -162,8 +163,8 @@ def sharing_problems(
 def _problems_of_sharded(
     wanted: fx.Graph, marked: fx.Graph, sharded: fx.Graph, axes: Sequence[str]
 ) -> Iterator[Problem]:
-    """Where what all ranks compute together is not what one device computes. What cannot be decided
-    is a problem: no sharded graph runs that has not been shown to be the step."""
+    """Yields the differences between what all ranks compute together and the step on one device. An
+    undecidable case is a problem, too: no unproven sharded graph runs."""
     markers = find_nodes(marked, is_marker)
     if not markers:
         return
@@ -180,4 +181,4 @@ def _problems_of_sharded(
     except (NotOfBlocksError, NotDecidedError) as error:
         yield error.problem
         return
-    yield from of_values_and_draws(terms, old, new)
+    yield from value_problems(terms, old, new)

@@ -1,4 +1,4 @@
-"""The rules by which two computations count as one, as data.
+"""The rules by which two computations count as equal, as data.
 
 Each rule says what operators do to the elements of tensors, under a condition, and why that holds
 bit for bit. An operator without a rule, or outside a rule's condition, is an uninterpreted function
@@ -41,7 +41,7 @@ Apply = Callable[[Terms, Any, Arguments, Any], Any]
 
 @dataclass(frozen=True)
 class Axiom:
-    """One rule.
+    """One rule: what some operators do to the elements of tensors, and why that holds bit for bit.
 
     Attributes:
         name: as reports and docs/verification.md have it.
@@ -60,7 +60,7 @@ class Axiom:
     speaks_of: frozenset[str] | None = None
 
     def value(self, terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
-        """The value of a call; None outside the condition."""
+        """Returns the symbolic value of a call, or None outside the rule's condition."""
         known = args if self.speaks_of is None else self.speaks_of
         for name, given in args.items():
             if name not in known and not _is_usual(given):
@@ -71,19 +71,20 @@ class Axiom:
 
 
 def _is_usual(value: Any) -> bool:
-    """True if an option such as `pin_memory`, `non_blocking` or `layout` means nothing special."""
+    """True if an option such as `pin_memory`, `non_blocking` or `layout` has its default
+    meaning."""
     return value is None or value is False or value is torch.strided
 
 
 def _is_by_value(given: Any) -> bool:
-    """True if an argument is a number that the graph computes, or has one among its entries."""
+    """True if an argument is, or contains, a number that the graph computes."""
     if type(given) is tuple:
         return any(type(entry) is ScalarValue for entry in given)
     return type(given) is ScalarValue
 
 
 def _has_sizes(fake: Any) -> bool:
-    """True if the sizes of a result are numbers: rules compute with them."""
+    """True if all sizes of a result are plain numbers, with which rules can compute."""
     if isinstance(fake, torch.Tensor):
         return not _compat.has_symbolic_shape(fake)
     return not any(map(_compat.has_symbolic_shape, tensors_in(fake)))
@@ -117,8 +118,8 @@ def _permuted(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
 def permuted_back(
     terms: Terms, part: Any, value: TensorValue
 ) -> tuple[TensorValue, TensorValue] | None:
-    """The value of which `part` is a permutation, in whatever shape, and `value` permuted back in
-    the same way."""
+    """Undoes on `value` the permutation that made `part`; returns the values (base, permuted
+    back)."""
     inner = permutation_of(terms, part.segments) if isinstance(part, TensorValue) else None
     if inner is None:
         return None
@@ -156,7 +157,8 @@ def _slice(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
 
 
 def _columns(terms: Terms, source: TensorValue, height: int, start: int, fake: Any) -> TensorValue:
-    """What begins at column `start` of a tensor as a matrix of `height` rows."""
+    """Returns the slice that begins at column `start` of a tensor read as a matrix of `height`
+    rows."""
     if not fake.numel():
         return tensor_value((), fake)
     if height == 1:

@@ -1,4 +1,4 @@
-"""Calls of operators as terms: arguments by name, entries of lists, unknown values."""
+"""Symbolic values of operator calls: arguments by name, entries of lists, unknown results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from graphopt import _compat
 from graphopt.ir.entries import list_positions
 from graphopt.verify.elementwise import BY_ELEMENT, elementwise
-from graphopt.verify.runs import entry_of_runs
+from graphopt.verify.runs import evaluate_entry_runs
 from graphopt.verify.terms import (
     Pending,
     ScalarValue,
@@ -27,7 +27,7 @@ from graphopt.verify.terms import (
 
 
 def entries(terms: Terms, target: Any, arguments: dict[str, Any], fake: Any) -> Any:
-    """A list operator as one call for each entry; None where entries cannot be told apart."""
+    """Evaluates a list operator entry by entry. None where its entries depend on one another."""
     names = list(arguments)
     given = {name: arguments[name] for name in map(names.__getitem__, list_positions(target))}
     lists = {name: value for name, value in given.items() if isinstance(value, tuple)}
@@ -75,18 +75,19 @@ def _entry(
     index: int,
     columns: Sequence[Any],
 ) -> list[Any]:
-    """What one entry gives. `given`: lists by name, and all arguments of it as parts of a key."""
+    """Returns the values of one entry of a list operator, one for each list of results. `given`:
+    the lists by name, and all arguments as parts of a key."""
     lists, said = given
     if terms.whole_cuts:
         values = {n: lists[n][index] if lists.get(n) else v for n, v in arguments.items()}
         fakes = [column[index] if column else None for column in columns]
-        found = entry_of_runs(terms, target, values, fakes)
+        found = evaluate_entry_runs(terms, target, values, fakes)
         if found is not None:
             return found
     one = ((name, said[name]) for name in arguments)
     if len(columns) == 1 and columns[0][index].device.type == "cpu":
         values = {n: lists[n][index] if n in lists else v for n, v in arguments.items()}
-        value = _alone_value(terms, target, values, columns[0][index])
+        value = _single_call_value(terms, target, values, columns[0][index])
         if value is not None:
             return [value]
     key = ("entry", str(target), ("dict", *one))
@@ -96,9 +97,11 @@ def _entry(
     ]
 
 
-def _alone_value(terms: Terms, target: Any, values: dict[str, Any], fake: torch.Tensor) -> Any:
-    """What an operator gives that a list operator calls for an entry; None where that is not
-    known to be the same."""
+def _single_call_value(
+    terms: Terms, target: Any, values: dict[str, Any], fake: torch.Tensor
+) -> Any:
+    """Returns the value of one entry as a call of the operator for single tensors. None where the
+    two are not known to give the same bits."""
     known = called(target)
     if known is None:
         return None
@@ -113,7 +116,7 @@ def _alone_value(terms: Terms, target: Any, values: dict[str, Any], fake: torch.
 
 
 class CalledForEntry(NamedTuple):
-    """The operator that a list operator calls for each entry, on CPUs.
+    """The operator for single tensors that a list operator equals for each entry, on CPUs.
 
     Attributes:
         operator: that takes one tensor.
@@ -151,8 +154,8 @@ CALLED = {
 
 @cache
 def called(target: Any) -> CalledForEntry | None:
-    """What is known of the entries of a list operator: that it calls another operator for each, or
-    that it computes the same of each element as one of which there is a rule."""
+    """Returns the operator for single tensors that gives the bits of a list operator's entries, or
+    None."""
     if target in CALLED:
         return CALLED[target]
     name = _compat.operator_name(target).replace("_foreach_", "")
@@ -164,7 +167,7 @@ def called(target: Any) -> CalledForEntry | None:
 
 
 def fresh(terms: Terms, key: tuple[Any, ...], fake: Any, *, even_empty: bool = False) -> Any:
-    """A value of which nothing is known but its key.
+    """Returns an unknown value that is equal only to values with the same key.
 
     Args:
         even_empty: tensors without elements are known by the key as well: that they are empty
@@ -184,14 +187,14 @@ def fresh(terms: Terms, key: tuple[Any, ...], fake: Any, *, even_empty: bool = F
 
 
 def has_empty(value: Any) -> bool:
-    """True if a value is, or has, a tensor without elements."""
+    """True if a value is, or contains, a tensor without elements."""
     if isinstance(value, tuple):
         return any(map(has_empty, value))
     return isinstance(value, TensorValue) and not value.segments
 
 
 def terms_in(value: Any) -> list[int]:
-    """All terms of which a value is made."""
+    """Returns all terms that a symbolic value consists of."""
     if isinstance(value, Pending):
         return terms_in(value.value)
     if isinstance(value, TensorValue):
@@ -204,7 +207,8 @@ def terms_in(value: Any) -> list[int]:
 
 
 def target_name(target: Any) -> str:
-    """The name by which a key knows a target: one without a name is known by its identity."""
+    """Returns the name of a call's target within keys. Targets without a name go by their
+    identity."""
     if isinstance(target, _compat.OpOverload):
         return str(target)
     module = getattr(target, "__module__", "")
@@ -213,7 +217,8 @@ def target_name(target: Any) -> str:
 
 
 def named(target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Arguments by name, defaults filled in; of Python functions by position."""
+    """Returns the arguments of a call by name with defaults filled in; by position for Python
+    functions."""
     if not isinstance(target, _compat.OpOverload):
         return {**{str(index): value for index, value in enumerate(args)}, **kwargs}
     found = {}
@@ -224,7 +229,7 @@ def named(target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def parameters(target: Any) -> tuple[tuple[str, Any], ...]:
-    """Names and defaults of the arguments of an operator."""
+    """Returns the names and defaults of an operator's arguments."""
     return tuple(
         (argument.name, tuple(default) if isinstance(default, list) else default)
         for argument in _compat.schema_of(target).arguments

@@ -1,4 +1,4 @@
-"""Facts about the targets of calls, found out once for each."""
+"""Facts about the targets of calls, such as effects and rules, computed once for each target."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMESPACES = ("aten", "prims", "prim", COLLECTIVE_NAMESPACE, "graphopt", "grapho
 
 
 class Callee(NamedTuple):
-    """The target of calls.
+    """Facts about one target of calls.
 
     Attributes:
         target: what is called; held, since it is known by its identity.
@@ -48,18 +48,18 @@ class Callee(NamedTuple):
     itself: Callee | None = None
 
     def does_more(self, node: fx.Node) -> bool:
-        """True if a call of it does more than to give a value."""
+        """True if a call of this target has an effect besides its result."""
         return node.is_impure() if self.impure is None else self.impure
 
 
 class Callees:
-    """Targets by their identity: to hash an operator runs Python code."""
+    """A table of facts by the identity of targets, since hashing an operator runs Python code."""
 
     def __init__(self) -> None:
         self._found: dict[int, Callee] = {}
 
     def of(self, node: fx.Node, target: Any) -> Callee:
-        """Facts about a target.
+        """Returns the facts about the target of a node, computed at its first use.
 
         Args:
             node: one that calls it, or its form that works in place.

@@ -209,7 +209,7 @@ def _markers(graph: fx.Graph) -> Iterator[str]:
 
 
 def _results(launch: fx.Node) -> list[fx.Node]:
-    """The nodes to wait for: the launch, or its items where it sends several tensors."""
+    """Returns the nodes to wait for: a launch, or its items where it sends several tensors."""
     if isinstance(fake_value(launch), (list, tuple)):
         items = [user for user in launch.users if user.target is operator.getitem]
         if len(items) == len(launch.users):

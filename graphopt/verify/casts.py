@@ -1,4 +1,4 @@
-"""Elements in other dtypes, and tensors all elements of which are one number."""
+"""Symbolic values of dtype conversions, and of tensors whose elements are all one number."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from graphopt.verify.terms import Segment, TensorValue, Terms, canonical, elemen
 
 
 def converted(terms: Terms, source: TensorValue, like: torch.Tensor) -> tuple[Segment, ...]:
-    """Elements in the dtype of `like`, where they are copied to what is like it: each is rounded
-    for itself. What becomes of a number that is too large for an integer, each kind of device
-    decides for itself."""
+    """Returns elements converted to the dtype of `like`, each rounded by itself. Numbers too large
+    for an integer dtype are device-dependent and therefore keyed by device."""
     before, after = source.dtype, like.dtype
     if before == after:
         return source.segments
@@ -85,7 +84,7 @@ _LARGEST_WHOLE = 2**53
 
 
 def fill(terms: Terms, value: Any, dtype: torch.dtype) -> int:
-    """The term of a tensor of this dtype all elements of which are one number."""
+    """Returns the term of a tensor of this dtype whose elements are all one number."""
     number = value
     if dtype.is_floating_point and abs(value) <= _LARGEST_WHOLE:
         number = float(value)  # a larger one is rounded twice, where it is made a float first

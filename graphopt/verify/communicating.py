@@ -1,4 +1,4 @@
-"""Results of collectives while a graph is evaluated, and notes of the elements that they send."""
+"""Symbolic results of collectives during evaluation, and counts of the elements they send."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from graphopt.verify.gathering import (
 )
 from graphopt.verify.labels import as_reduced, sent_tensors, signature_of
 from graphopt.verify.reading import Reading
-from graphopt.verify.sending import Sending, with_constants_of
+from graphopt.verify.sending import Sending, mark_sent_constants
 from graphopt.verify.terms import Pending, TensorValue, Terms, canonical
 
 _SUMMING = ("all_reduce", "reduce_scatter_tensor")
 
 
 class CollectiveTerms:
-    """The collectives of one graph as it runs.
+    """Evaluates the collectives of one graph.
 
     Args:
         found: where it is noted what is sent.
@@ -48,7 +48,7 @@ class CollectiveTerms:
         self.sending = Sending(reading.contents.owners)
 
     def launched(self, node: fx.Node) -> Pending:
-        """The pending result of a collective."""
+        """Returns the pending result of a collective that this node launches."""
         reduction = operator_of(node).reduction
         self._reading.refuse_pending(node)
         arguments = self._reading.arguments(node)
@@ -56,7 +56,7 @@ class CollectiveTerms:
         options = canonical({name: v for name, v in arguments.items() if name != first})
         kind = even_exchange((reduction, options))
         if self._by_launch:
-            sent = with_constants_of(self._terms, sent, (self._found.launches,))
+            sent = mark_sent_constants(self._terms, sent, (self._found.launches,))
         self._note(node, kind, sent)
         fake = fake_value(node)
         if isinstance(sent, tuple):
@@ -69,7 +69,8 @@ class CollectiveTerms:
         return Pending(fresh(self._terms, ("collective", *kind, canonical(sent)), fake))
 
     def _given(self, kind: Any, sent: Any, fake: Any) -> TensorValue | None:
-        """What a collective gives of one tensor, if it is known of each element."""
+        """Returns the result of a collective for one tensor. None if it is not known element by
+        element."""
         if not isinstance(sent, TensorValue) or not sent.is_static:
             return None
         if collective_kind(kind[0]).by_element:
@@ -79,7 +80,7 @@ class CollectiveTerms:
         return None if rule is None or size is None else rule(self._terms, kind, size, sent, fake)
 
     def waited(self, node: fx.Node) -> Any:
-        """The result of a wait."""
+        """Returns the value that a wait gives."""
         source = first_argument(node)
         value = self._reading.read(source, sent=True)
         if not isinstance(value, Pending):
@@ -90,7 +91,7 @@ class CollectiveTerms:
         return value.value
 
     def _note(self, node: fx.Node, kind: Any, sent: Any) -> None:
-        """Note that something is sent, and how much of it."""
+        """Records the launch of a collective and how many elements it sends."""
         self._found.launches += 1
         self.sending.launched(node)
         signature = as_reduced(signature_of(node))
@@ -107,7 +108,7 @@ class CollectiveTerms:
             self._found.places[kind, tuple(canonical(row) for row in rows)] += 1
 
     def _completes(self, kind: Any, rows: Any) -> bool:
-        """True if it gathers what was scattered."""
+        """True if a collective gathers the shares of a scattered reduction."""
         terms = (s.term for row in rows if isinstance(row, TensorValue) for s in row.segments)
         return kind[0] == GATHERS and any(is_share(self._terms, term, kind) for term in terms)
 

@@ -1,4 +1,4 @@
-"""Pieces of a graph, put together again as they run: one graph that calls no piece.
+"""Composition of a graph's pieces, in the order in which they run, into one graph without calls.
 
     a = first(x)              t = relu(x)
     b = second(a, w)    →     b = mm(t, w)
@@ -20,7 +20,7 @@ from graphopt.verify.module_constants import attribute, same_object
 
 
 class Objects:
-    """Constants, modules and state that graphs read and call, each by one name.
+    """Constants, modules and state that several graphs use, each under one name.
 
     Args:
         state: whether tensors may be updated, so that each is itself alone; else they are the same
@@ -34,13 +34,13 @@ class Objects:
         self._held: list[Any] = []  # they are known by their identity
 
     def learn(self, graph: fx.Graph, find: Callable[[fx.Node], Any]) -> None:
-        """Call what a graph reads and calls by the names that it has there."""
+        """Registers the objects that a graph reads and calls under the names that it uses."""
         for node in graph.nodes:
             if node.op in ("get_attr", "call_module"):
                 self.name_of(find(node), str(node.target))
 
     def name_of(self, value: Any, wanted: str) -> str:
-        """The name of an object.
+        """Returns the name of an object, which is registered at its first use.
 
         Args:
             wanted: its name if it has none yet.
@@ -55,7 +55,7 @@ class Objects:
         return self._names.setdefault(id(value), name)
 
     def find(self, node: fx.Node) -> Any:
-        """The object that a node of a composed graph names."""
+        """Returns the object that a node of a composed graph names."""
         return self._known[str(node.target)]
 
     def _free(self, wanted: str) -> str:
@@ -69,7 +69,7 @@ class Objects:
 
 
 class Composition:
-    """One graph made of pieces. It is to be read, and not to be run.
+    """One graph composed of pieces, for reading only: it never runs.
 
     Args:
         objects: names of what pieces read; shared by the graphs that are compared. Tensors that are
@@ -96,7 +96,7 @@ class Composition:
         self._inputs: dict[str, fx.Node] = {}
 
     def input(self, like: fx.Node, name: str | None = None) -> fx.Node:
-        """An input of the whole: one that it has, or by a name of its own, one that is arbitrary.
+        """Adds an input to the composed graph, named as in the piece if no other name is given.
 
         Args:
             like: says what kind of value it is.
@@ -107,11 +107,11 @@ class Composition:
         return node
 
     def inputs(self, graph: fx.Graph) -> list[fx.Node]:
-        """All inputs of a graph."""
+        """Adds an input to the composed graph for each placeholder of a piece."""
         return [self.input(node) for node in graph.find_nodes(op="placeholder")]
 
     def call(self, piece: fx.GraphModule, arguments: Iterable[Any]) -> Any:
-        """Append what a piece does with some arguments.
+        """Appends the nodes of a piece, called with these arguments, and returns its results.
 
         Returns:
             What the piece returns, nested alike.
@@ -128,7 +128,7 @@ class Composition:
         return None
 
     def end(self, returned: Any) -> fx.Graph:
-        """The graph, once all pieces are called."""
+        """Adds the output and returns the graph, after all pieces were called."""
         self.graph.output(returned)
         return self.graph
 

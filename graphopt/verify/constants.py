@@ -1,4 +1,4 @@
-"""Constants of a graph that are sent to other ranks, and are not just padding of this one.
+"""Constants of a graph that collectives send to other ranks, other than this rank's padding.
 
 A rank sends zeros for a parameter that it does not use; what comes back is what the others send for
 that parameter. Two such reductions are two values, though this rank sends the same for both.
@@ -29,9 +29,9 @@ Makers = dict[fx.Node, set[fx.Node]]
 
 
 def sent_constants(graph: fx.Graph) -> dict[fx.Node, bool]:
-    """The nodes that make constants which collectives send, or from which alone some elements that
-    they send are computed; and for each, whether another one makes the same, so that only their
-    names tell them apart."""
+    """Returns the nodes that make constants which collectives send, directly or computed from these
+    alone. The value is True where another node makes an equal constant, so that names tell them
+    apart."""
     makers: Makers = {node: {node} for node in _constants(graph)}
     found: set[fx.Node] = set()
     for node in _readers(makers):
@@ -44,14 +44,14 @@ def sent_constants(graph: fx.Graph) -> dict[fx.Node, bool]:
 
 
 def _constants(graph: fx.Graph) -> list[fx.Node]:
-    """Calls that make constants: targets are looked at once, of which there are few."""
+    """Returns the calls that make constants, by looking up each distinct target once."""
     calls = _compat.calls_by_target(graph)
     makers = [nodes for target, nodes in calls if is_operator(target, *_CONSTANTS.operators)]
     return sorted(node for nodes in makers for node in nodes)
 
 
 def _readers(makers: Makers) -> Iterator[fx.Node]:
-    """The calls that read what is in `makers`, which grows meanwhile, in graph order."""
+    """Yields the readers of nodes in `makers` in graph order, while `makers` grows."""
     pending = [user for node in makers for user in node.users]
     heapify(pending)
     last = None
@@ -88,8 +88,8 @@ def _tensors_read(node: fx.Node) -> list[fx.Node]:
 def sent_constant(
     terms: Terms, node: fx.Node, arguments: Mapping[str, Any], *, by_name: bool
 ) -> TensorValue:
-    """A constant that is sent: what other ranks send there is theirs, so that a reduction of this
-    one is told from that of another which has the same value here.
+    """Returns the value of a constant that is sent, distinct from equal constants sent elsewhere:
+    other ranks send their own values in its place.
 
     Args:
         arguments: of the node that makes it, by name.

@@ -1,4 +1,4 @@
-"""Contents of a graph's storages while it runs: updates in place, seen through all aliases.
+"""Contents of a graph's storages during evaluation: in-place updates, seen through all aliases.
 
 A node is the owner of its storage, or an alias of another node: a view, the result of an update in
 place, a wait. What an alias reads is what its owner holds at that moment, taken through the chain
@@ -33,11 +33,11 @@ View = Callable[[fx.Node, Any], Any]
 
 
 class CannotWriteError(Exception):
-    """An update of elements that cannot be told apart from others."""
+    """An update of elements whose positions cannot be told apart from others."""
 
 
 class Contents:
-    """Values of nodes as they change.
+    """The current symbolic values of nodes, which change when their storage is updated.
 
     Args:
         view: what a view gives.
@@ -60,7 +60,7 @@ class Contents:
         self.possible = PossibleViews()
 
     def add(self, node: fx.Node, value: Any, base: fx.Node | None, *, same: bool = False) -> None:
-        """Take in a node.
+        """Registers a node with its value, as an owner of storage or as an alias.
 
         Args:
             base: the node whose storage it shares; None: it has its own.
@@ -76,28 +76,27 @@ class Contents:
             self._same.add(node)
 
     def may_share(self, node: fx.Node, sources: Sequence[fx.Node]) -> None:
-        """Take note that a node, the owner of its storage so far, may share that of others."""
+        """Records that an owner of storage may in truth be a view of one of `sources`."""
         self.possible.add(node, map(self.owner, sources))
 
     def owners(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes of which one has the storage in which a node lies: as `owner` has it, nearly
-        always."""
+        """Returns all nodes that may own a node's storage; nearly always `owner` alone."""
         return self.possible.owners(self.owner(node))
 
     def has(self, node: fx.Node) -> bool:
-        """True if a node was taken in."""
+        """True if a node is registered."""
         return node in self.current or node in self._base
 
     def owner(self, node: fx.Node) -> fx.Node:
-        """The node whose storage a node shares; itself if it has its own."""
+        """Returns the node whose storage a node shares; itself if it has its own."""
         return self._owner.get(node, node)
 
     def is_alias(self, node: fx.Node) -> bool:
-        """True if a node shares the storage of another one that stands before it."""
+        """True if a node shares the storage of an earlier node."""
         return node in self._base
 
     def overlap(self, one: fx.Node, other: fx.Node) -> bool:
-        """True if two nodes may hold an element in common."""
+        """True if two nodes may have an element of memory in common."""
         owner = self.owner(one)
         if owner is not self.owner(other):
             return False
@@ -114,7 +113,8 @@ class Contents:
     def _runs(
         self, node: fx.Node, owner: fx.Node, places: TensorValue
     ) -> tuple[Segment, ...] | None:
-        """Where in the storage of its owner a node lies; None if that is not known."""
+        """Returns the ranges of its owner's storage that a node covers. None if they are not
+        known."""
         part = self._through(node, owner, places)
         back = permuted_back(self._terms, part, part) if isinstance(part, TensorValue) else None
         part = part if back is None else back[0]
@@ -124,16 +124,16 @@ class Contents:
         return part.segments
 
     def place(self, node: fx.Node) -> Any:
-        """Place of a node in the storage of its owner, whatever its metadata says of it."""
+        """Returns the positions of a node's elements within its owner's storage."""
         owner = self.owner(node)
         return self._through(node, owner, self._places(owner))
 
     def written(self) -> Iterator[fx.Node]:
-        """Owners whose storage was updated."""
+        """Yields the owners whose storage was updated."""
         yield from self._written
 
     def read(self, node: fx.Node) -> Any:
-        """Current content of a node.
+        """Returns the current value of a node.
 
         Raises:
             NotDecidedError: an update may have changed it, or its storage was taken.
@@ -153,7 +153,7 @@ class Contents:
         return value
 
     def write(self, node: fx.Node, value: TensorValue) -> None:
-        """Put a value in place of what a node holds.
+        """Overwrites the elements that a node covers with a value.
 
         Raises:
             CannotWriteError: it is a view whose elements are no range of those of its owner.
@@ -178,7 +178,7 @@ class Contents:
             self._aliases[owner].append(node)
 
     def take(self, node: fx.Node) -> None:
-        """Let nobody read or write the storage of a node any more, by whatever name."""
+        """Forbids all further reads and writes of a node's storage, under any alias."""
         for owner in self.owners(node):
             for each in (owner, *self.possible.views_of(owner)):
                 self._taken.add(each)
@@ -210,14 +210,15 @@ class Contents:
         return whole(self._terms.make(key), fake_value(owner))
 
     def _places(self, owner: fx.Node) -> TensorValue:
-        """Where in a storage of its layout each element lies."""
+        """Returns a symbolic index tensor: the position of each element within its storage."""
         layout = storage_layout_of(fake_value(owner))
         return whole(self._terms.make(("places", *map(str, layout))), fake_value(owner))
 
     def _with_range(
         self, places: TensorValue, held: TensorValue, part: Any, value: TensorValue
     ) -> tuple[Segment, ...] | None:
-        """The row of `held` with `value` in place of `part`, if that is made of ranges."""
+        """Returns the elements of `held` after `value` overwrote `part`. None if `part` is not
+        ranges."""
         if not held.is_static or not value.is_static or not places.segments:
             return None
         back = permuted_back(self._terms, part, value)
@@ -226,7 +227,7 @@ class Contents:
         return self._replaced(places.segments[0].term, held, part, value)
 
     def _through(self, node: fx.Node, owner: fx.Node, value: Any) -> Any:
-        """A value of the owner as a node sees it."""
+        """Applies the chain of views between an owner and a node to a value of the owner."""
         chain = []
         while node is not owner:
             chain.append(node)
@@ -238,7 +239,7 @@ class Contents:
     def _replaced(
         self, places: int, held: TensorValue, part: Any, value: TensorValue
     ) -> tuple[Segment, ...] | None:
-        """The row of `held` with `value` where `part` lies."""
+        """Returns the elements of `held` with `value` at the positions `part`."""
         if not isinstance(part, TensorValue) or any(s.term != places for s in part.segments):
             return None
         length = sum(segment.length for segment in held.segments)
@@ -267,8 +268,8 @@ def _with_offsets(segments: tuple[Segment, ...]) -> Iterator[tuple[Segment, int]
 
 
 def _may_overlap(value: TensorValue) -> bool:
-    """True if two elements may lie in one place, so that what they hold is not what was written to
-    each."""
+    """True if two elements of a tensor may share one address, so that a write to one changes
+    both."""
     steps = [(s, n) for s, n in zip(value.stride, value.shape, strict=True) if n != 1]
     if not all(isinstance(stride, int) for stride, _ in steps):
         return True
@@ -281,7 +282,7 @@ def _may_overlap(value: TensorValue) -> bool:
 
 
 def with_layout(value: Any, like: Any) -> Any:
-    """A value as it stands in memory that is laid out otherwise."""
+    """Returns the same elements under the shape, strides, dtype and device of `like`."""
     if not isinstance(value, TensorValue):
         return value
     layout = layout_of(like)

@@ -1,4 +1,4 @@
-"""A fast test that a graph is a copy of another, so that nothing has to be evaluated."""
+"""A fast test that one graph is a copy of another, which saves evaluating both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from graphopt.verify.recall import same_arguments
 
 
 def is_copy_of(graph: fx.Graph, copy: fx.Graph) -> bool:
-    """True if both have the same nodes, in one order, with the same arguments and metadata."""
+    """True if both graphs have the same nodes, in one order, with the same arguments and
+    metadata."""
     if len(graph.nodes) != len(copy.nodes):
         return False
     twins: dict[fx.Node, fx.Node] = {}

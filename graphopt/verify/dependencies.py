@@ -1,4 +1,4 @@
-"""A check that a rewritten graph keeps every dependency of the graph it was made from.
+"""A check that a rewritten graph keeps every dependency of the original graph.
 
     g0 ─ all_reduce ─ wait ─ adamw          g0 ─ cat ─ all_reduce ─ wait ─ split ─ adamw
                                      ──>    g1 ─┘                            └──── adamw
@@ -43,7 +43,7 @@ def check_dependencies(
     same_dtypes: bool = True,
     same_communication: bool = True,
 ) -> DependencyReport:
-    """Whether `after` keeps every dependency of `before`.
+    """Checks that `after` keeps every dependency of `before`.
 
     Checked are: values, through views and updates in place; the order of random numbers; that
     every collective is sent in full, has one wait, and is read after it; state updates and outputs.
@@ -71,7 +71,7 @@ def check_dependencies(
 
 
 class CommunicationKept(NamedTuple):
-    """Properties of a graph's collectives that a pass has to keep.
+    """Properties of a graph's collectives that a pass must keep.
 
     Attributes:
         dtypes: the dtypes.
@@ -86,7 +86,7 @@ _ALL = CommunicationKept()
 
 
 class DependencyCheck:
-    """Compares one graph after another with what it was, as a pipeline changes it.
+    """Compares each graph of a pipeline with its predecessor.
 
     What is known of the memory of the graph after one pass is known of it before the next.
     """
@@ -95,7 +95,8 @@ class DependencyCheck:
         self.forget()
 
     def forget(self) -> None:
-        """Let nothing be known of the graph: it was changed since the last comparison."""
+        """Drops what is known of the last graph, because it was changed since the last
+        comparison."""
         self._memory: MemoryOrder | None = None
 
     def compare(
@@ -107,7 +108,8 @@ class DependencyCheck:
         copies: Mapping[fx.Node, fx.Node] | None = None,
         same: CommunicationKept = _ALL,
     ) -> DependencyReport:
-        """As `check_dependencies`.
+        """Checks one pair of graphs as `check_dependencies` does, reusing what is known of
+        `before`.
 
         Args:
             copies: node of the graph that was `after` in the last call, unchanged since -> node of
@@ -135,7 +137,7 @@ def _executable(
     correspondence: Mapping[fx.Node, fx.Node],
     same: CommunicationKept,
 ) -> DependencyReport:
-    """Compares a graph in the executable dialect with the captured one that it was made from.
+    """Compares a graph in the executable dialect with the captured graph that it was made from.
 
     It is read in the captured dialect, and nothing may be lost between the two in either direction:
     what reads an overwritten value has lost nothing, but depends on more than before.
@@ -161,7 +163,7 @@ def _executable(
 
 
 class _Comparison:
-    """Two graphs, what they do to memory, and how they correspond."""
+    """Two graphs, their effects on memory, and the correspondence between their nodes."""
 
     def __init__(
         self,
@@ -184,7 +186,7 @@ class _Comparison:
             *structure.interface(before, after),
             *structure.late_nodes(after),
             *structure.waits(before, after, memory, same),
-            *(sent.totals(before, after, same, same_dtypes=told.dtypes) if told.amounts else ()),
+            *(sent.less_sent(before, after, same, same_dtypes=told.dtypes) if told.amounts else ()),
             *structure.state(self._before, self._after, same),
             *structure.write_order(self._before[1], after, same),
             *structure.randomness(before, after, same),
@@ -199,11 +201,12 @@ class _Comparison:
 
     @property
     def same(self) -> Mapping[fx.Node, fx.Node]:
-        """Node after -> node before that does the same."""
+        """Maps nodes of the graph after to the nodes before that do the same."""
         return self._matching.same
 
     def lost(self) -> list[Problem]:
-        """Sources that sinks needed in the graph before, and do not need any more."""
+        """Returns a problem for each source that a sink of the graph before needed and no longer
+        needs."""
         sinks = self._matching.sinks
         if not sinks:
             return []
@@ -223,7 +226,7 @@ class _Comparison:
     def _lost_of(
         self, pairs: list[tuple[fx.Node, fx.Node]], places: list[SinkPlace]
     ) -> Iterator[tuple[int, list[_LostDependency]]]:
-        """For each sink, which sources among the pairs (before, after) it has lost.
+        """Yields for each sink the sources, among the pairs (before, after), that it has lost.
 
         Nearly always what a sink needs reaches it without passing another anchor; only the rest is
         looked for in the whole graph.
@@ -249,13 +252,14 @@ class _Comparison:
         return {sink: state for sink, state in lost.items() if state}
 
     def _whole(self, places: list[SinkPlace]) -> Side:
-        """The graph after, without cutting it at anchors."""
+        """The whole graph after the pass, not cut at anchors."""
         if self._uncut is None:
             self._uncut = Side(*self._after, places, self._labels)
         return self._uncut
 
     def _dropped(self, sink: Sink) -> Problem | None:
-        """The problem of a node that reads fewer values than it did, and which it does not read."""
+        """Returns the problem of a node that reads fewer values than before, naming those it
+        misses."""
         reader, before = sink.after.node, sink.before.node
         new_of = {old: new for new, old in self.same.items()}
         now = reader.all_input_nodes

@@ -1,4 +1,5 @@
-"""The place where two values begin to differ: the smallest slices of both graphs, side by side."""
+"""A report of where two values begin to differ: the smallest slices of both graphs, side by
+side."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _LAYOUT = ("shape", "dtype", "device", "stride")
 
 
 class Difference:
-    """One output that is not what it was.
+    """One output whose value differs between two graphs.
 
     Args:
         terms: in which both graphs were evaluated.
@@ -40,7 +41,8 @@ class Difference:
         self._terms, self._old, self._new, self._place = terms, old, new, place
 
     def problem(self, what: str, one: Any, other: Any) -> Problem:
-        """The output, the first nodes that differ on the way to it, and the rule that is nearest.
+        """Builds the report: the output, the first differing nodes on the way to it, and the
+        nearest rule.
 
         Args:
             what: the output, in words.
@@ -55,8 +57,8 @@ class Difference:
         return Problem("\n".join(lines), shown, hint=hint)
 
     def _smallest(self, one: Any, other: Any) -> tuple[str, int, int, str]:
-        """Follow two values down to where they begin to differ: what is to be said, the terms, and
-        the hint, empty where it is the usual one."""
+        """Descends two values to their first difference. Returns (description, term before, term
+        after, hint); the hint is empty where the usual one fits."""
         message, first, second = "another value", -1, -1
         while True:
             pair = first_pair(one, other)
@@ -85,7 +87,7 @@ class Difference:
         )
 
     def _slices(self, first: int, second: int) -> Iterator[str]:
-        """The smallest differing part of each graph, in one line, with the line that it is from."""
+        """Yields the smallest differing part of each graph as text, with the user's source line."""
         if first < 0 or second < 0:
             return
         settings = _settings(self._terms[first].key, self._terms[second].key)
@@ -108,7 +110,7 @@ class Difference:
         return operator_of(self._terms[part].key) if node is None else f"%{node.name}"
 
     def _nearest_rule(self, first: int, second: int) -> str:
-        """The rule that is about one of both operators, but not in this case."""
+        """Returns the text of the rule that covers both operators, though not this case."""
         for term in (second, first):
             key = self._terms[term].key if term >= 0 else ("",)
             name = operator_of(key).replace(".", "::", 1).partition(".")[0]
@@ -130,7 +132,8 @@ def _message(one: Sequence[Any], other: Sequence[Any]) -> str:
 
 
 def _settings(one: Any, other: Any) -> dict[str, dict[str, str]]:
-    """Arguments of two calls of an operator that differ and are constants, before and after."""
+    """Returns the constant arguments in which two calls of one operator differ, before and
+    after."""
     was, now = _named_constants(one), _named_constants(other)
     names = [name for name in now if name in was and now[name] != was[name]]
     return {
@@ -140,7 +143,7 @@ def _settings(one: Any, other: Any) -> dict[str, dict[str, str]]:
 
 
 def _named_constants(key: Any) -> dict[str, str]:
-    """Arguments of a call that are plain values, as text."""
+    """Returns the plain values among a call's arguments, as text by name."""
     if not isinstance(key, tuple) or key[:1] not in (("call",), ("each",)):
         return {}
     given = key[2][1:] if len(key) > 2 and key[2][:1] == ("dict",) else key[2:]
@@ -150,7 +153,7 @@ def _named_constants(key: Any) -> dict[str, str]:
 
 
 def _constant(value: Any) -> str | None:
-    """A plain value of a key as it is written in Python; None for anything else."""
+    """Returns a plain value of a key as Python source, or None for anything else."""
     if value is None or isinstance(value, (bool, int)):
         return repr(value)
     if not isinstance(value, tuple) or len(value) != 2:
@@ -162,7 +165,7 @@ def _constant(value: Any) -> str | None:
 
 
 def operator_of(key: Sequence[Any]) -> str:
-    """The operator that makes a term, in a word."""
+    """Returns the name of the operator that makes a term."""
     if not key:
         return ""
     if key[0] in ("call", "entry", "each"):
@@ -171,7 +174,7 @@ def operator_of(key: Sequence[Any]) -> str:
 
 
 def _parts(key: Any) -> Iterator[Any]:
-    """Terms, as numbers, and constants, as text, of which a key speaks."""
+    """Yields the terms (numbers) and constants (text) that a key contains."""
     if isinstance(key, TensorValue):
         yield from dict.fromkeys(segment.term for segment in key.segments)
     elif isinstance(key, (ScalarValue, Segment)):
@@ -189,7 +192,8 @@ def _parts(key: Any) -> Iterator[Any]:
 
 
 def _inner(one: Any, other: Any) -> tuple[Any, Any] | None:
-    """The one part of two keys that differs, if both are otherwise alike and it has terms."""
+    """Returns the only differing pair of parts of two keys, if both are otherwise equal and it has
+    terms."""
     if not isinstance(one, tuple) or not isinstance(other, tuple) or len(one) != len(other):
         return None
     if one[:1] != other[:1] or (
@@ -208,7 +212,7 @@ def _inner(one: Any, other: Any) -> tuple[Any, Any] | None:
 
 
 def first_pair(one: Any, other: Any) -> tuple[int, int] | None:
-    """The first terms of two values that differ."""
+    """Returns the first differing terms of two values, or None."""
     if isinstance(one, Segment) and isinstance(other, Segment):
         return None if one.term == other.term else (one.term, other.term)
     if isinstance(one, TensorValue) and isinstance(other, TensorValue):

@@ -1,4 +1,4 @@
-"""Elementwise operators and collectives as terms, evaluated run by run of elements."""
+"""Symbolic values of elementwise operators and collectives, one run of elements at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Arguments = dict[str, Any]
 
 
 def is_static(value: Any) -> bool:
-    """True if a value is a tensor all sizes of which are numbers."""
+    """True if a value is a tensor whose sizes are all plain numbers."""
     return isinstance(value, TensorValue) and value.is_static
 
 
@@ -32,7 +32,7 @@ BY_ELEMENT = tuple(
 
 
 class ComputedElement(NamedTuple):
-    """The computation of one element.
+    """The computation of one element by an elementwise operator.
 
     Attributes:
         name: of the operator: a number as an operand stands for a tensor of that number.
@@ -47,7 +47,7 @@ class ComputedElement(NamedTuple):
     commutes: bool
 
     def key(self, operands: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
-        """That of the term.
+        """Returns the key of the resulting term.
 
         Args:
             operands: for each tensor the term that stands for it, and where that is read, beside
@@ -65,7 +65,7 @@ class ComputedElement(NamedTuple):
 
 
 def elementwise(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
-    """The operator on each run of elements that stands in one segment of every operand."""
+    """Evaluates an operator on each run of elements that lies in one segment of every operand."""
     operands = [value for value in args.values() if isinstance(value, TensorValue)]
     if not isinstance(fake, torch.Tensor) or not operands:
         return None
@@ -98,15 +98,15 @@ _COMMUTING = {
 
 
 def _mixes_halves(dtypes: Sequence[torch.dtype]) -> bool:
-    """True if numbers of half precision meet others: kernels do not round a single element of
-    these, as they do several."""
+    """True if half-precision operands meet others, where kernels round single elements
+    differently."""
     return len(set(dtypes)) > 1 and any(d.is_floating_point and d.itemsize < 4 for d in dtypes)
 
 
 def each(
     terms: Terms, computed: ComputedElement, rows: Sequence[Sequence[Segment]]
 ) -> tuple[Segment, ...]:
-    """Computation of each element of rows of equal length, one for each operand."""
+    """Evaluates an elementwise computation on rows of equal length, one row for each operand."""
     found = []
     for runs in _aligned(rows):
         arranged = arranged_alike(terms, runs)
@@ -126,13 +126,13 @@ def each(
 def computed_of_runs(
     terms: Terms, computed: ComputedElement, rows: Sequence[Sequence[Segment]]
 ) -> list[Segment]:
-    """As `each`, however the terms of operands are arranged."""
+    """Evaluates like `each`, but does not undo rearrangements of the operands."""
     return [_apply_to_runs(terms, computed, runs) for runs in _aligned(rows)]
 
 
 def _apply_to_runs(terms: Terms, computed: ComputedElement, runs: Sequence[Segment]) -> Segment:
-    """One term for whole terms of the operands, read from where they lie beside each other, so that
-    an element has the same term however tensors are cut."""
+    """Returns the result for one run. Its term covers the operands' whole terms, so an element has
+    the same term however tensors are cut."""
     if computed.commutes and runs[1] < runs[0]:
         runs = [runs[1], runs[0]]
     uniform = [terms[run.term].uniform for run in runs]
@@ -151,7 +151,7 @@ def _apply_to_runs(terms: Terms, computed: ComputedElement, runs: Sequence[Segme
 
 
 def _negated(terms: Terms, key: tuple[Any, ...]) -> int | None:
-    """What a negation negates, if that is a negation: it changes one bit, and back."""
+    """Returns the operand `x` of `-(-x)`, or None: a negation flips only the sign bit."""
     operand = key[3][1]
     if key[1] != "aten.neg" or len(operand) != 3:
         return None
@@ -162,7 +162,7 @@ def _negated(terms: Terms, key: tuple[Any, ...]) -> int | None:
 
 
 def _aligned(rows: Sequence[Sequence[Segment]]) -> Iterator[list[Segment]]:
-    """Rows of equal length cut at all of their boundaries."""
+    """Cuts rows of equal length at the union of their segment boundaries."""
     positions = [(0, 0) for _ in rows]
     while rows and positions[0][0] < len(rows[0]):
         length = min(
@@ -179,7 +179,7 @@ def _aligned(rows: Sequence[Sequence[Segment]]) -> Iterator[list[Segment]]:
 
 
 def reduced(terms: Terms, key: tuple[Any, ...], value: TensorValue, fake: Any) -> TensorValue:
-    """An elementwise collective on every segment of what is sent."""
+    """Evaluates an elementwise collective on every segment of the value it sends."""
     how = (*key, str(value.dtype), value.device)
     return tensor_value(_reduced(terms, how, value.segments), fake)
 

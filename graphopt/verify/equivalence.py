@@ -1,4 +1,4 @@
-"""A proof that a rewritten graph computes the same, bit for bit.
+"""A proof that a rewritten graph computes the same values, bit for bit.
 
 Translation validation by value numbering (Necula, "Translation validation for an optimizing
 compiler", PLDI 2000): both graphs are evaluated on arbitrary inputs to canonical terms
@@ -28,8 +28,8 @@ from graphopt.verify.evaluated import Evaluation, NotDecidedError
 from graphopt.verify.evaluation import evaluate_graph
 from graphopt.verify.exchanged_regions import RewrittenRegions
 from graphopt.verify.late import DerivedEvaluation, DerivedEvaluations, late_problems
-from graphopt.verify.module_constants import of_constants
-from graphopt.verify.outcomes import differences, of_errors, of_what_is_said, reorders_sums
+from graphopt.verify.module_constants import constant_problems
+from graphopt.verify.outcomes import differences, error_problems, reorders_sums, total_problems
 from graphopt.verify.problems import CheckReport, Problem
 from graphopt.verify.terms import Terms
 
@@ -81,7 +81,7 @@ def check_equivalence(
 
 
 class Proof:
-    """Compares one graph after another with what it was, as a pipeline changes it.
+    """Proves each graph of a pipeline equal to its predecessor.
 
     What is known of the graph after one pass is known of the graph before the next.
     """
@@ -91,22 +91,22 @@ class Proof:
         self.forget()
 
     def forget(self) -> None:
-        """Let nothing be known of the graph: it was changed by something that is not proven."""
+        """Drops the known evaluation, because something unproven changed the graph."""
         self._known: Evaluation | None = None
         self._graph: fx.Graph | None = None
         self._derived: DerivedEvaluations = {}
 
     @property
     def known(self) -> Evaluation | None:
-        """Terms of the graph, if they are known."""
+        """The evaluation of the last graph, or None if there is none."""
         return self._known
 
     def knows(self, graph: fx.Graph) -> bool:
-        """True if `known` is of this graph, as it was left by who changed it last."""
+        """True if `known` belongs to this graph and nothing has edited it since."""
         return self._known is not None and self._graph is graph
 
     def learn(self, graph: fx.GraphModule | fx.Graph) -> None:
-        """Find out what a graph computes.
+        """Evaluates a graph and remembers what it computes.
 
         Raises:
             NotDecidedError: terms cannot speak of it.
@@ -121,7 +121,8 @@ class Proof:
         after: fx.GraphModule | fx.Graph,
         regions: RewrittenRegions | None = None,
     ) -> EquivalenceReport:
-        """As `check_equivalence`. After a call without problems, what `after` computes is known.
+        """Proves as `check_equivalence` does. Without problems, the evaluation of `after` is
+        remembered.
 
         Args:
             regions: parts of both graphs that are not compared.
@@ -132,17 +133,16 @@ class Proof:
         except NotDecidedError as error:
             self.forget()
             return EquivalenceReport([error.problem], decidable=False)
-        return self._compared(old, after, regions, list(of_constants(before, after)))
+        return self._compared(old, after, regions, list(constant_problems(before, after)))
 
     def follow(self, after: fx.GraphModule, *, sends: bool = True) -> EquivalenceReport:
-        """As `compare` with the graph of which it is known what it computes; `after` also has to
-        send as much, if `sends`, and to list the same updates. What problems say of nodes that were
-        there before is what they are now."""
+        """Compares `after` with the remembered graph, including sent elements (if `sends`) and
+        listed updates. Problems name nodes of `after`."""
         old = self._known
         assert old is not None
         report = self._compared(old, after, None, [], sends=sends)
         if self._known is not None:
-            report.problems += of_what_is_said(old, self._known, sends=sends)
+            report.problems += total_problems(old, self._known, sends=sends)
         return report
 
     def _compared(
@@ -159,7 +159,7 @@ class Proof:
         try:
             new = evaluate_graph(after, terms, unknowns=unknown)
             problems += differences(terms, old, new, sends=sends)
-            problems += () if unknown else of_errors(old, new)
+            problems += () if unknown else error_problems(old, new)
             if not problems and isinstance(after, IterGraphModule) and after.graph.late:
                 new = evaluate_graph(after, terms) if unknown else new
                 problems = self._late(after.graph, after.derive(), new)
@@ -171,15 +171,15 @@ class Proof:
 
     @property
     def derived(self) -> dict[str, fx.GraphModule]:
-        """The graphs with late nodes, derived from the last graph, of which both statements are
-        shown; empty where none are."""
+        """The proven graphs with late nodes (setup, main, drain) of the last step; empty if there
+        are none."""
         return {name: found.module for name, found in self._derived.items()}
 
-    def of_derived(
+    def compare_derived(
         self, step: IterGraphModule, graphs: Mapping[str, fx.GraphModule]
     ) -> tuple[list[Problem], DerivedEvaluations]:
-        """What is wrong with the graphs that are derived from a step, and what each of them
-        computes. Nothing is done twice that a comparison of the step has done on the same graphs.
+        """Returns the problems and the evaluations of the graphs derived from a step. Reuses what a
+        comparison of the step has done on the same graphs.
 
         Raises:
             NotDecidedError: terms cannot speak of one of the graphs.
@@ -198,7 +198,8 @@ class Proof:
     def _late(
         self, graph: fx.Graph, graphs: Mapping[str, fx.GraphModule], step: Evaluation
     ) -> list[Problem]:
-        """What is wrong with the graphs that run late nodes, by both statements."""
+        """Returns the problems of the graphs that run late nodes, by both statements of
+        `graphopt.verify.late`."""
         found: DerivedEvaluations = {}
         problems = list(late_problems(graph, graphs, self.terms, step, found))
         self._derived = {} if problems else found

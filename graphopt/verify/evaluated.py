@@ -1,4 +1,4 @@
-"""Outcomes of an evaluation, or the reason why there is none; and arbitrary inputs."""
+"""The outcome of evaluating a graph, or the reason why it cannot be evaluated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphopt.verify.terms import Origins, Pending, Terms
 
 
 class NotDecidedError(Exception):
-    """A graph does something about which terms cannot speak.
+    """The graph does something that terms cannot describe.
 
     Attributes:
         foreign: it calls something whose graph is unknown, or writes where it cannot be followed:
@@ -39,7 +39,7 @@ _HINT = (
 
 @dataclass
 class Evaluation:
-    """The outcome of one run of a graph.
+    """The outcome of evaluating one graph: results, state, random draws, sent elements.
 
     Attributes:
         results, carried: values that the graph returns.
@@ -78,13 +78,13 @@ class Evaluation:
     aliases: dict[fx.Node, list[tuple[str, Any]]] = field(default_factory=dict)
 
     def edges(self, kind: Any, term: int) -> Counter[int]:
-        """At which elements of a term more or fewer copies begin to be sent by a kind of
-        collective."""
+        """Returns, by position, the change in how often a collective kind sends a term's
+        elements."""
         return self.sent.setdefault((kind, term), Counter())
 
     @cached_property
     def origins(self) -> Origins:
-        """The first node of each term: wanted only where there is something to be said."""
+        """The first node that makes each term, computed only when a report needs it."""
         found: Origins = {}
         for node, value in self.made:
             for term in terms_in(value):
@@ -93,20 +93,22 @@ class Evaluation:
 
 
 class Settled(NamedTuple):
-    """An update that is known, and the unknown that takes its place in all that follows."""
+    """The known value of an update, and the unknown value that replaces it for all later
+    readers."""
 
     value: Any
     stands_for_it: Any
 
 
 def input_value(terms: Terms, node: fx.Node) -> Any:
-    """An arbitrary value of a placeholder; one that is waited for is under way."""
+    """Returns an arbitrary value for a placeholder; a pending one if it holds a running
+    collective."""
     value = unknown_input(terms, node)
     return Pending(value) if any(map(is_wait, node.users)) else value
 
 
 def unknown_input(terms: Terms, node: fx.Node) -> Any:
-    """As `input_value`, once it is there."""
+    """Returns an arbitrary value for a placeholder that holds no pending result."""
     fake = known_value(node)
     for call in terms.recall.by_name.get(node.name, ()):
         if call.fake is fake and call.target == node.target and not call.args:

@@ -1,4 +1,4 @@
-"""Evaluation of a graph to terms, in one walk over its nodes."""
+"""Symbolic evaluation of a graph to terms, in one walk over its nodes."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from graphopt.verify.constants import sent_constant, sent_constants
 from graphopt.verify.evaluated import Evaluation, NotDecidedError, Settled, unknown_input
 from graphopt.verify.exchanged_regions import UnknownPlace
 from graphopt.verify.inlining import call_of, constant_name
-from graphopt.verify.outputs import note_what_is_left
+from graphopt.verify.outputs import record_outcome
 from graphopt.verify.reading import Reading, is_itself
 from graphopt.verify.recall import RecalledCall
-from graphopt.verify.runs import of_runs
+from graphopt.verify.runs import evaluate_runs
 from graphopt.verify.terms import Pending, TensorValue, Terms, canonical, storage_layout_of
 from graphopt.verify.updating import Updates
 
@@ -54,7 +54,7 @@ def evaluate_graph(
     unknowns: Mapping[fx.Node, UnknownPlace] | None = None,
     settled: Mapping[str, Settled] | None = None,
 ) -> Evaluation:
-    """Evaluate a graph for arbitrary inputs, or for some that are terms already.
+    """Evaluates a graph symbolically, for arbitrary or for given symbolic inputs.
 
     Args:
         terms: shared by all graphs that are compared.
@@ -75,8 +75,8 @@ def evaluate_graph(
 
 
 class _Evaluator:
-    """Evaluates one graph; `found` is where what its nodes do besides giving values is noted, and
-    `outer` the module that is called, where the graph is that of a module within it."""
+    """Evaluates one graph. `found` collects its effects; `outer` is the calling module, if this
+    graph belongs to a submodule."""
 
     def __init__(
         self,
@@ -110,9 +110,9 @@ class _Evaluator:
         )
 
     def run(self) -> Evaluation:
-        """The evaluation of the whole graph."""
+        """Evaluates all nodes and returns what the graph leaves."""
         self._walk()
-        note_what_is_left(self._graph, self._reading, self._found)
+        record_outcome(self._graph, self._reading, self._found)
         return self._found
 
     def _walk(self) -> None:
@@ -121,22 +121,22 @@ class _Evaluator:
             if node.op == "output":
                 break
             try:
-                made.append((node, self._taken_in(node)))
+                made.append((node, self._evaluate_node(node)))
             except NotDecidedError:
                 raise
             except Exception as error:  # rules take it that arguments fit
                 what = f"{type(error).__name__}: {error}"
                 raise NotDecidedError(f"its arguments do not fit: {what}", node) from error
 
-    def _taken_in(self, node: fx.Node) -> Any:
-        """The value of a node, after which others may read it."""
+    def _evaluate_node(self, node: fx.Node) -> Any:
+        """Evaluates a node and registers its value for later readers."""
         if node.op == "call_function" and node not in self._unknowns:
             if node.target is operator.getitem:
-                return self._item_taken_in(node)
+                return self._evaluate_item(node)
             traits = operator_of(node)
             if traits.only_computes:
                 known = self._recalled(node)
-                value = self._value(node) if known is None else self._again(node, known)
+                value = self._value(node) if known is None else self._reuse(node, known)
                 self._contents.current[node] = value
                 return value
             if traits.copies:
@@ -144,10 +144,11 @@ class _Evaluator:
                 base = source if isinstance(source, fx.Node) else None
                 self._contents.add(node, value, base, same=base is not None)
                 return value
-        return self._other_taken_in(node)
+        return self._evaluate_other(node)
 
-    def _other_taken_in(self, node: fx.Node) -> Any:
-        """As `_taken_in`, of inputs, constants, views, updates, communication and modules."""
+    def _evaluate_other(self, node: fx.Node) -> Any:
+        """Evaluates an input, constant, view, update, collective or module call, and registers
+        it."""
         base: fx.Node | None = None
         same = False
         if node.op == "placeholder":
@@ -155,7 +156,7 @@ class _Evaluator:
         elif node in self._unknowns:
             value, base = self._unknown(node), self._base(node)
         elif (known := self._recalled(node)) is not None:
-            value, base = self._again(node, known), self._base(node) if known.based else None
+            value, base = self._reuse(node, known), self._base(node) if known.based else None
         else:
             value, base = self._value(node), self._base(node)
             same = base is not None and is_itself(node)
@@ -164,14 +165,15 @@ class _Evaluator:
             self._note_possible_view(node)
         return value
 
-    def _again(self, node: fx.Node, known: RecalledCall) -> Any:
-        """The value of a call that was evaluated before."""
+    def _reuse(self, node: fx.Node, known: RecalledCall) -> Any:
+        """Returns the value of a call that was evaluated before, and records the error it may
+        raise."""
         if known.raises is not None:
             self._found.may_raise.setdefault(known.raises, node)
         return known.value
 
-    def _item_taken_in(self, node: fx.Node) -> Any:
-        """As `_taken_in`, of one of several results, or a view."""
+    def _evaluate_item(self, node: fx.Node) -> Any:
+        """Evaluates and registers a `getitem`: one of several results, or a view."""
         source, *index = node.args
         if isinstance(source, fx.Node) and not self._reading.in_flight:
             value = self._contents.read(source)
@@ -190,8 +192,8 @@ class _Evaluator:
         return value
 
     def _note_possible_view(self, node: fx.Node) -> None:
-        """Of a node that has no base: whether it may be a view nevertheless, of one of several
-        arguments or an item of such a one."""
+        """Records a node without a known base that may nevertheless be a view of one of its
+        arguments."""
         traits, possible = operator_of(node), self._contents.possible
         sources: list[fx.Node] = []
         if traits.item:
@@ -213,7 +215,7 @@ class _Evaluator:
         return Pending(value) if node in self._awaited else value
 
     def _recalled(self, node: fx.Node) -> RecalledCall | None:
-        """The same call, if it was evaluated before."""
+        """Returns the remembered evaluation of the same call, or None."""
         if node.name not in self._terms.recall.by_name or node in self._sent_constants:
             return None
         known = {} if self._reading.in_flight else self._contents.current
@@ -227,7 +229,7 @@ class _Evaluator:
         return fresh(self._terms, (*unknown.key, canonical(arguments)), fake_value(unknown.like))
 
     def _base(self, node: fx.Node) -> fx.Node | None:
-        """The node whose storage a node shares."""
+        """Returns the node whose storage a node shares, or None."""
         if node.op != "call_function":
             return None
         if node.target is operator.getitem:
@@ -243,7 +245,8 @@ class _Evaluator:
         return source if traits.wait or traits.may_alias or is_itself(node) else None
 
     def _base_of_item(self, node: fx.Node) -> fx.Node | None:
-        """As `_base`, of one of several results: they are separate, but for those of views."""
+        """Returns the node whose storage an item shares: None for separate results, the source for
+        views."""
         source = node.args[0]
         if not isinstance(source, fx.Node):
             return None
@@ -254,7 +257,7 @@ class _Evaluator:
         return None
 
     def _view(self, node: fx.Node, value: Any) -> Any:
-        """What a view gives of another value of its first argument."""
+        """Evaluates a view again for a new value of its first argument."""
         if node in self._unknowns:
             raise NotDecidedError("what it may be a view of was updated", node)
         if node.target is operator.getitem:
@@ -285,18 +288,17 @@ class _Evaluator:
             return self._updates.copied(node)
         form = form_of(node.target) if traits.writes else None
         if form is not None:
-            return self._of_program(node, form)
+            return self._call_user_operator(node, form)
         if traits.writes and written(node):
             return self._updates.in_place(node)
         if traits.collective:
             return self._communication.launched(node)
         if self._callees.of(node, node.target).writes_unseen:
             raise NotDecidedError("it updates arguments of which its schema does not speak", node)
-        return self._in_workspaces(node) if traits.workspaces else self._call(node)
+        return self._call_with_workspaces(node) if traits.workspaces else self._call(node)
 
-    def _of_program(self, node: fx.Node, form: FunctionalForm) -> Any:
-        """What an operator of the program's gives that writes to its arguments: its functional form
-        says what it gives and writes."""
+    def _call_user_operator(self, node: fx.Node, form: FunctionalForm) -> Any:
+        """Evaluates a user's operator that writes to its arguments, by its functional form."""
         self._reading.refuse_pending(node)
         arguments = named(form.functional, self._read(node.args), self._read(node.kwargs))
         found = self._applied(node, form.functional, arguments, form.value_for(node))
@@ -307,16 +309,17 @@ class _Evaluator:
         own, _ = form.split(found)
         return own[0] if form.gives_one else tuple(own)
 
-    def _in_workspaces(self, node: fx.Node) -> Any:
-        """As `_call`; nobody may read or write afterwards what it computes in."""
+    def _call_with_workspaces(self, node: fx.Node) -> Any:
+        """Evaluates a call that uses arguments as scratch memory, which nobody may use
+        afterwards."""
         found = self._call(node)
         for source in overwritten(node):
             self._updates.taken(node, source)
         return found
 
     def _module(self, node: fx.Node, body: fx.GraphModule | None, arguments: Any) -> Any:
-        """A part of the graph that stands in a graph of its own: one that was divided off, or is
-        compiled, which is trusted to compute what its source does."""
+        """Evaluates a submodule by its graph; a compiled one is trusted to compute what its source
+        does."""
         if body is None:
             raise NotDecidedError(
                 f"it calls the module {node.target}, whose graph is unknown", node, foreign=True
@@ -363,7 +366,7 @@ class _Evaluator:
     def _applied(
         self, node: fx.Node, target: Any, arguments: dict[str, Any], like: Any = None
     ) -> Any:
-        """What a call gives: by its rule, or an unknown function of all arguments.
+        """Returns the value of a call: by its rule, else an unknown function of all arguments.
 
         Args:
             like: what it is like, where it is not what the node gives.
@@ -376,7 +379,7 @@ class _Evaluator:
             if value is not None:
                 return value
         if self._terms.whole_cuts and not drawn:
-            value = of_runs(self._terms, target, arguments, fake)
+            value = evaluate_runs(self._terms, target, arguments, fake)
             if value is not None:
                 return value
         given = canonical(arguments)
@@ -397,7 +400,7 @@ class _Evaluator:
         return found
 
     def _storage(self, node: fx.Node) -> tuple[Any, ...]:
-        """All that lies in the storage of a node, and where in it the node lies."""
+        """Returns the contents of a node's whole storage, and the node's place in it."""
         owner = self._contents.owner(node)
         held, value = self._contents.read(owner), known_value(owner)
         if isinstance(held, TensorValue) and isinstance(value, torch.Tensor):
@@ -415,6 +418,6 @@ class _Evaluator:
 
 
 def _is_looked_at(node: fx.Node) -> bool:
-    """True if the host sees what a node gives, or an item of it: as where a size is assumed."""
+    """True if the host reads a node or an item of it, as an assumed size does."""
     items = (user for user in node.users if user.target is operator.getitem)
     return any(is_host_call(user) for n in (node, *items) for user in n.users)

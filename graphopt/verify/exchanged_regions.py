@@ -1,4 +1,4 @@
-"""Parts of a graph that were exchanged for others which give other bits, on purpose.
+"""Parts of a graph that a pass replaced on purpose by parts with other rounding.
 
     a, b ─ pattern ─ c          a, b ─ replacement ─ c'
 
@@ -35,7 +35,7 @@ _LARGEST = 2**25
 
 @dataclass(frozen=True)
 class Region:
-    """One part, in one of both graphs.
+    """The rewritten part in one of the two graphs.
 
     Attributes:
         inputs: what it reads from outside.
@@ -48,7 +48,7 @@ class Region:
 
 @dataclass(frozen=True)
 class UnknownPlace:
-    """An unknown function, which stands for a node in a proof.
+    """An unknown function that stands for a rewritten node in a proof.
 
     Attributes:
         key: tells the function from all others.
@@ -94,7 +94,8 @@ class RewrittenRegions:
         self._pairs.append((place, before, after))
 
     def _now(self, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
-        """What stands for nodes after all places: one may begin where another one ends."""
+        """Returns the final replacements of nodes; a replacement may itself have been rewritten
+        later."""
         found = list(nodes)
         for index, node in enumerate(found):
             while node in self._later:
@@ -103,7 +104,7 @@ class RewrittenRegions:
         return tuple(found)
 
     def problems(self) -> Iterator[Problem]:
-        """Problems with the parts themselves."""
+        """Yields the problems of the rewritten parts themselves."""
         if self._problem is not None:
             yield self._problem
             return
@@ -129,7 +130,7 @@ class RewrittenRegions:
                 yield from _compared(place, *graphs)
 
     def unknowns(self) -> tuple[dict[fx.Node, UnknownPlace], dict[fx.Node, UnknownPlace]]:
-        """Unknown functions for the outputs of all parts, before and after."""
+        """Returns unknown functions for the outputs of all rewritten parts, before and after."""
         old: dict[fx.Node, UnknownPlace] = {}
         new: dict[fx.Node, UnknownPlace] = {}
         for number, (_, before, after) in enumerate(self._pairs):
@@ -143,7 +144,8 @@ class RewrittenRegions:
 
 
 def _laid_out_otherwise(place: RewrittenPlace, before: Region, after: Region) -> Iterator[Problem]:
-    """Readers compute other bits of what lies in memory otherwise."""
+    """Yields a problem for each output whose memory layout changed, since readers' bits depend on
+    it."""
     for was, now in zip(before.outputs, after.outputs, strict=True):
         if list(map(layout_of, tensors_in(fake_value(was)))) != list(
             map(layout_of, tensors_in(fake_value(now)))
@@ -152,7 +154,7 @@ def _laid_out_otherwise(place: RewrittenPlace, before: Region, after: Region) ->
 
 
 def _between(outputs: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> set[fx.Node]:
-    """All that outputs are computed from, up to the inputs, these included."""
+    """Returns all nodes that the outputs are computed from, up to and including the inputs."""
     ends, found = set(inputs), set[fx.Node]()
     pending = list(outputs)
     while pending:
@@ -169,7 +171,7 @@ def _needed(output: fx.Node, inputs: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _extracted(region: Region) -> fx.Graph | fx.Node:
-    """A part as a graph of its own; or a node that it reads, and that is none of its inputs."""
+    """Returns a part as a graph of its own, or the node outside its inputs that it reads."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for index, node in enumerate(region.inputs):
@@ -184,7 +186,7 @@ def _extracted(region: Region) -> fx.Graph | fx.Node:
 
 
 def _text(graph: fx.Graph) -> str:
-    """The same for graphs that compute the same from the same kinds of tensors."""
+    """Returns a text that is equal for graphs with the same computation and kinds of tensors."""
     numbers = {node: index for index, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
@@ -229,7 +231,7 @@ def _can_run(values: Sequence[torch.Tensor]) -> bool:
 
 
 def _runs(before: fx.Graph, after: fx.Graph, *, positive: bool) -> list[list[torch.Tensor]]:
-    """What both parts give for the same random inputs."""
+    """Runs both parts on the same random inputs and returns their results."""
     found = []
     with torch.random.fork_rng([]), torch.no_grad(), without_autocast():
         for graph in (before, after):
@@ -246,7 +248,7 @@ def _has_numbers(value: torch.Tensor) -> bool:
 
 
 def _random(held: Any, positive: bool) -> Any:
-    """A value of the kind and the layout of a fake one."""
+    """Returns a random value of the kind and layout of a fake one."""
     if not isinstance(held, torch.Tensor):
         return 0.5
     if not held.numel():
@@ -265,7 +267,8 @@ def _random(held: Any, positive: bool) -> Any:
 
 
 def _largest_gap(was: torch.Tensor, now: torch.Tensor) -> tuple[float, float]:
-    """The largest difference, and the largest element; both without rows that were not numbers."""
+    """Returns the largest difference and the largest element, ignoring elements that were not
+    finite."""
     if not was.numel():
         return 0.0, 1.0
     known = torch.isfinite(was)

@@ -1,4 +1,4 @@
-"""A graph in the executable dialect, read in the captured one.
+"""Translation of a graph in the executable dialect back to the captured dialect.
 
     a = mul_(m, 0.9)                         a = mul(m, 0.9)
     p = add_(p, g)                 ==>       b = add(p, g);  c = copy_(p, b)
@@ -47,7 +47,7 @@ aten = torch.ops.aten
 
 
 class ReadGraph(NamedTuple):
-    """A graph of the executable dialect in the captured one.
+    """A graph of the executable dialect, translated to the captured one.
 
     Attributes:
         graph: not to be run.
@@ -61,7 +61,7 @@ class ReadGraph(NamedTuple):
 
 
 def works_in_place(graph: fx.Graph) -> bool:
-    """True if a graph has operators of the executable dialect."""
+    """True if a graph contains operators of the executable dialect."""
     return any(map(_is_of_the_dialect, graph.nodes))
 
 
@@ -70,14 +70,14 @@ def _is_of_the_dialect(node: fx.Node) -> bool:
 
 
 def is_finalized(graph: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]) -> bool:
-    """True if a graph may have been made by finalizing another one: what works in place in it did
-    so out of place there, or stands on lists."""
+    """True if `graph` may result from finalizing another graph: its in-place operators were
+    functional, or on lists, there."""
     writers = filter(_is_of_the_dialect, graph.nodes)
     return all(node in correspondence or operator_of(node).listed for node in writers)
 
 
 def as_captured(graph: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]) -> ReadGraph:
-    """Read a graph of the executable dialect in the captured one.
+    """Translates a graph of the executable dialect to the captured one.
 
     Args:
         graph: in topological order.
@@ -89,7 +89,7 @@ def as_captured(graph: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]) -> R
 
 
 class _Storages:
-    """Which tensors hold what was last written to their storage.
+    """The last write to each storage, and the tensors that hold it.
 
     A *tensor* is named by the first node that is it: what an operator gives that works in place is
     what it was given.
@@ -106,15 +106,16 @@ class _Storages:
         self.key = self._effects.key
 
     def keys(self, node: fx.Node) -> list[object]:
-        """The storages of a node, or of what it holds."""
+        """Returns the storages of a node, or of the tensors in its list."""
         return self._effects.keys(node)
 
     def tensor(self, node: fx.Node) -> fx.Node:
-        """The node by which the tensor of a node is known."""
+        """Returns the representative node of a node's tensor."""
         return self._tensors.get(node, node)
 
     def add(self, node: fx.Node, was: fx.Node | None = None) -> None:
-        """Take in a node behind all that were added; `was`: it is that tensor."""
+        """Registers a node behind all earlier ones; `was` is the node of the same tensor, if
+        any."""
         if was is None and is_pure_view(node) and _is_all_of(node, node.all_input_nodes[0]):
             was = node.all_input_nodes[0]
         if was is not None:
@@ -125,12 +126,12 @@ class _Storages:
             self._born[node] = {key: there.get(key, n) for key, n in self._born[node].items()}
 
     def counts(self, node: fx.Node) -> dict[object, int]:
-        """Number of writes to each storage of a node so far."""
+        """Returns the number of writes so far to each storage of a node."""
         return {key: len(self._writes[key]) for key in self.keys(node)}
 
     def write(self, writer: fx.Node | None, node: fx.Node, value: fx.Node) -> None:
-        """Say that a tensor holds `value` now; `writer`: None for a `copy_` of the captured graph,
-        which its comparison follows."""
+        """Records that a tensor now holds `value`. `writer`: None for a `copy_` of the captured
+        graph."""
         tensor, key = self.tensor(node), self.key(node)
         if writer is not None:
             self._writes[key].append(writer)
@@ -138,24 +139,25 @@ class _Storages:
         self._values[tensor] = value
 
     def now(self, node: fx.Node) -> fx.Node | None:
-        """The node written last to the tensor of a node; None if nothing was since that is
-        there."""
+        """Returns the node last written to a node's tensor. None if nothing was since the node
+        ran."""
         tensor = self.tensor(node)
         return self._values.get(tensor) if self._last.get(self.key(node)) is tensor else None
 
     def is_written(self, node: fx.Node) -> bool:
-        """True if the storage of a node has been written since that was there."""
+        """True if the storage of a node has been written since the node ran."""
         return self.counts(node) != self._born[node]
 
     def overwriting(self, node: fx.Node) -> fx.Node | None:
-        """The node that has overwritten the value of another one, as another tensor."""
+        """Returns the node that overwrote the value of another one through a different tensor, or
+        None."""
         if not self.is_written(node) or self.now(node) is not None:
             return None
         return next(self._writes[key][-1] for key in self.keys(node) if self._writes[key])
 
 
 class _Reading:
-    """Reads one graph; see the module's docstring."""
+    """Translates one graph, as the module's docstring says."""
 
     def __init__(self, graph: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]) -> None:
         self.graph = fx.Graph()
@@ -166,13 +168,13 @@ class _Reading:
         self._sent: dict[fx.Node, dict[fx.Node, dict[object, int]]] = {}
 
     def run(self) -> None:
-        """Read all nodes, in order."""
+        """Translates all nodes, in order."""
         for node in self._given.nodes:
             if node.op == "output":
                 self._end(node)
                 return
             if is_wait(node):
-                self._still_sends(launch_of(node), node)
+                self._check_not_sent(launch_of(node), node)
             if operator_of(node).collective and operator_of(node).reads_until_wait:
                 self._sent[node] = {n: self._storages.counts(n) for n in node.all_input_nodes}
             if overwritten(node):
@@ -182,7 +184,7 @@ class _Reading:
                 self._storages.add(node)
 
     def _value(self, source: fx.Node, reader: fx.Node) -> fx.Node:
-        """What a node stands for when it is read."""
+        """Returns the captured node that a node stands for when `reader` reads it."""
         if operator_of(reader).item and holds_several(source):
             return self.copies[source]  # what is picked is looked at when it is read
         by = self._storages.overwriting(source)
@@ -215,7 +217,7 @@ class _Reading:
             return
         if was is None or was.target != target:
             target = self._twin(node, was)
-            self._writes_what_it_may(node)
+            self._check_write(node)
         elif is_copy(node):
             self._copy_to(node)
             return
@@ -237,8 +239,8 @@ class _Reading:
             self._storages.add(node)
 
     def _called_again(self, node: fx.Node, form: FunctionalForm) -> None:
-        """An operator of the program's stands for its functional form."""
-        self._writes_what_it_may(node)
+        """Translates a call of a user's operator to its functional form."""
+        self._check_write(node)
         copy = self._copy(node, form.functional)
         set_value(copy, form.value_for(node))
         for path, source in form.entries(node):
@@ -248,7 +250,7 @@ class _Reading:
             self.copies[node] = self._item(copy, (0,), node)
 
     def _copy_to(self, node: fx.Node) -> None:
-        """A `copy_` of the captured graph is one here: to the input, whatever stands there."""
+        """Translates a `copy_` of the captured graph to a copy into the input."""
         destination, value = node.args[0], node.args[1]
         assert isinstance(destination, fx.Node) and isinstance(value, fx.Node)
         tensor = self._storages.tensor(destination)
@@ -260,7 +262,7 @@ class _Reading:
         self._storages.add(node, destination)
 
     def _twin(self, node: fx.Node, was: fx.Node | None) -> Any:
-        """The functional operator that an in-place one stands for."""
+        """Returns the functional operator that an in-place one stands for."""
         if not isinstance(node.target, _compat.OpOverload):
             return node.target
         if was is not None and (was.target, node.target) in inplace.INPLACE.items():
@@ -286,8 +288,9 @@ class _Reading:
             set_value(copy, known_value(like))
         return copy
 
-    def _writes_what_it_may(self, node: fx.Node) -> None:
-        """What is overwritten is one value of the graph's own, dense, and of the result's kind."""
+    def _check_write(self, node: fx.Node) -> None:
+        """Checks that a write overwrites one dense value that the graph owns, of the result's
+        kind."""
         storages = self._storages
         leaves = _compat.tree_leaves((node.args, node.kwargs))
         given = Counter(leaf for leaf in leaves if isinstance(leaf, fx.Node))
@@ -302,21 +305,22 @@ class _Reading:
                 why = "the memory of which another argument has"
             elif given[source] > 1 and not operator_of(node).pointwise:
                 why = "which it is given twice"
-            elif self._gives_other_than(node, source):
+            elif self._differs_in_kind(node, source):
                 why = "which is of another kind than its result"
             if why is not None:
                 self._wrong(f"%{node.name} overwrites %{source.name}, {why}", (node, source))
 
     @staticmethod
-    def _gives_other_than(node: fx.Node, source: fx.Node) -> bool:
-        """True if the result of a node, which is what it writes, is of another kind than that."""
+    def _differs_in_kind(node: fx.Node, source: fx.Node) -> bool:
+        """True if a node's result differs in shape, dtype or layout from the tensor that it
+        overwrites."""
         one = isinstance(known_value(node), torch.Tensor) and form_of(node.target) is None
         return one and not same_kind(node, source)
 
     # -------------------------------------------------------------------------------------- end
 
-    def _still_sends(self, launch: fx.Node | None, end: fx.Node) -> None:
-        """Nobody overwrites what a collective reads until its wait."""
+    def _check_not_sent(self, launch: fx.Node | None, end: fx.Node) -> None:
+        """Checks that no write changes what a collective sends before its wait."""
         for source, count in self._sent.pop(launch, {}).items() if launch is not None else ():
             if self._storages.counts(source) != count:
                 self._wrong(
@@ -325,7 +329,7 @@ class _Reading:
 
     def _end(self, node: fx.Node) -> None:
         for launch in list(self._sent):
-            self._still_sends(launch, node)
+            self._check_not_sent(launch, node)
         if not follows_output_convention(self._given):
             self._copy(node)
             return
@@ -338,7 +342,7 @@ class _Reading:
         self.graph.output((results, updates, carried))
 
     def _updates(self) -> Iterator[fx.Node]:
-        """Copies of what stands in inputs at the end, which later readers read."""
+        """Yields copies of what inputs hold at the end, for later readers."""
         for source in self._given.find_nodes(op="placeholder"):
             by, value = self._storages.overwriting(source), self._storages.now(source)
             if by is not None:
@@ -364,7 +368,7 @@ class _Reading:
 
 
 def _is_all_of(node: fx.Node, source: fx.Node) -> bool:
-    """True if a view is of the same elements in the same places."""
+    """True if a view covers all elements of its source at the same positions."""
     if not same_kind(node, source):
         return False
     value, whole = known_value(node), known_value(source)

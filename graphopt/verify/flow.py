@@ -1,4 +1,4 @@
-"""The origin of each value of a graph, element by element.
+"""The sources of each value of a graph, element by element.
 
 A list operator (`_fused_adamw`, `_foreach_add`) is a tuple of independent operations, and the parts
 that `split` takes from a `cat` are what went into it, also with a collective and pointwise
@@ -37,7 +37,7 @@ from graphopt.verify.segments import (
 
 
 class Flow:
-    """The vertices of one graph.
+    """The data-flow graph of one graph: vertices for nodes, entries of lists, and runs of elements.
 
     Args:
         memory: the accesses of the graph.
@@ -74,7 +74,7 @@ class Flow:
                 self._values[node] = self._compute(node)
 
     def vertex(self, node: fx.Node, item: int | None = None) -> int:
-        """The vertex of a node as a whole, or of one entry of a list."""
+        """Returns the vertex of a whole node, or of one entry of a list."""
         if item is None:
             return self._whole(self._value(node))
         if node in self._entries:
@@ -83,11 +83,11 @@ class Flow:
         return self._whole(value.values[item] if isinstance(value, SegmentItems) else value)
 
     def known(self, node: fx.Node) -> int | None:
-        """The vertex of a node as a whole; None if nothing that is needed reads it."""
+        """Returns the vertex of a whole node, or None if no needed node reads it."""
         return self.vertex(node) if node in self._values else None
 
     def sources(self, node: fx.Node) -> list[int]:
-        """The vertices that a node as a whole is computed from."""
+        """Returns the vertices that a whole node is computed from."""
         writes = self._memory.implicit.get(node, {}).values()
         read = (self._any_order.read_by(node, source) for source in values_read(node))
         return [*map(self.vertex, read), *(self.vertex(*write) for write in writes)]
@@ -135,7 +135,8 @@ class Flow:
         return self._whole(value)
 
     def _list(self, node: fx.Node) -> Value:
-        """Each entry of a list operator needs what it is given, and what all are given."""
+        """Evaluates a list operator: each entry depends on its own arguments and on the shared
+        ones."""
         call = list_call(node)
         if call is None:
             return self._computed(node, self.sources(node))
@@ -166,7 +167,7 @@ class Flow:
         return SegmentItems(lists)
 
     def _by_element(self, node: fx.Node) -> Value | None:
-        """The value of an operator that keeps elements apart; None where it does not."""
+        """Returns the value of an operator that keeps elements apart, or None for any other."""
         kind = operator_of(node).elements
         if kind == "cat":
             return self._cat(node)
@@ -199,7 +200,8 @@ class Flow:
         return concatenation((size or 0, value) for size, value in zip(sizes, read, strict=True))
 
     def _pointwise(self, node: fx.Node) -> Value | None:
-        """Segments of one layout, combined with each other and with single elements."""
+        """Combines operands of one layout segment by segment, with single elements shared by
+        all."""
         segments: list[Segments] = []
         single: list[int] = []
         for source in node.all_input_nodes:
@@ -219,7 +221,7 @@ class Flow:
 
 
 def _state_needs(node: fx.Node) -> Mapping[int, tuple[str, ...]]:
-    """Per list of results of a fused optimizer, the arguments that it depends on."""
+    """Returns, for each list of results of a fused optimizer, the arguments that it depends on."""
     needs = STATE_NEEDS.get(_compat.operator_name(node.target).partition("::")[2], {})
     count = len(fake_value(node))  # not all overloads return all lists
     return {number: names for number, names in needs.items() if number < count}

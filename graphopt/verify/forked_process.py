@@ -1,4 +1,4 @@
-"""A function in a copy of this process, which may come to any end."""
+"""Runs a function in a forked copy of this process, which may crash or hang harmlessly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class EndedError(Exception):
-    """The copy of the process ended without a result.
+    """The forked process ended without a result.
 
     Attributes:
         by_signal: a signal ended it, as one does where memory is written that is not its own.
@@ -29,9 +29,9 @@ class EndedError(Exception):
         self.by_signal = by_signal
 
 
-def apart(function: Callable[[], Result], seconds: float) -> Result:
-    """What a function returns in a copy of this process, on one thread. Nothing of what it does is
-    seen here.
+def run_in_fork(function: Callable[[], Result], seconds: float) -> Result:
+    """Runs a function in a forked process on one thread, and returns its result. Side effects are
+    lost.
 
     Args:
         function: without CUDA, which a copy cannot use.
@@ -80,7 +80,7 @@ def _run(function: Callable[[], object], writer: int) -> NoReturn:
 
 
 def _read(reader: int, end: float) -> bytes | None:
-    """All that is written, None where that is not over in time."""
+    """Reads a pipe to its end; None if that takes longer than allowed."""
     found = b""
     while True:
         ready, _, _ = select.select([reader], [], [], max(0.0, end - time.monotonic()))

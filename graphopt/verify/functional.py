@@ -1,4 +1,4 @@
-"""Operators that work in place, and those that give what they write."""
+"""In-place operators and their functional forms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _OURS = {written: functional for functional, written in inplace.INPLACE.items()}
 
 @cache
 def functional_form(target: Any) -> Any | None:
-    """The operator that returns what an in-place one writes, if there is one with its arguments."""
+    """Returns the operator that returns what an in-place one writes, with the same arguments, or
+    None."""
     namespace, name = _compat.operator_name(target).split("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     if packet is None or not name.endswith("_"):
@@ -29,8 +30,8 @@ def functional_form(target: Any) -> Any | None:
 
 
 def functional_form_for(target: Any, written: torch.Tensor) -> Any | None:
-    """The same for what is written: for some dtypes and strides, the operator of that name gives
-    other bits."""
+    """Returns the functional form for this tensor. None for dtypes and strides where its bits
+    differ."""
     ours = _OURS.get(target)
     if ours is None or inplace.torch_gives_the_same(target, written):
         return functional_form(target)
@@ -38,7 +39,7 @@ def functional_form_for(target: Any, written: torch.Tensor) -> Any | None:
 
 
 def is_standard(target: Any, value: Any) -> bool:
-    """True if a call that gives `value` gives what `standard_form` of its target does."""
+    """True if a call that gives `value` gives the bits of the `standard_form` of its target."""
     written = inplace.INPLACE.get(target)
     return written is None or (
         isinstance(value, torch.Tensor) and inplace.torch_gives_the_same(written, value)
@@ -47,8 +48,8 @@ def is_standard(target: Any, value: Any) -> bool:
 
 @cache
 def standard_form(target: Any) -> Any:
-    """One operator for all functional ones that give what the same in-place operator writes to a
-    contiguous tensor."""
+    """Returns one representative of all functional operators that equal the same in-place
+    operator."""
     written = inplace.INPLACE.get(target)
     if written is None or written in inplace.ROUNDING:
         return target

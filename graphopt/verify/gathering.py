@@ -1,4 +1,4 @@
-"""Terms of a rank's share of a scattered reduction, and of values gathered from all ranks.
+"""Symbolic values of scattered reductions, exchanges and gathers.
 
 Of the rank that a graph runs on nothing is known but that it is one of a group. So what
 `reduce_scatter_tensor` gives is, element by element, the one of as many values of the reduction
@@ -30,7 +30,8 @@ _MOST = 1024
 
 
 def parts(kind: tuple[Any, ...], sent: TensorValue) -> int | None:
-    """Number of ranks; None where so many parts cannot be told apart."""
+    """Returns the number of ranks, or None if the sent tensor does not divide into so many
+    parts."""
     size = dict(kind[1][1:]).get("group_size")
     if not isinstance(size, int) or not 0 < size <= _MOST or "out" in dict(kind[1][1:]):
         return None
@@ -38,8 +39,8 @@ def parts(kind: tuple[Any, ...], sent: TensorValue) -> int | None:
 
 
 def even_exchange(kind: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A kind of collective; of an exchange of parts of one size without that size, so that it is
-    the same whatever is sent together."""
+    """Removes the part size from the key of an even exchange, so that bucketing does not change
+    it."""
     options = dict(kind[1][1:]) if kind[0] == EXCHANGES else {}
     received, given = options.get("output_split_sizes"), options.get("input_split_sizes")
     if not received or received != given or len(set(received[1:])) != 1:
@@ -49,7 +50,7 @@ def even_exchange(kind: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def as_reduction(kind: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The `all_reduce` that a kind of collective is a part of."""
+    """Returns the `all_reduce` of which a reduce-scatter or all-gather is one half."""
     if kind[0] != SCATTERS:
         return kind
     return "all_reduce", tuple(entry for entry in kind[1] if entry[0] != "group_size")
@@ -58,7 +59,7 @@ def as_reduction(kind: tuple[Any, ...]) -> tuple[Any, ...]:
 def scattered(
     terms: Terms, kind: tuple[Any, ...], size: int, sent: TensorValue, fake: torch.Tensor
 ) -> TensorValue:
-    """This rank's part of what is reduced."""
+    """Returns this rank's part of a reduction."""
     whole = reduced(terms, as_reduction(kind), sent, fake).segments
     length = elements(sent.shape) // size
     rows = rows_of(terms, whole, size)
@@ -70,7 +71,7 @@ def scattered(
 def exchanged(
     terms: Terms, kind: tuple[Any, ...], size: int, sent: TensorValue, fake: torch.Tensor
 ) -> TensorValue:
-    """The parts for this rank of the values that the ranks send, one after another."""
+    """Returns the parts that all ranks send to this one, concatenated by rank."""
     length = elements(sent.shape) // size
     rows = rows_of(terms, sent.segments, size)
     named = {str(rank): _of(row, sent, length) for rank, row in enumerate(rows)}
@@ -83,7 +84,7 @@ def exchanged(
 def gathered(
     terms: Terms, kind: tuple[Any, ...], size: int, sent: TensorValue, fake: torch.Tensor
 ) -> TensorValue:
-    """The values that the ranks send, one after another."""
+    """Returns the values that all ranks send, concatenated by rank."""
     if size == 1:
         return tensor_value(sent.segments, fake)
     how = (_group(kind), str(sent.dtype))
@@ -94,7 +95,7 @@ def gathered(
 def _of_ranks(
     terms: Terms, kind: tuple[Any, ...], size: int, how: tuple[str, ...], row: Row
 ) -> list[list[Segment]]:
-    """What each rank sends where this one sends a row of elements."""
+    """Returns for each rank the elements that it sends where this rank sends `row`."""
     found: list[list[Segment]] = [[] for _ in range(size)]
     for run in row:
         arranged = arranged_alike(terms, [run])
@@ -116,8 +117,7 @@ def _of_ranks(
 
 
 def is_share(terms: Terms, term: int, kind: tuple[Any, ...]) -> bool:
-    """True if a term is what a rank has of a reduction that is scattered over the ranks that gather
-    it."""
+    """True if a term is this rank's share of a reduction over the ranks that gather it."""
     key = terms[term].key
     if key[:3] != ("each", _SHARE, _group(kind)):
         return False
@@ -125,7 +125,8 @@ def is_share(terms: Terms, term: int, kind: tuple[Any, ...]) -> bool:
 
 
 def _share_of(terms: Terms, run: Segment, rank: int) -> Segment:
-    """What the `rank`-th has of a reduction of which this one has a share."""
+    """Returns the share of the `rank`-th rank of a reduction of which `run` is this rank's
+    share."""
     _, (_, term, _, *place) = terms[run.term].key[3 + rank]
     start = 0 if terms[term].uniform else run.start + sum(place)
     return Segment(term, start, run.length)

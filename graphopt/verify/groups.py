@@ -1,4 +1,4 @@
-"""A check that collectives name groups that exist, with as many ranks as these have.
+"""A check that collectives name existing process groups and their true number of ranks.
 
 A rank that calls another group than it means, or one of another size, waits for ever or dies in the
 transport.
@@ -19,8 +19,8 @@ from graphopt.verify.problems import Problem
 
 
 def changed_groups(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
-    """Collectives of a group that there is not, or that say another size than the group has,
-    unless the graph before had such."""
+    """Yields a problem for each collective with an unknown group or a wrong size that `before` did
+    not have."""
     names = {str(argument(node, "group_name")) for node in before.nodes if is_collective(node)}
     known = {problem.message.partition(":")[2] for problem in group_problems(before, names)}
     for problem in group_problems(after, names):
@@ -43,8 +43,8 @@ def group_problems(graph: fx.Graph, known: set[str] | None = None) -> Iterator[P
 
 
 def sizes_of_groups(graph: fx.Graph) -> Iterator[Problem]:
-    """Collectives of one group that say other sizes, or scatter what does not divide by it: of a
-    graph that was read from a file, whose groups need not exist here."""
+    """Yields collectives whose group size contradicts others or does not divide what they scatter.
+    For graphs read from a file, whose groups need not exist here."""
     sizes = _sizes_said(graph)
     for node in graph.nodes:
         if is_collective(node):
@@ -54,7 +54,7 @@ def sizes_of_groups(graph: fx.Graph) -> Iterator[Problem]:
 
 
 def _sizes_said(graph: fx.Graph) -> dict[str, int]:
-    """The size of each group, as the first of its collectives says."""
+    """Returns the size of each group as its first collective states it."""
     found: dict[str, int] = {}
     for node in graph.nodes:
         if is_collective(node) and argument(node, "group_size") is not None:
@@ -88,7 +88,7 @@ def _of_size(node: fx.Node, size: int | None) -> Problem | None:
 
 
 def _uneven(node: fx.Node, size: int) -> Problem | None:
-    """What is scattered over a group divides into as many parts."""
+    """Returns a problem if what a collective scatters does not divide by the group size."""
     if not str(node.target).startswith("_c10d_functional.reduce_scatter_tensor."):
         return None
     sent = first_argument(node)

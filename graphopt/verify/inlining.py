@@ -1,4 +1,4 @@
-"""A graph that calls graphs, as one: each call gives way to the nodes of what it calls."""
+"""Inlining: a graph that calls other graphs, turned into one graph."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ BOXED_CALL = "call_boxed"
 
 
 def source_of(owner: Any, path: str) -> fx.GraphModule | None:
-    """The graph that the submodule of a module was made from; None where it is unknown."""
+    """Returns the graph that a submodule was made from, or None if that is unknown."""
     for name in path.split("."):
         owner = getattr(owner, name, None)
     return graph_of_part(owner)
 
 
 def graph_of_part(part: Any) -> fx.GraphModule | None:
-    """The graph module that a module is, or was compiled from; None where it is unknown."""
+    """Returns the graph module that a module is or was compiled from, or None if that is
+    unknown."""
     found = part if isinstance(part, fx.GraphModule) else getattr(part, "graph_module", None)
     return found if isinstance(found, fx.GraphModule) else None
 
 
 def call_of(node: fx.Node) -> tuple[fx.GraphModule | None, tuple[Any, ...]] | None:
-    """The graph that a node calls, None where that is unknown, and the arguments; None for a node
-    that calls no module."""
+    """Returns the graph that a node calls (None if unknown) and the arguments; None if it calls no
+    module."""
     owner = node.graph.owning_module
     if node.op == "call_module":
         body = source_of(owner, str(node.target))
@@ -41,16 +42,16 @@ def call_of(node: fx.Node) -> tuple[fx.GraphModule | None, tuple[Any, ...]] | No
 
 
 def _takes(graph: fx.Graph, call: fx.Node) -> bool:
-    """True if a graph gets each of its inputs from a call, by position. A text by name (the name
-    of a range for the profiler) is none."""
+    """True if a call passes all inputs of a graph by position, texts such as profiler names
+    aside."""
     inputs = len(graph.find_nodes(op="placeholder"))
     plain = all(isinstance(value, str) for value in call.kwargs.values())
     return plain and inputs == len(call.args)
 
 
 def constant_name(node: fx.Node, outer: Any) -> str:
-    """By which a constant is known that the graph of a submodule reads: its name, unless something
-    else stands behind that in the module `outer` that is called, or in another part of it."""
+    """Returns the name under which a submodule's constant is known: its own, if that is unambiguous
+    in the calling module `outer` and its other parts."""
     there, found = attribute(outer, node), attribute(node.graph.owning_module, node)
     others = [there] if there is not None else [attribute(part, node) for part in _parts(outer)]
     if all(other is None or same_object(other, found) for other in others):
@@ -64,7 +65,8 @@ def _parts(outer: Any) -> Iterator[Any]:
 
 
 def in_one(graph: fx.Graph) -> fx.Graph:
-    """The graph without calls of other graphs; itself where it has none. It is not to be run."""
+    """Returns the graph with all calls of other graphs inlined, for reading only; itself if it has
+    none."""
     if all(call_of(node) is None for node in graph.nodes):
         return graph
     whole = fx.Graph()

@@ -1,4 +1,4 @@
-"""Cheap checks of a rewritten graph's interface: inputs, outputs, and parts kept from before.
+"""Cheap checks of a rewritten graph's interface: inputs, outputs, and unchanged nodes.
 
 They need no evaluation: each looks at nodes, one by one, and at those that stand for them before.
 """
@@ -21,13 +21,13 @@ Same = Mapping[fx.Node, fx.Node]
 
 
 def kinds_returned(graph: fx.Graph) -> list[list[Any]]:
-    """Shapes, dtypes and devices of results and carried values."""
+    """Returns the shapes, dtypes and devices of results and carried values."""
     outputs = get_outputs(graph)
     return [[_kind(value) for value in values] for values in (outputs.results, outputs.carried)]
 
 
 def returned_problems(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
-    """Results and carried values are as many, and of the shapes and dtypes, that they were."""
+    """Yields a problem where results or carried values differ in number, shape or dtype."""
     was, now = get_outputs(before), get_outputs(after)
     output = get_output(after)
     for kind, old, new in (
@@ -54,7 +54,7 @@ def _kind(value: Any) -> Any:
 
 
 def changed_arguments(after: fx.Graph, same: Same) -> Iterator[Problem]:
-    """Kept nodes keep their operator, and all arguments that are no nodes, in their positions.
+    """Yields a problem for each kept node whose operator or constant arguments changed.
 
     But for those that rename elements or pick from lists, which are followed by elements, and for
     the lists of list operators.

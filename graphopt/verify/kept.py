@@ -1,4 +1,4 @@
-"""Checks of a stage that finalizes a graph: readers and storages of results stay as they were.
+"""Checks that finalizing a graph keeps the readers and the storages of its values.
 
 A finalizer does not compute anything anew: what it keeps reads the very values that it read, which
 is more than that it depends on them.
@@ -24,7 +24,8 @@ aten = torch.ops.aten
 def kept_arguments(
     before: fx.Graph, after: fx.Graph, same: Mapping[fx.Node, fx.Node]
 ) -> Iterator[Problem]:
-    """What the stage kept reads the values that it read, clones and copies aside; so do outputs."""
+    """Yields a problem for each node or output that reads another value than before, copies
+    aside."""
     kept = set(same.values())
     for node, was, new, old in _readers(before, after, same):
         if len(new) != len(old):
@@ -47,7 +48,7 @@ def kept_arguments(
 def _readers(
     before: fx.Graph, after: fx.Graph, same: Mapping[fx.Node, fx.Node]
 ) -> Iterator[tuple[fx.Node, fx.Node, list[Any], list[Any]]]:
-    """Pairs of nodes after and before that read the same, and what they read."""
+    """Yields pairs of corresponding nodes (after, before), each with the values that it reads."""
     for node, was in same.items():
         new, old = (_compat.tree_leaves((n.args, n.kwargs)) for n in (node, was))
         yield node, was, new, old
@@ -66,7 +67,7 @@ def _destination(copy: fx.Node) -> Any:
 
 
 def _origin(node: fx.Node, kept: Any) -> tuple[fx.Node, tuple[Any, ...]]:
-    """Where a value comes from: through items, and clones and copies that one graph has alone."""
+    """Follows a value back through items, and through clones and copies that only one graph has."""
     path: tuple[Any, ...] = ()
     while True:
         if operator_of(node).item:
@@ -84,7 +85,7 @@ def _origin(node: fx.Node, kept: Any) -> tuple[fx.Node, tuple[Any, ...]]:
 
 
 def shared_results(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
-    """What leaves the graph does not move into the storage of an input, or of another such value.
+    """Yields results that moved into the storage of an input or of another result.
 
     Args:
         after: in the executable dialect.
@@ -102,7 +103,7 @@ def shared_results(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
 
 
 def _places(graph: fx.Graph) -> dict[Any, tuple[fx.Node, object]]:
-    """By place, inputs first, what enters and leaves a graph, and its storage."""
+    """Maps each input and output of a graph, inputs first, to its node and storage."""
     effects, outputs = Effects(graph), get_outputs(graph)
     found = {("input", n.target): (n, effects.key(n)) for n in graph.find_nodes(op="placeholder")}
     for kind, values in zip(Outputs._fields, outputs, strict=True):

@@ -1,4 +1,4 @@
-"""Labels of a value: the collectives that it passes through on its way between two nodes."""
+"""Labels: the set of collectives that a value passes through between two nodes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ Signature = tuple[str, ...]
 
 
 def signature_of(launch: fx.Node) -> Signature:
-    """For example ``("all_reduce", "sum", "0")``; variants of one collective have the same."""
+    """Returns the signature of a collective, such as ``("all_reduce", "sum", "0")``. Variants of
+    one collective share it."""
     settings = [a for a in launch.args[1:] if isinstance(a, (str, int))]
     return (operator_of(launch).reduction, *(str(setting) for setting in settings))
 
 
 def as_reduced(signature: Signature) -> Signature:
-    """The same, of the `all_reduce` that a scattered reduction is a part of."""
+    """Returns the signature of the `all_reduce` of which a reduce-scatter is a part."""
     if signature[0] != "reduce_scatter_tensor":
         return signature
     _, reduction, _, group = signature
@@ -29,13 +30,13 @@ def as_reduced(signature: Signature) -> Signature:
 
 
 def signature_text(signature: Signature) -> str:
-    """``all_reduce(sum, group 0)``."""
+    """Formats a signature, such as ``all_reduce(sum, group 0)``."""
     name, *settings, group = signature
     return f"{name}({', '.join((*settings, f'group {group}'))})"
 
 
 def sent_tensors(launch: fx.Node) -> list[Any]:
-    """The values that a collective sends."""
+    """Returns the tensors that a collective sends."""
     first = launch.args[0]
     nodes = first if isinstance(first, (list, tuple)) else [first]
     values = [known_value(node) for node in nodes if isinstance(node, fx.Node)]
@@ -43,7 +44,7 @@ def sent_tensors(launch: fx.Node) -> list[Any]:
 
 
 class Labels:
-    """Numbers for signatures of collectives, and for sets of them (*labels*). 0 is the empty set.
+    """Numbers for collective signatures and for sets of them (*labels*). 0 is the empty set.
 
     One instance serves all flows that are compared.
 
@@ -60,7 +61,7 @@ class Labels:
         self._labels: dict[frozenset[int], int] = {frozenset(): 0}
 
     def number(self, signature: Signature) -> int:
-        """The number of a signature, the same for equal ones."""
+        """Returns the number of a signature; equal signatures have one number."""
         if not self._kinds:
             signature = ("a collective", signature[-1])
         if signature not in self._numbers:
@@ -69,7 +70,7 @@ class Labels:
         return self._numbers[signature]
 
     def through(self, label: int, number: int) -> int:
-        """The label of what had `label` before it went through collective `number`."""
+        """Returns `label` with collective `number` added."""
         found = self._sets[label] | {number}
         if found not in self._labels:
             self._labels[found] = len(self._sets)
@@ -77,10 +78,10 @@ class Labels:
         return self._labels[found]
 
     def including(self, label: int) -> list[int]:
-        """The labels with at least the collectives of `label`."""
+        """Returns the labels that are supersets of `label`."""
         wanted = self._sets[label]
         return [other for other, found in enumerate(self._sets) if wanted <= found]
 
     def text(self, label: int) -> str:
-        """The collectives of a label for a reader; empty if there are none."""
+        """Formats the collectives of a label; empty if there are none."""
         return " and ".join(signature_text(self._signatures[n]) for n in sorted(self._sets[label]))

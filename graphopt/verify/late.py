@@ -1,4 +1,4 @@
-"""Steps with late work: what the graphs that run leave is what the step leaves.
+"""A proof that the graphs which run (setup, main, drain) leave what the step with late work leaves.
 
     drain(setup(s, x)) = step(s, x)            drain(main(s, c, x)) = step(drain(s, c), x)
 
@@ -19,13 +19,13 @@ from graphopt.ir.metadata import CARRIED, input_kind, known_value
 from graphopt.verify.call_terms import fresh
 from graphopt.verify.evaluated import Evaluation, Settled, input_value
 from graphopt.verify.evaluation import evaluate_graph
-from graphopt.verify.outcomes import of_outcomes
+from graphopt.verify.outcomes import outcome_problems
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import Pending, Terms
 
 
 class DerivedEvaluation(NamedTuple):
-    """The evaluation of a derived graph.
+    """The evaluation of one derived graph.
 
     Attributes:
         module: the derived graph.
@@ -50,13 +50,14 @@ def late_problems(
     step: Evaluation,
     kept: DerivedEvaluations,
 ) -> Iterator[Problem]:
-    """Both statements about the graphs that run. What each of them computes is put into `kept`."""
+    """Yields the problems of both statements about the derived graphs, and stores their evaluations
+    in `kept`."""
     user = len(step.carried)
     setup = evaluate_graph(graphs["setup"], terms)
     kept["setup"] = DerivedEvaluation(graphs["setup"], setup)
     drain = _Drain(graphs["drain"], terms)
     first = drain.after(setup, user)
-    yield from of_outcomes(terms, step, first, "the first iteration and a flush: ")
+    yield from outcome_problems(terms, step, first, "the first iteration and a flush: ")
     carried = _arbitrary_carried(graphs["main"], terms, setup.carried[user:])
     if not _is_step_after_drain(graphs, drain, step, carried, kept):
         yield from _any_iteration(step_graph, graphs, drain, carried, kept, user)
@@ -69,7 +70,7 @@ def _is_step_after_drain(
     carried: dict[str, Any],
     kept: DerivedEvaluations,
 ) -> bool:
-    """True if main and a flush do what the step does after drain, for whatever state drain leaves.
+    """True if main followed by drain equals drain followed by the step, for any state drain leaves.
 
     As soon as main has brought state to what drain makes of it, that is taken for an unknown: for
     the one that the step begins with, so that all that follows is what was evaluated with the step.
@@ -96,7 +97,7 @@ def _is_step_after_drain(
     expected = replace(step, sent=_together(drained.sent, step.sent))
     expected.states = {name: one.stands_for_it for name, one in settled.items()} | step.states
     found = drain.after(main, len(step.carried))
-    if any(of_outcomes(terms, expected, found, "")):
+    if any(outcome_problems(terms, expected, found, "")):
         return False
     kept["main"] = DerivedEvaluation(graphs["main"], main, given, settled)
     kept["drain"] = DerivedEvaluation(graphs["drain"], drained, given)
@@ -111,7 +112,7 @@ def _any_iteration(
     kept: DerivedEvaluations,
     user: int,
 ) -> Iterator[Problem]:
-    """The second statement, all graphs evaluated."""
+    """Checks the second statement by evaluating all graphs anew."""
     terms = drain.terms
     main_gm, drain_gm = graphs["main"], graphs["drain"]
     drained = drain.of(carried)
@@ -122,16 +123,17 @@ def _any_iteration(
     kept["main"] = DerivedEvaluation(main_gm, main, carried)
     kept["drain"] = DerivedEvaluation(drain_gm, drained, carried)
     found = drain.after(main, user)
-    yield from of_outcomes(terms, expected, found, "any other iteration and a flush: ")
+    yield from outcome_problems(terms, expected, found, "any other iteration and a flush: ")
 
 
 def _carried_inputs(gm: fx.GraphModule) -> list[fx.Node]:
-    """The placeholders of what the last iteration left, in order."""
+    """Returns the placeholders of values carried over from the last iteration, in order."""
     return [node for node in gm.graph.nodes if input_kind(node) == CARRIED]
 
 
 def _arbitrary_carried(gm: fx.GraphModule, terms: Terms, left: Sequence[Any]) -> dict[str, Any]:
-    """Arbitrary carried values; what is under way when an iteration ends is so when one begins."""
+    """Returns arbitrary carried values; those that end an iteration as pending also begin one as
+    such."""
     found = {}
     for node, value in zip(_carried_inputs(gm), left, strict=True):
         fresh = input_value(terms, node)
@@ -141,7 +143,7 @@ def _arbitrary_carried(gm: fx.GraphModule, terms: Terms, left: Sequence[Any]) ->
 
 
 class _Drain:
-    """Drain, of which it is known what it computes of inputs that it was given before.
+    """The drain graph, with its evaluations remembered by their inputs.
 
     Main leaves to drain what setup leaves to it, nearly always. What a graph computes follows from
     its nodes and its inputs; nobody edits it meanwhile, since this lives as long as one comparison.
@@ -153,7 +155,7 @@ class _Drain:
         self._known: list[tuple[list[Any], Evaluation]] = []
 
     def of(self, given: dict[str, Any]) -> Evaluation:
-        """Outcome of drain. `given`: as the inputs of `evaluate_graph`."""
+        """Evaluates drain for inputs by placeholder name, as `evaluate_graph` takes them."""
         values = [self._input(node, given) for node in self._inputs]
         for known, found in self._known:
             if all(map(_is_same, values, known)):
@@ -167,7 +169,7 @@ class _Drain:
         return input_value(self.terms, node) if value is None else value
 
     def after(self, run: Evaluation, user: int) -> Evaluation:
-        """A derived graph followed by drain."""
+        """Evaluates drain on what a derived graph leaves, and combines both outcomes."""
         names = [str(node.target) for node in _carried_inputs(self._module)]
         given = dict(zip(names, run.carried[user:], strict=True)) | run.states
         return _followed(run, self.of(given), user)

@@ -1,4 +1,4 @@
-"""The order in which a graph launches collectives, on which the ranks have agreed."""
+"""The order in which a graph launches collectives, which all ranks have agreed on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IN_PLACE = re.compile(r"_\.(?=\w+$)")
 
 
 class Launch(NamedTuple):
-    """The launch of a collective.
+    """One launch of a collective, with a text by which ranks compare it.
 
     Attributes:
         text: equal where other ranks see no difference: also in place, or on a part of a graph.
@@ -30,8 +30,8 @@ class Launch(NamedTuple):
 
 
 def launches_of(gm: fx.GraphModule) -> list[Launch]:
-    """All launches of collectives in the order in which a graph runs them, those in graphs that it
-    calls included."""
+    """Returns all launches of collectives in the order in which they run, called graphs
+    included."""
     return list(_launches(gm))
 
 
@@ -47,26 +47,27 @@ def _launches(gm: fx.GraphModule) -> Iterator[Launch]:
 
 
 class FollowedLaunches:
-    """The order in which a graph launches collectives, followed from stage to stage."""
+    """The launch order of a graph, compared from stage to stage."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._launches = launches_of(gm)
 
     def problem(self, after: fx.GraphModule) -> Problem | None:
-        """The problem where `after` launches others than the graph that was seen last. It is that
-        from now on."""
+        """Returns a problem if `after` launches other collectives than the last graph, then
+        remembers `after`."""
         before, self._launches = self._launches, launches_of(after)
         return other_launches(before, self._launches)
 
 
 def launch_of(node: fx.Node) -> Launch:
-    """The launch that a node is."""
+    """Returns the description of the collective that a node launches."""
     name = _IN_PLACE.sub(".", str(node.target))
     return Launch(f"{name}{[launch_part(arg) for arg in node.args]}", node)
 
 
 def other_launches(before: Sequence[Launch], after: Sequence[Launch]) -> Problem | None:
-    """Problems where a graph launches other collectives than before, or in another order."""
+    """Returns the first problem where a graph launches other collectives, or in another order, or
+    None."""
     for index, (one, other) in enumerate(zip_longest(before, after)):
         if one is None or other is None or one.text != other.text:
             now = "nothing" if other is None else other.text

@@ -1,4 +1,4 @@
-"""Metadata of calls that compute one thing for each entry of lists.
+"""Result metadata of list operators, computed entry by entry.
 
 Entry for entry: what kind of tensor an entry gives does not depend on the others, so that a list of
 a thousand tensors of three kinds is asked about three times.
@@ -21,8 +21,8 @@ Evaluated = Callable[[Any, dict[str, Any], dict[str, Any]], Iterator[Any]]
 
 
 def entries_of(node: fx.Node, evaluated: Evaluated) -> Iterator[tuple[Any, Any]]:
-    """For each entry of a functional list operator: what metadata says that it gives, and what it
-    gives. None where that is not known: no metadata, or an operator without a shape rule."""
+    """Yields, for each entry of a functional list operator, the metadata as recorded and as
+    computed. Ends where there is no metadata or no shape rule."""
     says = known_value(node)
     if not says:
         return
@@ -44,7 +44,7 @@ def entries_of(node: fx.Node, evaluated: Evaluated) -> Iterator[tuple[Any, Any]]
 
 
 def _value(node: fx.Node) -> Any:
-    """What a node gives; a number that the graph computes decides no kind of tensor."""
+    """Returns a node's metadata, with 1 in place of numbers that the graph computes."""
     return _plain(fake_value(node))
 
 

@@ -1,4 +1,4 @@
-"""Correspondence between the parts of two graphs, and the parts that have to be compared.
+"""Matching of two graphs' nodes, and selection of the nodes whose sources must be compared.
 
 *Anchors* are nodes that both graphs have: a pass left them in place. What a pass removed or made,
 and what it may rebuild from other pieces (lists and their items, collectives, buckets), lies
@@ -25,7 +25,7 @@ End = tuple[str, Hashable]
 
 @dataclass(frozen=True)
 class Sink:
-    """Something in both graphs whose sources are compared: an anchor, or an end.
+    """A node or output of both graphs whose sources are compared.
 
     `before` and `after` are the nodes (with `item`s of list operators) for an anchor, and the
     values that leave the graph for an end.
@@ -37,7 +37,7 @@ class Sink:
 
 
 def correspondence_by_name(before: fx.Graph, after: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Nodes of `after` with the nodes of `before` that have the same name."""
+    """Maps the nodes of `after` to the nodes of `before` with the same name."""
     names = {node.name: node for node in before.nodes}
     return {node: names[node.name] for node in after.nodes if node.name in names}
 
@@ -99,7 +99,7 @@ class Matching:
         return self.same.get(new) is old and (new in self.anchors or new in self._settled)
 
     def _equal(self, new: Any, old: Any) -> bool:
-        """True if arguments are equal, nodes by correspondence."""
+        """True if two arguments are equal, where nodes are equal if they correspond."""
         if isinstance(new, fx.Node):
             return self.same.get(new) is old
         if isinstance(new, (list, tuple)):
@@ -136,7 +136,7 @@ class Matching:
 def same_nodes(
     before: fx.Graph, after: fx.Graph, correspondence: Mapping[fx.Node, fx.Node]
 ) -> dict[fx.Node, fx.Node]:
-    """The pairs that do the same; placeholders are found by their targets."""
+    """Maps nodes of `after` to corresponding nodes of `before` that call the same target."""
     inputs = {node.target: node for node in before.find_nodes(op="placeholder")}
     same: dict[fx.Node, fx.Node] = {}
     for node in after.nodes:
@@ -149,6 +149,7 @@ def same_nodes(
 
 
 def _is_between_anchors(node: fx.Node) -> bool:
-    """True if a pass may rebuild a node from other pieces without naming it anew."""
+    """True if a pass may rebuild a node from other pieces, such as an item, a list or a
+    collective."""
     traits = operator_of(node)
     return traits.item or traits.listed or traits.wait or traits.collective

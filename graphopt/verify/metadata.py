@@ -1,4 +1,4 @@
-"""A type check of the nodes that a pass wrote: known targets, no new updates, true metadata."""
+"""A check of the nodes that a pass wrote: known targets, no new updates, correct metadata."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _DATA_DEPENDENT = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shap
 
 @dataclass(frozen=True)
 class GivenArgument:
-    """The value that a node gave as an argument, in place of the node."""
+    """A former argument, recorded by its value instead of its node."""
 
     value: Any
 
@@ -61,22 +61,22 @@ place of nodes."""
 
 
 class KindsOfResults:
-    """Shapes, strides, dtypes and devices that operators give, each found out once."""
+    """A cache of the shapes, strides, dtypes and devices that calls of operators give."""
 
     def __init__(self) -> None:
         self._found: dict[Any, list[Layout]] = {}
         self._of_entries: dict[Any, dict[Any, list[Layout]]] = {}
 
     def of(self, node: fx.Node) -> list[Layout]:
-        """Metadata of the tensors that a node gives; raises what its operator raises for its
-        arguments."""
+        """Computes the metadata of a node's tensors by running its operator on fake tensors. Raises
+        what the operator raises."""
         return self._of(node.target, node.args, node.kwargs, known_value(node))
 
     def of_entries(
         self, target: Any, shared: dict[str, Any], lists: dict[str, Sequence[Any]]
     ) -> Iterator[list[Layout]]:
-        """As `of`, of calls that no node makes: one for each entry of lists, up to the end of the
-        shortest; raises what the operator raises for one of them.
+        """Computes the metadata of one call for each entry of lists, up to the end of the shortest
+        list. Raises what the operator raises.
 
         Args:
             shared: by name, the arguments that all calls have.
@@ -106,7 +106,7 @@ class KindsOfResults:
 
 
 def _lookup_key(value: Any) -> Any:
-    """As `_kind_of`; for an argument that cannot be looked up, what is equal to nothing."""
+    """Returns `_kind_of` an argument, or an object equal to nothing if it cannot be hashed."""
     try:
         key = _kind_of(value)
         hash(key)
@@ -116,13 +116,13 @@ def _lookup_key(value: Any) -> Any:
 
 
 def _kinds_given(target: Any, args: Any, kwargs: Any, like: Any) -> list[Layout]:
-    """`like`: fake tensors, of which those are made that are made of none."""
+    """Runs an operator on fake tensors; `like` holds fake tensors whose mode factories use."""
     mode = _compat.fake_mode_of(list(tensors_in(like)))
     return _layouts(evaluate(target, args, kwargs, mode))
 
 
 def _kind_of(value: Any) -> Any:
-    """All of an argument that decides what kind of tensors an operator gives.
+    """Returns everything about an argument that decides the metadata of a call's results.
 
     Raises:
         TypeError: it is symbolic: to compare that would decide something.
@@ -148,8 +148,7 @@ def changed_problems(
     functional: bool,
     kinds: KindsOfResults | None = None,
 ) -> Iterator[Problem]:
-    """Problems with nodes that a pass inserted or gave other arguments, and with those that read
-    values whose shape or strides have changed.
+    """Yields problems with new or changed nodes, and with readers of values whose layout changed.
 
     Args:
         changed: nodes with the `meta["val"]` that they had.
@@ -197,8 +196,7 @@ def _of_target(node: fx.Node, functional: bool) -> Iterator[Problem]:
 
 
 def _is_known(target: Any) -> bool:
-    """Whether a target is an operator: registered with torch, one of Python's that updates nothing,
-    or one of ours."""
+    """True if a target is a registered operator, a pure Python function, or one of ours."""
     if isinstance(target, (_compat.OpOverload, _compat.HigherOrderOperator)):
         return True
     if id(target) in _PURE:
@@ -208,7 +206,7 @@ def _is_known(target: Any) -> bool:
 
 
 def _of_input(node: fx.Node, before: Any) -> Iterator[Problem]:
-    """Nothing in the graph decides what an input or a constant of the module is."""
+    """Yields a problem if a pass changed the metadata of an input or a constant."""
     if node.op not in ("placeholder", "get_attr"):
         return
     held, earlier = _layouts(known_value(node)), _layouts(before)
@@ -252,7 +250,9 @@ def _of_value(
         return
     for index, (says, gives) in enumerate(zip(held, found, strict=True)):
         known = earlier[index] if len(earlier) == len(held) else None
-        if says != gives and not (_differ_in_strides(says, gives, known) and _gets(node, former)):
+        if says != gives and not (
+            _differ_in_strides(says, gives, known) and _calls_alike(node, former)
+        ):
             message = f"meta['val'] says {_text(says)}, but the node gives {_text(gives)}"
             yield Problem(message, (node,), hint=_HINT)
             return
@@ -268,7 +268,7 @@ def _of_entries(node: fx.Node, kinds: KindsOfResults) -> Iterator[Problem]:
 
 
 def _is_an_item(node: fx.Node, value: Any) -> bool:
-    """Whether a node picks one of several results, and `value` is that one itself."""
+    """True if a node picks one of several results, and `value` is that very result."""
     if node.target is not operator.getitem:
         return False
     source, index = node.args
@@ -283,15 +283,15 @@ def _layouts(value: Any) -> list[Layout]:
 
 
 def _differ_in_strides(says: Layout, gives: Layout, known: Layout | None) -> bool:
-    """Whether metadata has the strides known before, where a shape rule gives others: the kernel
-    may give those, of which the capture has seen."""
+    """True if recorded strides equal the former ones and only the shape rule gives others: the real
+    kernel may differ from its rule."""
     shape, stride, dtype, device = says
     same = (shape, dtype, device) == (gives[0], gives[2], gives[3])
     return same and known is not None and stride == known[1]
 
 
-def _gets(node: fx.Node, former: Former) -> bool:
-    """Whether a node still calls what it called, with the kinds of arguments that it had."""
+def _calls_alike(node: fx.Node, former: Former) -> bool:
+    """True if a node still calls the same target with arguments of the same kinds."""
     target, *given = former(node)
     try:
         same = _kind_of(tuple(given)) == _kind_of((node.args, node.kwargs))
@@ -301,7 +301,7 @@ def _gets(node: fx.Node, former: Former) -> bool:
 
 
 def _has_no_rule(node: fx.Node) -> bool:
-    """Whether metadata cannot be computed again: it depends on data."""
+    """True if a node's metadata depends on data and cannot be recomputed."""
     target = node.target
     if not isinstance(target, _compat.OpOverload):
         return False

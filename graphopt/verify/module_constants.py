@@ -1,4 +1,4 @@
-"""Constants of modules: behind a name has to stand what stood there."""
+"""A check that each constant of a module is still the same object under its name."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from graphopt.verify.problems import Problem
 from graphopt.verify.recall import same_constant
 
 
-def of_constants(
+def constant_problems(
     before: fx.GraphModule | fx.Graph, after: fx.GraphModule | fx.Graph
 ) -> Iterator[Problem]:
-    """Constants of the module are known by name: behind the name has to stand what stood there."""
+    """Yields a problem for each constant of the module that is not the one before."""
     if not isinstance(before, fx.GraphModule) or not isinstance(after, fx.GraphModule):
         return
     there = {str(node.target) for node in before.graph.nodes if node.op == "get_attr"}
@@ -28,7 +28,7 @@ def of_constants(
 
 
 def attribute(module: nn.Module | None, node: fx.Node) -> Any:
-    """The attribute of the module that a node reads; None where it is not there."""
+    """Returns the module attribute that a node reads, or None if it does not exist."""
     found: Any = module
     for name in str(node.target).split("."):
         found = getattr(found, name, None)
@@ -36,7 +36,7 @@ def attribute(module: nn.Module | None, node: fx.Node) -> Any:
 
 
 def same_object(one: Any, other: Any) -> bool:
-    """True if two constants of modules are the same, bit for bit."""
+    """True if two module constants are the same object, or equal bit for bit."""
     if one is other:
         return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Elements of a value that stand where others of the same value stood.
+"""Detection of values that hold the right elements at the wrong positions.
 
 cat([a[:4], a[4:]])  ->  cat([a[4:], a[:4]])        element 0 is a[4], before it was a[0]
 """
@@ -12,7 +12,7 @@ from graphopt.verify.terms import Segment, TensorValue
 
 
 class MovedElements(NamedTuple):
-    """The first element that is another one of the same term.
+    """The first position where another element of the same term stands.
 
     Attributes:
         place: in the tensor.
@@ -27,7 +27,7 @@ class MovedElements(NamedTuple):
 
 
 def moved_elements(one: Any, other: Any) -> MovedElements | None:
-    """The first moved element in two values or keys; None where the difference is another one."""
+    """Returns the first moved element of two values or keys, or None if they differ otherwise."""
     if isinstance(one, TensorValue) and isinstance(other, TensorValue):
         return _in_rows(one.segments, other.segments)
     if not isinstance(one, tuple) or not isinstance(other, tuple):
@@ -44,7 +44,8 @@ def moved_elements(one: Any, other: Any) -> MovedElements | None:
 def first_difference(
     one: Sequence[Segment], other: Sequence[Segment]
 ) -> tuple[Segment, Segment] | None:
-    """The first elements of two rows that differ, as segments that begin with them."""
+    """Returns the first differing elements of two rows, as segments that begin with them, or
+    None."""
     found = next(_differing(one, other), None)
     return None if found is None else found[1:]
 
@@ -59,7 +60,8 @@ def _in_rows(one: Sequence[Segment], other: Sequence[Segment]) -> MovedElements 
 def _differing(
     one: Sequence[Segment], other: Sequence[Segment]
 ) -> Iterator[tuple[int, Segment, Segment]]:
-    """Where pieces of two rows, cut at the boundaries of both, differ."""
+    """Yields the differing pieces of two rows, cut at the boundaries of both, with their
+    position."""
     rows, place = (list(reversed(one)), list(reversed(other))), 0
     while all(rows):
         a, b = (row.pop() for row in rows)
@@ -73,8 +75,7 @@ def _differing(
 
 
 def _in_runs(one: tuple[Any, ...], other: tuple[Any, ...]) -> MovedElements | None:
-    """In keys of elementwise operators: the first operand of which another element stands beside
-    those of the first one."""
+    """Finds an operand of two elementwise keys that is shifted against the first operand."""
     old, new = ([entry for _, entry in key[3:] if _is_operand(entry)] for key in (one, other))
     if one[1:3] != other[1:3] or [entry[1] for entry in old] != [entry[1] for entry in new]:
         return None

@@ -1,4 +1,4 @@
-"""Differences in what two graphs leave: values, random numbers, state, sent elements."""
+"""Differences between two evaluations: values, random draws, state, sent elements, aliases."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from graphopt.verify.terms import Terms, canonical
 def differences(
     terms: Terms, old: Evaluation, new: Evaluation, *, sends: bool = True
 ) -> Iterator[Problem]:
-    """Problems where two graphs leave different values, or values in storage that is shared
-    otherwise; `sends`: or send other elements."""
-    yield from of_values_and_draws(terms, old, new)
+    """Yields problems where two graphs leave different values or aliases, or (if `sends`) send
+    other elements."""
+    yield from value_problems(terms, old, new)
     if sends:
         yield from _of_sends(terms, old, new, "")
     yield from _of_aliases(old, new)
     yield from _of_separated(old, new)
 
 
-def of_what_is_said(old: Evaluation, new: Evaluation, *, sends: bool = True) -> Iterator[Problem]:
-    """Problems with facts on which others rely, whatever is computed: how much is sent, and which
-    updates are listed."""
+def total_problems(old: Evaluation, new: Evaluation, *, sends: bool = True) -> Iterator[Problem]:
+    """Yields problems with totals that other checks rely on: elements sent, and updates listed."""
     for (signature, dtype), count in old.amounts.items() if sends else ():
         left = new.amounts[signature, dtype]
         if left < count:
@@ -42,8 +41,8 @@ def of_what_is_said(old: Evaluation, new: Evaluation, *, sends: bool = True) -> 
         yield Problem(message, (new.nodes["state", name],))
 
 
-def of_errors(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
-    """Nothing ends the step that could not end it before."""
+def error_problems(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
+    """Yields a problem for each new call that may raise and so end the step."""
     for key, node in new.may_raise.items():
         if key not in old.may_raise:
             message = f"%{node.name} raises an error for some values, which nothing did before"
@@ -51,21 +50,23 @@ def of_errors(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
 
 
 def reorders_sums(old: Evaluation, new: Evaluation) -> bool:
-    """True if elements are reduced in another place of what is sent: which ranks begin a sum may
-    follow from it."""
+    """True if elements are reduced at another offset of a bucket, which may change the order of a
+    sum."""
     return old.places != new.places
 
 
-def of_outcomes(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> Iterator[Problem]:
-    """Differences between two evaluations: values, draws, calls of the host, collectives."""
-    yield from of_values_and_draws(terms, old, new, where)
+def outcome_problems(
+    terms: Terms, old: Evaluation, new: Evaluation, where: str
+) -> Iterator[Problem]:
+    """Yields differences between two evaluations: values, draws, host calls, collectives."""
+    yield from value_problems(terms, old, new, where)
     yield from _of_sends(terms, old, new, where)
 
 
-def of_values_and_draws(
+def value_problems(
     terms: Terms, old: Evaluation, new: Evaluation, where: str = ""
 ) -> Iterator[Problem]:
-    """Differences between two evaluations, whatever is sent for them."""
+    """Yields differences in values, draws and host calls, whatever is sent for them."""
     yield from _of_values(terms, old, new, where)
     if len(old.draws) != len(new.draws):
         yield Problem(
@@ -135,7 +136,7 @@ def _edges(sent: Mapping[Any, Counter[int]], key: Any) -> dict[int, int]:
 
 
 def _unarranged(terms: Terms, sent: Mapping[Any, Counter[int]]) -> dict[Any, Counter[int]]:
-    """What is sent, with terms of which all elements are as the elements that they arrange."""
+    """Counts sent elements by the original terms instead of permuted or concatenated ones."""
     found: dict[Any, Counter[int]] = {}
     for kind, term in sent:
         pending = [(term, _edges(sent, (kind, term)))]
@@ -156,7 +157,8 @@ def _unarranged(terms: Terms, sent: Mapping[Any, Counter[int]]) -> dict[Any, Cou
 
 
 def _first_change(before: Mapping[int, int], after: Mapping[int, int]) -> tuple[int, int, int]:
-    """The first element that is sent more or less often than before, how often it was, and is."""
+    """Returns the first element whose send count changed: its position, the count before, and
+    now."""
     was = now = 0
     for position in sorted({*before, *after}):
         was, now = was + before.get(position, 0), now + after.get(position, 0)
@@ -166,8 +168,7 @@ def _first_change(before: Mapping[int, int], after: Mapping[int, int]) -> tuple[
 
 
 def _of_aliases(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
-    """What leaves the graph lies in storage of its own, as it did: not in that of state, which the
-    next iteration overwrites, nor in that of another result."""
+    """Yields results that moved into the storage of state or of another result."""
     apart = {
         place
         for owner, places in old.aliases.items()
@@ -187,8 +188,8 @@ def _of_aliases(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
 
 
 def _of_separated(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
-    """Results that share a storage go on to do so: what is written to one of them, the program sees
-    in the other."""
+    """Yields results that shared a storage and no longer do, since the program writes through
+    them."""
     now: dict[Any, set[fx.Node]] = {}
     for owner, places in new.aliases.items():
         for place in places:

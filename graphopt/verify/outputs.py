@@ -1,4 +1,4 @@
-"""Outcomes of a graph when it has run: results, carried values, state, and shared storage."""
+"""What a graph leaves: results, carried values, state, and the storage they share."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from graphopt.verify.evaluated import Evaluation, NotDecidedError
 from graphopt.verify.reading import Reading
 
 
-def note_what_is_left(graph: fx.Graph, reading: Reading, found: Evaluation) -> None:
-    """Note what a graph leaves, all of whose nodes were taken in.
+def record_outcome(graph: fx.Graph, reading: Reading, found: Evaluation) -> None:
+    """Records what an evaluated graph leaves: results, carried values, state, and aliases.
 
     Raises:
         NotDecidedError: it updates a constant of its module.

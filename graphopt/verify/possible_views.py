@@ -1,4 +1,4 @@
-"""Storages that may be those of other nodes: of one of several arguments, who knows which."""
+"""Storages that may be views of one of several others, such as the result of `einsum`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from torch import fx
 
 
 class PossibleViews:
-    """Owners of storages that may in truth be views of others, as the result of `einsum` or
-    `broadcast_tensors`."""
+    """Owners of storage that may in truth be views of others, such as the result of `einsum`."""
 
     def __init__(self) -> None:
         self._sources: dict[fx.Node, list[fx.Node]] = {}
@@ -22,20 +21,20 @@ class PossibleViews:
         return bool(self._sources)
 
     def add(self, owner: fx.Node, sources: Iterable[fx.Node]) -> None:
-        """Take in a node that may share the storage of one of the owners `sources`."""
+        """Registers a node that may share the storage of one of the owners `sources`."""
         found = self._sources[owner] = list(dict.fromkeys(sources))
         for source in found:
             self._views.setdefault(source, []).append(owner)
 
     def owners(self, owner: fx.Node) -> list[fx.Node]:
-        """All whose storage it may be; itself where that is sure to be its own."""
+        """Returns all nodes that may own a storage; the owner itself if that is certain."""
         sources = self._sources.get(owner)
         if sources is None:
             return [owner]
         return list(dict.fromkeys(found for source in sources for found in self.owners(source)))
 
     def views_of(self, owner: fx.Node) -> Iterator[fx.Node]:
-        """Nodes that may be views of it."""
+        """Yields the nodes that may be views of an owner."""
         for view in self._views.get(owner, ()):
             yield view
             yield from self.views_of(view)

@@ -1,4 +1,4 @@
-"""Problems that a check of a rewritten graph finds, and the report that holds them."""
+"""Problems that a check of a rewritten graph finds, and the reports that hold them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LINE = 110
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One violation that a check found, with the nodes involved and a hint.
 
     Attributes:
         message: the fact, in one sentence.
@@ -39,7 +39,7 @@ class Problem:
 
     @property
     def source(self) -> object | None:
-        """The user's line that the first offending node with one comes from."""
+        """The user's source line of the first offending node that has one."""
         lines = (source_line(node) for node in self.nodes)
         return next((line for line in lines if line is not None), None)
 
@@ -55,7 +55,7 @@ class Problem:
 
 
 class CheckReport:
-    """Base of what checks have found.
+    """Base class of reports: a list of problems with a readable text.
 
     Attributes:
         problems: what is wrong.
@@ -71,7 +71,7 @@ class CheckReport:
         return not self.problems
 
     def _says(self) -> tuple[str, str]:
-        """What is said where there are none, and where there are."""
+        """The headlines of the report, without and with problems."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class CheckReport:
 
 @dataclass
 class DependencyReport(CheckReport):
-    """The outcome of comparing the dependencies of two graphs.
+    """The report of a comparison of two graphs' dependencies.
 
     >>> graphopt.verify.check_dependencies(gm, gm).ok
     True
@@ -105,7 +105,8 @@ class DependencyReport(CheckReport):
 
 
 def operator_name(node: fx.Node) -> str:
-    """The operator or kind of a node, as in ``aten.add.Tensor``, ``getitem`` or ``placeholder``."""
+    """Returns the operator or kind of a node, as in ``aten.add.Tensor``, ``getitem`` or
+    ``placeholder``."""
     if node.op != "call_function":
         return node.op
     if isinstance(node.target, _compat.OpOverload):
@@ -114,7 +115,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 def describe(node: fx.Node) -> str:
-    """A node in one line: ``%add = aten.add.Tensor(%mm, %wait_tensor_3)``."""
+    """Formats a node in one line: ``%add = aten.add.Tensor(%mm, %wait_tensor_3)``."""
     if node.op in ("placeholder", "get_attr"):
         return f"%{node.name} = {node.op}[{node.target}]"
     arguments = [_text(argument) for argument in node.args]

@@ -1,4 +1,4 @@
-"""Reachability from many sources at once, as bits of an integer for each vertex."""
+"""Reachability from many sources at once, with a bit of an integer for each source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MASK = (1 << CHUNK) - 1
 
 
 class LabelReach:
-    """The sources that reach the vertices of one flow.
+    """Computes which sources reach each vertex of a data-flow graph, and through which collectives.
 
     A state is an integer: for each label, `CHUNK` bits say which sources reach a vertex along paths
     through the collectives of the label.
@@ -29,7 +29,8 @@ class LabelReach:
                 self._successors[need].append(vertex)
 
     def states(self, sources: Mapping[int, int]) -> dict[int, int]:
-        """The state of every vertex reached from `sources` (vertex -> number of its bit)."""
+        """Returns the state of every vertex reached from `sources` (vertex -> number of its
+        bit)."""
         states: dict[int, int] = {}
         for vertex in self._reached(sources):
             state = 1 << sources[vertex] if vertex in sources else 0
@@ -40,7 +41,7 @@ class LabelReach:
         return states
 
     def _reached(self, sources: Iterable[int]) -> Sequence[int]:
-        """Vertices reached from `sources`, in topological order."""
+        """Returns the vertices reached from `sources`, in topological order."""
         found = set(sources)
         pending = list(found)
         while pending:
@@ -58,7 +59,7 @@ class LabelReach:
 
 
 def union(states: Mapping[int, int], vertices: Iterable[int]) -> int:
-    """The state of a reader of `vertices`."""
+    """Returns the combined state of a reader of `vertices`."""
     state = 0
     for vertex in vertices:
         state |= states.get(vertex, 0)
@@ -66,8 +67,8 @@ def union(states: Mapping[int, int], vertices: Iterable[int]) -> int:
 
 
 def missing(wanted: int, found: int, labels: Labels) -> int:
-    """What is in state `wanted` and not in `found`: what came through collectives must still come
-    through them, and may come through more."""
+    """Returns the sources of state `wanted` that `found` lacks. A source must come through at least
+    the same collectives."""
     if not wanted & ~found:
         return 0
     available = dict(labelled(found))
@@ -80,7 +81,7 @@ def missing(wanted: int, found: int, labels: Labels) -> int:
 
 
 def labelled(state: int) -> Iterable[tuple[int, int]]:
-    """(label, bits) of the labels that occur in a state."""
+    """Yields (label, bits) for each label that occurs in a state."""
     label = 0
     while state:
         bits = state & _MASK
@@ -91,7 +92,7 @@ def labelled(state: int) -> Iterable[tuple[int, int]]:
 
 
 def numbers(bits: int, limit: int) -> list[int]:
-    """The first `limit` numbers of set bits."""
+    """Returns the positions of the first `limit` set bits."""
     found: list[int] = []
     while bits and len(found) < limit:
         lowest = bits & -bits

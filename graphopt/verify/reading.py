@@ -1,4 +1,4 @@
-"""Values that nodes give to their readers while a graph is evaluated."""
+"""Access to the values of nodes while a graph is evaluated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphopt.verify.terms import Pending, TensorValue, Terms
 
 
 class Reading:
-    """Values of the nodes of one graph as it runs.
+    """The values of one graph's nodes during its evaluation.
 
     Args:
         view: what a view gives of another value of its first argument.
@@ -31,7 +31,8 @@ class Reading:
         self.in_flight: dict[fx.Node, fx.Node] = {}
 
     def read(self, value: Any, *, sent: bool = False) -> Any:
-        """An argument: nodes as their values. `sent`: also those that are under way."""
+        """Replaces the nodes of an argument by their values. `sent`: pending results are
+        allowed."""
         if isinstance(value, fx.Node):
             return self.read_node(value, sent)
         if isinstance(value, (list, tuple)):
@@ -43,7 +44,7 @@ class Reading:
         return value
 
     def read_node(self, node: fx.Node, sent: bool = False) -> Any:
-        """The value of a node. `sent`: also where it is under way."""
+        """Returns the value of a node. `sent`: a pending result is allowed."""
         if self.in_flight:
             launch = self.in_flight.get(self.contents.owner(node))
             if launch is not None and not sent:
@@ -53,7 +54,7 @@ class Reading:
         return self.contents.read(node)
 
     def gives(self, node: fx.Node, known: Any) -> bool:
-        """True if a node holds a value."""
+        """True if a node has this value."""
         if self.in_flight:
             given = self.read_node(node)
         else:
@@ -63,11 +64,11 @@ class Reading:
         return given is known or bool(given == known)
 
     def arguments(self, node: fx.Node) -> dict[str, Any]:
-        """Arguments by name."""
+        """Returns the arguments of a call by name, with values in place of nodes."""
         return named(node.target, self.read(node.args), self.read(node.kwargs))
 
     def refuse_pending(self, node: fx.Node) -> None:
-        """Refuse a node that reads what a collective will give, before its wait."""
+        """Raises `NotDecidedError` if a node reads a collective's result before its wait."""
         for source in _compat.inputs_of(node):
             value = self.contents.read(source)
             if type(value) is not TensorValue and _is_pending(value):
@@ -81,6 +82,6 @@ def _is_pending(value: Any) -> bool:
 
 
 def is_itself(node: fx.Node) -> bool:
-    """True if a node gives its first argument, by another name."""
+    """True if a node returns its first argument unchanged, under another name."""
     traits = operator_of(node)
     return traits.wait or (bool(traits.writes) and isinstance(first_argument(node), fx.Node))

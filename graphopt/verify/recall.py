@@ -1,4 +1,5 @@
-"""A memory of evaluated calls: with the very same arguments they give the same.
+"""A memory of evaluated calls, so that the same call with the same arguments is not evaluated
+twice.
 
 Most of a graph is not touched by a pass, and the graphs that are derived from it have copies of its
 nodes. To find that a call is one that was evaluated is many times cheaper than to evaluate it.
@@ -22,7 +23,7 @@ _FEW = 3
 
 
 class RecalledCall(NamedTuple):
-    """A call of which the value follows from its target, its arguments and its layout alone.
+    """An evaluated call whose value depends only on its target, arguments and layout.
 
     Attributes:
         fake: the metadata of the node, of which the value has its layout.
@@ -41,7 +42,7 @@ class RecalledCall(NamedTuple):
 
 
 class Recall:
-    """Calls by the names of their nodes, which copies of a graph share.
+    """Evaluated calls by node name, which copies of a graph share.
 
     Attributes:
         by_name: calls of nodes of one name: everything else of them may be different.
@@ -53,7 +54,7 @@ class Recall:
     def find(
         self, node: fx.Node, current: Mapping[fx.Node, Any], gives: Same
     ) -> RecalledCall | None:
-        """The call that a node is, if it is one of those of its name.
+        """Returns the remembered call with the node's target and arguments, or None.
 
         Args:
             current: values of nodes; of those that are not in it, `gives` tells.
@@ -73,7 +74,7 @@ class Recall:
     def note(
         self, node: fx.Node, args: Any, kwargs: Any, value: Any, *, based: bool, raises: Any = None
     ) -> None:
-        """Remember a call."""
+        """Remembers a call."""
         calls = self.by_name.setdefault(node.name, [])
         fake = known_value(node)
         calls.insert(0, RecalledCall(node.target, fake, args, kwargs, value, based, raises))
@@ -95,8 +96,8 @@ def _are_given(
 
 
 def same_arguments(given: Any, known: Any, same: Same) -> bool:
-    """True if arguments of a call are what they were: nodes by `same`, constants as written (0.0
-    and -0.0 differ, and so do 1 and True)."""
+    """True if the arguments of two calls are equal: nodes by `same`, constants as in
+    `same_constant`."""
     if isinstance(given, fx.Node):
         return same(given, known)
     if isinstance(given, (list, tuple)):
@@ -119,8 +120,8 @@ def _ends(value: slice) -> tuple[Any, ...]:
 
 
 def same_constant(given: Any, known: Any) -> bool:
-    """True if arguments that are no nodes are equal, and written alike: 1, 1.0 and True differ, and
-    so do 0.0 and -0.0. No tensors are compared."""
+    """True if two arguments other than nodes and tensors have the same type and value; 0.0 and -0.0
+    differ."""
     if given is known:
         return True
     if type(given) is not type(known) or isinstance(given, (torch.Tensor, torch.SymInt)):

@@ -1,4 +1,4 @@
-"""A check that what is recorded as a CUDA graph may be replayed.
+"""A check that a graph recorded as a CUDA graph may be replayed.
 
 A replay writes where the recording has written, so that
 
@@ -21,7 +21,7 @@ from graphopt.verify.problems import Problem
 
 
 class Played(Protocol):
-    """A module that records its graph, and plays it.
+    """A module that records its graph as a CUDA graph and replays it.
 
     Attributes:
         graph_module: what is recorded.
@@ -33,15 +33,15 @@ class Played(Protocol):
 
     @property
     def leaving(self) -> Sequence[bool]:
-        """Results that are needed when the next replay may have begun."""
+        """For each result, True if it is still needed when the next replay may have begun."""
 
     @property
     def copied(self) -> Collection[int]:
-        """Positions of the inputs that are copied into memory of the recording."""
+        """The positions of the inputs that are copied into the recording's memory."""
 
 
 def recording_problems(gm: fx.GraphModule) -> Iterator[Problem]:
-    """Values that a replay would overwrite, or lose."""
+    """Yields the values that a replay would overwrite or lose."""
     effects = Effects(gm.graph)
     for call in gm.graph.find_nodes(op="call_module"):
         module = gm.get_submodule(str(call.target))

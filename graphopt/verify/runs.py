@@ -1,4 +1,4 @@
-"""Elementwise operators without a rule of their own, run by run: where tensors are cut into rows.
+"""Elementwise operators without a rule of their own, evaluated on each run of elements.
 
 Such an operator (`addcdiv`, `lerp`, `_fused_adamw`, …) may round an element in the last, incomplete
 vector of a tensor otherwise than in the others. So an element is known by the operator, by what is
@@ -26,9 +26,9 @@ from graphopt.verify.terms import Segment, TensorValue, Terms, canonical, elemen
 _REDUCING = ("aten::_foreach_max", "aten::_foreach_powsum")
 
 
-def of_runs(terms: Terms, target: Any, arguments: dict[str, Any], fake: Any) -> Any:
-    """Result of an operator; None of operators that are not elementwise, and of tensors that are
-    laid out otherwise than their results."""
+def evaluate_runs(terms: Terms, target: Any, arguments: dict[str, Any], fake: Any) -> Any:
+    """Evaluates an elementwise operator run by run. None for others, and if an operand's layout
+    differs from the result's."""
     if not isinstance(target, _compat.OpOverload) or row(target).random:
         return None
     if is_operator(target, "aten::linalg_vector_norm"):
@@ -38,11 +38,10 @@ def of_runs(terms: Terms, target: Any, arguments: dict[str, Any], fake: Any) -> 
     return _computed(terms, str(target), arguments, fake)
 
 
-def entry_of_runs(
+def evaluate_entry_runs(
     terms: Terms, target: Any, arguments: dict[str, Any], fakes: Sequence[Any]
 ) -> list[Any] | None:
-    """Result of one entry of a list operator: one value for each list of results, of which some are
-    empty."""
+    """Evaluates one entry of a list operator run by run, with a value for each list of results."""
     if is_operator(target, *_REDUCING):
         return None
     if is_operator(target, "aten::_foreach_norm"):
@@ -89,7 +88,7 @@ def _is_number(value: TensorValue) -> bool:
 
 
 def _norm(terms: Terms, arguments: dict[str, Any], fake: Any) -> Any:
-    """The norm of all elements, of which zeros are none, in whatever order."""
+    """Returns the norm of all elements, independent of their order and of zeros."""
     value, *others = arguments.values()
     if not isinstance(value, TensorValue) or not value.is_static or elements(fake.shape) != 1:
         return None
@@ -99,7 +98,7 @@ def _norm(terms: Terms, arguments: dict[str, Any], fake: Any) -> Any:
 
 
 def _merged(segments: Sequence[Segment]) -> list[Segment]:
-    """Runs in order, those that follow one another as one."""
+    """Sorts runs and merges adjacent ones."""
     found: list[Segment] = []
     for run in segments:
         last = found[-1] if found else None

@@ -1,4 +1,4 @@
-"""A check that a graph makes the very same calls as another one, in an order that is as good.
+"""A check that a graph makes exactly the calls of another one, in a compatible order.
 
 Where terms cannot speak of a graph (calls of modules and of functions in Python, tensors of which
 nothing is known), and where more is asked for than equal values: that autograd sees the same. Each
@@ -20,15 +20,15 @@ from graphopt.verify.problems import Problem
 
 
 class Ordered(Protocol):
-    """Two calls that run one after the other, and why."""
+    """Two calls that must run one after the other, and why."""
 
     @property
     def before(self) -> fx.Node:
-        """The call as it was."""
+        """The call that must run first."""
 
     @property
     def after(self) -> fx.Node:
-        """The call as it is."""
+        """The call that must run second."""
 
 
 _CALLS = ("call_function", "call_method", "call_module")
@@ -38,7 +38,7 @@ _EXITS = frozenset(EXIT_OF.values())
 def call_problems(
     before: fx.Graph, after: fx.Graph, order: Callable[[fx.Graph], Iterable[Ordered]]
 ) -> Iterator[Problem]:
-    """Problems with the calls of a graph.
+    """Yields a problem for each call that only one of the two graphs makes, or makes out of order.
 
     Args:
         before, after: in which one name stands for the same input, constant or module. Calls that
@@ -50,7 +50,7 @@ def call_problems(
     earlier = _earlier(order(after))
     for node in after.nodes:
         yield from match.take(node, earlier.get(node, ()))
-    yield from match.left_over()
+    yield from match.unmatched()
 
 
 def _earlier(order: Iterable[Ordered]) -> dict[fx.Node, list[fx.Node]]:
@@ -61,8 +61,8 @@ def _earlier(order: Iterable[Ordered]) -> dict[fx.Node, list[fx.Node]]:
 
 
 class _Match:
-    """Finds for each call of another graph the one that it is. Calls that are made twice, with
-    nothing between them that would make a difference, are one.
+    """Matches each call of a graph to the same call of another one. Repeated calls with nothing
+    relevant between them count as one.
 
     Args:
         earlier: for each call those that it has to run after.
@@ -88,7 +88,7 @@ class _Match:
         self._context, self._known = _Context(), {}
 
     def take(self, node: fx.Node, earlier: Sequence[fx.Node]) -> Iterator[Problem]:
-        """Find what a call is, in the order of its graph."""
+        """Matches one call; calls are given in graph order."""
         if self._context.enter(node):
             return
         if any(source not in self._known for source in node.all_input_nodes):
@@ -112,8 +112,8 @@ class _Match:
         if self._context.state() != self._at_end:
             yield Problem("it leaves autocast or grad mode otherwise than the whole", (output,))
 
-    def left_over(self) -> Iterator[Problem]:
-        """Calls that were not found."""
+    def unmatched(self) -> Iterator[Problem]:
+        """Yields a problem for each call that was not matched."""
         for calls in self._left.values():
             for node in calls:
                 yield Problem("a call of the whole is not made", (node,))
@@ -130,7 +130,8 @@ class _Match:
 
 
 def _written(value: Any, known: Mapping[fx.Node, fx.Node]) -> Any:
-    """An argument as part of a key: nodes by what they stand for, constants as they are written."""
+    """Returns an argument as part of a key: nodes by their match, constants by their source
+    text."""
     if isinstance(value, fx.Node):
         return "node", id(known[value])
     if isinstance(value, (list, tuple)):
@@ -143,13 +144,13 @@ def _written(value: Any, known: Mapping[fx.Node, fx.Node]) -> Any:
 
 
 class _Context:
-    """Autocast, inference mode and grad mode, as a graph sets them."""
+    """The autocast, inference and grad modes while a graph is read."""
 
     def __init__(self) -> None:
         self._active: list[tuple[fx.Node, Any]] = []
 
     def enter(self, node: fx.Node) -> bool:
-        """Take in a node, if it begins or ends a region. Returns whether it does."""
+        """Updates the modes if a node begins or ends a region. Returns True if it does."""
         if node.op != "call_function":
             return False
         if node.target is SET_GRAD_ENABLED:
@@ -167,7 +168,7 @@ class _Context:
         return True
 
     def state(self) -> tuple[Any, ...]:
-        """The modes that are in effect."""
+        """Returns the modes that are in effect."""
         return tuple((id(node.target), written) for node, written in self._active)
 
     def _leave(self, entered: fx.Node) -> None:
@@ -178,6 +179,6 @@ class _Context:
             del self._active[index]
 
     def _innermost(self) -> int:
-        """Where the innermost inference region begins: its end restores the grad mode before it."""
+        """Returns the index of the innermost inference region, whose end restores the grad mode."""
         inside = [i for i, (n, _) in enumerate(self._active) if n.target is ENTER_INFERENCE_MODE]
         return inside[-1] + 1 if inside else 0

@@ -1,4 +1,4 @@
-"""Values that are more than one vertex: lists, and tensors that were concatenated."""
+"""Values that have several vertices: lists, and concatenated tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SegmentItems:
 
 @dataclass(eq=False)
 class Segments:
-    """A tensor of which each run of elements, in row-major order, has a vertex of its own.
+    """A tensor whose runs of elements, in row-major order, each have a vertex of their own.
 
     Attributes:
         bounds: where the runs begin, and where the last one ends.
@@ -36,7 +36,7 @@ class Segments:
     joined: int | None = None
 
     def part(self, start: int, end: int) -> Value:
-        """Elements `start` to `end`."""
+        """Returns elements `start` to `end`."""
         first = bisect_right(self.bounds, start) - 1
         last = bisect_left(self.bounds, end)
         if last - first == 1:
@@ -52,7 +52,7 @@ Value: TypeAlias = int | SegmentItems | Segments
 
 
 def concatenation(parts: Iterable[tuple[int, Value]]) -> Segments:
-    """The parts, each with its number of elements, one after another. Nested ones are dissolved."""
+    """Concatenates parts, each given with its number of elements, and flattens nested ones."""
     bounds, values = [0], list[int]()
     for size, part in parts:
         start = bounds[-1]
@@ -66,7 +66,8 @@ def concatenation(parts: Iterable[tuple[int, Value]]) -> Segments:
 
 
 def segmented(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that may be read as segments: concatenations of vectors, and what follows from them."""
+    """Returns the nodes that can be read as segments: concatenated vectors, and what is computed
+    from them."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         traits = operator_of(node)
@@ -79,13 +80,13 @@ def segmented(graph: fx.Graph) -> set[fx.Node]:
 
 
 def concatenates_vectors(node: fx.Node) -> bool:
-    """True if a `cat` puts tensors of one dimension and known sizes side by side."""
+    """True if a node is a `cat` of one-dimensional tensors with known sizes."""
     value = known_value(node)
     return isinstance(value, torch.Tensor) and value.ndim == 1 and size_of(value) is not None
 
 
 def size_of(value: Any) -> int | None:
-    """Number of elements, None where there is no tensor or its size depends on data."""
+    """Returns the number of elements, or None for non-tensors and data-dependent sizes."""
     if not isinstance(value, torch.Tensor):
         return None
     size = value.numel()
@@ -93,7 +94,7 @@ def size_of(value: Any) -> int | None:
 
 
 def split_ends(node: fx.Node) -> list[int] | None:
-    """Ends of the parts of a `split`, counted in elements of its input in row-major order.
+    """Returns the ends of a `split`'s parts, in elements of its input in row-major order, or None.
 
     None where the parts are not runs of elements.
     """
@@ -111,7 +112,8 @@ def split_ends(node: fx.Node) -> list[int] | None:
 
 
 def slice_range(node: fx.Node, whole: torch.Tensor) -> tuple[int, int] | None:
-    """The elements of `whole`, in row-major order, that a `slice` takes; None if not a run."""
+    """Returns the contiguous elements of `whole`, in row-major order, that a `slice` takes, or
+    None."""
     part = known_value(node)
     size, total = size_of(part), size_of(whole)
     if _argument(node, 1, "dim", 0) != 0 or _argument(node, 4, "step", 1) != 1:

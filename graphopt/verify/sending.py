@@ -14,7 +14,7 @@ from graphopt.verify.terms import Segment, TensorValue, Terms, elements_of
 
 
 class Sending:
-    """Storages that collectives read until their waits.
+    """The storages that collectives read until their waits.
 
     Args:
         owners: the nodes of which one has the storage in which a node lies.
@@ -26,7 +26,7 @@ class Sending:
         self._readers: dict[fx.Node, list[fx.Node]] = {}
 
     def launched(self, launch: fx.Node) -> None:
-        """Take in the launch of a collective."""
+        """Records the launch of a collective."""
         if operator_of(launch).reads_until_wait:
             held = fake_value(launch)
             waits = len(held) if isinstance(held, (list, tuple)) else 1
@@ -36,7 +36,7 @@ class Sending:
                 self._readers.setdefault(owner, []).append(launch)
 
     def waited(self, wait: fx.Node) -> None:
-        """Take in a wait, of the only result of a collective or of one of them."""
+        """Records the wait for a collective, or for one of its results."""
         launch = launch_of(wait)
         if launch is None or launch not in self._open:
             return
@@ -48,20 +48,20 @@ class Sending:
             self._readers[owner].remove(launch)
 
     def reader_of(self, node: fx.Node) -> fx.Node | None:
-        """The collective that still reads the storage of a node."""
+        """Returns a collective that still reads the storage of a node, or None."""
         owners = self._owners(node) if self._open else []
         return next((reader for owner in owners for reader in self._readers.get(owner, ())), None)
 
 
-def with_constants_of(terms: Terms, sent: Any, place: tuple[int, ...]) -> Any:
-    """What a collective sends, with its constants told from those of all other collectives: what
-    other ranks send there is theirs.
+def mark_sent_constants(terms: Terms, sent: Any, place: tuple[int, ...]) -> Any:
+    """Marks the constants in a sent value as this collective's own, since other ranks send their
+    own values in their place.
 
     Args:
         place: the number of the collective, the same on all ranks.
     """
     if isinstance(sent, tuple):
-        return tuple(with_constants_of(terms, v, (*place, i)) for i, v in enumerate(sent))
+        return tuple(mark_sent_constants(terms, v, (*place, i)) for i, v in enumerate(sent))
     if not isinstance(sent, TensorValue):
         return sent
     found, offset = [], 0

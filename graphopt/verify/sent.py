@@ -1,5 +1,4 @@
-"""A check that collectives send what they sent: as many elements, of the same dtype, reduced
-alike."""
+"""A check that collectives send as many elements as before, with the same dtype and reduction."""
 
 from __future__ import annotations
 
@@ -16,10 +15,11 @@ from graphopt.verify.segments import size_of
 Same = Mapping[fx.Node, fx.Node]
 
 
-def totals(
+def less_sent(
     before: fx.Graph, after: fx.Graph, same: Same, *, same_dtypes: bool
 ) -> Iterator[Problem]:
-    """As many elements are communicated as before. More are padding."""
+    """Yields a problem for each kind of collective that sends fewer elements than before; more is
+    padding."""
     old, new = _totals(before, same_dtypes), _totals(after, same_dtypes)
     for key, (count, launches) in old.items():
         left = new[key][0] if key in new else 0
@@ -56,8 +56,8 @@ def _sends(key: _Key, count: int) -> str:
 
 
 def _changed(what: str, key: _Key, instead: _Key, elements: tuple[int, int]) -> str:
-    """That an attribute of what is sent is another. `elements`: how many fewer are sent as before,
-    and how many more with the other attribute."""
+    """Describes an attribute of sent elements that changed. `elements`: how many fewer have the old
+    one, and how many more the new one."""
     fewer, more = elements
     now, was = (f"{signature_text(signature)}{dtype}" for signature, dtype in (instead, key))
     found = f"{what} of {min(fewer, more)} elements that are sent changed: {now} now, before it was"
@@ -66,8 +66,8 @@ def _changed(what: str, key: _Key, instead: _Key, elements: tuple[int, int]) -> 
 
 
 def _other_attribute(key: _Key, old: _Totals, new: _Totals) -> tuple[_Key, int, str] | None:
-    """Collectives that send more than before and differ from `key` in one attribute: which they
-    are, how many elements more they send, and the attribute."""
+    """Returns (kind, additional elements, attribute) of collectives that differ from `key` in one
+    attribute and send more than before, or None."""
     for other, (count, _) in new.items():
         more = count - old.get(other, (0, []))[0]
         what = _attribute_between(key, other)
@@ -77,7 +77,8 @@ def _other_attribute(key: _Key, old: _Totals, new: _Totals) -> tuple[_Key, int, 
 
 
 def _attribute_between(key: _Key, other: _Key) -> str | None:
-    """The attribute in which two kinds of collectives differ; None if there are several."""
+    """Returns the one attribute in which two kinds of collectives differ, or None if there are
+    several."""
     (old, old_dtype), (new, new_dtype) = key, other
     found = ["the dtype"] if old_dtype != new_dtype else []
     if old[0] != new[0]:

@@ -1,4 +1,4 @@
-"""The groups of ranks over which a sharded step is proven: those that share rows, and all.
+"""The mesh of ranks over which a sharded step is proven: shard groups and replica groups.
 
 With hybrid sharding, a second group has the ranks with the same rows: both are a row and a column
 of the mesh of all ranks. A sum over a row, summed down the column, is the sum over all ranks then,
@@ -16,7 +16,7 @@ from graphopt.ir.rank_groups import rank_mesh
 
 @dataclass(frozen=True)
 class RanksOfGroup:
-    """The ranks of a process group.
+    """A process group and its number of ranks.
 
     Attributes:
         count: how many there are.
@@ -29,7 +29,7 @@ class RanksOfGroup:
 
 @dataclass(frozen=True)
 class ShardMesh:
-    """The ranks that run one sharded step.
+    """The ranks that run one sharded step, as one group or as a two-dimensional mesh.
 
     Attributes:
         shards: those that share the rows of a value.
@@ -43,7 +43,7 @@ class ShardMesh:
 
     @classmethod
     def of(cls, everyone: RanksOfGroup, axes: Sequence[str]) -> ShardMesh | None:
-        """The mesh that groups span; None where they do not.
+        """Returns the mesh that the groups `axes` span, or None if they span none.
 
         Args:
             everyone: as markers have it.

@@ -1,4 +1,4 @@
-"""The graph of one device that stands for all ranks of a sharded step together.
+"""Translation of one rank's sharded graph to a graph that stands for all ranks together.
 
 The graph of a sharded step is one rank's. Here it is read for all ranks at once: in place of what a
 rank holds of a value stand the *blocks* of all ranks beside one another.
@@ -39,13 +39,13 @@ from graphopt.ir.placement import placement_of
 from graphopt.ir.rows import RowShards
 from graphopt.verify.shard_mesh import ShardMesh
 from graphopt.verify.sharded_elements import ComputedBlocks, NotOfBlocksError
-from graphopt.verify.sharded_norms import NormsOfRows, norm_order, stands_for_norms
+from graphopt.verify.sharded_norms import NormsOfRows, combined_norm, norm_order
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
 
 def for_all_ranks(sharded: fx.Graph, marked: fx.Graph, mesh: ShardMesh) -> fx.Graph:
-    """The graph of one device that says what all ranks compute together.
+    """Translates a sharded graph to the single-device graph that all ranks compute together.
 
     Args:
         sharded: as a rank runs it.
@@ -56,14 +56,14 @@ def for_all_ranks(sharded: fx.Graph, marked: fx.Graph, mesh: ShardMesh) -> fx.Gr
         NotOfBlocksError: a node reads what a rank holds in another way.
     """
     wholes = {n.target: fake_value(n) for n in marked.find_nodes(op="placeholder")}
-    return _Blocks(sharded, wholes, mesh).run()
+    return _AllRanksTranslation(sharded, wholes, mesh).run()
 
 
-class _Blocks(ComputedBlocks):
-    """One reading of all nodes."""
+class _AllRanksTranslation(ComputedBlocks):
+    """Translates one graph, collectives included."""
 
     def run(self) -> fx.Graph:
-        """Read all nodes."""
+        """Translates all nodes in order."""
         for node in self._graph.nodes:
             if node.op == "placeholder":
                 self._placeholder(node)
@@ -76,7 +76,7 @@ class _Blocks(ComputedBlocks):
         return self._new
 
     def _finish(self, output: fx.Node) -> None:
-        """Updates of rows are updates of wholes; what is returned is whole."""
+        """Adds the output, which must return whole values only."""
         results, _, carried = cast(Any, output.args[0])
         for node in [*results, *carried]:
             if isinstance(node, fx.Node) and self._is_partial(node):
@@ -134,14 +134,14 @@ class _Blocks(ComputedBlocks):
             self._compute(node)
 
     def _assume(self, node: fx.Node) -> None:
-        """An assumption is about what all ranks have; of placeholders it keeps what each holds."""
+        """Copies an assumption, which may depend only on values that all ranks have."""
         for source in node.all_input_nodes:
             if self._is_partial(source) and source.op != "placeholder":
                 raise NotOfBlocksError(f"%{node.name} decides by what only this rank holds", node)
         self._copies[node] = self._new.node_copy(node, self._copies.__getitem__)
 
     def _pick(self, node: fx.Node) -> None:
-        """An item of what a list operator gives."""
+        """Translates an item of a list operator's result."""
         source, index = cast(tuple[fx.Node, int], node.args)
         partial = self._listed[source][index]
         held = self._copies.get(source)
@@ -218,7 +218,7 @@ class _Blocks(ComputedBlocks):
             raise NotOfBlocksError(f"%{node.name} speaks of another number of ranks", node)
 
     def _scattered(self, node: fx.Node, sent: fx.Node, how: str) -> None:
-        """The blocks of what the ranks have reduced; of a mesh, those of one row have."""
+        """Replaces a scattered reduction by the reduction of the whole value."""
         self._blocks[node] = self._reduced(node, sent, how, self._group)
         if how == "sum":
             self._row_sums[node] = sent
@@ -234,7 +234,8 @@ class _Blocks(ComputedBlocks):
         self._scattered(node, self._exchanged[source], "sum")
 
     def _write(self, node: fx.Node) -> None:
-        """What the ranks own is copied into the whole."""
+        """Translates an update of rows: the blocks' owned elements are copied into the whole
+        tensor."""
         destination, value = cast(tuple[fx.Node, fx.Node], node.args[:2])
         shards = self._cut.get(destination)
         if shards is None or value not in self._blocks:
@@ -255,7 +256,7 @@ class _Blocks(ComputedBlocks):
         self._blocks[node] = self._windows(copy, shards.starts, shards.length, node)
 
     def _norm(self, node: fx.Node) -> None:
-        """The norm of the whole, of which a rank has that of its rows."""
+        """Replaces the norm of a rank's rows by the norm of the whole tensor."""
         order = norm_order(node)
         if order is None:
             raise NotOfBlocksError(f"%{node.name} is no norm that rows have parts of", node)
@@ -270,8 +271,8 @@ class _Blocks(ComputedBlocks):
             self._norms[node] = NormsOfRows([new], order)
 
     def _of_norms(self, node: fx.Node) -> None:
-        """One more step from the norms of rows to those of wholes."""
-        found = stands_for_norms(node, self._norms)
+        """Translates a step that combines the norms of rows into the norm of a whole tensor."""
+        found = combined_norm(node, self._norms)
         if found is None:
             raise NotOfBlocksError(f"%{node.name} reads the norm of rows as that of a whole", node)
         if isinstance(found, fx.Node):

@@ -1,5 +1,4 @@
-"""What each rank computes of its block, for all ranks at once: elementwise operators, and lists of
-such, of the blocks of all ranks beside one another.
+"""Translation of elementwise operators on one rank's block to the blocks of all ranks.
 
 Where blocks end at no multiple of 64 elements, kernels round what stands behind the last one
 otherwise, so that each rank's block is computed by itself there.
@@ -32,7 +31,7 @@ _SAME_INPUTS = frozenset({"parameter", "optimizer_state", "hyperparameter"})
 
 
 class NotOfBlocksError(Exception):
-    """What a rank holds is read in a way that says nothing of the other ranks."""
+    """A node reads a rank's block in a way that determines nothing about the other ranks."""
 
     def __init__(self, message: str, node: fx.Node) -> None:
         super().__init__(message)
@@ -46,7 +45,7 @@ _HINT = (
 
 
 class ComputedBlocks:
-    """One reading, as far as nothing is communicated.
+    """Translates one graph's local computation; collectives are in the subclass.
 
     `_copies`: by the node of one rank, what all ranks have alike; `_blocks`: the blocks of all
     ranks; `_listed`: of a list, which of its items are such; `_cut`: how placeholders are cut;
@@ -69,7 +68,7 @@ class ComputedBlocks:
         self._same_entries: dict[fx.Node, list[bool]] = {}
 
     def _note_same(self, node: fx.Node) -> None:
-        """Note that all ranks have the same value, if they do."""
+        """Records a node whose value is the same on all ranks."""
         traits = operator_of(node)
         if node.op == "placeholder":
             same = input_kind(node) in _SAME_INPUTS and node not in self._blocks
@@ -91,7 +90,7 @@ class ComputedBlocks:
         return call_function_with_meta(self._new, target, args, kwargs, like=node)
 
     def _windows(self, whole: fx.Node, starts: Any, length: int, node: fx.Node) -> fx.Node:
-        """The blocks that are cut from a tensor."""
+        """Cuts the blocks of all ranks from a whole tensor, and concatenates them."""
         value = fake_value(whole)
         flat = whole if value.dim() == 1 else self._make(node, aten.reshape.default, whole, [-1])
         total = fake_value(flat).numel()
@@ -104,7 +103,7 @@ class ComputedBlocks:
         return self._blocks.get(node) or cast(fx.Node, self._copies[node])
 
     def _compute(self, node: fx.Node) -> None:
-        """An elementwise operator of the blocks, or a list of such."""
+        """Applies an elementwise operator, or a list of them, to the blocks of all ranks."""
         if is_list_operator(node) and not is_operator(node.target, *_REDUCING_LISTS):
             self._compute_entries(node)
             return
@@ -123,7 +122,7 @@ class ComputedBlocks:
         self._blocks[node] = self._make(node, aten.cat.default, parts)
 
     def _giving(self, node: fx.Node, args: Any, kwargs: Any, ranks: int, cut: Any = None) -> Any:
-        """A call of what a node calls, with the blocks of so many ranks.
+        """Appends the call of a node with the blocks of `ranks` ranks.
 
         Args:
             cut: of a list operator: which entries are blocks.
@@ -146,7 +145,7 @@ class ComputedBlocks:
         )
 
     def _of(self, rank: int, reader: fx.Node) -> Any:
-        """What one rank has of each operand."""
+        """Returns a function that gives one rank's part of an operand."""
 
         def of(node: fx.Node) -> fx.Node:
             if node not in self._blocks:
@@ -159,7 +158,7 @@ class ComputedBlocks:
         return of
 
     def _check_operands(self, node: fx.Node, given: list[fx.Node], value: Any) -> None:
-        """What is computed of rows is computed alike on all ranks."""
+        """Refuses operands that are cut differently, or that may differ between ranks."""
         of_rows = [source for source in given if source in self._blocks]
         shapes = {tuple(fake_value(source).shape) for source in of_rows}
         if len(shapes) != 1 or tuple(getattr(value, "shape", ())) not in shapes:
@@ -206,7 +205,7 @@ class ComputedBlocks:
     def _rank_by_rank(
         self, node: fx.Node, columns: list[Any], several: bool, partial: list[bool]
     ) -> None:
-        """Entries of which each rank has a rest behind the last multiple."""
+        """Translates entries of unaligned length with one call for each rank."""
         calls = []
         for rank in range(self._ranks):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._of(rank, node))

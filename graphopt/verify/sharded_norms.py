@@ -1,4 +1,4 @@
-"""Norms of whole values from those of the ranks' rows: powers are summed, and a root taken."""
+"""Norms of whole tensors from the norms of the ranks' rows: sum the powers, then take the root."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphopt.ir.operators import is_operator, operator_of
 
 @dataclass(frozen=True)
 class NormsOfRows:
-    """The share of norms that a node has, on the way from those of rows to those of wholes.
+    """An intermediate value between the norms of rows and the norms of whole tensors.
 
     Attributes:
         wholes: the norms of the wholes; one, or as many as are stacked.
@@ -29,7 +29,7 @@ class NormsOfRows:
     stacked: bool = False
 
     def reduced(self, how: str, node: fx.Node) -> NormsOfRows:
-        """After an all-reduce. Anything but the sum of powers, or the maximum, is no norm."""
+        """Returns the value after an all-reduce; only sums of powers and maxima stay norms."""
         if math.isinf(self.order):
             known = how == "max" and self.state == "norm"
             return replace(self, state="whole" if known else "unknown")
@@ -39,7 +39,7 @@ class NormsOfRows:
 
 
 def norm_order(node: fx.Node) -> float | None:
-    """The order of a norm that rows have parts of; None of others."""
+    """Returns the order of a norm that can be combined from rows, or None."""
     order: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("ord", 2)
     if is_operator(node.target, "aten::linalg_vector_norm"):
         args = dict(enumerate(node.args))
@@ -48,10 +48,11 @@ def norm_order(node: fx.Node) -> float | None:
     return order if isinstance(order, (int, float)) and order >= 1 else None
 
 
-def stands_for_norms(
+def combined_norm(
     node: fx.Node, norms: Mapping[fx.Node, NormsOfRows]
 ) -> NormsOfRows | fx.Node | None:
-    """What a node has of norms, or the norm of a whole that it is; None where it is neither."""
+    """Returns a node's intermediate value, or the whole norm that it equals, or None if it is
+    neither."""
     sources = node.all_input_nodes
     if is_operator(node.target, "aten::stack"):
         found = [norms.get(each) for each in cast(Any, node.args[0])]

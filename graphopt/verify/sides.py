@@ -1,4 +1,4 @@
-"""Sources from which the sinks of one of two compared graphs are computed."""
+"""The sources that each sink of one graph is computed from."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from graphopt.verify.reach import LabelReach, union
 
 @dataclass(frozen=True)
 class SinkPlace:
-    """The place where sources are asked for: a node, or `end`: a value that leaves the graph."""
+    """A sink in one graph: a node, or a value that leaves the graph (`end`)."""
 
     write: Entry
     end: bool
 
 
 class Side:
-    """One graph, between its anchors or as a whole.
+    """One of the two compared graphs, cut at its anchors or as a whole.
 
     Args:
         places: in the same order for all sides that are compared.
@@ -53,7 +53,8 @@ class Side:
         self.begins = self._flow.begins
 
     def states(self, sources: Sequence[fx.Node]) -> dict[int, int]:
-        """Number of each place that `sources` reach -> which of them, by number."""
+        """Maps the number of each sink that `sources` reach to the set of these sources, as
+        bits."""
         bits: dict[int, int] = {}
         for number, source in enumerate(sources):
             vertex = self._flow.known(source)
@@ -71,7 +72,7 @@ def _needed(
     places: Sequence[SinkPlace],
     cut: Container[fx.Node],
 ) -> set[fx.Node]:
-    """Nodes outside `cut` that lie between it and the places."""
+    """Returns the nodes between the anchors `cut` and the sinks."""
     needed: set[fx.Node] = set()
     for place in places:
         nodes = [place.write.node] if place.end else _inputs(place.write.node, memory, any_order)
@@ -85,7 +86,7 @@ def _needed(
 
 
 def _inputs(node: fx.Node, memory: MemoryOrder, any_order: AnyOrder) -> list[fx.Node]:
-    """The nodes whose values `node` reads, those of implicit reads included."""
+    """Returns the nodes whose values `node` reads, implicit reads of memory included."""
     writes = memory.implicit.get(node, {})
     read = (any_order.read_by(node, source) for source in node.all_input_nodes)
     return [*read, *(write.node for write in writes.values())]

@@ -1,4 +1,4 @@
-"""Checks of what is made of a graph after all passes.
+"""Equivalence checks of the stages behind the passes: dividing, lowering, finalizing.
 
 Each stage is shown to compute what the graph that it was given computes. Where storages are reused,
 what is in them is followed: a value that was overwritten while somebody could still read it would
@@ -24,7 +24,7 @@ from graphopt.verify.executable import works_in_place
 from graphopt.verify.inlining import in_one
 from graphopt.verify.late import DerivedEvaluation, DerivedEvaluations
 from graphopt.verify.launches import launches_of, other_launches
-from graphopt.verify.module_constants import of_constants
+from graphopt.verify.module_constants import constant_problems
 from graphopt.verify.outcomes import differences
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import Terms
@@ -33,7 +33,7 @@ logger = logging.getLogger("graphopt")
 
 
 def check_finalized(before: fx.GraphModule, after: fx.GraphModule) -> EquivalenceReport:
-    """Prove that a graph in the executable dialect does what its functional form does.
+    """Proves that a graph in the executable dialect computes what its functional form does.
 
     Shown is, besides equivalence, that results and carried values lie in storage of their own as
     they did, not in that of state, which the next iteration overwrites; and that a value which was
@@ -53,7 +53,7 @@ def check_finalized(before: fx.GraphModule, after: fx.GraphModule) -> Equivalenc
 
 
 def check_divided(before: fx.GraphModule, after: fx.GraphModule) -> EquivalenceReport:
-    """Prove that a graph parts of which stand in submodules does what it did as one.
+    """Proves that a graph divided into submodules computes what it did as one.
 
     Parts are read through their graphs: those of `graphopt.partition.split_module`, and those from
     which regions are compiled. What Inductor makes of a region is not looked at, but trusted.
@@ -80,9 +80,8 @@ def check_divided(before: fx.GraphModule, after: fx.GraphModule) -> EquivalenceR
 def _differing(
     before: fx.Graph, after: fx.Graph, terms: Terms, inputs: Mapping[str, Any]
 ) -> list[Problem]:
-    """What differs between graphs that launch the same collectives in the same order, so that
-    constants that are sent need not be told apart by who made them: lowering makes padding anew
-    where it is needed."""
+    """Returns the differences between graphs with the same launches in the same order. Sent
+    constants go by launch, since lowering makes padding anew."""
     old, new = (
         evaluate_graph(in_one(graph), terms, dict(inputs), by_launch=True)
         for graph in (before, after)
@@ -91,18 +90,18 @@ def _differing(
 
 
 def _lost(before: fx.Graph, after: fx.Graph) -> list[Problem]:
-    """The dependencies that a finalized graph has lost."""
+    """Returns the dependencies that a finalized graph has lost."""
     return check_dependencies(before, after).problems
 
 
 def _other_constants(before: fx.Graph, after: fx.GraphModule) -> list[Problem]:
-    """Constants of the module that are others than before."""
+    """Returns a problem for each constant of the module that has changed."""
     owner = before.owning_module
-    return list(of_constants(owner, after)) if isinstance(owner, fx.GraphModule) else []
+    return list(constant_problems(owner, after)) if isinstance(owner, fx.GraphModule) else []
 
 
 class StageProof:
-    """Follows the graphs that are derived from one step through the stages behind the passes.
+    """Proves the graphs derived from one step equal from stage to stage.
 
     What is known of a graph after one stage is known of it before the next, so that each graph is
     evaluated once. Of what is finalized the dependencies are compared where terms cannot speak of
@@ -117,9 +116,9 @@ class StageProof:
         self._known: DerivedEvaluations = {}
 
     def derived(self, step: IterGraphModule, graphs: Mapping[str, fx.GraphModule]) -> list[Problem]:
-        """Problems with graphs that were derived from a step, by their names."""
+        """Returns the problems of the graphs (by name) that were derived from a step."""
         try:
-            problems, self._known = self._proof.of_derived(step, graphs)
+            problems, self._known = self._proof.compare_derived(step, graphs)
         except NotDecidedError as error:
             logger.info("what is derived from the step is not compared: %s", error)
             return []
@@ -128,8 +127,7 @@ class StageProof:
     def problems(
         self, name: str, before: fx.Graph, after: fx.GraphModule, *, terms: bool = True
     ) -> list[Problem]:
-        """Differences between the derived graph of that name before and after a stage, which
-        launches the same collectives in the same order.
+        """Returns the differences that a stage made to the derived graph `name`.
 
         Args:
             terms: whether what is finalized is compared by terms where that is possible.
@@ -148,7 +146,7 @@ class StageProof:
             return []
 
     def _by_terms(self, name: str, before: fx.Graph, after: fx.GraphModule) -> list[Problem]:
-        """The same.
+        """Returns the same differences, found by symbolic evaluation.
 
         Raises:
             NotDecidedError: terms cannot speak of the graphs.

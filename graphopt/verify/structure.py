@@ -23,7 +23,7 @@ Same = Mapping[fx.Node, fx.Node]
 
 
 def topology(graph: fx.Graph) -> Iterator[Problem]:
-    """Every node stands after what it reads."""
+    """Yields each node that stands before a value that it reads."""
     seen: set[fx.Node] = set()
     for node in graph.nodes:
         for source in node.all_input_nodes:
@@ -37,7 +37,7 @@ def topology(graph: fx.Graph) -> Iterator[Problem]:
 
 
 def _other_placements(old: Sequence[fx.Node], new: Sequence[fx.Node]) -> Iterator[Problem]:
-    """The ranks hold each input as before."""
+    """Yields each input whose placement on the ranks changed."""
     for node, was in zip(new, old, strict=True):
         if placement_of(node) != placement_of(was):
             kinds = f"{placement_of(node)}, before it was {placement_of(was)}"
@@ -45,7 +45,7 @@ def _other_placements(old: Sequence[fx.Node], new: Sequence[fx.Node]) -> Iterato
 
 
 def interface(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
-    """The graph takes the same inputs and returns as much as before."""
+    """Yields changes of a graph's inputs or of its number of results."""
     old, new = (g.find_nodes(op="placeholder") for g in (before, after))
     if [node.target for node in old] != [node.target for node in new]:
         yield Problem("the placeholders are not those of the graph before, in the same order")
@@ -67,7 +67,7 @@ def interface(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
 
 
 def late_nodes(graph: fx.Graph) -> Iterator[Problem]:
-    """Nothing of this iteration reads what is computed in the next."""
+    """Yields each node of this iteration that reads a value of the next one."""
     late = graph.late if isinstance(graph, IterGraph) else {}
     for node in late:
         for user in node.users:
@@ -80,7 +80,7 @@ def late_nodes(graph: fx.Graph) -> Iterator[Problem]:
 
 
 def randomness(before: fx.Graph, after: fx.Graph, same: Same) -> Iterator[Problem]:
-    """The same random numbers are drawn, in the same order."""
+    """Yields the first change in the sequence of random draws."""
     old, new = ([n for n in g.nodes if draws(n)] for g in (before, after))
     kept = {same[node] for node in new if node in same}
     for was, now in zip_longest(old, new):
@@ -100,8 +100,8 @@ def randomness(before: fx.Graph, after: fx.Graph, same: Same) -> Iterator[Proble
 
 
 def host_calls(before: fx.Graph, after: fx.Graph, same: Same) -> Iterator[Problem]:
-    """Every function of the program is called once, in the same order, with the same values. A pass
-    may call others in between."""
+    """Yields changes in the sequence or the arguments of the program's host calls; passes may add
+    others."""
     old = [node for node in before.nodes if is_host_call(node)]
     targets = {node.target for node in old}
     new = [node for node in after.nodes if is_host_call(node)]
@@ -132,8 +132,8 @@ def _repeated(calls: list[fx.Node]) -> Iterator[Problem]:
 def updates_around_calls(
     before: tuple[fx.Graph, MemoryOrder], after: tuple[fx.Graph, MemoryOrder], same: Same
 ) -> Iterator[Problem]:
-    """An update of state does not pass a call, which ends the step where it raises. It may pass one
-    that no update follows: what that raises is raised when the step is over."""
+    """Yields state updates that moved across a host call that may raise. A call that no update
+    follows may be passed, since its error is raised after the step."""
     kept = set(same.values())
     was = _calls_before_updates(*before, lambda call: call in kept)
     now = _calls_before_updates(*after, lambda call: call in same)
@@ -155,7 +155,7 @@ def updates_around_calls(
 def _calls_before_updates(
     graph: fx.Graph, memory: MemoryOrder, counts: Callable[[fx.Node], bool]
 ) -> dict[Any, tuple[fx.Node, list[fx.Node]]]:
-    """By placeholder that is updated: its last update, and the calls that stand before that."""
+    """Maps each updated placeholder to its last update and the calls before that."""
     updates = {write.node: node.target for node, write in memory.final.items()}
     found: dict[Any, tuple[fx.Node, list[fx.Node]]] = {}
     calls: list[fx.Node] = []
@@ -168,7 +168,7 @@ def _calls_before_updates(
 
 
 def _other_values(now: fx.Node, was: fx.Node, same: Same) -> Iterator[Problem]:
-    """A value may be computed anew, but not be that of another argument."""
+    """Yields host-call arguments that were replaced by other values of the step."""
     kept = set(same.values())
     if len(now.args) != len(was.args) or now.kwargs != was.kwargs:
         yield Problem(f"%{now.name} gives its function other arguments than before", (now, was))
@@ -182,9 +182,9 @@ def _other_values(now: fx.Node, was: fx.Node, same: Same) -> Iterator[Problem]:
 
 
 def waits(before: fx.Graph, after: fx.Graph, memory: MemoryOrder, same: Same) -> Iterator[Problem]:
-    """Every collective has one wait for each of its results, and nobody reads a result before. One
-    that the graph before left under way, for the next iteration to wait for, may still be so."""
-    left, still = _left_under_way(before), _left_under_way(after)
+    """Yields collectives without one wait per result, and readers before the wait. A result that
+    was carried to the next iteration without a wait may still be."""
+    left, still = _pending_outputs(before), _pending_outputs(after)
     for launch in calls_of(after, attrgetter("collective")):
         if same.get(launch) not in left or launch not in still:
             yield from _waits_of(launch)
@@ -198,14 +198,15 @@ def waits(before: fx.Graph, after: fx.Graph, memory: MemoryOrder, same: Same) ->
                 )
 
 
-def _left_under_way(graph: fx.Graph) -> set[fx.Node]:
-    """The collectives whose results a graph hands out without a wait."""
+def _pending_outputs(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the collectives whose results leave a graph without a wait."""
     carried = (node for node in get_outputs(graph).carried if isinstance(node, fx.Node))
     return {node for node in carried if operator_of(node).collective}
 
 
 def waits_of_launches(graph: fx.Graph) -> Iterator[Problem]:
-    """As `waits`, but for reads of what is updated in place."""
+    """Checks each collective's waits as `waits` does, but not reads of storage that is updated in
+    place."""
     for launch in calls_of(graph, attrgetter("collective")):
         yield from _waits_of(launch)
 
@@ -250,7 +251,8 @@ def _results(launch: fx.Node) -> list[int | None]:
 def state(
     before: tuple[fx.Graph, MemoryOrder], after: tuple[fx.Graph, MemoryOrder], same: Same
 ) -> Iterator[Problem]:
-    """The same placeholders are updated, the output lists it, and nobody reads them afterwards."""
+    """Yields changes in which placeholders are updated or listed, and readers after the last
+    update."""
     was = {node.target: (node, write.node) for node, write in before[1].final.items()}
     now = {node.target: (node, write.node) for node, write in after[1].final.items()}
     listed = set(get_outputs(before[0]).updates), set(get_outputs(after[0]).updates)
@@ -269,7 +271,7 @@ def state(
 
 
 def write_order(before: MemoryOrder, after: fx.Graph, same: Same) -> Iterator[Problem]:
-    """Writes to one storage keep their order."""
+    """Yields writes to one storage that changed their order."""
     now = {old: new for new, old in same.items()}
     position = {node: index for index, node in enumerate(after.nodes)}
     for first, second, kind in before.hazards:
@@ -283,7 +285,7 @@ def write_order(before: MemoryOrder, after: fx.Graph, same: Same) -> Iterator[Pr
 
 
 def _stale_reads(before: MemoryOrder, after: MemoryOrder, same: Same) -> Iterator[Problem]:
-    """Reads of what has been overwritten, unless the graph before read it so, too."""
+    """Yields reads of overwritten values that the graph before did not make."""
     for reader, sources in after.implicit.items():
         old = same.get(reader)
         expected = {} if old is None else before.implicit.get(old, {})

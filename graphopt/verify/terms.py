@@ -1,4 +1,4 @@
-"""Canonical terms: equal terms are equal computations.
+"""Canonical symbolic terms: equal terms are equal computations.
 
 A *term* stands for a row of elements, in row-major order, that some computation gives. Terms are
 hash-consed: one number for each distinct key, so that whole computations compare as numbers. A
@@ -36,8 +36,8 @@ class Segment(NamedTuple):
 
 @dataclass(slots=True)
 class TensorValue:
-    """What a tensor holds, and how. Nothing of it is changed; to forbid that takes most of the time
-    of making one, as for the other values here, of which there are several for each node.
+    """The symbolic value of a tensor: its elements and its layout. Treat it as immutable; enforcing
+    that would dominate the cost of making the many values of a graph.
 
     Attributes:
         segments: its elements in row-major order.
@@ -67,20 +67,20 @@ class TensorValue:
 
 @dataclass(slots=True, unsafe_hash=True)
 class ScalarValue:
-    """A number, or anything else that is no tensor."""
+    """The symbolic value of a number, or of anything else that is no tensor."""
 
     term: int
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class Pending:
-    """The future result of a collective: nobody but a wait may read it."""
+    """The future result of a collective, which only a wait may read."""
 
     value: Any
 
 
 class Term(NamedTuple):
-    """A term's key.
+    """The key and properties of one term.
 
     Attributes:
         uniform: whether all of its elements are one number.
@@ -93,7 +93,7 @@ class Term(NamedTuple):
 
 
 class Terms:
-    """All terms of one comparison.
+    """The table of all terms of one comparison.
 
     Attributes:
         recall: what calls gave in these terms.
@@ -118,7 +118,7 @@ class Terms:
         return self._terms[number]
 
     def make(self, key: Key, *, uniform: bool = False, constant: bool = False) -> int:
-        """The number of the term with this key."""
+        """Returns the number of the term with this key, which is made at its first use."""
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self._terms)
@@ -126,7 +126,7 @@ class Terms:
         return number
 
     def segments(self, parts: Iterable[Segment]) -> tuple[Segment, ...]:
-        """Segments in canonical form: none empty, neighbours joined, constants from 0."""
+        """Returns segments in canonical form: none empty, neighbours joined, constants from 0."""
         found: list[Segment] = []
         for part in parts:
             if not part.length:
@@ -144,7 +144,7 @@ class Terms:
         return tuple(found)
 
     def part(self, segments: Sequence[Segment], start: int, length: int) -> tuple[Segment, ...]:
-        """`length` elements of a row of segments, from `start`."""
+        """Returns `length` elements of a row of segments, from `start`."""
         found = []
         offset = 0
         for segment in segments:
@@ -157,7 +157,7 @@ class Terms:
     def parts(
         self, segments: Iterable[Segment], lengths: Iterable[int]
     ) -> list[tuple[Segment, ...]]:
-        """A row of segments cut into parts of these lengths, one behind the other."""
+        """Cuts a row of segments into consecutive parts of these lengths."""
         found = []
         remaining = iter(segments)
         term, start, left = 0, 0, 0
@@ -180,7 +180,7 @@ Layout: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...], torch.dtype, str]
 
 
 def layout_of(value: torch.Tensor) -> Layout:
-    """Shape, stride, dtype and device of a tensor as they stand in a `TensorValue`."""
+    """Returns the shape, stride, dtype and device of a tensor as a `TensorValue` has them."""
     if _compat.has_symbolic_shape(value):
         shape, stride = symbolic_layout(value)
     else:
@@ -189,8 +189,8 @@ def layout_of(value: torch.Tensor) -> Layout:
 
 
 def storage_layout_of(value: torch.Tensor) -> Layout:
-    """The layout of the memory of a tensor: where its elements lie there in row-major order, its
-    shape says nothing of them, and the memory is one row."""
+    """Returns the layout of a tensor's memory, which is one row where that has the elements in
+    row-major order."""
     layout = layout_of(value)
     if _compat.has_symbolic_shape(value) or not value.is_contiguous():
         return layout
@@ -203,20 +203,20 @@ def _name_of(device: torch.device) -> str:
 
 
 def tensor_value(segments: Iterable[Segment], like: torch.Tensor) -> TensorValue:
-    """Segments with the layout of `like`."""
+    """Returns the tensor value with these segments and the layout of `like`."""
     return TensorValue(tuple(segments), *layout_of(like))
 
 
 def whole(term: int, like: torch.Tensor) -> TensorValue:
-    """All elements of a term, with the layout of `like`."""
+    """Returns the tensor value of all elements of a term, with the layout of `like`."""
     shape, stride, dtype, device = layout_of(like)
     length = elements(shape)
     return TensorValue((Segment(term, 0, length),) if length else (), shape, stride, dtype, device)
 
 
 def elements(shape: Sequence[Any]) -> int:
-    """Number of elements of a tensor; 1 where a size is symbolic: such tensors are never
-    divided."""
+    """Returns the number of elements of a shape; 1 if a size is symbolic, as such tensors are never
+    cut."""
     total = 1
     for size in shape:
         total *= size if isinstance(size, int) else 1
@@ -224,12 +224,12 @@ def elements(shape: Sequence[Any]) -> int:
 
 
 def elements_of(term: int) -> tuple[str, int]:
-    """A term as part of a key, by which it is told from a number there."""
+    """Returns a term as part of a key, distinct from a plain number there."""
     return "elements", term
 
 
 def canonical(value: Any) -> Any:
-    """A value of a node or of an argument as part of a key: 1, 1.0 and True differ."""
+    """Returns a value or argument as part of a key, in which 1, 1.0 and True differ."""
     if isinstance(value, (TensorValue, ScalarValue, Pending)) or value is None:
         return value
     if isinstance(value, bool):

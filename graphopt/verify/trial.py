@@ -1,5 +1,4 @@
-"""A trial of two graphs on random inputs, for all replicas, that shows whether their numbers
-differ.
+"""A numeric trial of two graphs on random inputs, for all replicas.
 
 A trial decides nothing. It tells the author of a pass that was refused whether the pass is wrong or
 a rule of the proof is missing.
@@ -24,7 +23,7 @@ from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.replicas import Lockstep, ReplicatedStep
 from graphopt.replicas.inputs import random_inputs
 from graphopt.replicas.replica_steps import results_of
-from graphopt.verify.forked_process import EndedError, apart
+from graphopt.verify.forked_process import EndedError, run_in_fork
 
 TRIALS = 8
 DIFFERENT = "different on random inputs"
@@ -54,7 +53,7 @@ class Gap:
 
 
 def verdict(before: fx.GraphModule, after: fx.GraphModule, *, of_values: bool = True) -> str | None:
-    """In words, whether random inputs tell two graphs apart.
+    """Returns a sentence that says if random inputs tell two graphs apart.
 
     Graphs run for as many replicas as their process group has ranks (two, where there is no group),
     whose collectives combine the values of all. Callbacks are not called; random numbers of the
@@ -90,7 +89,7 @@ def verdict(before: fx.GraphModule, after: fx.GraphModule, *, of_values: bool = 
 
 def _found(before: fx.GraphModule, after: fx.GraphModule) -> list[Gap | None]:
     if _devices(before.graph) | _devices(after.graph) <= {"cpu"}:
-        return apart(lambda: list(_trials(before, after)), 4 * _MOST_SECONDS)
+        return run_in_fork(lambda: list(_trials(before, after)), 4 * _MOST_SECONDS)
     return list(_trials(before, after))
 
 
@@ -100,7 +99,7 @@ def _devices(graph: fx.Graph) -> set[str]:
 
 
 def _trials(before: fx.GraphModule, after: fx.GraphModule) -> Iterator[Gap | None]:
-    """Gaps of the trials that tell something, up to the first that finds one."""
+    """Yields the gap of each conclusive trial, up to the first that finds a difference."""
     if not _returns_as_much(before.graph, after.graph):
         return  # equal numbers would not excuse it
     groups = _groups([before.graph, after.graph])
@@ -126,7 +125,7 @@ def _returns_as_much(before: fx.Graph, after: fx.Graph) -> bool:
 
 
 def _groups(graphs: Sequence[fx.Graph]) -> Mapping[str, Sequence[int]]:
-    """The ranks of each group by name: those it has, or where there are no groups, two."""
+    """Returns the ranks of each process group by name; two ranks where there are no groups."""
     found = {}
     for graph in graphs:
         for node in graph.nodes:
@@ -149,7 +148,7 @@ def _is_small(graph: fx.Graph, count: int) -> bool:
 def _run(
     gm: fx.GraphModule, inputs: list[list[Any]], groups: Mapping[str, Sequence[int]]
 ) -> dict[str, Any]:
-    """What some iterations return and leave, by name."""
+    """Runs some iterations and returns the results and the final state by name."""
     step = ReplicatedStep(gm, Lockstep(len(inputs), groups, callbacks=False))
     names = [str(node.target) for node in gm.graph.find_nodes(op="placeholder")]
     found = {}
@@ -188,7 +187,8 @@ def _gap(one: Any, other: Any, where: str) -> Gap | None:
 
 
 def module_of(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """Another graph, such as that before a pass, with what a module holds besides its own."""
+    """Returns a module with the attributes of `gm` and another graph, such as that before a
+    pass."""
     copied, _ = copy_graph(graph)
     plain = fx.GraphModule(gm, copied)
     return IterGraphModule(plain) if isinstance(gm, IterGraphModule) else plain

@@ -1,4 +1,4 @@
-"""Updates of storages while a graph is evaluated."""
+"""Symbolic evaluation of operators that update storage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Applied = Callable[[fx.Node, Any, dict[str, Any]], Any]
 
 
 class Updates:
-    """The updates of one graph as it runs.
+    """Evaluates the updates of one graph.
 
     Args:
         applied: what an operator gives.
@@ -52,7 +52,7 @@ class Updates:
         self._settled = settled
 
     def copied(self, node: fx.Node) -> Any:
-        """Result of a `copy_`."""
+        """Evaluates a `copy_` and returns its result."""
         args = cast(Sequence[fx.Node], node.args)
         destination = args[0]
         if len(args) == 2 and not node.kwargs:
@@ -69,19 +69,18 @@ class Updates:
         return self._put(node, destination, value)
 
     def written(self, node: fx.Node, destination: fx.Node, value: Any) -> Any:
-        """Update a node with a value that may be laid out otherwise."""
+        """Overwrites `destination` with a value that may have another layout."""
         if not isinstance(value, TensorValue):
             raise NotDecidedError("what it updates is not a tensor", node)
         return self._put(node, destination, with_layout(value, fake_value(destination)))
 
     def taken(self, node: fx.Node, workspace: fx.Node) -> None:
-        """Let a node have the storage of an argument."""
+        """Gives an argument's storage to a node, after which nobody else may use it."""
         self._refuse_sent(node, workspace)
         self._contents.take(workspace)
 
     def in_place(self, node: fx.Node) -> Any:
-        """Result of an operator that updates its arguments: its functional form's result is
-        written."""
+        """Evaluates an in-place operator: its functional form's result is written."""
         if operator_of(node).collective:
             return self._in_place_collective(node)
         target = self._functional_form(node)
@@ -102,7 +101,7 @@ class Updates:
         return functional_form_for(node.target, fake_value(written(node)[0]))
 
     def _put(self, node: fx.Node, destination: fx.Node, value: TensorValue) -> Any:
-        """Update a node with a value of its own layout."""
+        """Overwrites `destination` with a value of its own layout."""
         self._refuse_sent(node, destination)
         try:
             self._contents.write(destination, value)
@@ -116,7 +115,7 @@ class Updates:
             raise NotDecidedError(f"it overwrites what %{reader.name} still sends", node)
 
     def _settle(self, destination: fx.Node, value: Any) -> Any:
-        """What stands for the value of an update from now on: itself, nearly always."""
+        """Returns the value that later readers see of an update: nearly always the value itself."""
         owner = self._contents.owner(destination)
         known = self._settled.get(str(owner.target)) if owner.op == "placeholder" else None
         held = None if known is None else self._contents.read(owner)
@@ -141,8 +140,7 @@ class Updates:
         return found
 
     def _refuse_entries_of_one_storage(self, call: ListCall) -> None:
-        """Entries are updated one after the other, or all at once: none may read what another one
-        writes."""
+        """Refuses an in-place list operator one entry of which reads what another one writes."""
         node = call.node
         places: dict[fx.Node, dict[fx.Node, set[int]]] = {}
         for item in range(call.count):
@@ -157,7 +155,7 @@ class Updates:
                 raise NotDecidedError("one entry of its lists writes what another one has", node)
 
     def _in_place_collective(self, node: fx.Node) -> Any:
-        """It may write whenever it likes until its wait."""
+        """Evaluates an in-place collective, which may write at any time until its wait."""
         destination = node.args[0]
         kind = collective_kind(operator_of(node).reduction)
         if not isinstance(destination, fx.Node) or not kind.by_element:
