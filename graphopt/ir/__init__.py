@@ -1,1 +1,1 @@
-"""Facts of the graph that every stage uses: operators, memory effects, aliases, metadata."""
+"""Facts about graphs that every stage uses: operators, memory effects, aliases, metadata."""

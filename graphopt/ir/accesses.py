@@ -28,8 +28,8 @@ class Hazard(NamedTuple):
 
 
 class Accesses:
-    """Accesses to storages that a graph writes, added one by one in any order in which the nodes
-    may run.
+    """The reads and writes of storages that a graph updates. Nodes are added in any order in which
+    they may run.
 
     Attributes:
         implicit: for a node, those of its inputs that another node wrote meanwhile: the value that
@@ -63,7 +63,8 @@ class Accesses:
         return found
 
     def _may_access(self, node: fx.Node) -> bool:
-        """True if a node takes something that is written, or waits: answered at once for most."""
+        """True if a node reads or writes an updated storage, or waits; a quick test for most
+        nodes."""
         return is_wait(node) or not self._watched.keys().isdisjoint(node.all_input_nodes)
 
     def last_write(self, node: fx.Node) -> Entry | None:
@@ -88,7 +89,7 @@ class Accesses:
         self._last[key] = write
 
     def _read(self, node: fx.Node) -> list[fx.Node]:
-        """Inputs that the node reads: views and items do not read."""
+        """Returns the inputs that a node reads; views and items read nothing."""
         known = operator_of(node)
         if known.item or known.metadata_only or is_pure_view(node):
             return []
@@ -99,7 +100,7 @@ class Accesses:
         return values_read(node)
 
     def _written(self, node: fx.Node) -> Iterator[tuple[fx.Node, int | None]]:
-        """What a node writes; a wait ends what its collective writes in place."""
+        """Yields what a node writes. A wait completes the in-place write of its collective."""
         writer = launch_of(node) if is_wait(node) else node
         destinations = [] if writer is None else self._effects.calls.written(writer)
         call = list_call(writer) if writer is not None and destinations else None
@@ -111,7 +112,7 @@ class Accesses:
 
 
 class MemoryOrder:
-    """The accesses of one graph in its own order.
+    """The memory accesses of one graph in its present order.
 
     Attributes:
         hazards: pairs of accesses that must keep their order.
@@ -130,7 +131,7 @@ class MemoryOrder:
                 self.final[node] = last
 
     def of_copy(self, copies: Mapping[fx.Node, fx.Node]) -> MemoryOrder:
-        """The accesses of a copy of the graph.
+        """Returns the accesses of a copy of the graph.
 
         Args:
             copies: each node of the graph with its copy.
@@ -146,7 +147,7 @@ class MemoryOrder:
 
 
 def _value_of(node: fx.Node) -> fx.Node:
-    """The write or the original that a node is a view of, by the arguments of nodes."""
+    """Returns the write or the original node of which a node is a view."""
     while may_alias(node) and not operator_of(node).writes:
         sources = shared_with(node)
         if not sources:

@@ -31,7 +31,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as bytes. A single one may have any strides, which `contiguous` leaves."""
+    """Returns the elements as bytes. A single element is made contiguous by hand, since
+    `contiguous` keeps its strides."""
     plain = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     flat = torch.empty_like(plain, memory_format=torch.contiguous_format)
     return flat.copy_(plain).view(torch.uint8)

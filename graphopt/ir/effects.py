@@ -1,4 +1,4 @@
-"""Memory effects of a graph: the nodes that share a storage, and those that read and write it.
+"""Memory effects of a graph: which nodes share a storage, and which read or write it.
 
     x = placeholder      ┐
     t = t(x)             │ one alias class: t reads nothing, and whoever reads it reads x
@@ -27,24 +27,24 @@ from graphopt.ir.reads import ReadersOfClasses, read_by
 
 
 class CallEffects(Protocol):
-    """Effects of a graph's calls on memory."""
+    """The memory effects of a graph's calls: a protocol with one method for each question."""
 
     def shared_with(self, node: fx.Node) -> Iterable[fx.Node]:
-        """Nodes whose memory the value of `node` may share."""
+        """Returns the nodes whose memory the value of `node` may share."""
 
     def written(self, node: fx.Node) -> list[fx.Node]:
-        """Arguments that `node` updates in place."""
+        """Returns the arguments that `node` updates in place."""
 
 
 class OperatorCalls:
-    """The calls of graphs of operators: rows say what they do."""
+    """The effects of calls of operators, as the operator table has them."""
 
     shared_with = staticmethod(views.shared_with)
     written = staticmethod(overwritten)
 
 
 class Effects:
-    """Alias classes of one graph, and who reads them.
+    """The alias classes of one graph, with the readers and writers of each.
 
     Args:
         calls: what the calls of the graph do; None: it is a graph of operators.
@@ -83,8 +83,8 @@ class Effects:
             self._fixed.add(self._find(node))
 
     def _storage(self, node: fx.Node, value: torch.Tensor) -> object:
-        """Stands for the storage of a value of `node`. Work of the last iteration has metadata of
-        this one, and storage of its own but where it holds what lasts."""
+        """Returns a key for the storage of a value. Late nodes get keys of their own, unless they
+        hold state."""
         key = _key(value)
         if late_group(node) is None and carried_index(node) is None:
             if node.op in ("placeholder", "get_attr"):
@@ -93,7 +93,7 @@ class Effects:
         return key if key in self._lasting else ("last iteration", key)
 
     def _fix_returned(self, outputs: Outputs) -> None:
-        """What leaves the graph may be read at any time afterwards."""
+        """Records what leaves the graph: it may be read at any time afterwards."""
         for value in (*outputs.results, *outputs.carried):
             if isinstance(value, fx.Node):
                 self._fixed.add(self._find(value))
@@ -119,11 +119,11 @@ class Effects:
             self._reads.join(first, second)
 
     def key(self, node: fx.Node) -> object:
-        """Stands for the alias class of `node`, until nodes are joined."""
+        """Returns a key of the alias class of `node`, valid until classes are joined."""
         return self._find(node)
 
     def keys(self, node: fx.Node) -> list[object]:
-        """The alias classes of `node`: of each of its results, where it has several."""
+        """Returns the keys of the alias classes of `node`, one for each of its results."""
         value = known_value(node)
         if not isinstance(value, (list, tuple)):
             return [self._find(node)]
@@ -132,7 +132,7 @@ class Effects:
         return list(dict.fromkeys(map(self._find, (node, *storages))))
 
     def join(self, a: fx.Node, b: fx.Node) -> None:
-        """Say that `a` and `b` share storage from now on."""
+        """Merges the alias classes of `a` and `b`."""
         self._join(a, b)
 
     def same(self, a: fx.Node, b: fx.Node) -> bool:
@@ -140,11 +140,11 @@ class Effects:
         return self._find(a) == self._find(b)
 
     def input_of(self, node: fx.Node) -> fx.Node | None:
-        """The placeholder whose storage `node` may share."""
+        """Returns the placeholder whose storage `node` may share, or None."""
         return self._inputs.get(self._find(node))
 
     def updated(self) -> set[object]:
-        """The classes that a node of the graph writes."""
+        """Returns the keys of the alias classes that the graph writes."""
         states = (state for node in self._graph.nodes for state in self.calls.written(node))
         return {key for state in states for key in self.keys(state)}
 
@@ -152,29 +152,29 @@ class Effects:
 
     @property
     def reads(self) -> ReadersOfClasses:
-        """Readers of each alias class; found when it is first asked for."""
+        """The readers of each alias class, computed at the first use."""
         if self._reads is None:
             self._reads = ReadersOfClasses(self._graph, self._find)
         return self._reads
 
     def insert(self, node: fx.Node, before: fx.Node) -> None:
-        """Take in a new node with storage of its own, read by `before` alone."""
+        """Adds a new node with storage of its own, read by `before` alone."""
         self.reads.note(self._find(node), before)
 
     def moved(self, nodes: Iterable[fx.Node]) -> None:
-        """Say that nodes stand elsewhere now."""
+        """Records that nodes have moved within the graph."""
         for node in nodes:
             for source in read_by(node):
                 self.reads.forget_last(self._find(source))
 
     def read_after(self, node: fx.Node, place: fx.Node) -> bool:
-        """True if anything reads the storage of `node` after `place`."""
+        """True if any node reads the storage of `node` after `place`."""
         return self.reads.after(self._find(node), place, renewed=True) or self.old_read_after(
             node, place
         )
 
     def old_read_after(self, node: fx.Node, place: fx.Node) -> bool:
-        """True if anything reads what is in the storage of `node` now after `place`.
+        """True if any node after `place` reads the present contents of the storage of `node`.
 
         Who reads what a later `copy_` puts there does not.
         """
@@ -184,7 +184,7 @@ class Effects:
         return self.reads.after(root, place, renewed=False)
 
     def is_in_flight(self, node: fx.Node) -> bool:
-        """True if a collective reads the storage of `node` when the graph has ended."""
+        """True if a collective still reads the storage of `node` when the graph has ended."""
         return self._find(node) in self.reads.in_flight
 
     def leaves_the_graph(self, node: fx.Node) -> bool:

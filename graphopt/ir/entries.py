@@ -30,20 +30,20 @@ from graphopt.ir.operators import (
 
 
 class Entry(NamedTuple):
-    """A value that a node computes or writes; `item`: the entry, where the node is a list
-    operator."""
+    """A value that a node computes or writes. `item`: the index of the entry, for list
+    operators."""
 
     node: fx.Node
     item: int | None = None
 
     def of_copy(self, copies: Mapping[fx.Node, fx.Node]) -> Entry:
-        """The same entry, in a copy of the graph."""
+        """Returns the same entry in a copy of the graph."""
         return Entry(copies[self.node], self.item)
 
 
 @dataclass(eq=False)
 class ListCall:
-    """A call of a list operator, in place or not, as a row of entries.
+    """A call of a list operator, in place or not, as a row of independent entries.
 
     Attributes:
         node: the call.
@@ -58,13 +58,13 @@ class ListCall:
 
     @cached_property
     def shared(self) -> list[fx.Node]:
-        """Nodes among the arguments that all entries have in common."""
+        """Returns the argument nodes that all entries have in common."""
         others = (value for position, value in _given(self.node) if position not in self.lists)
         return [node for value in others for node in nodes_in(value)]
 
     def reads(self, item: int) -> list[tuple[fx.Node, int | None]]:
-        """What one entry is given alone: nodes, and of a list that is given as a whole, the node
-        and the number of the entry."""
+        """Returns the inputs of one entry alone: (node, None), or (node, index) of a list-valued
+        node."""
         found: list[tuple[fx.Node, int | None]] = []
         for value in self.lists.values():
             if isinstance(value, fx.Node):
@@ -74,8 +74,8 @@ class ListCall:
         return found
 
     def needs(self, item: int, names: Collection[str]) -> list[tuple[fx.Node, int | None]]:
-        """What one entry is given by some of the arguments, as `reads` gives it; what all entries
-        have in common last, without a number."""
+        """Returns the inputs of one entry among the named arguments, as `reads` does; shared ones
+        come last, without an index."""
         found: list[tuple[fx.Node, int | None]] = []
         schema = self.node.target._schema.arguments  # type: ignore[union-attr]
         for position, value in _given(self.node):
@@ -90,12 +90,12 @@ class ListCall:
         return found
 
     def given(self, item: int) -> list[fx.Node]:
-        """The nodes that one entry is given, those that all have in common last."""
+        """Returns the input nodes of one entry, the shared ones last."""
         return [node for node, _ in self.reads(item)] + self.shared
 
     @cached_property
     def readers(self) -> dict[fx.Node, Sequence[int]]:
-        """By node, the entries that are given it."""
+        """Maps each input node to the entries that read it."""
         found: dict[fx.Node, list[int]] = {}
         for item in range(self.count):
             for node, _ in self.reads(item):
@@ -103,23 +103,23 @@ class ListCall:
         return {**found, **dict.fromkeys(self.shared, range(self.count))}
 
     def writes(self, item: int) -> list[fx.Node]:
-        """Nodes that one entry updates in place."""
+        """Returns the nodes that one entry updates in place."""
         values = (v if isinstance(v, fx.Node) else v[item] for v in self._updated)
         return [node for value in values for node in nodes_in(value)]
 
     @cached_property
     def _updated(self) -> list[Any]:
-        """The lists that the call updates in place."""
+        """Returns the lists that the call updates in place."""
         positions = written_positions(self.node)
         return [self.lists[position] for position in positions if position in self.lists]
 
     @property
     def several(self) -> bool:
-        """Whether the call returns several lists, as fused optimizers do, instead of one."""
+        """True if the call returns several lists, as fused optimizers do, instead of one."""
         return len(operator_of(self.node).aliases) > 1
 
     def results(self, number: int = 0) -> dict[int, list[fx.Node]]:
-        """By entry, the nodes that pick its value out of result list number `number`."""
+        """Maps each entry to the nodes that pick its value from result list `number`."""
         found: dict[int, list[fx.Node]] = {}
         for container in self.containers():
             if not self.several or container.args[1] == number:
@@ -129,20 +129,20 @@ class ListCall:
         return found
 
     def containers(self) -> list[fx.Node]:
-        """The nodes that hold a list of results."""
+        """Returns the nodes that hold a list of results."""
         return [user for user in self.node.users if _picks(user)] if self.several else [self.node]
 
     @property
     def read_by_entry(self) -> bool:
-        """Whether whatever reads results picks one of one entry."""
+        """True if every reader of the results picks the result of one entry."""
         if self.several and not all(map(_picks, self.node.users)):
             return False
         return all(_picks(user, self.count) for c in self.containers() for user in c.users)
 
     @property
     def can_be_divided(self) -> bool:
-        """Whether the call works out of place, is read by entry, and nothing that differs between
-        entries is given as one value, such as a vector of numbers."""
+        """True if the call is functional, read by entry, and has no argument (such as a vector of
+        numbers) that holds values of several entries."""
         if operator_of(self.node).writes or not _returns_lists(self.node.target):
             return False
         if any(isinstance(value, fx.Node) for value in self.lists.values()):
@@ -153,8 +153,8 @@ class ListCall:
 
 
 def list_call(node: fx.Node) -> ListCall | None:
-    """A call of a list operator as a row of entries; None for other nodes, and where nothing says
-    which values of its lists belong together.
+    """Returns a call of a list operator as a row of entries. None for other nodes, and where it is
+    unknown which elements of its lists belong together.
 
     >>> from graphopt.graph_utils import find_nodes, is_list_operator
     >>> from graphopt.ir.entries import list_call
@@ -177,7 +177,7 @@ def list_call(node: fx.Node) -> ListCall | None:
 
 
 def divide(call: ListCall, groups: Sequence[Sequence[int]]) -> list[list[fx.Node]]:
-    """Replace a call by one for each group of its entries.
+    """Replaces a call by one call for each group of its entries.
 
     Args:
         call: one that can be divided; it leaves its graph.
@@ -207,7 +207,7 @@ def divide(call: ListCall, groups: Sequence[Sequence[int]]) -> list[list[fx.Node
 
 
 def _parts(container: fx.Node, new: list[list[fx.Node]]) -> list[fx.Node]:
-    """What holds, of each of the new calls, the results that `container` held of the whole."""
+    """Returns, for each new call, the node that holds the results which `container` held."""
     number = cast(int, container.args[1])
     for nodes in new:
         with container.graph.inserting_before(container):
@@ -218,7 +218,7 @@ def _parts(container: fx.Node, new: list[list[fx.Node]]) -> list[fx.Node]:
 
 
 def _arguments_of(call: ListCall, group: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call for some of the entries."""
+    """Returns the arguments of a call for some of the entries."""
     given = [
         [call.lists[position][item] for item in group] if position in call.lists else value
         for position, value in _given(call.node)
@@ -228,8 +228,8 @@ def _arguments_of(call: ListCall, group: Sequence[int]) -> tuple[tuple[Any, ...]
 
 
 def _value_of(call: ListCall, group: Sequence[int]) -> Any:
-    """`meta["val"]` of a call for some of the entries. To compute it anew would take longer than
-    all else, and give what the whole call has."""
+    """Returns `meta["val"]` of a call for some of the entries, selected from the whole call's,
+    which is faster than computing it."""
     whole = fake_value(call.node)
     if not call.several:
         return [whole[item] for item in group]
@@ -237,7 +237,7 @@ def _value_of(call: ListCall, group: Sequence[int]) -> Any:
 
 
 def _given(node: fx.Node) -> Iterator[tuple[int, Any]]:
-    """The arguments of a call by their position in the schema."""
+    """Yields the arguments of a call with their positions in the schema."""
     yield from enumerate(node.args)
     for name, value in node.kwargs.items():
         yield _positions(node.target)[name], value
@@ -248,40 +248,40 @@ def _given(node: fx.Node) -> Iterator[tuple[int, Any]]:
 
 @lru_cache(maxsize=4096)
 def _positions(target: Any) -> dict[str, int]:
-    """Position of each argument of an operator, by name."""
+    """Maps the names of an operator's arguments to their positions."""
     arguments = _compat.schema_of(target).arguments
     return {argument.name: index for index, argument in enumerate(arguments)}
 
 
 @lru_cache(maxsize=4096)
 def _returns_lists(target: Any) -> bool:
-    """Whether an operator returns lists of tensors, and nothing else."""
+    """True if an operator returns lists of tensors, and nothing else."""
     return all(is_list_of_tensors(result.type) for result in _compat.schema_of(target).returns)
 
 
 @lru_cache(maxsize=4096)
 def list_positions(target: Any) -> tuple[int, ...]:
-    """Positions of the arguments of an operator that are lists."""
+    """Returns the positions of an operator's list arguments."""
     kinds = enumerate(argument.type for argument in _compat.schema_of(target).arguments)
     return tuple(position for position, kind in kinds if isinstance(kind, torch.ListType))
 
 
 def _length(value: Any) -> int:
-    """Length of a list, or of the list that a node holds."""
+    """Returns the length of a list, or of the list that a node holds."""
     if isinstance(value, fx.Node):
         value = known_value(value)
     return len(value) if isinstance(value, (list, tuple)) else 0
 
 
 def _holds_several(value: Any) -> bool:
-    """Whether a value may hold something for each entry."""
+    """True if an argument may hold a value for each entry."""
     return isinstance(value, (list, tuple)) or (
         isinstance(value, torch.Tensor) and value.numel() > 1
     )
 
 
 def _picks(node: fx.Node, count: int | None = None) -> bool:
-    """Whether a node takes one item, of a list of `count`, by its position."""
+    """True if a node picks one item by index, from a list of `count`."""
     if node.target is not operator.getitem or not isinstance(node.args[1], int):
         return False
     return node.args[1] >= 0 and (count is None or node.args[1] < count)

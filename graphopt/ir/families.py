@@ -1,4 +1,4 @@
-"""Families of operators about which schemas say too little, or the wrong thing.
+"""Families of operators whose schemas say too little, or the wrong thing.
 
 `graphopt.ir.operators` makes one row per operator of them. Names are those of schemas, without
 overload. Each is tested against what kernels do (tests/test_operators.py): add a name here and the
@@ -100,7 +100,7 @@ _GRADIENTS = {1: ("grads", *_SCALED)}
 
 
 def _moments(*gradient: str) -> dict[int, tuple[str, ...]]:
-    """The state of Adam and AdamW, by what is known of the gradient that they take in."""
+    """The dependencies of the state of Adam and AdamW on their arguments."""
     squares = ("exp_avg_sqs", "beta2", *gradient)
     return {
         **_GRADIENTS,
@@ -131,9 +131,8 @@ _WRITE_STATISTICS = _aten("native_batch_norm", "cudnn_batch_norm", "miopen_batch
 
 
 def written_where(name: str) -> Mapping[int, str]:
-    """Positions of arguments that an operator writes only where another argument is given and not
-    False, with that other one: the statistics of batch norms, of which schemas do not speak, and
-    gradients that a scaler has scaled."""
+    """Returns the arguments (positions) that an operator writes only if another argument (name) is
+    set, such as the statistics of a batch norm."""
     if name in _WRITE_STATISTICS:
         return {3: "training", 4: "training"}
     updates = name.startswith("aten::_fused_") and name.endswith("_")
@@ -158,7 +157,7 @@ LISTED_FAMILIES = ("aten::_foreach_", "aten::_fused_")
 
 
 class CollectiveKind(NamedTuple):
-    """Effects of a kind of collective besides sending; its variants have the same.
+    """The effects of one kind of collective besides sending; all its variants share them.
 
     Attributes:
         copies: it works on a copy of what it sends, or in its in-place form on the tensor itself.
@@ -181,7 +180,7 @@ COLLECTIVE_KINDS = {
 
 
 def collective_kind(name: str) -> CollectiveKind:
-    """The row of a kind of collective, such as "all_reduce"."""
+    """Returns the row of a kind of collective, such as "all_reduce"."""
     return COLLECTIVE_KINDS.get(name, CollectiveKind())
 
 

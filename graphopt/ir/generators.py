@@ -10,7 +10,7 @@ from graphopt import _compat
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The default generator of a device; of the current one where the index is None."""
+    """Returns the default generator of a device; of the current device if the index is None."""
     if device.type == "cpu":
         return torch.random.default_generator
     module: Any = torch.get_device_module(device)
@@ -19,8 +19,8 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 
 def generators_used(values: Any) -> list[torch.Generator]:
-    """The generators that an operator may draw from: those that it is given, the default one of the
-    CPU, and those of the CUDA devices of its tensors.
+    """Returns the generators that an operator may draw from: those among its arguments, the CPU's
+    default, and those of its tensors' CUDA devices.
 
     Args:
         values: a nest of what it is called with and, where that is known, of what it gives.

@@ -1,4 +1,4 @@
-"""In-place operators whose results depend on the strides that they write to, written functionally.
+"""Functional forms of in-place operators whose results depend on the strides that they write to.
 
 Kernels that draw random numbers go through memory, and take another path where a tensor is not
 contiguous; matrix products round otherwise where they have to go through a copy. The functional
@@ -68,15 +68,16 @@ _library = torch.library.Library(_NAMESPACE, "DEF")
 
 
 def _functional_name(inplace: _compat.OpOverload) -> str:
-    """`random_from` for `aten::random_.from`: an overload named by a Python keyword cannot be
-    written in the code of a graph."""
+    """Returns a name that generated code can call: `random_from` for `aten::random_.from`, since
+    `from` is a keyword."""
     overload = _compat.overload_name(inplace)
     name = _compat.operator_name(inplace).removeprefix("aten::").removesuffix("_")
     return name if overload == "default" else f"{name}_{overload}"
 
 
 def _define(inplace: _compat.OpOverload) -> _compat.OpOverload:
-    """The operator that computes what `inplace` writes, in a new tensor of the same strides."""
+    """Defines an operator that computes what `inplace` writes, in a new tensor of the same
+    strides."""
     name = _functional_name(inplace)
     arguments = (
         str(_compat.schema_of(inplace)).partition("(Tensor(a!) self")[2].partition(" -> ")[0]
@@ -101,14 +102,14 @@ def _define(inplace: _compat.OpOverload) -> _compat.OpOverload:
 
 
 def uninitialised_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A new tensor of the shape, strides, dtype and device of another, of any values."""
+    """Returns an uninitialised tensor with the shape, strides, dtype and device of another."""
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
 
 
 def _define_random_from() -> _compat.OpOverload:
-    """`aten::random_.from` under a name that code can call."""
+    """Defines `aten::random_.from` under a name that code can call."""
     _library.define(
         "random_from_(Tensor(a!) self, int from, int? to, *, Generator? generator=None)"
         " -> Tensor(a!)",
@@ -132,7 +133,7 @@ INPLACE = {functional: inplace for inplace, functional in _FUNCTIONAL.items()}
 
 
 def inplace_form(target: Any, result: Any = None) -> Any | None:
-    """The operator that writes into its first argument what `target` returns, if there is one.
+    """Returns the operator that writes into its first argument what `target` returns, or None.
 
     Args:
         result: what `target` returns, or fake tensors like that: in place some operators give other
@@ -163,8 +164,8 @@ def _inplace_form(target: Any) -> Any | None:
 
 
 def overloads_like(packet: Any, target: Any) -> Iterator[_compat.OpOverload]:
-    """The overloads of an operator that take what another one takes: of `pow`, `pow.Tensor_Scalar`
-    for `pow_.Scalar`, and not `pow.Scalar`, which raises a number."""
+    """Yields the overloads of an operator that take the arguments of another: for `pow_.Scalar`,
+    `pow.Tensor_Scalar` and not `pow.Scalar`."""
     wanted = _argument_types(target)
     for overload in packet.overloads():
         candidate = getattr(packet, overload)
@@ -177,8 +178,8 @@ def _argument_types(target: Any) -> list[str]:
 
 
 def functional_form(target: Any, args: Sequence[Any]) -> _compat.OpOverload | None:
-    """The functional operator with the results that in-place `target` writes into its first
-    argument.
+    """Returns the functional operator that computes what in-place `target` writes into its first
+    argument, or None.
 
     Returns:
         None where torch's own functional form does, and for other operators.
@@ -194,15 +195,15 @@ def functional_form(target: Any, args: Sequence[Any]) -> _compat.OpOverload | No
 
 
 def torch_gives_the_same(target: Any, written: torch.Tensor) -> bool:
-    """True if torch's functional form of one of these in-place operators gives the bits that it
-    writes."""
+    """True if torch's functional form of an in-place operator gives the same bits for this
+    tensor."""
     if rounds_in_place(target, written.dtype):
         return False
     return target in ROUNDING or is_contiguous(written)
 
 
 def _by_number(target: _compat.OpOverload, args: Sequence[Any]) -> _compat.OpOverload:
-    """Operators of torch take numbers in the places of tensors, others do not."""
+    """Returns the `Scalar` overload if the second argument of a `Tensor` overload is a number."""
     if _compat.overload_name(target) != "Tensor" or isinstance(args[1], torch.Tensor):
         return target
     found: _compat.OpOverload = target.overloadpacket.Scalar

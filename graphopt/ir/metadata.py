@@ -1,4 +1,4 @@
-"""Metadata of a node besides what it calls, with one accessor for each key.
+"""Metadata of nodes, with one typed accessor for each key.
 
 docs/ir.md says what the keys mean. Their texts stand here alone: a key that one module alone writes
 and reads is a constant of that module.
@@ -36,7 +36,7 @@ STATE_KINDS = frozenset({"parameter", "buffer", "optimizer_state"})
 
 
 def fake_value(node: fx.Node) -> Any:
-    """The value of a node: a FakeTensor, a symbolic number or a nest of them.
+    """Returns the value of a node: a FakeTensor, a symbolic number or a nest of them.
 
     Raises:
         KeyError: that is not known.
@@ -45,28 +45,28 @@ def fake_value(node: fx.Node) -> Any:
 
 
 def known_value(node: fx.Node) -> Any:
-    """As `fake_value`; None where that is not known."""
+    """Returns the value of a node as `fake_value` does, or None if it has none."""
     return node.meta.get(VALUE)
 
 
 def storages_of(node: fx.Node) -> set[Any]:
-    """The memory in which the tensors lie that a node computes, where these are known."""
+    """Returns the storages of the tensors that a node computes, as far as they are known."""
     leaves: list[Any] = _compat.tree_leaves(known_value(node))
     return {_compat.storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 def has_value(node: fx.Node) -> bool:
-    """True if it is known what a node computes."""
+    """True if a node has value metadata."""
     return VALUE in node.meta
 
 
 def set_value(node: fx.Node, value: Any) -> None:
-    """Say what a node computes."""
+    """Sets the value metadata of a node."""
     node.meta[VALUE] = value
 
 
 def phase_of(node: fx.Node) -> str | None:
-    """The phase of a training step that a node belongs to.
+    """Returns the phase of a training step that a node belongs to.
 
     Returns:
         "forward", "backward", "communication" or "optimizer". None where that is not known: of
@@ -82,125 +82,127 @@ def phase_of(node: fx.Node) -> str | None:
 
 
 def set_phase(node: fx.Node, phase: str | None) -> None:
-    """Say to which phase of the step a node belongs."""
+    """Sets the phase of the step to which a node belongs."""
     node.meta[PHASE] = phase
 
 
 def source_line(node: fx.Node) -> SourceLine | None:
-    """The line of the user's program from which a node comes, if there is one."""
+    """Returns the user's source line from which a node comes, or None."""
     line: SourceLine | None = node.meta.get(SOURCE)
     return line
 
 
 def modules_of(node: fx.Node) -> Mapping[str, tuple[str, Any]]:
-    """The modules in whose forward a node was made, outermost first: of each path, the qualified
-    name and the class."""
+    """Returns the modules in whose forward a node was made, outermost first: path -> (qualified
+    name, class)."""
     return node.meta.get(MODULES) or {}
 
 
 def provenance_of(node: fx.Node) -> tuple[str, ...]:
-    """Names of the passes that made a node, oldest first; "capture" begins it."""
+    """Returns the names of the passes that made a node, oldest first; the first is "capture"."""
     return tuple(node.meta.get(PROVENANCE, ()))
 
 
 def input_kind(node: fx.Node) -> str | None:
-    """The kind of input that a placeholder is; None of other nodes, and of graphs of other
+    """Returns the kind of input of a placeholder. None for other nodes, and for graphs of other
     origin."""
     kind: str | None = node.meta.get(KIND)
     return kind
 
 
 def input_name(node: fx.Node) -> str | None:
-    """The qualified name of what a placeholder stands for, as in a `state_dict`."""
+    """Returns the qualified name of a placeholder's tensor, as in a `state_dict`, or None."""
     name: str | None = node.meta.get(NAME)
     return name
 
 
 def is_state(node: fx.Node) -> bool:
-    """True if a node stands for a tensor of a model or an optimizer, the same in each call."""
+    """True if a placeholder is a tensor of a model or an optimizer, the same in each call."""
     return node.op == "placeholder" and input_kind(node) in STATE_KINDS
 
 
 def is_returned(placeholder: fx.Node) -> bool:
-    """True if the step returns the live tensor itself, or is given it twice."""
+    """True if the step returns the live tensor of a placeholder, or receives it as an argument,
+    too."""
     return bool(placeholder.meta.get(RETURNED))
 
 
 def is_held(placeholder: fx.Node) -> bool:
-    """True if somebody on this rank holds a state in a way in which its use is not seen."""
+    """True if other code on this rank refers to a state tensor, so that its uses are unknown."""
     return bool(placeholder.meta.get(HELD))
 
 
 def is_held_somewhere(placeholder: fx.Node) -> bool:
-    """As `is_held`, on any rank, as far as the ranks knew it when they agreed on the capture."""
+    """True if `is_held` on any rank, as known when the ranks agreed on the capture."""
     return bool(placeholder.meta.get(HELD_SOMEWHERE))
 
 
 def sent_names(node: fx.Node) -> tuple[str, ...]:
-    """Names of the parameters or buffers for which a node communicates."""
+    """Returns the names of the parameters or buffers that a collective is for."""
     return tuple(node.meta.get(SENT, ()))
 
 
 def set_sent_names(node: fx.Node, names: Sequence[str]) -> None:
-    """Say for which parameters or buffers a node communicates; nothing, where there are none."""
+    """Sets the names of the parameters or buffers that a collective is for."""
     node.meta.pop(SENT, None)
     if names:
         node.meta[SENT] = tuple(names)
 
 
 def is_launch_kept(node: fx.Node) -> bool:
-    """True if a collective is launched by itself, and in the order of the program within its group:
-    other ranks of the group may run another graph."""
+    """True if a collective must be launched alone and in the program's order within its group,
+    since other ranks may run another graph."""
     return bool(node.meta.get(KEPT))
 
 
 def keep_launch(node: fx.Node) -> None:
-    """Let a collective be launched as the program does."""
+    """Marks a collective as one whose launch must stay as in the program."""
     node.meta[KEPT] = True
 
 
 def set_provenance(node: fx.Node, names: tuple[str, ...]) -> None:
-    """Say who made a node."""
+    """Sets the names of the passes that made a node."""
     node.meta[PROVENANCE] = names
 
 
 def written_arguments(call: fx.Node) -> Sequence[int]:
-    """Positions of the arguments that the called part of a graph writes to."""
+    """Returns the positions of the arguments that an outlined part of a graph writes."""
     return tuple(call.meta.get(WRITES, ()))
 
 
 def set_written_arguments(call: fx.Node, positions: Sequence[int]) -> None:
-    """Say to which arguments the called part of a graph writes."""
+    """Sets the positions of the arguments that an outlined part of a graph writes."""
     call.meta[WRITES] = list(positions)
 
 
 def late_group(node: fx.Node) -> int | None:
-    """The group of late work to which a node of a derived graph belongs."""
+    """Returns the group of late work to which a node of a derived graph belongs, or None."""
     group: int | None = node.meta.get(LATE_GROUP)
     return group
 
 
 def set_late_group(node: fx.Node, group: int | None) -> None:
-    """Say to which group of late work a node belongs."""
+    """Sets the group of late work to which a node belongs."""
     node.meta[LATE_GROUP] = group
 
 
 def has_late_work(graph: fx.Graph) -> bool:
-    """True if some of a derived graph is the work of the last iteration, or takes values of it."""
+    """True if a derived graph contains work of the last iteration, or takes values of it."""
     return any(LATE_GROUP in node.meta or CARRIED_INDEX in node.meta for node in graph.nodes)
 
 
 def carried_index(node: fx.Node) -> int | None:
-    """The index of a placeholder among the values carried from the last iteration, or None."""
+    """Returns the index of a placeholder among the values carried from the last iteration, or
+    None."""
     index: int | None = node.meta.get(CARRIED_INDEX)
     return index
 
 
 def describe_carried(placeholder: fx.Node, value: fx.Node, index: int) -> None:
-    """Say that a placeholder takes, from the last iteration, what was computed as `value`."""
+    """Marks a placeholder as carrying the last iteration's `value`."""
     placeholder.meta = some_of(value, VALUE, SOURCE, PHASE) | {CARRIED_INDEX: index, KIND: CARRIED}
 
 
 def some_of(node: fx.Node, *keys: str) -> dict[str, Any]:
-    """A part of the metadata of a node: that under some of the keys above, where it is there."""
+    """Returns the metadata of a node under some of the keys above, where present."""
     return {key: node.meta[key] for key in keys if key in node.meta}

@@ -1,4 +1,4 @@
-"""Cut nodes out of a graph, into a graph of their own, and put one call in their place.
+"""Outlining: moves nodes of a graph into a graph of their own, called in their place.
 
     x ── a ── b ── c ── d            x ── call ── item ── d
 
@@ -22,8 +22,7 @@ from graphopt.ir.views import inner_bases
 
 
 class NodeCopies:
-    """Copies of nodes in another graph, made when they are needed. What is nothing yet is made when
-    it is needed.
+    """Copies of nodes in another graph, made on demand.
 
     Args:
         graph: the other graph.
@@ -43,12 +42,12 @@ class NodeCopies:
         self._made[node] = made
 
     def copy(self, node: fx.Node) -> fx.Node:
-        """A copy of a node, with what it needs."""
+        """Returns the copy of a node, and copies its inputs first."""
         return self.graph.node_copy(node, self)
 
 
 class Part:
-    """Nodes of a graph as a graph of their own.
+    """Outlined nodes, as a graph of their own.
 
     Args:
         nodes: in the order in which they run; inputs and outputs of the graph are none of them.
@@ -72,7 +71,7 @@ class Part:
         self._copies = NodeCopies(self.graph, lambda copies, node: make(self, copies, node))
 
     def take(self, node: fx.Node, name: str = "") -> fx.Node:
-        """A further input.
+        """Adds an input.
 
         Args:
             name: of its placeholder; that of the node, where none is given.
@@ -87,7 +86,7 @@ class Part:
         return taken
 
     def fill(self, without: Callable[[fx.Node], bool] = lambda node: False) -> None:
-        """Copy the nodes.
+        """Copies the outlined nodes.
 
         Args:
             without: tells which are left out until one that needs them is copied.
@@ -97,19 +96,19 @@ class Part:
                 self._copies[node] = self._copies.copy(node)
 
     def returning(self, outputs: Iterable[fx.Node]) -> None:
-        """End the part with values of these nodes, as a list."""
+        """Ends the part with a list of these nodes' values."""
         self.outputs = list(dict.fromkeys(outputs))
         self.graph.output([self._copies(node) for node in self.outputs])
 
     def end(self, results: Any) -> None:
-        """End the part with a nest of nodes."""
+        """Ends the part with a nest of nodes."""
         self.graph.output(fx.node.map_arg(results, self._copies))
 
 
 def leaving(
     nodes: Collection[fx.Node], counts: Callable[[fx.Node], bool] = lambda user: True
 ) -> Iterator[fx.Node]:
-    """The nodes among `nodes` whose values are needed outside, or of which these are views.
+    """Yields the nodes among `nodes` whose values, or views of them, are used outside.
 
     Args:
         counts: whether a user outside needs the value.
@@ -127,7 +126,7 @@ def splice(
     call: Callable[[NodeCopies, Part], None],
     make: Callable[[NodeCopies, fx.Node], Any],
 ) -> fx.Graph:
-    """A graph in which each part is one call, where its last node stood.
+    """Builds a graph in which each part is one call, at the place of its last node.
 
     Args:
         nodes: those of `source`, in the order in which they are to run.
@@ -149,7 +148,7 @@ def splice(
 
 
 def give_items(copies: NodeCopies, part: Part, call: fx.Node) -> None:
-    """Let the outputs of a part be the items of what its call gives."""
+    """Makes the part's outputs the items of the call's result."""
     for index, output in enumerate(part.outputs):
         item = copies.graph.call_function(operator.getitem, (call, index))
         item.meta = dict(output.meta)
@@ -157,7 +156,7 @@ def give_items(copies: NodeCopies, part: Part, call: fx.Node) -> None:
 
 
 def describe_call(call: fx.Node, part: Part, written: Collection[fx.Node]) -> None:
-    """Say of the call of a part what its first node says, and to which inputs it writes."""
+    """Sets the metadata of a part's call: its first node's, and the inputs that it writes."""
     call.meta = some_of(part.nodes[0], *OF_CALL)
     set_value(call, tuple(map(known_value, part.outputs)))
     set_written_arguments(call, [i for i, node in enumerate(part.inputs) if node in written])

@@ -35,7 +35,7 @@ class Outputs(NamedTuple):
 
 
 def get_outputs(graph: fx.Graph) -> Outputs:
-    """Outputs of a graph, in the output convention of docs/ir.md.
+    """Returns the outputs of a graph in the output convention of docs/ir.md.
 
     Of a graph that has another output, every `copy_` returned is a state update, and every other
     leaf a result.
@@ -71,7 +71,7 @@ def _is_copy(value: object) -> bool:
 
 
 def set_outputs(graph: fx.Graph, outputs: Outputs) -> None:
-    """Let a graph return `outputs`.
+    """Sets the outputs of a graph.
 
     >>> from graphopt.graph_utils import get_outputs, set_outputs
     >>> outputs = get_outputs(gm.graph)

@@ -1,4 +1,4 @@
-"""Placements as data: the ranks hold a placeholder's value whole, or in rows.
+"""Placements of placeholders: the ranks hold a value whole, or in rows.
 
     full            all of it is on every rank
     rows 0          each rank has its rows: the first ones are the first rank's, and so on
@@ -20,7 +20,7 @@ from graphopt.ir.metadata import PLACEMENT
 
 @dataclass(frozen=True)
 class Replicate:
-    """Along an axis, all ranks have the same."""
+    """A placement along one axis of the mesh: all ranks have the same value."""
 
     def __str__(self) -> str:
         return "full"
@@ -28,8 +28,8 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Rows:
-    """Along an axis, each rank has its part of one dimension: as many rows as the other ranks, the
-    last ones of which may be padding.
+    """A placement along one axis: each rank has equally many rows of one dimension, padded at the
+    end.
 
     Attributes:
         dim: the dimension that is cut.
@@ -43,7 +43,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Partial:
-    """Along an axis, what the ranks have is still to be reduced.
+    """A placement along one axis: the ranks' values still have to be reduced.
 
     Attributes:
         reduction: how, as collectives name it.
@@ -60,7 +60,7 @@ Axis = Replicate | Rows | Partial
 
 @dataclass(frozen=True)
 class Placement:
-    """The part of a value that is on this rank.
+    """The part of a value that this rank holds, for each axis of the mesh.
 
     Attributes:
         axes: one entry for each axis of the mesh.
@@ -76,7 +76,7 @@ class Placement:
 
     @classmethod
     def parse(cls, text: str) -> Placement:
-        """The placement that a text stands for.
+        """Parses the text of a placement.
 
         Raises:
             ValueError: there is no such placement, as in a file of a later version.
@@ -88,12 +88,12 @@ class Placement:
 
     @property
     def value(self) -> str:
-        """The text that stands for it in files."""
+        """The text of the placement in files."""
         return str(self)
 
     @property
     def rows(self) -> int | None:
-        """The dimension that is cut along the last axis; None where none is."""
+        """The dimension that is cut along the last axis, or None."""
         last = self.axes[-1]
         return last.dim if isinstance(last, Rows) else None
 
@@ -113,7 +113,7 @@ def _axis(text: str) -> Axis:
 
 
 def placement_of(placeholder: fx.Node) -> Placement:
-    """The placement of a placeholder; full, where nothing is said.
+    """Returns the placement of a placeholder; the full one if none is set.
 
     Raises:
         ValueError: there is no such placement, as in a file of a later version.
@@ -122,5 +122,5 @@ def placement_of(placeholder: fx.Node) -> Placement:
 
 
 def set_placement(placeholder: fx.Node, placement: Placement) -> None:
-    """Say how the ranks hold what a placeholder stands for."""
+    """Sets how the ranks hold the value of a placeholder."""
     placeholder.meta[PLACEMENT] = placement.value

@@ -1,4 +1,4 @@
-"""Arguments of operators in their positions.
+"""Normalization of operator calls: arguments by position wherever they have one.
 
     aten.view(self=x, size=[4])     ==>     aten.view(x, [4])
 
@@ -16,7 +16,7 @@ from graphopt import _compat
 
 
 def give_by_position(graph: fx.Graph) -> int:
-    """Give arguments by position that are given by name and have one. Returns how many there were.
+    """Moves keyword arguments that have a position to that position. Returns how many there were.
 
     Arguments behind one that is not given keep their names.
 

@@ -1,4 +1,4 @@
-"""Memory effects of calls above operators: functions, methods and modules of torch.
+"""Memory effects of torch's functions, methods and modules, which are above operators.
 
 Names say what is written and viewed there. Which functions are random is not known.
 """
@@ -40,7 +40,7 @@ _IN_PLACE_OPERATORS = frozenset(
 
 
 class PythonCalls:
-    """The calls of a graph that need not be one of operators; see `graphopt.ir.effects.Calls`.
+    """The effects of calls other than operators; see `graphopt.ir.effects.CallEffects`.
 
     Args:
         find: the module that a node calls.
@@ -50,7 +50,7 @@ class PythonCalls:
         self._find = find
 
     def shared_with(self, node: fx.Node) -> Iterable[fx.Node]:
-        """Nodes whose memory the value of `node` may share."""
+        """Returns the nodes whose memory the value of `node` may share."""
         if isinstance(node.target, _compat.OpOverload) or node.target is operator.getitem:
             return views.shared_with(node)
         found = self.written(node)
@@ -59,7 +59,7 @@ class PythonCalls:
         return found
 
     def written(self, node: fx.Node) -> list[fx.Node]:
-        """Arguments that `node` updates in place."""
+        """Returns the arguments that `node` updates in place."""
         if isinstance(node.target, _compat.OpOverload):
             return written(node)
         found: list[Any] = [node.kwargs.get("out"), *written(node)]

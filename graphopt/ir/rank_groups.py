@@ -1,4 +1,4 @@
-"""The ranks of process groups: copies of a group, and the mesh of ranks that two groups span.
+"""Ranks of process groups: shifted copies of a group, and the mesh that two groups span.
 
 copies of [0, 2] among four ranks      [0, 2] and [1, 3]
 mesh of [2, 3] and [0, 2], on rank 2   [[0, 1], [2, 3]]
@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 
 
 def shifted_copies(ranks: Sequence[int]) -> Iterator[list[int]]:
-    """A group of ranks, and its copies among the ranks that are left, from the lowest on. Ends
-    where the next copy would have a rank of one before.
+    """Yields a group of ranks and its shifted copies, while they do not overlap.
 
     >>> from itertools import islice
     >>> from graphopt.ir.rank_groups import shifted_copies
@@ -33,7 +32,7 @@ def shifted_copies(ranks: Sequence[int]) -> Iterator[list[int]]:
 
 
 def rank_mesh(along: Sequence[int], across: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
-    """The ranks of all copies of a group, of which another group has one each.
+    """Returns the rows of the mesh of ranks that two groups span, or None if they span none.
 
     Args:
         along: the ranks of the first group, which is one row of the mesh.

@@ -1,4 +1,4 @@
-"""Readers of a node's memory, and the last of them."""
+"""The readers of each node's memory, and the last of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from graphopt.ir.views import is_awaited, is_pure_view, is_update, launch_of, ma
 
 
 def replaced_by(node: fx.Node) -> fx.Node | None:
-    """The input of a `copy_` that it replaces as a whole, and therefore does not read: not a view,
-    around which something stays."""
+    """Returns the destination that a `copy_` replaces as a whole, and therefore does not read, or
+    None."""
     if not is_copy(node):
         return None
     destination = node.args[0]
@@ -26,7 +26,7 @@ def replaced_by(node: fx.Node) -> fx.Node | None:
 
 
 def values_read(node: fx.Node) -> list[fx.Node]:
-    """Inputs of a node whose values matter to what it computes."""
+    """Returns the inputs of a node whose values influence its result."""
     replaced = replaced_by(node)
     if replaced is None:
         return node.all_input_nodes
@@ -34,7 +34,7 @@ def values_read(node: fx.Node) -> list[fx.Node]:
 
 
 def read_by(node: fx.Node) -> list[fx.Node]:
-    """Nodes whose memory a node reads: for a wait, also what its collective sends."""
+    """Returns the nodes whose memory a node reads; for a wait, also what its collective sends."""
     if node.op == "output":
         return []
     if is_wait(node):
@@ -75,12 +75,12 @@ class ReadersOfClasses:
             self.in_flight.update(map(self._find, node.all_input_nodes))
 
     def note(self, root: object, reader: fx.Node) -> None:
-        """Take in another reader of a class, not renewed."""
+        """Adds a reader to a class."""
         self._readers[root, False].append(reader)
         self._last.pop((root, False), None)
 
     def join(self, kept: object, gone: object) -> None:
-        """Say that two classes are one from now on."""
+        """Merges two classes."""
         for renewed in (False, True):
             readers = self._readers.pop((gone, renewed), None)
             last = self._last.pop((gone, renewed), None)
@@ -98,12 +98,13 @@ class ReadersOfClasses:
             self.in_flight.add(kept)
 
     def forget_last(self, root: object) -> None:
-        """Say that a reader of a class stands elsewhere now."""
+        """Drops the cached last reader of a class, because a reader has moved."""
         self._last.pop((root, False), None)
         self._last.pop((root, True), None)
 
     def after(self, root: object, place: fx.Node, *, renewed: bool) -> bool:
-        """True if a class is read after `place`; by nodes that are not renewed, or by those."""
+        """True if a class is read after `place`: its new contents if `renewed`, else its old
+        ones."""
         if root in self.in_flight:
             return True
         readers = self._readers.get((root, renewed))

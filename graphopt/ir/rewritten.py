@@ -1,4 +1,4 @@
-"""Records of the parts of a graph that `graphopt.rewrite` exchanged, for checks of the result."""
+"""Records of the parts of a graph that `graphopt.rewrite` replaced, for later checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _KEY = "_graphopt_rewritten"
 
 @dataclass(frozen=True)
 class RewrittenPlace:
-    """One part of a graph that another one stands for now.
+    """One replaced part of a graph.
 
     Attributes:
         pattern: name of the pattern.
@@ -32,15 +32,15 @@ class RewrittenPlace:
 
 
 def rewritten_places(graph: fx.Graph) -> list[RewrittenPlace]:
-    """The places rewritten since `forget_places`; copies of a graph have none."""
+    """Returns the parts replaced since `forget_places`; copies of a graph have none."""
     return list(vars(graph).get(_KEY, ()))
 
 
 def note_place(graph: fx.Graph, place: RewrittenPlace) -> None:
-    """Remember a place."""
+    """Records a replaced part."""
     vars(graph).setdefault(_KEY, []).append(place)
 
 
 def forget_places(graph: fx.Graph) -> None:
-    """Begin anew, as before a pass."""
+    """Drops all records, as before a pass."""
     vars(graph).pop(_KEY, None)

@@ -1,4 +1,4 @@
-"""Division of a tensor into rows, of which each rank holds some.
+"""Division of a tensor into rows, of which each rank owns some.
 
 A tensor is cut into rows, as DTensor cuts it: the first rank *owns* the first rows, and so on, and
 the last one may own fewer. What a rank *holds* is a window of the flattened tensor, with its rows
@@ -40,33 +40,33 @@ class RowShards:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """The number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     @cached_property
     def row(self) -> int:
-        """Elements of a row."""
+        """The number of elements of a row."""
         return math.prod(self.shape[1:])
 
     @cached_property
     def rows(self) -> int:
-        """Rows that each rank owns, but for the last ones, which may own fewer."""
+        """The number of rows that each rank owns; the last ranks may own fewer."""
         return -(-self.shape[0] // self.ranks)
 
     @cached_property
     def is_even(self) -> bool:
-        """True if the windows are what the ranks own, one beside the other."""
+        """True if all windows are adjacent and equal what the ranks own."""
         return self.shape[0] % self.ranks == 0 and self.rows * self.row % ALIGNED == 0
 
     @cached_property
     def owns(self) -> tuple[range, ...]:
-        """The elements that each rank owns."""
+        """The range of elements that each rank owns."""
         cuts = [min(rank * self.rows, self.shape[0]) * self.row for rank in range(self.ranks + 1)]
         return tuple(range(a, b) for a, b in pairwise(cuts))
 
     @cached_property
     def length(self) -> int:
-        """Elements of a window."""
+        """The number of elements of a window."""
         size = self.rows * self.row
         if self.is_even:
             return size
@@ -75,21 +75,21 @@ class RowShards:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Begin of each rank's window."""
+        """The first element of each rank's window."""
         last = self.numel - self.length
         return tuple(min(owns.start // ALIGNED * ALIGNED, last) for owns in self.owns)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Begin of the elements that each rank owns, within its window."""
+        """The first owned element of each rank, relative to its window."""
         pairs = zip(self.owns, self.starts, strict=True)
         return tuple(min(owns.start - start, self.length) for owns, start in pairs)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Number of elements that each rank owns."""
+        """The number of elements that each rank owns."""
         return tuple(map(len, self.owns))
 
     def shape_of(self, rank: int) -> tuple[int, ...]:
-        """The shape of the rows that a rank owns."""
+        """Returns the shape of the rows that a rank owns."""
         return (self.lengths[rank] // self.row if self.row else 0, *self.shape[1:])

@@ -1,4 +1,4 @@
-"""Equality of plain values as a program sees it: 1, 1.0 and True differ."""
+"""Equality of plain values as programs see it: 1, 1.0 and True differ."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def same_value(now: Any, before: Any, by_value: Callable[[Any], bool]) -> bool:
-    """True if two values are one object, or plain ones for which a program computes the same.
+    """True if two values are one object, or plain values with which a program computes the same.
 
     1, 1.0 and True differ, and so do 0.0 and -0.0; NaN is NaN.
 

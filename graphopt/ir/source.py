@@ -1,4 +1,4 @@
-"""Lines of the user's program."""
+"""Source lines of the user's program."""
 
 from __future__ import annotations
 

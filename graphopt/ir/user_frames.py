@@ -1,4 +1,4 @@
-"""Frames of the user's code: the line that a node or an error comes from."""
+"""Stack frames of the user's code, which nodes and errors are attributed to."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_library_file(filename: str) -> bool:
 
 
 def is_tracing_file(filename: str) -> bool:
-    """True if a file belongs to graphopt, or to what torch traces with."""
+    """True if a file belongs to graphopt or to torch's tracing machinery."""
     path = _resolved(filename)
     return is_own_file(filename) or path.startswith((_TORCH + "_", _TORCH + "fx/"))
 
@@ -57,13 +57,13 @@ def is_torch_file(filename: str) -> bool:
 
 
 def is_asked_by_torch(frame: types.FrameType) -> bool:
-    """True if code of torch's calls a function, whatever of graphopt's stands between."""
+    """True if torch's code calls a function, directly or through graphopt's."""
     files = (each.f_code.co_filename for each in frames(frame))
     return is_torch_file(next(file for file in files if not is_own_file(file)))
 
 
 def _resolved(filename: str) -> str:
-    """The path of a file without symbolic links."""
+    """Returns a path with symbolic links resolved."""
     if os.path.islink(filename) or not os.path.isabs(filename):
         return os.path.realpath(filename)
     folder, name = os.path.split(filename)
@@ -83,26 +83,26 @@ def _is_standard_library(path: str) -> bool:
 
 
 def frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
-    """A frame and those around it, outwards."""
+    """Yields a frame and its callers, outwards."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def current_user_line() -> SourceLine | None:
-    """The innermost frame of the running step that belongs to the user."""
+    """Returns the innermost line of the running step that belongs to the user, or None."""
     return inside_step(sys._getframe(1))
 
 
 def current_location() -> str | None:
-    """That line as a message says it."""
+    """Returns that line as text for messages, or None."""
     line = current_user_line()
     return None if line is None else str(line)
 
 
 def own_location() -> str | None:
-    """The innermost line of the running step that is of no library and no installed package, as a
-    message says it; where there is none, that of a package."""
+    """Returns as text the innermost line of the running step outside all libraries and installed
+    packages; else one of an installed package."""
     for frame in frames(sys._getframe(1)):
         file = frame.f_code.co_filename
         if is_around_step(frame):
@@ -113,7 +113,7 @@ def own_location() -> str | None:
 
 
 def current_modules() -> list[torch.nn.Module]:
-    """Modules whose forward the running step is in, outermost first."""
+    """Returns the modules whose forward is running within the step, outermost first."""
     found = []
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and not is_around_step(frame):
@@ -124,7 +124,7 @@ def current_modules() -> list[torch.nn.Module]:
 
 
 def inside_step(frame: types.FrameType | None) -> SourceLine | None:
-    """The innermost user frame from `frame` outwards that the traced step is running."""
+    """Returns the innermost user line of the traced step, from `frame` outwards, or None."""
     while frame is not None:  # asked for each node, over some forty frames
         file = frame.f_code.co_filename
         if file == _STEP_RUN:
@@ -141,7 +141,7 @@ def is_around_step(frame: types.FrameType) -> bool:
 
 
 def user_line_of(error: BaseException) -> SourceLine | None:
-    """The user's line that raised `error` while the step was traced; None if it was elsewhere."""
+    """Returns the user's line that raised `error` while the step was traced, or None."""
     user = [
         SourceLine(frame.filename, frame.lineno or 0, frame.name)
         for frame in _step_frames(error)
@@ -151,12 +151,12 @@ def user_line_of(error: BaseException) -> SourceLine | None:
 
 
 def running_in_step(error: BaseException) -> list[tuple[str, str]]:
-    """The functions that the traced step was in at an error, outermost first: file and name."""
+    """Returns (file, name) of the traced step's functions at an error, outermost first."""
     return [(frame.filename, frame.name) for frame in _step_frames(error)]
 
 
 def _step_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Frames of the step within the traceback of an error: those that the trace called."""
+    """Returns the frames of the traced step within an error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     traced = [index for index, frame in enumerate(frames) if frame.filename == _STEP_RUN]
     return list(frames[traced[-1] + 1 :]) if traced else []

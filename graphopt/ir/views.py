@@ -1,4 +1,4 @@
-"""Views in a graph: nodes that share memory, and readers through them."""
+"""Views in a graph: nodes that share memory, and the readers behind them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from graphopt.ir.operators import (
 
 
 def is_pure_view(node: fx.Node) -> bool:
-    """True if a node computes nothing: its result, or each of several, is a view for certain."""
+    """True if a node computes nothing: each of its results is certainly a view."""
     known = operator_of(node)
     if known.item:
         source = node.all_input_nodes[0]
@@ -38,7 +38,7 @@ def is_pure_view(node: fx.Node) -> bool:
 
 
 def may_be_view(node: fx.Node) -> bool:
-    """True if nothing says if the result of a node is a view."""
+    """True if it is unknown whether the result of a node is a view."""
     known = operator_of(node)
     if not known.may_alias or known.item or known.writes or known.wait or known.collective:
         return False
@@ -46,13 +46,13 @@ def may_be_view(node: fx.Node) -> bool:
 
 
 def is_update(node: fx.Node) -> bool:
-    """True if a node updates its first argument, and is that."""
+    """True if a node updates its first argument and returns it."""
     updated = written(node) if node.op == "call_function" else []
     return bool(updated) and node.args[0] is updated[0]
 
 
 def shared_with(node: fx.Node) -> list[fx.Node]:
-    """Nodes whose memory the value of a node may share, by what its operator does."""
+    """Returns the nodes whose memory the value of a node may share."""
     known = operator_of(node)
     if known.item:
         source, index = node.args
@@ -67,7 +67,7 @@ def shared_with(node: fx.Node) -> list[fx.Node]:
 
 
 def _item_of(source: Any, index: Any) -> list[fx.Node]:
-    """What an item of several results shares memory with; an item of a tensor is a view of it."""
+    """Returns the nodes with which an item shares memory; an item of a tensor is a view of it."""
     if not isinstance(source, fx.Node):
         return []
     known = operator_of(source)
@@ -93,13 +93,13 @@ def _item_of(source: Any, index: Any) -> list[fx.Node]:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """The node that made the tensor whose memory `node` holds, as far as that is certain."""
+    """Returns the node that made the tensor whose memory `node` certainly shares."""
     *_, base = viewed(node)
     return base
 
 
 def viewed(node: fx.Node) -> Iterator[fx.Node]:
-    """A node and what it is a view of, as far as that is certain, down to what made the tensor."""
+    """Yields a node and the nodes of which it certainly is a view, down to the base."""
     yield node
     while is_pure_view(node) or is_update(node) or is_wait(node):
         node = node.all_input_nodes[0]
@@ -107,7 +107,8 @@ def viewed(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def inner_bases(node: fx.Node, inside: Collection[fx.Node]) -> Iterator[fx.Node]:
-    """Nodes `inside` that have to be returned so that `node`, one of them, is there."""
+    """Yields the nodes `inside` a part that it must return so that the view `node` can be made
+    outside."""
     if node not in inside:
         return
     if is_pure_view(node) or is_update(node) or is_wait(node):
@@ -118,7 +119,8 @@ def inner_bases(node: fx.Node, inside: Collection[fx.Node]) -> Iterator[fx.Node]
 
 
 def outer_bases(node: fx.Node, inside: Collection[fx.Node]) -> Iterator[fx.Node]:
-    """Nodes that have to come from outside so that `node` is there among the nodes `inside`."""
+    """Yields the nodes outside a part that it must receive so that the view `node` can be made
+    inside."""
     if is_pure_view(node):
         for source in node.all_input_nodes:
             yield from outer_bases(source, inside)
@@ -131,7 +133,7 @@ def outer_bases(node: fx.Node, inside: Collection[fx.Node]) -> Iterator[fx.Node]
 
 
 def view_tail(node: fx.Node) -> list[fx.Node]:
-    """`node` and the views of it, directly or through views.
+    """Returns `node` and all views of it.
 
     >>> from graphopt.comm import get_all_comm_blocks, view_tail
     >>> wait = get_all_comm_blocks(gm)[0].wait_nodes[0]
@@ -145,12 +147,12 @@ def view_tail(node: fx.Node) -> list[fx.Node]:
 
 
 def is_only_view(user: fx.Node, node: fx.Node) -> bool:
-    """True if `user` is nothing but a view of `node`."""
+    """True if `user` is a view of `node` and nothing else."""
     return may_alias(user) and not written(user) and user.all_input_nodes == [node]
 
 
 def readers_through_views(root: fx.Node) -> Iterator[fx.Node]:
-    """Nodes that read the storage of `root`, directly or through views of it.
+    """Yields the nodes that read the storage of `root`, directly or through views.
 
     >>> from graphopt.graph_utils import find_nodes, is_wait, readers_through_views
     >>> len(list(readers_through_views(find_nodes(gm.graph, is_wait)[0]))) > 0
@@ -164,8 +166,7 @@ def readers_through_views(root: fx.Node) -> Iterator[fx.Node]:
 
 
 def reads_through_views(root: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The same nodes, each with what it is given: `root`, or a view of it. One that is given
-    several of these comes with each."""
+    """Yields each such reader with the argument (`root` or a view) that it reads, once for each."""
     views = {root}
     pending = [root]
     while pending:
@@ -180,7 +181,7 @@ def reads_through_views(root: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def launch_of(wait: fx.Node) -> fx.Node | None:
-    """The collective that a wait ends, found through items and views."""
+    """Returns the collective that a wait completes, found through items and views, or None."""
     node: object = next(iter(wait.all_input_nodes), None)
     while isinstance(node, fx.Node) and not is_collective(node):
         if not may_alias(node) or is_wait(node):
@@ -190,12 +191,12 @@ def launch_of(wait: fx.Node) -> fx.Node | None:
 
 
 def is_awaited(launch: fx.Node) -> bool:
-    """True if a wait of the same graph ends a collective, read directly or through items."""
+    """True if the graph contains a wait for a collective."""
     return any(is_wait(u) or (is_item(u) and any(map(is_wait, u.users))) for u in launch.users)
 
 
 def holds_several(node: fx.Node) -> bool:
-    """True if an operator gives a list or tuple."""
+    """True if an operator returns a list or tuple."""
     return isinstance(known_value(node), (list, tuple))
 
 

@@ -1,4 +1,4 @@
-"""Operators of a program's that write to their arguments, each with a functional form.
+"""Functional forms of the user's custom operators that write to their arguments.
 
     largest = lib::round_(x, s)    ==>    largest, x_1 = graphopt_functional::lib__round_(x, s)
 
@@ -35,7 +35,7 @@ _MARK = re.compile(r"Tensor\([^)]*\)")
 
 
 class FunctionalForm(NamedTuple):
-    """A functional operator and the one for which it stands.
+    """A functional operator and the original that it stands for.
 
     Attributes:
         written: positions of the arguments that the original writes to.
@@ -51,34 +51,34 @@ class FunctionalForm(NamedTuple):
 
     @property
     def single(self) -> bool:
-        """True if the form gives one value, instead of several."""
+        """True if the form returns one value instead of several."""
         return len(self.fresh) + len(self.written) == 1
 
     @property
     def is_callable_again(self) -> bool:
-        """True if a graph may call the original in place of the form: results with memory of their
-        own come first, so that items keep their numbers."""
+        """True if a graph may call the original in place of the form, because its own results come
+        first and keep their indices."""
         return self.fresh == tuple(range(len(self.fresh)))
 
     @property
     def gives_one(self) -> bool:
-        """True if the original gives one value, of its own memory."""
+        """True if the original returns one value, with memory of its own."""
         return len(self.fresh) == 1 and not self.returned
 
     def split(self, results: Any) -> tuple[list[Any], list[Any]]:
-        """Divide the form's results: those with memory of their own, and the new contents of
+        """Splits the form's results into those with memory of their own and the new contents of
         written arguments."""
         several = [results] if self.single else list(results)
         return several[: len(self.fresh)], several[len(self.fresh) :]
 
     def given(self, args: Sequence[Any], kwargs: dict[str, Any], position: int) -> Any:
-        """The argument at a position of a call."""
+        """Returns the argument at a position of a call."""
         if position < len(args):
             return args[position]
         return kwargs.get(_compat.schema_of(self.original).arguments[position].name)
 
     def results(self, fresh: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Results of the original operator, made of `fresh` and of arguments."""
+        """Assembles the original's results from `fresh` values and written arguments."""
         own = iter(fresh)
         count = len(self.fresh) + len(self.returned)
         found = tuple(
@@ -88,7 +88,7 @@ class FunctionalForm(NamedTuple):
         return found if count > 1 else next(iter(found), None)
 
     def value_for(self, node: fx.Node) -> Any:
-        """The value that the form would compute in place of a call of the original."""
+        """Returns the metadata that the form would have in place of a call of the original."""
         known = known_value(node)
         several = [known] if len(self.fresh) + len(self.returned) == 1 else list(known or ())
         found = [several[i] for i in self.fresh]
@@ -102,8 +102,8 @@ class FunctionalForm(NamedTuple):
         return found[0] if self.single else tuple(found)
 
     def entries(self, node: fx.Node) -> Iterator[tuple[tuple[int, ...], fx.Node]]:
-        """Each tensor that a call of the original or of the form writes, with the path to what it
-        holds then among the results of the form."""
+        """Yields each tensor that a call writes, with the path to its new contents in the form's
+        results."""
         for number, position in enumerate(self.written, len(self.fresh)):
             value = argument_at(node, position)
             path = () if self.single else (number,)
@@ -115,14 +115,14 @@ class FunctionalForm(NamedTuple):
                 yield path, value
 
     def holders(self, node: fx.Node, path: tuple[int, ...]) -> list[fx.Node]:
-        """The nodes that pick a result of the form, a call of which `node` is, by its path."""
+        """Returns the nodes that pick the result at `path` from a call of the form."""
         found = [node]
         for index in path:
             found = [user for each in found for user in each.users if user.args[1:] == (index,)]
         return found
 
     def is_read_by_entry(self, node: fx.Node) -> bool:
-        """True if whoever reads results of a call of the form picks single tensors."""
+        """True if every reader of a call of the form picks single tensors."""
         if self.single and not _is_listed(self.original, self.written[0]):
             return True
         lists = [node] if self.single else list(node.users)
@@ -138,8 +138,8 @@ class FunctionalForm(NamedTuple):
 
 
 def form_of(target: Any) -> FunctionalForm | None:
-    """The functional form of an operator that writes to its arguments; None of others, and of
-    torch's own, which has forms of its own."""
+    """Returns the functional form of a custom operator that writes to its arguments, or None (also
+    for torch's operators)."""
     if not isinstance(target, _compat.OpOverload) or target.namespace in _OF_TORCH:
         return None
     known = row(target)
@@ -154,7 +154,7 @@ def form_of(target: Any) -> FunctionalForm | None:
 
 
 def form_behind(target: Any) -> FunctionalForm | None:
-    """The functional form that `target` is; None of other operators."""
+    """Returns the `FunctionalForm` whose functional operator is `target`, or None."""
     return _FORMS.get(target) if isinstance(target, _compat.OpOverload) else None
 
 
@@ -163,7 +163,7 @@ _names: set[str] = set()
 
 
 def call_original(node: fx.Node, form: FunctionalForm, own: Mapping[fx.Node, fx.Node]) -> None:
-    """Let a call of a form be one of the original, which writes to its arguments.
+    """Replaces a call of a form by a call of the original, which writes to its arguments.
 
     Args:
         own: what the call may overwrite, by what is given to the form. Whoever reads what it holds
@@ -229,7 +229,7 @@ def _registered(name: str, compute: Any) -> _compat.OpOverload:
 
 
 def _called(form: FunctionalForm, given: dict[str, Any]) -> Any:
-    """Call the original on arguments of which it may overwrite what it writes."""
+    """Calls the original on copies of the arguments that it writes."""
     args = []
     for argument in _compat.schema_of(form.original).arguments:
         if argument.kwarg_only or argument.name not in given:
@@ -249,19 +249,20 @@ def _called(form: FunctionalForm, given: dict[str, Any]) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """A copy with the very strides, of each tensor of a list."""
+    """Copies a tensor, or each tensor of a list, with its strides."""
     if isinstance(value, torch.Tensor):
         return uninitialised_like(value).copy_(value)
     return [_copied(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _is_listed(original: _compat.OpOverload, position: int) -> bool:
-    """True if an argument is a list of tensors, or one that may be left out."""
+    """True if an argument is a list of tensors, or optional."""
     return str(_compat.schema_of(original).arguments[position].type) != "Tensor"
 
 
 def _argument_returned(result: Any, schema: Any) -> int | None:
-    """The position of the argument that a result is; None of one with memory of its own."""
+    """Returns the position of the argument that a result aliases, or None if it has memory of its
+    own."""
     if result.alias_info is None:
         return None
     for position, argument in enumerate(schema.arguments):
@@ -272,7 +273,8 @@ def _argument_returned(result: Any, schema: Any) -> int | None:
 
 
 def _free_name(original: _compat.OpOverload) -> str:
-    """`lib__round_` for `lib::round_`; with a number, where another operator has it."""
+    """Returns an unused operator name: `lib__round_` for `lib::round_`, with a number if that is
+    taken."""
     name = _compat.operator_name(original).replace("::", "__")
     overload = _compat.overload_name(original)
     name = wanted = name if overload == "default" else f"{name}__{overload}"

@@ -1,4 +1,4 @@
-"""The graphs that run, derived from one graph with late nodes.
+"""Derivation of the graphs that run (setup, main, drain) from one graph with late nodes.
 
 With *late* for the late nodes and *rest* for the others:
 
@@ -54,7 +54,7 @@ aten = torch.ops.aten
 
 @dataclass
 class LatePlan:
-    """The plan of a graph's late nodes: the carried values, and the nodes of each derived graph.
+    """The carried values of a graph with late nodes, and the nodes of each derived graph.
 
     Attributes:
         late: late nodes in graph order.
@@ -72,7 +72,7 @@ class LatePlan:
 
 
 def plan(graph: IterGraph) -> LatePlan:
-    """Find out what has to be carried. Linear in the number of nodes."""
+    """Computes which values must be carried to the next iteration, in linear time."""
     marked = graph.late
     early: set[fx.Node] = set()
     late: list[fx.Node] = []
@@ -119,7 +119,7 @@ def plan(graph: IterGraph) -> LatePlan:
 
 
 def _takes_item_of_early_list(node: fx.Node, marked: Any, early: set[fx.Node]) -> bool:
-    """True if a late node only picks from several results of a node that is not late.
+    """True if a late node only picks from the results of a node that is not late.
 
     It is picked early then, so that what is carried are tensors.
     """
@@ -131,12 +131,13 @@ def _takes_item_of_early_list(node: fx.Node, marked: Any, early: set[fx.Node]) -
 
 
 def _is_constant_state(node: fx.Node, updated_now: set[fx.Node]) -> bool:
-    """State that the step only reads: whoever changes it between steps finishes late work first."""
+    """True if a placeholder is state that the step only reads; whoever changes it between steps
+    flushes first."""
     return is_state(node) and node not in updated_now
 
 
 class Derivation:
-    """Builds one derived graph."""
+    """Builds the derived graphs of one step."""
 
     def __init__(self, source: IterGraph, plan: LatePlan) -> None:
         self._source, self._plan = source, plan
@@ -150,14 +151,14 @@ class Derivation:
         self._carries = False
 
     def setup(self) -> fx.Graph:
-        """The first iteration: nothing is in flight before it."""
+        """Builds the graph of the first iteration, before which nothing is in flight."""
         self._carries = True
         self._placeholders()
         self._rest(previous=False, late=False)
         return self._finish()
 
     def main(self) -> fx.Graph:
-        """Every iteration but the first."""
+        """Builds the graph of every iteration but the first."""
         self._carries = True
         self._placeholders()
         self._take_carried()
@@ -165,14 +166,14 @@ class Derivation:
         return self._finish()
 
     def cleanup(self) -> fx.Graph:
-        """The last iteration, after which nothing is in flight."""
+        """Builds the graph of the last iteration, after which nothing is in flight."""
         self._placeholders()
         self._take_carried()
         self._rest(previous=True, late=True)
         return self._finish()
 
     def drain(self, done: int = 0) -> fx.Graph:
-        """The late nodes of the last iteration alone, without the first `done` groups.
+        """Builds the graph of the last iteration's late nodes, without the first `done` groups.
 
         It takes all placeholders, but reads state only.
         """
@@ -220,7 +221,7 @@ class Derivation:
         self._clone_if_needed(node)
 
     def _clone_if_needed(self, node: fx.Node) -> None:
-        """Copy a value for the next iteration before anybody can overwrite it."""
+        """Clones a carried value that would be overwritten before the next iteration reads it."""
         if node in self._plan.cloned and self._carries:
             value = self._now[node]
             clone = call_function_with_meta(self._graph, aten.clone.default, (value,), like=value)
@@ -229,7 +230,8 @@ class Derivation:
             self._clones[node] = clone
 
     def _previous(self, destination: fx.Node, *, keep_updates: bool) -> None:
-        """Emit one group of the previous iteration; later readers see the state it leaves."""
+        """Emits one group of the previous iteration's late nodes; later readers see their
+        updates."""
         number = list(self._plan.groups).index(destination)
         for node in self._plan.groups[destination]:
             if is_operator(node.target, "aten::copy_") and not keep_updates:
@@ -247,7 +249,7 @@ class Derivation:
                 self._updates.append(new)
 
     def _value_before(self, node: fx.Node) -> fx.Node:
-        """What `node` was in the previous iteration."""
+        """Returns the value that `node` had in the previous iteration."""
         if node in self._before:
             return self._before[node]
         if node.op == "get_attr":
@@ -278,6 +280,6 @@ class Derivation:
 
 
 def _fresh(node: fx.Node) -> torch.Tensor:
-    """Metadata like that of `node`, in storage of its own."""
+    """Returns metadata like that of `node`, with storage of its own."""
     fresh: torch.Tensor = evaluate(aten.clone.default, (node,), {})
     return fresh

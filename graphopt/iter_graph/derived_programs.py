@@ -1,4 +1,4 @@
-"""Run derived graphs: what is in flight between two iterations, and the code of one graph."""
+"""Execution of derived graphs, and the work in flight between two iterations."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from graphopt.ir.metadata import carried_index, has_late_work, late_group, set_l
 
 
 class LateWorkError(GraphOptError):
-    """Late work failed where it cannot be done again."""
+    """Late work failed and cannot be repeated, because it may have updated state."""
 
 
 @dataclass
 class WorkInFlight:
-    """Late work of one iteration that is still to be done, group by group.
+    """The late work of one iteration that is still to be done, group by group.
 
     A group is the late nodes with one destination. Between groups a failure loses nothing: the
     groups that are left can be done later. A group begins by taking what it needs and waiting for
@@ -46,33 +46,33 @@ class WorkInFlight:
     _interrupt: _HeldInterrupt | None = field(default=None, repr=False)
 
     def begin(self) -> None:
-        """A group begins to run. Ctrl-C waits for its end."""
+        """Marks the start of a group; Ctrl-C waits for its end."""
         self._interrupt = _HeldInterrupt.start()
         self.begun = True
 
     def write(self) -> None:
-        """The group is about to update state."""
+        """Marks that the group is about to update state."""
         self.writing = True
 
     def end(self) -> None:
-        """The group is done."""
+        """Marks the end of the group."""
         self.begun = self.writing = False
         self.done += 1
         self.release()
 
     def release(self) -> None:
-        """Let Ctrl-C through again."""
+        """Lets Ctrl-C through again."""
         held, self._interrupt = self._interrupt, None
         if held is not None:
             held.stop()
 
     @property
     def lost(self) -> bool:
-        """True if nothing was updated, and nothing can be any more: state is one step behind."""
+        """True if the work updated nothing and never can: state stays one step behind."""
         return self.begun and not self.writing and not self.done
 
     def check(self, can_resume: bool) -> None:
-        """Raise `LateWorkError` unless the rest can be done.
+        """Raises `LateWorkError` unless the remaining work can be done.
 
         Args:
             can_resume: whether groups that are left need nothing of those that are done.
@@ -86,7 +86,7 @@ class WorkInFlight:
 
 
 class _HeldInterrupt:
-    """Ctrl-C that comes while this is active is delivered when it stops."""
+    """A handler that defers Ctrl-C while it is active."""
 
     def __init__(self, handler: Callable[..., Any]) -> None:
         self._handler = handler
@@ -110,29 +110,29 @@ class _HeldInterrupt:
 
 
 def take(flight: WorkInFlight, index: int) -> Any:
-    """Take a carried value out of `flight`, which then no longer holds it."""
+    """Returns a carried value and removes it from `flight`."""
     value = flight.carried[index]
     flight.carried[index] = None
     return value
 
 
 def look_at(flight: WorkInFlight, index: int) -> Any:
-    """A carried value that other groups need as well."""
+    """Returns a carried value and keeps it, since other groups need it as well."""
     return flight.carried[index]
 
 
 def begin(flight: WorkInFlight) -> None:
-    """See `WorkInFlight.begin`."""
+    """Calls `WorkInFlight.begin`, for generated code."""
     flight.begin()
 
 
 def write(flight: WorkInFlight) -> None:
-    """See `WorkInFlight.write`."""
+    """Calls `WorkInFlight.write`, for generated code."""
     flight.write()
 
 
 def end(flight: WorkInFlight) -> None:
-    """See `WorkInFlight.end`."""
+    """Calls `WorkInFlight.end`, for generated code."""
     flight.end()
 
 
@@ -157,7 +157,7 @@ class DerivedProgram:
     def run(
         self, args: Sequence[Any], flight: WorkInFlight | None
     ) -> tuple[tuple[list[Any], list[Any], list[Any]], list[Any]]:
-        """Call the graph.
+        """Runs the graph once.
 
         Args:
             args: one value per placeholder of the step.
@@ -180,25 +180,24 @@ class DerivedProgram:
 
     @property
     def graph(self) -> fx.Graph:
-        """The graph that it runs."""
+        """The graph that runs."""
         return self._graph_module.graph
 
     def node_at(self, code: CodeType, line: int) -> fx.Node | None:
-        """The node that a line of code runs; None if it is not code of this graph."""
+        """Returns the node that a line of generated code runs, or None for other code."""
         if code is not type(self._graph_module).forward.__code__:
             return None
         return _compat.node_at_line(self._graph_module, line)
 
 
 def reads_of(graph: fx.Graph) -> tuple[bool, ...]:
-    """Per placeholder of the step, whether a derived graph reads or updates it."""
+    """Returns, for each placeholder of the step, True if the derived graph reads or updates it."""
     placeholders = graph.find_nodes(op="placeholder")
     return tuple(bool(node.users) for node in placeholders if carried_index(node) is None)
 
 
 def _take_from_flight(graph_module: fx.GraphModule) -> None:
-    """Let a graph take its carried values from a `WorkInFlight`, and report the groups that it has
-    done."""
+    """Makes a graph take carried values from a `WorkInFlight` and report its finished groups."""
     graph = graph_module.graph
     placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_after(placeholders[-1]):

@@ -14,7 +14,7 @@ from graphopt.iter_graph.rules import default_destination, refuse_foreign, refus
 
 
 class IterGraph(fx.Graph):
-    """A training step as one graph, part of which runs in the next iteration.
+    """A training step as one graph, some nodes of which run in the next iteration.
 
     Passes edit it like any `fx.Graph`. The marks of late nodes follow edits: an erased node loses
     its mark, and an erased destination hands over to the node after it.
@@ -36,7 +36,8 @@ class IterGraph(fx.Graph):
 
     @property
     def late(self) -> Mapping[fx.Node, fx.Node]:
-        """Each late node with its destination: the node of the next iteration it runs before."""
+        """Maps each late node to its destination, the node of the next iteration that it runs
+        before."""
         return MappingProxyType(self._late)
 
     def is_late(self, node: fx.Node) -> bool:
@@ -46,7 +47,7 @@ class IterGraph(fx.Graph):
     def can_move_late(
         self, nodes: Iterable[fx.Node], target_node: fx.Node | None = None
     ) -> str | None:
-        """Why `nodes` cannot run in the next iteration, before `target_node`; None if they can.
+        """Returns the reason why `nodes` cannot run in the next iteration, or None if they can.
 
         Args:
             nodes, target_node: as of `move_to_next_iter_before`, which raises for this reason.
@@ -61,7 +62,7 @@ class IterGraph(fx.Graph):
     def move_to_next_iter_before(
         self, nodes: Iterable[fx.Node], target_node: fx.Node | None = None
     ) -> None:
-        """Let `nodes` run in the next iteration, just before `target_node`.
+        """Makes `nodes` run in the next iteration, just before `target_node`.
 
         Among themselves they keep the order they have in the graph. Nodes moved before may be moved
         again, to another destination.
@@ -81,7 +82,8 @@ class IterGraph(fx.Graph):
             self.mark_late(node, destination)
 
     def _destination(self, moved: list[fx.Node], target_node: fx.Node | None) -> fx.Node:
-        """Before what `moved` are to run; raises `IterationError` if they cannot."""
+        """Returns the node before which `moved` are to run; raises `IterationError` if they
+        cannot."""
         if not moved:
             raise IterationError("no nodes to move were given")
         refuse_foreign(self, moved)
@@ -90,7 +92,7 @@ class IterGraph(fx.Graph):
         return destination
 
     def mark_late(self, node: fx.Node, destination: fx.Node) -> None:
-        """Mark a node without asking whether it may be late; `check_late` will tell."""
+        """Marks a node as late without a check; `check_late` checks it afterwards."""
         self._unmark(node)
         self._late[node] = destination
         self._arriving.setdefault(destination, set()).add(node)
@@ -121,7 +123,8 @@ class IterGraph(fx.Graph):
 
 
 def empty_like(graph: fx.Graph, into: Callable[[], fx.Graph] | None = None) -> fx.Graph:
-    """A graph without nodes that is called as `graph` is; `into`: as in `copy_graph`."""
+    """Returns a graph without nodes and with the calling convention of `graph`; `into` is as in
+    `copy_graph`."""
     make = into or (IterGraph if isinstance(graph, IterGraph) else fx.Graph)
     empty = make()
     _compat.copy_codegen(graph, empty)
@@ -131,7 +134,7 @@ def empty_like(graph: fx.Graph, into: Callable[[], fx.Graph] | None = None) -> f
 def copy_graph(
     graph: fx.Graph, into: Callable[[], fx.Graph] | None = None
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """Copy a graph, late marks included.
+    """Copies a graph, late marks included.
 
     Args:
         into: makes the new graph; None: one of the same class, `IterGraph` or `fx.Graph`.

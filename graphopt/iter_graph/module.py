@@ -1,4 +1,4 @@
-"""`IterGraphModule`: a training step, part of which runs one iteration late."""
+"""`IterGraphModule`: a training step as one graph, part of which runs one iteration late."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DERIVED = "derived"
 
 
 def register_notebook_view(view: Callable[[fx.GraphModule], str]) -> None:
-    """Let notebooks show every `IterGraphModule` as the HTML that `view` returns."""
+    """Registers a function that renders every `IterGraphModule` as HTML in notebooks."""
     global _notebook_view
     _notebook_view = view
 
@@ -88,7 +88,7 @@ class IterGraphModule(fx.GraphModule):
 
     @property
     def frozen(self) -> bool:
-        """True if the graph is final: passes refuse it."""
+        """True if the graph is final, so that passes refuse it."""
         return self._frozen
 
     def finalize_setup(
@@ -96,7 +96,7 @@ class IterGraphModule(fx.GraphModule):
         transform: Transform | None = None,
         derived: Mapping[str, fx.GraphModule] | None = None,
     ) -> None:
-        """Make the graph final: from now on it may be run but not rewritten.
+        """Makes the graph final: it may be run but no longer rewritten.
 
         Args:
             transform: applied to each derived graph before it runs, such as
@@ -110,7 +110,7 @@ class IterGraphModule(fx.GraphModule):
         self._frozen = True
 
     def recompile(self) -> Any:
-        """Note that `graph` has changed. Code is made when it is needed.
+        """Records that `graph` has changed; code is generated on demand.
 
         Raises:
             GraphOptError: an iteration is in flight: the old graph has to finish it first.
@@ -127,7 +127,7 @@ class IterGraphModule(fx.GraphModule):
 
     @property
     def code(self) -> str:
-        """Python code of the step, late nodes in their own iteration."""
+        """Python code of the step, with late nodes in their own iteration."""
         return self.graph.python_code("self").src
 
     def _repr_html_(self) -> str | None:
@@ -140,17 +140,18 @@ class IterGraphModule(fx.GraphModule):
 
     @property
     def main_gm(self) -> fx.GraphModule:
-        """The graph of every iteration but the first. Takes the carried values after the inputs."""
+        """The graph of every iteration but the first. It takes the carried values after the
+        inputs."""
         return self._derived("main")
 
     @property
     def drain_gm(self) -> fx.GraphModule:
-        """The graph that `flush` runs: late nodes alone."""
+        """The graph that `flush` runs: the late nodes alone."""
         return self._derived("drain")
 
     @property
     def cleanup_gm(self) -> fx.GraphModule:
-        """The last iteration: main, with its own late nodes as well."""
+        """The graph of the last iteration: main, followed by its own late nodes."""
         return self._derived("cleanup")
 
     @property
@@ -160,17 +161,17 @@ class IterGraphModule(fx.GraphModule):
 
     @property
     def resumable(self) -> bool:
-        """True if late work in flight can still be done; False where it failed in the middle."""
+        """True if late work in flight can still be done; False if it failed halfway."""
         flight = self._flight
         return flight is None or (not flight.begun and self._can_resume(flight))
 
     @property
     def flush_communicates(self) -> bool:
-        """True if `flush` launches collectives, so that all ranks have to call it together."""
+        """True if `flush` launches collectives, so that all ranks must call it together."""
         return any(is_collective(node) for node in self.graph.late)
 
     def forward(self, *args: Any, last_iter: bool = False) -> Any:
-        """Run one iteration.
+        """Runs one iteration.
 
         Args:
             *args: one value per placeholder of `graph`.
@@ -195,7 +196,7 @@ class IterGraphModule(fx.GraphModule):
         return self._packed(results)
 
     def go_on(self, args: Sequence[Any], there: list[Any]) -> Any:
-        """Run a graph without late nodes that goes on from values of another one.
+        """Runs a graph without late nodes that resumes from values of another graph.
 
         Args:
             args: one value per input of the step.
@@ -207,12 +208,13 @@ class IterGraphModule(fx.GraphModule):
         return self._packed(self._program("setup").run(args, WorkInFlight(there, ()))[0])
 
     def derive(self) -> dict[str, fx.GraphModule]:
-        """The graphs that run, by name: "setup" and, with late nodes, "main" and "drain"."""
+        """Returns the graphs that run, by name: "setup" and, with late nodes, "main" and
+        "drain"."""
         names = ("setup", "main", "drain") if self.graph.late else ("setup",)
         return {name: self._derived(name) for name in names}
 
     def prepare(self, *, once: bool = False) -> None:
-        """Make the graphs ready to run now that calls would derive when they first need them.
+        """Derives the graphs now that calls would otherwise derive at their first use.
 
         Args:
             once: those alone that a single call runs.
@@ -224,7 +226,7 @@ class IterGraphModule(fx.GraphModule):
             self._program("drain", 0)
 
     def flush(self) -> None:
-        """Do the late work of the last iteration, if there is any: state is then exact.
+        """Runs the late work of the last iteration, if there is any, so that state is exact.
 
         Raises:
             GraphOptError: an iteration failed in the middle of an update, so that its state is
@@ -238,7 +240,7 @@ class IterGraphModule(fx.GraphModule):
         self._flight = None
 
     def failed_at(self, error: BaseException) -> fx.Node | None:
-        """The node, of a derived graph, that was running when `error` was raised."""
+        """Returns the node of a derived graph that was running when `error` was raised, or None."""
         found = None
         for frame, line in traceback.walk_tb(error.__traceback__):
             for program in self._programs.values():
@@ -248,7 +250,7 @@ class IterGraphModule(fx.GraphModule):
     def _finishing(
         self, flight: WorkInFlight, name: str, args: tuple[Any, ...], *options: int
     ) -> tuple[tuple[list[Any], list[Any], list[Any]], list[Any]]:
-        """Run a graph that does the work of `flight`."""
+        """Runs a graph that completes the work of `flight`."""
         flight.check(self._can_resume(flight))
         try:
             return self._program(name, *options).run(args, flight)
@@ -262,23 +264,24 @@ class IterGraphModule(fx.GraphModule):
             raise
 
     def _can_resume(self, flight: WorkInFlight) -> bool:
-        """True if the groups that are left need nothing of those that are done."""
+        """True if the remaining groups need no values of the finished ones."""
         plan = self._current_plan()
         return plan.separate or flight.done in (0, len(plan.groups))
 
     def drop_flight(self) -> None:
-        """Forget late work that is still to be done. State stays as it is, one update behind."""
+        """Discards late work that is still to be done: state stays one update behind."""
         self._flight = None
 
     def _state_for_drain(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments that drain reads; None for the others, which need not stay alive."""
+        """Returns the arguments that drain reads, with None for the others so that they can be
+        freed."""
         return tuple(
             value if needed else None
             for value, needed in zip(args, self._program("drain", 0).reads, strict=True)
         )
 
     def _packed(self, results: tuple[list[Any], list[Any], list[Any]]) -> Any:
-        """Results of a derived graph, in the form in which `graph` returns them."""
+        """Returns the results of a derived graph in the nesting of `graph`."""
         if self._returns_lists is None:
             self._returns_lists = follows_output_convention(self.graph)
         if self._returns_lists:
@@ -293,7 +296,7 @@ class IterGraphModule(fx.GraphModule):
 
     @property
     def first_executable(self) -> fx.Graph:
-        """The graph that runs where nothing is in flight, after all stages."""
+        """Returns the executable graph that runs when nothing is in flight."""
         return self._program("setup").graph
 
     def _derived(self, name: str, *options: Any) -> fx.GraphModule:
@@ -316,11 +319,11 @@ class IterGraphModule(fx.GraphModule):
         return self._programs[key]
 
     def _loaded(self, executable: fx.GraphModule) -> fx.GraphModule:
-        """The form in which an executable graph is called."""
+        """Returns the callable form of an executable graph."""
         return executable
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IterGraphModule:
-        """A copy of the program, with nothing in flight."""
+        """Copies the program, with nothing in flight."""
         plain, _ = copy_graph(self.graph, into=fx.Graph)
         constants = copy.deepcopy(fx.GraphModule(self, plain), memo)
         twin = IterGraphModule(self)

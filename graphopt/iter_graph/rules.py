@@ -25,14 +25,14 @@ None: the graph was made by hand and does not say."""
 
 
 def why_now(state: fx.Node) -> str | None:
-    """The reason why a state cannot be updated in the next iteration; None if there is none."""
+    """Returns the reason why a state cannot be updated in the next iteration, or None."""
     if is_held(state):
         return f"{_named(state)}, which is held where its use is not seen"
     return why_now_everywhere(state)
 
 
 def why_now_everywhere(state: fx.Node) -> str | None:
-    """As `why_now`, for what is the same on all ranks."""
+    """Returns the reason as `why_now` does, by facts that are the same on all ranks."""
     kind = input_kind(state)
     if kind not in LIVE_STATE:
         return f"a {kind}, which may be read between two steps"
@@ -44,7 +44,7 @@ def why_now_everywhere(state: fx.Node) -> str | None:
 
 
 def check_late(graph_module: fx.GraphModule) -> list[str]:
-    """Problems with the late nodes of a graph, one text each; none for a plain GraphModule.
+    """Returns the problems of a graph's late nodes as texts; none for a plain GraphModule.
 
     >>> from graphopt.iter_graph import check_late
     >>> check_late(gm)
@@ -59,7 +59,7 @@ def check_late(graph_module: fx.GraphModule) -> list[str]:
 def refuse_move(
     graph: fx.Graph, late: Mapping[fx.Node, fx.Node], nodes: Sequence[fx.Node], target: fx.Node
 ) -> None:
-    """Raise `IterationError` unless `nodes` may become late, to run before `target`."""
+    """Raises `IterationError` unless `nodes` may run late, before `target`."""
     _refuse_target(graph, target)
     after = {**late, **dict.fromkeys(nodes, target)}
     if target in after:
@@ -76,8 +76,8 @@ def refuse_move(
 def default_destination(
     graph: fx.Graph, late: Mapping[fx.Node, fx.Node], nodes: Sequence[fx.Node]
 ) -> fx.Node:
-    """Before what nodes have to run in the next iteration: the first node that reads what they
-    update, or the output. Linear in the number of readers."""
+    """Returns the node before which late `nodes` must run: the first reader of what they update, or
+    the output. Linear in the number of readers."""
     moved = {*late, *nodes}
     states = dict.fromkeys(state for node in nodes for state in written(node))
     readers = (r for state in states for r in readers_through_views(state) if r not in moved)
@@ -85,7 +85,7 @@ def default_destination(
 
 
 def refuse_foreign(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    """Raise `IterationError` unless `nodes` are calls of this graph."""
+    """Raises `IterationError` unless `nodes` are calls in this graph."""
     for node in nodes:
         _refuse_other_graph(graph, node)
         if node.op in ("placeholder", "output", "get_attr"):

@@ -1,4 +1,4 @@
-"""Nodes that have to run in their own iteration, each with the reason.
+"""Nodes that cannot run late, each with the reason.
 
 Values that the step returns or keeps in `.grad`, that a callback is given or that another
 collective sends, random numbers, updates of what is read between two steps: they, and all that they
@@ -20,7 +20,8 @@ from graphopt.iter_graph.rules import why_now_everywhere
 
 
 def staying_nodes(graph: IterGraph) -> dict[fx.Node, tuple[fx.Node, str]]:
-    """Nodes that must run in this iteration, each with the node that they run for and the reason.
+    """Returns the nodes that must run in this iteration, each with the node that needs it and the
+    reason.
 
     >>> from graphopt.iter_graph.staying import staying_nodes
     >>> [reason for _, reason in staying_nodes(graphopt.IterGraphModule(gm).graph).values()][:1]
@@ -57,8 +58,8 @@ def _roots(graph: IterGraph) -> Iterator[tuple[fx.Node, str]]:
 
 
 def _before_calls(graph: IterGraph) -> Iterator[tuple[fx.Node, str]]:
-    """Updates with a call of a function of the program's behind them, and updates behind that: if
-    it raises, these have been done and those have not."""
+    """Yields the updates that precede the last host call, which may raise: they must be done by
+    then."""
     calls = [call for call in host_calls(graph) if not getattr(call.target, "last", False)]
     for node in writers(graph) if calls else ():
         if not calls[-1] < node and written(node):

@@ -1,4 +1,4 @@
-"""Side effects and kinds of operators, from one table with a row for each.
+"""Kinds and side effects of operators, from one table with a row for each.
 
 Capture, passes, verifier, finalizer, lowering and pipelining all ask here which operators are
 views, work on lists, in place, at random, element by element, or communicate. An operator that no

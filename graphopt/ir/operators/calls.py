@@ -16,8 +16,8 @@ from graphopt.ir.operators.table import Operator, operator_of, row
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The argument of an operator call that its schema calls `name`: its default, where it is not
-    given; None if the operator has none such.
+    """Returns a call's argument by its schema name: its default if it is not given, None if there
+    is none of that name.
 
     >>> from graphopt.comm import argument, get_all_comm_blocks
     >>> argument(get_all_comm_blocks(gm)[0].comm_node, "reduce_op")
@@ -35,13 +35,13 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def arguments_by_name(target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call of an operator by the names that they have in its schema."""
+    """Returns the arguments of an operator call by their schema names."""
     names = [argument.name for argument in _compat.schema_of(target).arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def argument_at(node: fx.Node, index: int) -> Any:
-    """The argument that a schema has at a position, given by position or by name."""
+    """Returns the argument at a schema position, whether given by position or by name."""
     if index < len(node.args):
         return node.args[index]
     assert isinstance(node.target, _compat.OpOverload)
@@ -49,14 +49,14 @@ def argument_at(node: fx.Node, index: int) -> Any:
 
 
 def first_argument(node: fx.Node) -> Any:
-    """The argument that comes first, given by position or by name; None where there is none."""
+    """Returns the first argument, given by position or by name, or None."""
     if node.args or not isinstance(node.target, _compat.OpOverload):
         return node.args[0] if node.args else None
     return argument_at(node, 0) if _compat.schema_of(node.target).arguments else None
 
 
 def draws(node: fx.Node) -> bool:
-    """True if a node draws random numbers, or touches a generator: attention without dropout does
+    """True if a node draws random numbers or touches a generator. Attention without dropout does
     not, although its operator may."""
     if not is_random(node):
         return False
@@ -64,8 +64,7 @@ def draws(node: fx.Node) -> bool:
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """Arguments that a node updates in place; of a call of compiled code by `meta["writes"]`,
-    positions of arguments.
+    """Returns the arguments that a node updates in place; for compiled code, by `meta["writes"]`.
 
     >>> from graphopt.graph_utils import find_nodes, is_copy, written
     >>> update = find_nodes(gm.graph, is_copy)[0]
@@ -82,12 +81,12 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 def written_positions(node: fx.Node) -> list[int]:
-    """Positions of the arguments that the operator of a node updates in place."""
+    """Returns the positions of the arguments that the operator of a node updates in place."""
     return [index for index in operator_of(node).writes if _is_written(node, index)]
 
 
 def overwritten(node: fx.Node) -> list[fx.Node]:
-    """Nodes that `written` gives, and the workspaces that the node computes in."""
+    """Returns the arguments that a node updates, and those that it uses as scratch memory."""
     found = written(node)
     for index in operator_of(node).workspaces:
         found += nodes_in(argument_at(node, index))
@@ -100,7 +99,7 @@ def _is_written(node: fx.Node, index: int) -> bool:
 
 
 def aliased(node: fx.Node) -> list[fx.Node]:
-    """Arguments whose memory the result of a node, or an item of it, may share."""
+    """Returns the arguments whose memory the result of a node, or an item of it, may share."""
     known = operator_of(node)
     if known.item:
         return node.all_input_nodes[:1]
@@ -116,7 +115,7 @@ def aliased(node: fx.Node) -> list[fx.Node]:
 
 
 def nodes_in(value: Any) -> Iterator[fx.Node]:
-    """Nodes among the leaves of a nest."""
+    """Yields the nodes among the leaves of a nest."""
     if isinstance(value, fx.Node):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -128,7 +127,7 @@ def nodes_in(value: Any) -> Iterator[fx.Node]:
 
 
 def calls_of(graph: fx.Graph, has: Callable[[Operator], object]) -> list[fx.Node]:
-    """The calls of operators for whose rows `has` holds, in graph order.
+    """Returns the calls of operators whose table row satisfies `has`, in graph order.
 
     The graph is asked by targets, of which there are few: no walk over its nodes.
     """
@@ -137,7 +136,7 @@ def calls_of(graph: fx.Graph, has: Callable[[Operator], object]) -> list[fx.Node
 
 
 def writers(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that update arguments in place, or may; see `written`. In graph order."""
+    """Returns the nodes that update arguments in place, or may (see `written`), in graph order."""
     found = calls_of(graph, attrgetter("writes"))
     for op in ("call_module", "call_method"):
         found += graph.find_nodes(op=op, sort=False)

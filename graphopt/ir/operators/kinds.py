@@ -54,7 +54,7 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def is_marker(node: fx.Node) -> bool:
-    """True if a node stands for communication that a kind of parallelism is to insert."""
+    """True if a node is a marker, which a kind of parallelism replaces by communication."""
     return operator_of(node).marker
 
 
@@ -69,7 +69,7 @@ def is_item(node: fx.Node) -> bool:
 
 
 def is_pointwise(target: object) -> bool:
-    """True if a node target computes each element of its result from one of each operand.
+    """True if an operator computes each result element from one element of each operand.
 
     >>> from graphopt.graph_utils import is_pointwise
     >>> is_pointwise(torch.ops.aten.add.Tensor), is_pointwise(torch.ops.aten.mm.default)
@@ -91,8 +91,8 @@ def rounds_in_place(target: object, dtype: torch.dtype) -> bool:
 
 
 def rounds_a_list_in_place(target: object, entries: Iterable[Any]) -> bool:
-    """True if a list operator that works in place gives other bits of some entry than its
-    functional form: on CPUs.
+    """True if an in-place list operator gives other bits than its functional form for some entry,
+    on CPUs.
 
     Args:
         entries: the tensors that it updates, or tensors like them.
@@ -128,7 +128,8 @@ def is_list_operator(node: fx.Node) -> bool:
 
 
 def fused_optimizer(target: Any) -> str | None:
-    """`_fused_adamw` for each overload of it and of its in-place form; None for other targets."""
+    """Returns the name of a fused optimizer, such as `_fused_adamw` for all its overloads, or
+    None."""
     if not isinstance(target, _compat.OpOverload):
         return None
     name: str = _compat.operator_name(target).removeprefix("aten::").removesuffix("_")
@@ -136,7 +137,7 @@ def fused_optimizer(target: Any) -> str | None:
 
 
 def fused_in_place(target: Any) -> Any:
-    """The overload of a fused optimizer that writes into its lists, and returns nothing."""
+    """Returns the in-place overload of a fused optimizer, which returns nothing."""
     packet = getattr(torch.ops.aten, f"{fused_optimizer(target)}_")
     return getattr(packet, _compat.overload_name(target))
 
@@ -147,8 +148,8 @@ def is_fused_optimizer(node: fx.Node) -> bool:
 
 
 def updated_lists(name: str, grad_scale: object) -> tuple[int, ...]:
-    """Positions of the lists that a fused optimizer updates, gradients among them where it takes
-    the scale of a `GradScaler`, with which it unscales them."""
+    """Returns the positions of the lists that a fused optimizer updates; gradients are among them
+    if it unscales them with `grad_scale`."""
     lists = FUSED_OPTIMIZERS[name]
     return lists if grad_scale is None else (*lists[:1], 1, *lists[1:])
 

@@ -35,7 +35,7 @@ from graphopt.ir.families import (
 
 @dataclass(frozen=True)
 class Operator:
-    """Facts about the target of a node.
+    """The table row of one operator: its kind and effects.
 
     Attributes:
         aliases: per result, positions of the arguments whose memory it may share. An operator that
@@ -90,18 +90,18 @@ class Operator:
 
     @cached_property
     def own_memory(self) -> bool:
-        """True if no result shares memory with an argument, nor another result."""
+        """True if all results have memory of their own."""
         return not (self.may_alias or self.one_tensor_twice)
 
     @cached_property
     def only_computes(self) -> bool:
-        """True if calls do nothing but give a value of their own, which is no item of another."""
+        """True if a call has no effect but its result, which has memory of its own."""
         shares = self.item or self.may_alias or self.writes or self.workspaces
         return not (shares or self.copies or self.wait or self.collective)
 
     @cached_property
     def aliased(self) -> tuple[int, ...]:
-        """Positions of the arguments whose memory a result may share."""
+        """The positions of the arguments whose memory a result may share."""
         return tuple(dict.fromkeys(index for result in self.aliases for index in result))
 
 
@@ -110,7 +110,7 @@ _GETITEM = Operator(aliases=((0,),), view=True, item=True)
 
 
 def operator_of(node: fx.Node) -> Operator:
-    """The row of what a node calls. Modules and methods have none of their own."""
+    """Returns the table row of a node's target. Modules and methods have no row of their own."""
     known = _ROWS.get(id(node.target))
     if known is not None:
         return known
@@ -118,7 +118,7 @@ def operator_of(node: fx.Node) -> Operator:
 
 
 def row(target: Any) -> Operator:
-    """The row of a target; a row without effects where it is no operator of torch's."""
+    """Returns the table row of a target; a row without effects if it is no operator of torch."""
     known = _ROWS.get(id(target))
     if known is not None:
         return known
@@ -189,8 +189,8 @@ def _aliases(schema: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _aliased_by(result: Any, schema: Any) -> tuple[int, ...]:
-    """Positions of arguments in an alias set of a result; those in any, where it is of a list:
-    torch does not say in which."""
+    """Returns the positions of the arguments that a result may alias. For a list result, torch does
+    not say which item."""
     if result is None:
         return ()
     marked = [(i, a.alias_info) for i, a in enumerate(schema.arguments) if a.alias_info is not None]
@@ -212,13 +212,13 @@ def _writes(schema: Any) -> tuple[int, ...]:
 
 
 def _takes_a_generator(schema: Any) -> bool:
-    """As `prims::normal` does, which torch does not say to be random."""
+    """True if an operator takes a generator, such as `prims::normal`, which torch does not tag as
+    random."""
     return any("Generator" in str(argument.type) for argument in schema.arguments)
 
 
 def _is_listed(schema: Any, communicates: bool) -> bool:
-    """List operators are known by their first argument, a list of tensors, and by their family:
-    `cat` takes a list as well, and an operator like `_fused_rms_norm` does not."""
+    """True if an operator works on lists entry by entry. Excludes operators such as `cat`."""
     if not schema.arguments or not is_list_of_tensors(schema.arguments[0].type):
         return False
     return communicates or schema.name.startswith(LISTED_FAMILIES)
