@@ -1,4 +1,4 @@
-"""Passes: how they are declared, found by name, put in order, run, checked and recorded."""
+"""The pass manager: declares passes, finds them by name, orders, runs, checks and records them."""
 
 from graphopt.manager.callbacks import PassCallback, PassContext
 from graphopt.manager.declaration import Pass

@@ -1,4 +1,4 @@
-"""Checks of a graph module before a pipeline runs on it and changes anything."""
+"""Checks of a graph module before a pipeline changes anything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphopt.manager.text import Pipeline, marked_text
 
 
 def check_graph_module(gm: object) -> None:
-    """Refuse what is no graph module, with a hint to what was meant.
+    """Refuses an argument that is no graph module, with a hint at what was meant.
 
     Raises:
         PassArgumentError: it is none.
@@ -34,7 +34,7 @@ def check_graph_module(gm: object) -> None:
 
 
 def check_iterations(gm: fx.GraphModule, pipeline: Pipeline, indices: Sequence[int]) -> None:
-    """Refuse passes that move work to the next iteration, of a plain graph module.
+    """Refuses passes that move work to the next iteration if the graph module is a plain one.
 
     Raises:
         IterationError: one of the passes to run needs an `IterGraphModule`.
@@ -53,7 +53,7 @@ def check_iterations(gm: fx.GraphModule, pipeline: Pipeline, indices: Sequence[i
 
 
 def check_open(gm: fx.GraphModule) -> None:
-    """Refuse a graph that is final, or of which an iteration is in flight.
+    """Refuses a graph that is final, or has an iteration in flight.
 
     Raises:
         PassOrderError: it is.

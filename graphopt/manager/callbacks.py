@@ -19,7 +19,7 @@ from graphopt.ir.accesses import MemoryOrder
 from graphopt.ir.rewritten import RewrittenPlace, rewritten_places
 from graphopt.iter_graph import IterGraphModule, check_late
 from graphopt.manager.declaration import Pass
-from graphopt.manager.problems import Refused, refusing_what_fails
+from graphopt.manager.problems import Refused, refusing_errors
 from graphopt.manager.records import PassRecord
 from graphopt.manager.settings import Settings
 from graphopt.manager.snapshot import Snapshot
@@ -42,7 +42,7 @@ logger = logging.getLogger("graphopt")
 
 @dataclass
 class PassContext:
-    """One application of a pass.
+    """One application of a pass, as callbacks see it.
 
     Attributes:
         gm: the graph module; in `failed` it is again what it was before the pass.
@@ -74,7 +74,7 @@ class PassContext:
 
 
 class PassCallback:
-    """Base of callbacks. `before_pass` is called in the order of the list, the others in reverse.
+    """Base class of callbacks. `before_pass` runs in list order, the other methods in reverse.
 
     An exception in `before_pass` or `after_pass` ends the run, with the graph as before the pass.
     So does an edit of the graph in `after_pass`: it would not be checked.
@@ -88,17 +88,17 @@ class PassCallback:
     """
 
     def before_pass(self, context: PassContext) -> None:
-        """The pass is about to run."""
+        """Runs before the pass."""
 
     def after_pass(self, context: PassContext) -> None:
-        """The pass has run, and has left a well-formed graph."""
+        """Runs after the pass, if that left a well-formed graph."""
 
     def failed(self, context: PassContext, error: BaseException) -> None:
-        """The pass raised or was refused, and the graph is restored."""
+        """Runs after the pass raised or was refused, with the graph restored."""
 
 
 class Timing(PassCallback):
-    """Takes the time of passes, and logs a line for each."""
+    """Measures the seconds of each pass, and logs a line for it."""
 
     def __init__(self) -> None:
         self._start = 0.0
@@ -112,7 +112,7 @@ class Timing(PassCallback):
 
 
 class Verification(PassCallback):
-    """Refuses a pass that loses a dependency or, at level "equivalence", computes something else.
+    """Refuses a pass that loses a dependency or, at level "equivalence", changes a value.
 
     Where a graph is proven to compute the same, of the dependencies only that is looked at of which
     terms do not speak. A graph of which they cannot speak at all, such as one without metadata, is
@@ -133,11 +133,11 @@ class Verification(PassCallback):
                 self._proof.learn(context.gm)
 
     def after_pass(self, context: PassContext) -> None:
-        besides = context.before.besides.problems()
-        if besides:
-            raise Refused(besides)
+        problems = context.before.module_state.problems()
+        if problems:
+            raise Refused(problems)
         if context.record.changed:
-            with refusing_what_fails():
+            with refusing_errors():
                 self._check(context)
 
     def _check(self, context: PassContext) -> None:
@@ -151,18 +151,18 @@ class Verification(PassCallback):
         if wrong:
             raise Refused(wrong)
         if self._prove and context.before.annotated and not context.pass_.changes_numerics:
-            problems = self._not_proven(context)
+            problems = self._problems_by_proof(context)
         else:
-            problems = self._not_kept(context)
+            problems = self._problems_by_dependencies(context)
             if problems and self._is_proven(context):
                 problems = []
         if problems:
             raise Refused(problems, of_values=True)
 
-    def _not_proven(self, context: PassContext) -> list[Problem]:
-        """What is wrong where all has to be computed as it was."""
+    def _problems_by_proof(self, context: PassContext) -> list[Problem]:
+        """Returns the problems of a graph that must compute exactly what it did."""
         before, gm = context.before, context.gm
-        wrong = self._badly_typed(context) or list(structure.waits_of_launches(gm.graph))
+        wrong = self._metadata_problems(context) or list(structure.waits_of_launches(gm.graph))
         if wrong:
             self._proof.forget()
             raise Refused(self._dependencies_lost(context) or wrong)
@@ -178,10 +178,10 @@ class Verification(PassCallback):
         return self._dependencies_lost(context) or problems
 
     def _is_proven(self, context: PassContext) -> bool:
-        """True if a graph computes the same though dependencies do not show it: what is proven is
-        accepted whatever a pass declares, and whatever is asked for."""
+        """True if the proof succeeds although dependencies changed. A proven graph is accepted at
+        every level, whatever the pass declares."""
         gm, before = context.gm, context.before
-        if not before.annotated or self._badly_typed(context):
+        if not before.annotated or self._metadata_problems(context):
             return False
         if list(structure.waits_of_launches(gm.graph)):
             return False
@@ -207,12 +207,12 @@ class Verification(PassCallback):
             return EquivalenceReport([error.problem], decidable=False)
         return self._proof.follow(context.gm, sends=sends)
 
-    def _not_kept(self, context: PassContext) -> list[Problem]:
-        """What is wrong where dependencies have to be as they were, and all but rewritten places
-        computed as it was."""
+    def _problems_by_dependencies(self, context: PassContext) -> list[Problem]:
+        """Returns lost dependencies, and at level "equivalence" changed values outside rewritten
+        places."""
         numerics = context.pass_.changes_numerics
         places = rewritten_places(context.gm.graph) if numerics else []
-        problems = self._dependencies_lost(context) or self._badly_typed(context)
+        problems = self._dependencies_lost(context) or self._metadata_problems(context)
         self._proof.forget()
         if not problems and self._prove and (places or not numerics):
             return self._not_equivalent(context, places)
@@ -249,8 +249,8 @@ class Verification(PassCallback):
         logger.info("%s: %s", context.pass_.name, report.problems[0].message)
         return _kept_nodes_changed(context)
 
-    def _badly_typed(self, context: PassContext) -> list[Problem]:
-        """What is wrong with nodes by themselves, and with what the graph returns and sends."""
+    def _metadata_problems(self, context: PassContext) -> list[Problem]:
+        """Returns wrong metadata of new or changed nodes, and changed kinds of results."""
         before, gm = context.before, context.gm
         if not before.annotated:
             return []
@@ -266,7 +266,7 @@ class Verification(PassCallback):
 
 
 def _calls_of_host(before: Snapshot, graph: fx.Graph, proof: Proof) -> list[Problem]:
-    """What is wrong with calls of the program's functions, if there are any."""
+    """Returns problems with the program's host calls, if it has any."""
     if proof.known is None or not proof.known.calls_of_host:
         return []
     old, same = before.graph, before.correspondence
@@ -279,7 +279,7 @@ def _calls_of_host(before: Snapshot, graph: fx.Graph, proof: Proof) -> list[Prob
 
 
 def _kept_nodes_changed(context: PassContext) -> list[Problem]:
-    """Without a proof, what is kept has to be as it was."""
+    """Returns kept nodes that were changed, for graphs without a proof."""
     same = context.before.correspondence
     if same is None or context.pass_.changes_numerics:
         return []
@@ -287,7 +287,7 @@ def _kept_nodes_changed(context: PassContext) -> list[Problem]:
 
 
 class Dump(PassCallback):
-    """Writes what each pass leaves to files.
+    """Writes the graph after each pass to files.
 
     `after_<pass>.txt` is the graph, `after_<pass>.diff` what changed. For an `IterGraphModule`
     there are `after_<pass>_setup.txt` and the same for main, drain and cleanup. A pass that comes
@@ -307,7 +307,7 @@ class Dump(PassCallback):
         self.write(context.pass_.name, context.before.graph, context.gm)
 
     def write(self, name: str, before: fx.Graph | None, gm: fx.GraphModule) -> None:
-        """Write a graph.
+        """Writes one graph.
 
         Args:
             name: what has left it.
@@ -345,7 +345,7 @@ def _files(name: str, before: fx.Graph | None, gm: fx.GraphModule) -> Iterator[t
 
 
 def dump_of(settings: Settings) -> Dump | None:
-    """The writer of graphs, if they are to be written."""
+    """Returns the callback that writes graphs, or None if they are not to be written."""
     if settings.dump_dir is None:
         return None
     return Dump(settings.dump_dir, required=settings.dump_required)

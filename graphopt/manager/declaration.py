@@ -1,4 +1,4 @@
-"""The declaration of a pass: a function on a graph module, with a name, options and constraints."""
+"""The declaration of a pass: a function on graph modules, with a name, options and constraints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Pass:
-    """A declared pass: callable, and an entry of a pipeline.
+    """A declared pass: callable by itself, and an entry of pipelines.
 
     Attributes:
         name: by which pipelines, constraints and `disable` know it.
@@ -88,11 +88,12 @@ class Pass:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Module and function name: declared again, the same one replaces itself."""
+        """The pass's module and function name; a second declaration of the same replaces the
+        first."""
         return self.module, self.function.__name__
 
     def __call__(self, gm: fx.GraphModule, /, *args: Any, **options: Any) -> PassRecord:
-        """Apply the pass alone: the same checks and the same record as in a `PassManager`."""
+        """Applies the pass alone, with the checks and the record of a `PassManager`."""
         if len(args) > len(self.options):
             raise PassArgumentError(
                 f"pass {self.name!r} takes {len(self.options)} options, not {len(args)}"

@@ -29,7 +29,7 @@ def graph_optimization_pass(
     bakes_rank: bool = False,
     registry: PassRegistry | None = None,
 ) -> Callable[[Callable[..., int | None]], Pass]:
-    """Make a pass of a function that edits the graph of a graph module in place.
+    """Declares a function that edits a graph module's graph in place as a pass.
 
         @graph_optimization_pass(prerequisites=["comm_fusion_with_concat"])
         def my_pass(gm: fx.GraphModule, threshold: int = 3) -> int:
@@ -104,7 +104,8 @@ def graph_optimization_pass(
 
 
 def _warn_of_unknown(pass_: Pass, registry: PassRegistry) -> None:
-    """Warn of names that constrain nothing: written wrong, or of passes that are not installed."""
+    """Warns of `apply_after` and `apply_before` names that match no pass: misspelt, or not
+    installed."""
     if pass_.module.startswith("graphopt.passes."):  # whose other files may not be imported yet
         return
     for name in registry.unknown(pass_):

@@ -1,4 +1,4 @@
-"""The difference that a pass made, kept with its record for the page of a step.
+"""The graph difference that a pass made, kept with its record.
 
 Every pass of every step leaves one, and nearly nobody asks for it: what differs is noted at once,
 and written out as text when it is read.
@@ -21,7 +21,7 @@ from graphopt.readable.rows import argument, row_of
 
 @dataclass(frozen=True, eq=False, slots=True)
 class NotedNode:
-    """A node as it was at some time.
+    """The content of a node at one time.
 
     Attributes:
         node: the node, which may hold something else by now.
@@ -36,7 +36,8 @@ class NotedNode:
 
 @dataclass(frozen=True, eq=False)
 class PassDifference:
-    """The change of a pass, to be written out. Copies are the text: nodes belong to their graph.
+    """The change that a pass made, formatted when needed. Copies hold the text, since nodes belong
+    to their graph.
 
     Attributes:
         name: of the pass.
@@ -56,12 +57,12 @@ class PassDifference:
 def difference(
     before: Snapshot, gm: fx.GraphModule, name: str, changed_nodes: Iterable[tuple[fx.Node, Any]]
 ) -> PassDifference | str:
-    """The difference that a pass has made; `str` of it is unified text.
+    """Returns the difference that a pass has made; `str` of it is a unified diff.
 
     Args:
         changed_nodes: those that `before` says have changed.
     """
-    if not before.is_of_the_same_graph:
+    if not before.has_same_graph_object:
         return graph_diff(before.graph, gm, _names(name))
     graph = gm.graph
     late: Mapping[fx.Node, fx.Node] = graph.late if isinstance(graph, IterGraph) else {}
@@ -98,7 +99,7 @@ def _text(line: NotedNode) -> str:
 
 
 class _StandIns:
-    """Nodes in a graph of their own in place of those of another: their names and metadata."""
+    """Copies of names and metadata of another graph's nodes, in a graph of their own."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph

@@ -1,4 +1,4 @@
-"""Finds passes: every file in `graphopt.passes`, and what other packages offer.
+"""Discovery of passes: the files in `graphopt.passes`, and entry points of other packages.
 
 A package offers passes by an entry point of the group ``graphopt.passes``, whose value is a module
 that declares passes, or ``module:name`` of one pass.
@@ -44,7 +44,7 @@ registry = default_registry()
 
 
 def load() -> None:
-    """Import all modules that declare passes. An entry point that fails is logged, and left out."""
+    """Imports all modules that declare passes. An entry point that fails is logged and skipped."""
     package = importlib.import_module("graphopt.passes")
     for found in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"graphopt.passes.{found.name}")
@@ -70,7 +70,7 @@ def _load_entry_point(entry_point: importlib.metadata.EntryPoint) -> None:
 
 @cache
 def install() -> None:
-    """Let the default registry find passes when it is first asked for one."""
+    """Makes the default registry discover passes at its first use."""
     registry.add_loader(load)
     registry.pipelines["default"] = _default
 

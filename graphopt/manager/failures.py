@@ -1,4 +1,4 @@
-"""The error of a pass that raised or was refused, and the file that reproduces it."""
+"""Errors for passes that raised or were refused, and the files that reproduce them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHOWN = 4
 def refusal(
     context: PassContext, refused: Refused, folder: Path, trial: str | None = None
 ) -> VerificationError | PassError:
-    """The error for a pass that was refused. The graph must have been restored.
+    """Builds the error for a refused pass. The graph must already be restored.
 
     Args:
         trial: what random inputs say of what the pass left.
@@ -45,12 +45,12 @@ def refusal(
 
 
 def _without_declaration(problem: Problem) -> Problem:
-    """The same without the hint that a rule may be missing, where the numbers are wrong."""
+    """Drops the hint that a rule may be missing, for problems where the numbers are wrong."""
     return replace(problem, hint=None) if (problem.hint or "").endswith(HINT) else problem
 
 
 def crash(context: PassContext, error: Exception, folder: Path) -> GraphOptError:
-    """The error for a pass that raised `error`. The graph must have been restored.
+    """Builds the error for a pass that raised `error`. The graph must already be restored.
 
     An error of graphopt keeps its type, and any other becomes a `PassError`.
     """
@@ -65,7 +65,7 @@ def crash(context: PassContext, error: Exception, folder: Path) -> GraphOptError
 
 @dataclass(frozen=True)
 class StageAttempt:
-    """A stage that is about to run on a derived graph, to say later what has failed.
+    """The context of a stage that is about to run, for the error if it fails.
 
     Attributes:
         gm: the module of the graph.
@@ -85,11 +85,11 @@ class StageAttempt:
 
     @property
     def title(self) -> str:
-        """The stage and its graph."""
+        """The names of the stage and its graph."""
         return f"stage {self.done[-1]!r}" + (f" of {self.graph!r}" if self.graph else "")
 
     def lines(self) -> dict[str, str]:
-        """Lines of an error about the place in the list."""
+        """The lines of an error that locate the stage in the list."""
         marked = [f"[{name}]" if name == self.done[-1] else name for name in self.names]
         return {"stages:": " -> ".join(marked), "reproduce:": self._reproduce()}
 
@@ -105,13 +105,13 @@ class StageAttempt:
 
 
 def refusal_of_stage(refused: Refused, attempt: StageAttempt) -> VerificationError:
-    """The error for what a stage has left."""
+    """Builds the error for a refused stage."""
     head = f"{attempt.title} was refused: "
     return VerificationError(_layout(head, refused.problems, attempt.lines()))
 
 
 def crash_of_stage(error: Exception, attempt: StageAttempt) -> GraphOptError:
-    """The error for a stage that raised `error`; as `crash`."""
+    """Builds the error for a stage that raised `error`, as `crash` does."""
     head = f"{attempt.title} raised "
     return _with_text(error, _layout(head, [Problem(_named(error))], attempt.lines()))
 
@@ -122,7 +122,7 @@ def _named(error: Exception) -> str:
 
 
 def _with_text(error: Exception, full: str) -> GraphOptError:
-    """An error of graphopt with another text; any other becomes a `PassError`."""
+    """Returns an error of graphopt's with another text; any other becomes a `PassError`."""
     if isinstance(error, GraphOptError):
         error.args = (full,)
         if str(error) == full:
@@ -133,7 +133,7 @@ def _with_text(error: Exception, full: str) -> GraphOptError:
 
 
 def _place_in_pass(error: Exception, pass_: Pass) -> str | None:
-    """The line of the pass's file that was running."""
+    """Returns the line of the pass's file that was running, or None."""
     file = pass_.source.rpartition(":")[0]
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame for frame in frames if frame.filename == file]
@@ -154,7 +154,7 @@ def _text(
 
 
 def _layout(head: str, problems: Sequence[Problem], known: Mapping[str, str | None]) -> str:
-    """The text of an error; `known` is what is said of the place, by its heading."""
+    """Formats an error. `known` maps headings to what is known of the place."""
     first, *more = problems
     lines = [head + first.message]
     lines += _node_lines(first.nodes)
@@ -169,7 +169,7 @@ def _layout(head: str, problems: Sequence[Problem], known: Mapping[str, str | No
 
 
 def _node_lines(nodes: Sequence[fx.Node]) -> list[str]:
-    """Nodes with their equal signs below each other."""
+    """Formats nodes with their equal signs aligned."""
     parts = [describe(node).partition(" = ") for node in nodes]
     width = max((len(name) for name, equals, _ in parts if equals), default=0)
     texts = [f"{name:<{width}}{equals}{call}" for name, equals, call in parts]
@@ -188,7 +188,7 @@ def _reproduce(context: PassContext, folder: Path) -> str:
 
 
 def _import_option(pass_: Pass) -> str:
-    """What lets the command find a pass that is not one of graphopt's own."""
+    """Returns the command-line option that makes a user's pass known."""
     file = Path(pass_.source.rpartition(":")[0])
     if pass_.module.startswith("graphopt.") or not file.is_file():
         return ""
@@ -196,5 +196,5 @@ def _import_option(pass_: Pass) -> str:
 
 
 def _shown(file: Path) -> Path:
-    """A file as users see it: from the current folder, if it is in there."""
+    """Returns a path for display, relative to the current folder if it is inside."""
     return file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file

@@ -1,4 +1,4 @@
-"""Values of options as text."""
+"""Option values as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def literal(value: Any) -> str:
-    """A value as a Python literal, or ``inf`` and ``nan``; for what has none, its `repr`."""
+    """Returns a value as a Python literal, or ``inf`` and ``nan``; otherwise its `repr`."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if type(value) is list:
@@ -18,7 +18,7 @@ def literal(value: Any) -> str:
 
 
 def has_literal(value: Any) -> bool:
-    """True if `literal` gives text that means the value."""
+    """True if the text that `literal` gives means the value."""
     if type(value) in (list, tuple):
         return all(map(has_literal, value))
     return value is None or type(value) in (bool, int, float, str)

@@ -1,4 +1,4 @@
-"""State of a graph module outside its nodes that a pass must keep: constants, submodules,
+"""State of a graph module outside its nodes that a pass must not change: constants, submodules,
 callbacks, hooks, lists in metadata, and code generation."""
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from graphopt.verify.module_constants import attribute
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 """The tables of a module with what runs when it is called, besides its graph."""
 
-_TOLD = (KIND, NAME, PLACEMENT, HELD, HELD_SOMEWHERE, RETURNED, WRITES)
+_CAPTURE_KEYS = (KIND, NAME, PLACEMENT, HELD, HELD_SOMEWHERE, RETURNED, WRITES)
 """Metadata of inputs, and of calls of modules, which says who holds them or writes to them."""
 
 _KINDS = {"get_attr": "constant", "call_module": "part"}
 
 
-class BesidesNodes:
-    """All of it, when this is made. A pass changes none of it."""
+class ModuleState:
+    """A snapshot of a module's state outside the nodes, for comparison and restoring."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm, self._graph = gm, gm.graph
@@ -45,14 +45,13 @@ class BesidesNodes:
         self._code_maker = _compat.code_maker(gm.graph)
         self._constants = {str(n.target): _content_of(gm, n) for n in _attributes_read(gm)}
         inputs = _inputs_and_parts(gm.graph)
-        self._told = {_name_of(node): _told(node) for node in inputs if node.meta}
+        self._capture_facts = {_name_of(node): _capture_facts(node) for node in inputs if node.meta}
         self._parts = {part: copy_graph(part.graph)[0] for part in _parts(gm)}
         self._host_calls = [(n, n.target, dict(vars(n.target))) for n in host_calls(gm.graph)]
         self._hooks = _hooks(gm)
 
     def problems(self) -> list[Problem]:
-        """What a pass has changed that is no part of the graph, but decides what it does: constants
-        of the module, calls of the program's functions, hooks."""
+        """Returns a problem for each changed constant, host call, metadata list, input, or hook."""
         problems = self.changed_constants()
         for node, call, was in self._host_calls:
             now = vars(call)
@@ -64,17 +63,17 @@ class BesidesNodes:
                 hint = "put other metadata in its place, as node.meta['val'] = [...]"
                 problems.append(Problem("it changed a list of metadata itself", (node,), hint))
         problems += self._changed_inputs()
-        if not self._has_its_code():
-            hint = "what a pass changes are nodes"
+        if not self._generates_same_code():
+            hint = "a pass may change nodes only"
             problems.append(Problem("it changed how the code of the graph is written", hint=hint))
         hooks = _hooks(self._gm)
         if any(held != self._hooks.get(module, _NO_HOOKS) for module, held in hooks.items()):
-            hint = "what a pass changes is the graph"
+            hint = "a pass may change the graph only"
             problems.append(Problem("it added or removed a hook of the module", hint=hint))
         return problems
 
     def changed_constants(self) -> list[Problem]:
-        """Constants of the module, and parts of it, that stand behind their names no longer."""
+        """Returns a problem for each constant or submodule that was replaced or changed."""
         return [
             Problem(
                 f"the {_KINDS[node.op]} {node.target} of the module is another one, or was changed",
@@ -87,26 +86,27 @@ class BesidesNodes:
         ]
 
     def _changed_inputs(self) -> list[Problem]:
-        """Inputs of which metadata says something else than before that decides what may be done
-        with them, and calls of modules of which it does so."""
-        hint = "what the program does with a tensor, the capture has found out"
+        """Returns a problem for each input or submodule call whose metadata from the capture
+        (`_CAPTURE_KEYS`) changed."""
+        hint = "only the capture sets this metadata"
         return [
             Problem(f"it changed meta[{name!r}] of an input or a part", (node,), hint)
             for node in _inputs_and_parts(self._gm.graph)
-            if (now := _told(node)) != (known := self._told.get(_name_of(node), now))
-            for name, held, was in zip(_TOLD, now, known, strict=True)
+            if (now := _capture_facts(node))
+            != (known := self._capture_facts.get(_name_of(node), now))
+            for name, held, was in zip(_CAPTURE_KEYS, now, known, strict=True)
             if held != was
         ]
 
-    def _has_its_code(self) -> bool:
-        """True if the graph becomes code as it did: for a graph that was put in place of it, by
-        what does so for all graphs."""
+    def _generates_same_code(self) -> bool:
+        """True if the graph still generates code as before; a new graph object must use a generator
+        of the same class."""
         (maker, then), (was, had) = _compat.code_maker(self._gm.graph), self._code_maker
         same = maker is was or (self._gm.graph is not self._graph and type(maker) is type(was))
         return same and then is had
 
     def restore(self) -> None:
-        """Make all of it what it was, but for the attributes of modules."""
+        """Restores the state, except the attributes of modules."""
         for value, entries in self._lists.values():
             _put_back(value, entries)
         for _, call, held in self._host_calls:
@@ -121,13 +121,13 @@ def _inputs_and_parts(graph: fx.Graph) -> list[fx.Node]:
     return [*inputs, *graph.find_nodes(op="call_module")]
 
 
-def _told(node: fx.Node) -> tuple[Any, ...]:
-    """What `_TOLD` names of a node."""
-    return tuple(map(node.meta.get, _TOLD))
+def _capture_facts(node: fx.Node) -> tuple[Any, ...]:
+    """Returns the metadata of a node that only the capture may set (`_CAPTURE_KEYS`)."""
+    return tuple(map(node.meta.get, _CAPTURE_KEYS))
 
 
 def _name_of(node: fx.Node) -> object:
-    """By which an input is known, also in another graph, or a call in this one."""
+    """Returns the key of an input or call: the name for inputs, which other graphs share."""
     return str(node.target) if node.op == "placeholder" else node
 
 
@@ -135,7 +135,7 @@ _LISTS = (list, tuple)
 
 
 def _entries(value: Any) -> tuple[Any, ...]:
-    """The entries of a list, those of lists in it included."""
+    """Returns a list's entries as a tuple, nested lists included."""
     return tuple([_entries(entry) if type(entry) in _LISTS else entry for entry in value])
 
 
@@ -158,13 +158,13 @@ def _put_back(value: Any, entries: tuple[Any, ...]) -> None:
 
 
 def _attributes_read(gm: fx.GraphModule) -> list[fx.Node]:
-    """The nodes that give constants of a module, or call modules within it."""
+    """Returns the nodes that read a module's constants or call its submodules."""
     constants = gm.graph.find_nodes(op="get_attr")
     return [*constants, *gm.graph.find_nodes(op="call_module")]
 
 
 def _parts(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    """The graph modules that a graph calls, or gives to what calls them, and those within them."""
+    """Returns all graph modules that a graph calls, directly or indirectly."""
     found = []
     for node in _attributes_read(gm):
         part = graph_of_part(attribute(gm, node))
@@ -174,7 +174,7 @@ def _parts(gm: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def _hooks(gm: nn.Module) -> dict[nn.Module, list[Any]]:
-    """What runs when a module or one of its submodules is called, besides its graph."""
+    """Returns the forward functions and hooks of a module and its submodules."""
     return {module: _hooks_of(vars(module)) for module in gm.modules()}
 
 
@@ -186,7 +186,7 @@ _NO_HOOKS: list[Any] = [None, *([] for _ in HOOKS)]
 
 
 def _content_of(gm: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
-    """What tells an attribute from another one: tensors count their updates."""
+    """Returns what identifies an attribute's content: the object and, for tensors, the version."""
     found = attribute(gm, node)
     if isinstance(found, torch.Tensor):
         return Itself(found), _compat.version_of(found)

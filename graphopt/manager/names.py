@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name."""
+    """Returns the end of an error about an unknown name: the nearest known one."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1)
     if near:

@@ -1,4 +1,4 @@
-"""Notes of passes: why one has done nothing, or less than its users expect."""
+"""Notes of passes that explain why they changed nothing, or less than expected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _given: ContextVar[list[str] | None] = ContextVar("_given", default=None)
 
 
 def note(text: str) -> None:
-    """Let the record of the pass that runs now say why it does nothing, or less than expected.
+    """Adds to the running pass's record why it does nothing, or less than expected.
 
     A pass calls it, several times if need be; elsewhere it does nothing.
 
@@ -33,7 +33,7 @@ def note(text: str) -> None:
 
 @contextmanager
 def collected() -> Iterator[list[str]]:
-    """Collects what is noted while it is active."""
+    """Collects notes while it is active."""
     notes: list[str] = []
     token = _given.set(notes)
     try:

@@ -1,4 +1,4 @@
-"""Options of a pass: what its function's signature says, and whether values fit."""
+"""Options of passes, read from function signatures, and checks of their values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REQUIRED: Any = inspect.Parameter.empty
 
 
 class PassArgumentError(PipelineSyntaxError, TypeError):
-    """A pass is given something that it does not take.
+    """A pass got an option that it does not take, or a value of the wrong type.
 
     >>> from graphopt.manager import PassArgumentError
     >>> try:
@@ -30,7 +30,7 @@ class PassArgumentError(PipelineSyntaxError, TypeError):
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a pass.
+    """One option of a pass: name, type and default.
 
     Attributes:
         name: as in the signature.
@@ -48,12 +48,12 @@ class Option:
 
     @property
     def required(self) -> bool:
-        """True if a value has to be given."""
+        """True if the option has no default."""
         return self.default is REQUIRED
 
     @property
     def type_name(self) -> str:
-        """The type as one writes it: ``int``, ``float | None``, ``list[str]``."""
+        """The type in source form: ``int``, ``float | None``, ``list[str]``."""
         return _type_name(self.type)
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Option:
 
 
 def options_of(function: Callable[..., Any], name: str) -> dict[str, Option]:
-    """Options of the pass `name`: the parameters of its function after the graph module.
+    """Returns the options of pass `name`: its function's parameters after the graph module.
 
     Raises:
         PassDefinitionError: there is no first parameter, or an option cannot be given by name.
@@ -78,7 +78,7 @@ def options_of(function: Callable[..., Any], name: str) -> dict[str, Option]:
 
 
 def graph_annotation(function: Callable[..., Any]) -> Any:
-    """Annotation of a pass's first parameter; `typing.Any` where there is none."""
+    """Returns the annotation of a pass's first parameter, or `typing.Any`."""
     return _annotation(next(iter(inspect.signature(function).parameters.values())), function)
 
 
@@ -110,7 +110,7 @@ def _annotation(parameter: inspect.Parameter, function: Callable[..., Any]) -> A
 
 
 def bind(options: Mapping[str, Option], given: Mapping[str, Any], pass_name: str) -> dict[str, Any]:
-    """The value of each option: as given, or its default.
+    """Returns the value of each option: the given one, or the default.
 
     Raises:
         PassArgumentError: an option is unknown or missing, or its value is of the wrong type.
@@ -134,7 +134,8 @@ def bind(options: Mapping[str, Option], given: Mapping[str, Any], pass_name: str
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """True if a value is what an annotation says. Annotations it cannot read accept anything."""
+    """True if a value matches an annotation. Annotations that it cannot interpret match
+    anything."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is None or annotation is type(None):
         return value is None
@@ -154,7 +155,7 @@ def fits(value: Any, annotation: Any) -> bool:
 
 
 def is_class(annotation: Any) -> bool:
-    """True if an annotation is a class that `isinstance` takes; protocols and `Any` are not."""
+    """True if an annotation works with `isinstance`; protocols and `Any` do not."""
     if annotation is Any or not isinstance(annotation, type):
         return False
     try:

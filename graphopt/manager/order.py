@@ -1,4 +1,4 @@
-"""Order constraints between passes, checked before anything is changed."""
+"""Checks of the order constraints between passes, before any graph is changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_order(
     registry: PassRegistry,
     disabled: Collection[str] = (),
 ) -> None:
-    """Raise unless `passes` may be applied one after the other to a graph.
+    """Raises unless `passes` may be applied to a graph in this order.
 
     Args:
         passes: in the order in which they are to run.
@@ -39,7 +39,8 @@ def check_order(
 
 
 def _constraints(applied: Sequence[str], registry: PassRegistry) -> dict[str, tuple[str, ...]]:
-    """`apply_after` of what was applied; a loaded graph may have met passes unknown here."""
+    """Returns the `apply_after` constraints of applied passes, which may be unknown here if
+    loaded."""
     if not applied:
         return {}
     known = set(registry.names())

@@ -1,4 +1,4 @@
-"""The problem by which a check refuses a pass."""
+"""The exception by which a check refuses a pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphopt.verify import Problem
 
 
 class Refused(Exception):
-    """A pass is refused; becomes the error that users see once the graph is restored.
+    """A check refuses a pass; becomes the user's error once the graph is restored.
 
     Args:
         problems: why; at least one.
@@ -27,8 +27,8 @@ class Refused(Exception):
 
 
 @contextmanager
-def refusing_what_fails() -> Iterator[None]:
-    """Around what deals with a graph that a pass has left: an error there is the pass's fault."""
+def refusing_errors() -> Iterator[None]:
+    """Turns errors of code that processes a pass's graph into refusals of the pass."""
     try:
         yield
     except (Refused, GraphOptError):

@@ -1,4 +1,4 @@
-"""Records of the passes that were applied to a graph, kept on the graph module itself."""
+"""Records of applied passes, kept on the graph module itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ META_KEY = "graphopt_passes"
 
 
 class Counts(NamedTuple):
-    """Nodes of a graph: all, launches of collectives, `copy_`."""
+    """Node counts of a graph: all, collective launches, `copy_`."""
 
     nodes: int
     collectives: int
@@ -29,7 +29,7 @@ class Counts(NamedTuple):
 
 @dataclass
 class PassRecord:
-    """One application of a pass to a graph.
+    """The record of one application of a pass to a graph.
 
     Attributes:
         name: of the pass.
@@ -82,11 +82,11 @@ class PassRecord:
 
     @difference.setter
     def difference(self, text: object) -> None:
-        """Take a text, or what gives one when it is read."""
+        """Accepts a text, or a function that gives one when it is read."""
         self._difference = text
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies, and what is saved, hold the text: nodes belong to their graph."""
+        """Replaces the difference by its text, since nodes belong to their graph."""
         state = {**vars(self), "difference": self.difference}
         state.pop("_difference", None)
         return state
@@ -97,22 +97,22 @@ class PassRecord:
 
     @property
     def before(self) -> Counts:
-        """Counts of the graph before the pass."""
+        """The node counts before the pass."""
         return Counts(self.nodes_before, self.collectives_before, self.copies_before)
 
     @before.setter
     def before(self, counts: Counts) -> None:
-        """Counts of the graph before the pass."""
+        """Sets the node counts before the pass."""
         self.nodes_before, self.collectives_before, self.copies_before = counts
 
     @property
     def after(self) -> Counts:
-        """Counts of the graph after the pass."""
+        """The node counts after the pass."""
         return Counts(self.nodes_after, self.collectives_after, self.copies_after)
 
     @after.setter
     def after(self, counts: Counts) -> None:
-        """Counts of the graph after the pass."""
+        """Sets the node counts after the pass."""
         self.nodes_after, self.collectives_after, self.copies_after = counts
 
     def __str__(self) -> str:
@@ -145,7 +145,7 @@ class PassRecord:
 
 
 class Report(list[PassRecord]):
-    """Records, first to last; printed as a table, which notebooks show as well.
+    """A list of records, first to last, printed as a table (HTML in notebooks).
 
     >>> from graphopt.manager import records_of
     >>> _ = graphopt.PassManager("schedule_comm_wait").run(gm)
@@ -186,7 +186,7 @@ def _options(record: PassRecord) -> str:
 
 
 def _columns(record: PassRecord) -> list[str]:
-    """What the table of 80 columns says of a pass."""
+    """Returns a pass's cells in the table of 80 columns."""
     name, _, milliseconds, nodes, collectives, _, peak = _values(record, "→")
     changes = "some" if record.changes is None else str(record.changes)
     changes = "skipped" if record.skipped else changes if record.changed else "none"
@@ -194,7 +194,7 @@ def _columns(record: PassRecord) -> list[str]:
 
 
 def _values(record: PassRecord, arrow: str = " → ") -> list[str]:
-    """What a table says of a pass, without options and note."""
+    """Returns a pass's cells in a table without options and note."""
     peaks = [f"{n / 2**20:.1f}" for n in (record.peak_bytes_before, record.peak_bytes_after)]
     counts = zip(map(str, record.before), map(str, record.after), strict=True)
     values = [old if old == new else f"{old}{arrow}{new}" for old, new in [*counts, tuple(peaks)]]
@@ -205,7 +205,7 @@ def _values(record: PassRecord, arrow: str = " → ") -> list[str]:
 
 
 def applied_passes(gm: fx.GraphModule) -> list[str]:
-    """Names of the passes that were applied to a graph module, first to last.
+    """Returns the names of the passes applied to a graph module, first to last.
 
     >>> import graphopt, torch
     >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
@@ -218,7 +218,8 @@ def applied_passes(gm: fx.GraphModule) -> list[str]:
 
 
 def records_of(gm: fx.GraphModule) -> Report:
-    """Records of the stages that a graph module went through, passes included, first to last.
+    """Returns the records of all stages a graph module went through, passes included, first to
+    last.
 
     >>> from graphopt.manager import records_of
     >>> _ = graphopt.PassManager("schedule_comm_wait").run(gm)
@@ -229,7 +230,7 @@ def records_of(gm: fx.GraphModule) -> Report:
 
 
 def _as_record(record: Any) -> PassRecord:
-    """A record; that of a loaded graph has the same attributes, but may lack or add some."""
+    """Converts a loaded graph's record, which may lack or add attributes."""
     if isinstance(record, PassRecord):
         return record
     known = {entry.name for entry in fields(PassRecord) if entry.init}
@@ -239,13 +240,13 @@ def _as_record(record: Any) -> PassRecord:
 
 
 def add_record(gm: fx.GraphModule, record: PassRecord) -> None:
-    """Note that a pass was applied."""
+    """Appends a record to a graph module."""
     # A new dictionary, because a copy of a graph module shares `meta` with it.
     gm.meta = {**gm.meta, META_KEY: [*records_of(gm), record]}
 
 
 def count(graph: fx.Graph) -> Counts:
-    """Count the nodes of a graph."""
+    """Counts the nodes of a graph."""
     collectives = copies = 0
     for target, nodes in _compat.calls_by_target(graph):
         collectives += row(target).collective * len(nodes)
@@ -254,7 +255,7 @@ def count(graph: fx.Graph) -> Counts:
 
 
 def recorded_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as a record holds them: without references into the graph."""
+    """Returns options as a record holds them: without references into the graph."""
     return fx.node.map_aggregate(dict(options), _without_nodes)
 
 

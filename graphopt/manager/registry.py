@@ -1,4 +1,4 @@
-"""The passes that are known by name, and the constraints between them."""
+"""The registry of passes by name, and the constraints between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PassRegistry:
-    """Passes by name. `PassRegistry()` is empty and knows of no other.
+    """A registry of passes by name. `PassRegistry()` is empty and isolated.
 
     Attributes:
         pipelines: makers of the pipelines that have a name.
@@ -34,11 +34,11 @@ class PassRegistry:
         self.pipelines: dict[str, Callable[[], list[Any]]] = {"none": list}
 
     def add_loader(self, loader: Callable[[], None]) -> None:
-        """Let `loader` run, once, before the registry is first asked: it declares passes."""
+        """Adds a function that declares passes; it runs once, before the registry's first use."""
         self._loaders.append(loader)
 
     def register(self, pass_: Pass) -> Pass:
-        """Make a pass known.
+        """Adds a pass.
 
         The same function, by module and name, replaces itself, as when a notebook cell runs again.
 
@@ -62,12 +62,12 @@ class PassRegistry:
         return pass_
 
     def names(self) -> list[str]:
-        """Names of all passes, sorted."""
+        """Returns the names of all passes, sorted."""
         self._load()
         return sorted(self._passes)
 
     def get(self, name: str) -> Pass:
-        """The pass of that name.
+        """Returns the pass of that name.
 
         Raises:
             PipelineSyntaxError: there is none; names the nearest.
@@ -79,7 +79,7 @@ class PassRegistry:
 
     @property
     def graph(self) -> nx.DiGraph:
-        """All constraints: an edge from each pass to those that come after it.
+        """The graph of all constraints: an edge from each pass to those that must come after it.
 
         Its attribute `kind` is "prerequisite", "apply_after" or "apply_before". A name that a
         constraint mentions and nobody declares is a node as well.
@@ -95,7 +95,7 @@ class PassRegistry:
         return graph
 
     def order(self, names: Iterable[str]) -> list[str]:
-        """`names` in an order that all constraints between them allow.
+        """Returns `names` in a stable order that satisfies all constraints between them.
 
         It is stable: a name moves back only as far as it must.
 
@@ -116,8 +116,8 @@ class PassRegistry:
         return [wanted[place] for place in earliest_order(followers)]
 
     def check_known(self, passes: Sequence[Pass]) -> None:
-        """Raise `PassDefinitionError` if a prerequisite of `passes` is an unknown pass. What an
-        unknown pass may not follow or precede is no question."""
+        """Raises `PassDefinitionError` if a prerequisite of `passes` is unknown; unknown names in
+        the other constraints are ignored."""
         mentioned = [(p, n) for p in passes for n in p.prerequisites]
         here = {p.name for p in passes}
         if all(name in here for _, name in mentioned):
@@ -132,8 +132,8 @@ class PassRegistry:
                 )
 
     def unknown(self, pass_: Pass) -> list[str]:
-        """Names in `apply_after` and `apply_before` of a pass that are no passes so far; none while
-        passes are being found."""
+        """Returns names in a pass's `apply_after` and `apply_before` that are no passes yet; none
+        during discovery."""
         mentioned = dict.fromkeys((*pass_.apply_after, *pass_.apply_before))
         if self._running or mentioned.keys() <= self._passes.keys():
             return []
@@ -157,7 +157,7 @@ _DEFAULT = PassRegistry()
 
 
 def default_registry() -> PassRegistry:
-    """The registry in which `graph_optimization_pass` declares passes unless told otherwise.
+    """Returns the registry in which `graph_optimization_pass` declares passes by default.
 
     >>> from graphopt.manager import default_registry
     >>> default_registry() is graphopt.registry
@@ -175,7 +175,7 @@ def _function(pass_: Pass) -> str:
 
 
 def _constraints(passes: Iterable[Pass]) -> Iterator[tuple[str, str, str]]:
-    """All constraints of some passes: which pass, before which other, and the kind."""
+    """Yields all constraints of passes as (pass, later pass, kind)."""
     for pass_ in passes:
         yield from ((pass_.name, name, "apply_before") for name in pass_.apply_before)
         yield from ((name, pass_.name, "apply_after") for name in pass_.apply_after)
@@ -197,7 +197,7 @@ def _refuse_circle(constraints: Iterable[tuple[str, str, str]], pass_: Pass) -> 
 
 
 def _circle_through(followers: Mapping[str, Iterable[str]], name: str) -> list[str] | None:
-    """The shortest way from a pass back to itself; None if there is none."""
+    """Returns the shortest cycle of constraints through a pass, or None."""
     came_from: dict[str, str] = {}
     pending = [name]
     for current in pending:  # grows while it is read

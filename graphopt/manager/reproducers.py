@@ -1,4 +1,4 @@
-"""Files that hold the graph on which a pass or a stage failed."""
+"""Files that hold the graph on which a pass or a stage failed, to reproduce the failure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ VARIABLE = "GRAPHOPT_REPRO"
 """The environment variable that names the folder for such files."""
 
 
-def folder_beside(dump_dir: Path | None) -> Path:
-    """The folder for reproducers: as GRAPHOPT_REPRO says, else in the folder of dumps, else a
-    temporary one, which stays."""
+def reproducer_folder(dump_dir: Path | None) -> Path:
+    """Returns the folder for reproducers: GRAPHOPT_REPRO, else the dump folder, else a temporary
+    folder that is kept."""
     said = os.environ.get(VARIABLE)
     if said:
         return Path(said)
@@ -31,7 +31,8 @@ def _temporary() -> Path:
 
 
 def saved(gm: fx.GraphModule, folder: Path) -> tuple[Path | None, str]:
-    """The new file that holds a graph; None and why there is none."""
+    """Saves a graph. Returns the new file and an empty text, or None and the reason why there is
+    none."""
     try:
         return _save(gm, folder), ""
     except Exception as error:  # the error that is being explained matters more
@@ -50,7 +51,7 @@ def _save(gm: fx.GraphModule, folder: Path) -> Path:
 
 
 def _free_file(folder: Path) -> Path:
-    """A new file with the next free number. Other ranks may look for one at the same time."""
+    """Returns a new file with the next free number, safe against other ranks doing the same."""
     number = 1
     while True:
         path = folder / f"{number:02d}.pt"

@@ -1,4 +1,4 @@
-"""`PassManager`: runs a pipeline on a graph, and checks, times and records each pass."""
+"""`PassManager`: runs a pipeline on a graph; checks, times and records each pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from graphopt.manager.failures import crash, refusal
 from graphopt.manager.notes import collected
 from graphopt.manager.options import bind
 from graphopt.manager.order import check_order
-from graphopt.manager.problems import Refused, refusing_what_fails
+from graphopt.manager.problems import Refused, refusing_errors
 from graphopt.manager.records import (
     Counts,
     PassRecord,
@@ -35,7 +35,7 @@ from graphopt.manager.records import (
     recorded_arguments,
 )
 from graphopt.manager.registry import PassRegistry, default_registry
-from graphopt.manager.reproducers import folder_beside
+from graphopt.manager.reproducers import reproducer_folder
 from graphopt.manager.settings import Settings, read_settings
 from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline, Step, parse_pipeline
@@ -51,7 +51,7 @@ PipelineEntry: TypeAlias = str | Pass | tuple[str | Pass, Mapping[str, Any]]
 
 
 class PassManager:
-    """Runs passes on graphs, in the order given.
+    """Runs the passes of a pipeline on graphs, in order.
 
     Each pass either leaves a graph that was checked, or raises, and then the graph is as it was
     before that pass; passes before it stay applied. `str` of a manager is its pipeline as text.
@@ -114,18 +114,18 @@ class PassManager:
         return f"PassManager({str(self)!r})"
 
     def with_pipeline(self, pipeline: Sequence[PipelineEntry]) -> PassManager:
-        """A manager of other passes, with the same settings and callbacks."""
+        """Returns a manager of another pipeline, with the same settings and callbacks."""
         other = copy.copy(self)
         other.pipeline = _read_pipeline(pipeline, self._registry)
         return other
 
     @property
     def settings(self) -> Settings:
-        """Settings by which passes, and the stages around them, are run."""
+        """The settings for running passes and stages."""
         return self._settings
 
     def check_order(self, applied: Sequence[str] = ()) -> None:
-        """Ask whether the passes may run in this order, before there is a graph.
+        """Checks that the passes may run in this order, before there is a graph.
 
         Args:
             applied: passes that a graph will have had.
@@ -137,7 +137,7 @@ class PassManager:
         check_order(passes, applied, self._registry, self._settings.disable)
 
     def run(self, gm: fx.GraphModule, proof: Proof | None = None) -> list[PassRecord]:
-        """Apply the pipeline to a graph module, in place.
+        """Applies the pipeline to a graph module, in place.
 
         Args:
             proof: takes what is shown of the graph, for whoever goes on with it.
@@ -210,7 +210,7 @@ class PassManager:
             for callback in callbacks:
                 callback.before_pass(context)
             _call(context)
-            with refusing_what_fails():
+            with refusing_errors():
                 _settle(context)
             checked = _content(context.gm) if self._callbacks else []
             for callback in reversed(callbacks):
@@ -222,7 +222,7 @@ class PassManager:
             context.before.restore()
             for callback in reversed(callbacks):
                 callback.failed(context, error)
-            folder = folder_beside(self._settings.dump_dir)
+            folder = reproducer_folder(self._settings.dump_dir)
             if isinstance(error, Refused):
                 raise refusal(context, error, folder, tried) from error.__cause__
             if isinstance(error, _Raised):
@@ -232,7 +232,7 @@ class PassManager:
 
 
 class _Raised(Exception):
-    """A pass raised `cause`."""
+    """Wraps the exception `cause` that a pass raised."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(cause)
@@ -240,7 +240,7 @@ class _Raised(Exception):
 
 
 def _trial(context: PassContext, refused: Refused) -> str | None:
-    """What random inputs say of a graph that is refused."""
+    """Returns the verdict of a numeric trial on random inputs for a refused graph, or None."""
     if not refused.broken or context.pass_.changes_numerics or not context.before.annotated:
         return None
     before = module_of(context.gm, context.before.graph)
@@ -250,8 +250,7 @@ def _trial(context: PassContext, refused: Refused) -> str | None:
 def run_alone(
     pass_: Pass, gm: fx.GraphModule, options: Mapping[str, Any], registry: PassRegistry
 ) -> PassRecord:
-    """Run a pass that is called directly. A pass that is disabled does not run, and its record says
-    so."""
+    """Runs a pass that is called directly. A disabled pass does not run, and its record says so."""
     manager = PassManager([(pass_, options)], registry=registry)
     records = manager.run(gm)
     if records:
@@ -262,7 +261,7 @@ def run_alone(
 
 
 def _call(context: PassContext) -> None:
-    """Run the function of a pass, and take what it returns."""
+    """Runs the function of a pass and records its return value."""
     try:
         with collected() as notes:
             changes = context.pass_.function(context.gm, **context.arguments)
@@ -278,7 +277,7 @@ def _call(context: PassContext) -> None:
 
 
 def _settle(context: PassContext) -> None:
-    """Check what a pass has left, clean it up, and complete the record."""
+    """Checks and cleans up the graph that a pass has left, and completes the record."""
     gm, before, record = context.gm, context.before, context.record
     give_by_position(gm.graph)
     untouched = before.unchanged()
@@ -307,14 +306,14 @@ def _settle(context: PassContext) -> None:
 
 
 def _content(gm: fx.GraphModule) -> list[Any]:
-    """All of a graph, by identity: arguments are immutable."""
+    """Returns the contents of a graph for comparison by identity; arguments are immutable."""
     return [part for n in gm.graph.nodes for part in (n, n.target, n.args, n.kwargs)]
 
 
 def _refuse_edits(
     context: PassContext, checked: Sequence[Any], callbacks: Sequence[PassCallback]
 ) -> None:
-    """Refuse callbacks that have changed the graph which was checked."""
+    """Refuses callbacks that edited the graph after it was checked."""
     now = _content(context.gm) if callbacks else []
     if len(now) == len(checked) and all(map(operator.is_, now, checked)):
         return
@@ -327,7 +326,7 @@ def _refuse_edits(
 
 
 def _refuse_unread(context: PassContext, inserted: Sequence[str]) -> None:
-    """Refuse a pass all of whose work is dead code."""
+    """Refuses a pass all of whose new nodes are dead code."""
     count = context.record.changes
     problem = Problem(
         f"it reports {count} change{'s' * (count != 1)}, but nobody reads %{inserted[0]}, which it"

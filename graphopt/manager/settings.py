@@ -1,4 +1,4 @@
-"""Settings of a `PassManager`: arguments, and environment variables where no argument is given."""
+"""Settings of a `PassManager`: from arguments, else from environment variables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEVELS = ("off", "dependencies", "equivalence")
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings by which pipelines run.
+    """The settings by which pipelines run.
 
     Attributes:
         verify: one of `LEVELS`.
@@ -51,7 +51,7 @@ def read_settings(
     stop_after: int | None,
     known: Callable[[], Iterable[str]],
 ) -> Settings:
-    """Settings from arguments, then the environment, then defaults.
+    """Reads settings from arguments, then the environment, then defaults.
 
     Args:
         verify, dump_dir, disable, stop_after: as of `PassManager`.
@@ -74,7 +74,7 @@ def read_settings(
 
 
 def level_of(verify: str | None) -> str:
-    """The level of checks, one of `LEVELS`: an argument, else `GRAPHOPT_VERIFY`.
+    """Returns the verification level, one of `LEVELS`: the argument, else `GRAPHOPT_VERIFY`.
 
     Raises:
         PipelineSyntaxError: there is no such level; says where it comes from.
@@ -83,7 +83,7 @@ def level_of(verify: str | None) -> str:
 
 
 def enable_graph_optimization_dump(folder: str | os.PathLike[str] = "") -> Path:
-    """Let every `PassManager` that is made from now on write the graph after each pass.
+    """Makes every `PassManager` created from now on write the graph after each pass.
 
     This sets `GRAPHOPT_DUMP`, which processes that are started from here inherit.
 
@@ -112,7 +112,8 @@ def enable_graph_optimization_dump(folder: str | os.PathLike[str] = "") -> Path:
 
 
 def _given(value: Any, argument: str, variable: str) -> tuple[Any, str]:
-    """A value and where it comes from: an argument, or a variable that is set and not empty."""
+    """Returns a setting and its source: an argument, or an environment variable that is not
+    empty."""
     if value is not None:
         return value, argument
     return os.environ.get(variable) or None, variable

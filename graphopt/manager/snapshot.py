@@ -1,4 +1,4 @@
-"""A graph module as it is before a pass, to compare with and to return to."""
+"""Snapshots of a graph module before a pass, for comparison and for restoring."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphopt.graph_utils import follows_output_convention
 from graphopt.ir.metadata import has_value, known_value
 from graphopt.iter_graph import IterGraph
 from graphopt.iter_graph.graph import empty_like
-from graphopt.manager.module_state import HOOKS, BesidesNodes
+from graphopt.manager.module_state import HOOKS, ModuleState
 from graphopt.runtime.collector import collector_paused
 from graphopt.verify.interface import kinds_returned
 from graphopt.verify.metadata import GivenArgument
@@ -29,27 +29,27 @@ would compute."""
 
 
 class NodeRecord(NamedTuple):
-    """The content of a node, of which a copy of it is made."""
+    """The content of a node at one time, from which a copy can be made."""
 
     content: tuple[Any, ...]
     meta: dict[str, Any]
 
 
 def noted(node: fx.Node) -> NodeRecord:
-    """The content of a node as it is now."""
+    """Records the present content of a node."""
     # as `NodeRecord(...)` does it, without the detour through a function written in Python
     return tuple.__new__(NodeRecord, (_compat.content_of(node), node.meta.copy()))
 
 
 class Snapshot:
-    """The state of a graph module when this is made.
+    """The state of a graph module at the time this is created.
 
     What every node holds is noted at once, and the graph as it was is made of that when somebody
     asks for it: nearly always nobody does.
 
     Attributes:
         nodes: what each node held, in the order of the graph.
-        besides: what decides what the graph does, and is no part of it.
+        module_state: what decides what the graph does, and is no part of it.
         late: late nodes, with their destinations.
         placeholders: targets of the placeholders.
         annotated: whether all nodes have metadata.
@@ -66,7 +66,7 @@ class Snapshot:
             nodes = list(gm.graph.nodes)
             self.nodes = dict(zip(nodes, map(noted, nodes), strict=True))
         self.late = dict(late_nodes(gm.graph))
-        self.besides = BesidesNodes(gm)
+        self.module_state = ModuleState(gm)
         self.note_attributes()
         self.placeholders = [n.target for n in nodes if n.op == "placeholder"]
         self.kinds_returned = kinds_returned(gm.graph)
@@ -74,7 +74,7 @@ class Snapshot:
         self.annotated = not any(n.op != "output" for n in nodes if not has_value(n))
 
     def note_attributes(self) -> None:
-        """Take what the module and its submodules hold besides the graph as it is now."""
+        """Records the module's state outside the nodes anew."""
         self._modules = {module: _attributes(module) for module in self._gm.modules()}
 
     @cached_property
@@ -90,26 +90,27 @@ class Snapshot:
 
     @property
     def graph(self) -> fx.Graph:
-        """A copy of the graph as it was, late marks included."""
+        """A copy of the former graph, late marks included."""
         return self._copied[0]
 
     @property
     def copies(self) -> Mapping[fx.Node, fx.Node]:
-        """Node of the graph module as it was -> its copy in `graph`."""
+        """Maps former nodes of the graph module to their copies in `graph`."""
         return self._copied[1]
 
     @property
-    def is_of_the_same_graph(self) -> bool:
-        """True if the graph module still has the graph object that it had."""
+    def has_same_graph_object(self) -> bool:
+        """True if the graph module still has the same graph object."""
         return self._gm.graph is self._original
 
     @property
     def correspondence(self) -> dict[fx.Node, fx.Node] | None:
-        """Node of the graph module -> what it was before; None if its graph is another one."""
-        return dict(self.copies) if self.is_of_the_same_graph else None
+        """Maps nodes of the graph module to their former selves; None if it has another graph
+        object."""
+        return dict(self.copies) if self.has_same_graph_object else None
 
     def unchanged(self) -> bool:
-        """True if the graph is still the same: nodes, arguments, metadata, late marks."""
+        """True if nodes, arguments, metadata and late marks are all unchanged."""
         graph = self._gm.graph
         if graph is not self._original or len(graph.nodes) != len(self.nodes):
             return False
@@ -124,9 +125,9 @@ class Snapshot:
         return True
 
     def was(self, node: fx.Node) -> fx.Node | None:
-        """What a node was: itself, or where the graph module has another graph, that of the same
-        name. None if it was not there."""
-        if self.is_of_the_same_graph:
+        """Returns the former node: the same one or, in another graph object, that of the same name.
+        None if it is new."""
+        if self.has_same_graph_object:
             return node if node in self.nodes else None
         return self._by_name.get(node.name)
 
@@ -135,7 +136,7 @@ class Snapshot:
         return {record.content[0]: node for node, record in self.nodes.items()}
 
     def _in_names(self, content: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a node holds, with names in place of nodes."""
+        """Returns a node's content with names in place of nodes."""
         name, target, *given = content
 
         def named(source: fx.Node) -> Any:
@@ -144,16 +145,16 @@ class Snapshot:
         return name, target, *fx.node.map_arg(tuple(given), named)
 
     def new_nodes(self) -> Iterable[fx.Node]:
-        """Nodes that were not there."""
+        """Returns the nodes that the snapshot does not have."""
         known = self.nodes
-        if not self.is_of_the_same_graph:
+        if not self.has_same_graph_object:
             return [node for node in self._gm.graph.nodes if self.was(node) is None]
         return [node for node in self._gm.graph.nodes if node not in known]
 
     def changed_nodes(self) -> list[tuple[fx.Node, Any]]:
-        """Nodes with another operator, other arguments or another `meta["val"]`, and what the
-        latter was."""
-        if not self.is_of_the_same_graph:
+        """Returns nodes with another target, arguments or `meta["val"]`, each with the former
+        `meta["val"]`."""
+        if not self.has_same_graph_object:
             return self._changed_by_name()
         found = []
         known, content_of = self.nodes.get, _compat.content_of
@@ -181,7 +182,7 @@ class Snapshot:
         return found
 
     def former_arguments(self, node: fx.Node) -> Any:
-        """Former target of a node, and its arguments, positional and by name."""
+        """Returns a node's former target, positional and keyword arguments."""
         _, target, args, kwargs = self.nodes[cast(fx.Node, self.was(node))].content
 
         def given(source: fx.Node) -> Any:
@@ -190,22 +191,22 @@ class Snapshot:
         return target, *fx.node.map_arg((args, kwargs), given)
 
     def restore(self) -> None:
-        """Make the graph module what it was. Its nodes are then the copies."""
+        """Restores the graph module; its nodes are then the copies."""
         for module, attributes in self._modules.items():
             _restore_attributes(module, attributes)
-        self.besides.restore()
+        self.module_state.restore()
         self._gm.graph = self.graph
 
 
 def copy_of(
     node: fx.Node, held: NodeRecord, graph: fx.Graph, value_of: Callable[[fx.Node], fx.Node]
 ) -> fx.Node:
-    """A copy of a former node, at the end of another graph."""
+    """Appends a copy of a former node to another graph."""
     return _compat.copy_node(graph, node, value_of, (*held.content, held.meta))
 
 
 def _same(content: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """True if all is equal, and written alike: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    """True if two contents are equal in value and type: 0.0 and -0.0 differ, as do 1 and True."""
     a, b, c, d = content
     w, x, y, z = other
     if a is w and b is x and c is y and d is z:

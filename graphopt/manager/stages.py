@@ -1,4 +1,4 @@
-"""Stages: what happens to a graph besides passes, each an entry that is run as a pass is.
+"""Stages: transformations of a graph besides passes, run and recorded like passes.
 
 A stage behind the passes takes one of the graphs that are derived from a step (setup, main, drain)
 and gives another. `StageRunner` takes its time, records it, writes it where graphs are dumped, and
@@ -21,9 +21,9 @@ from graphopt import _compat
 from graphopt.iter_graph import copy_graph
 from graphopt.manager.callbacks import dump_of
 from graphopt.manager.failures import StageAttempt, crash_of_stage, refusal_of_stage
-from graphopt.manager.problems import Refused, refusing_what_fails
+from graphopt.manager.problems import Refused, refusing_errors
 from graphopt.manager.records import PassRecord, add_record, count
-from graphopt.manager.reproducers import folder_beside
+from graphopt.manager.reproducers import reproducer_folder
 from graphopt.manager.settings import Settings
 from graphopt.ranks.spmd import launches_digest
 from graphopt.verify import Problem
@@ -38,7 +38,7 @@ logger = logging.getLogger("graphopt")
 
 @dataclass(frozen=True)
 class DerivedGraph:
-    """The graph that a stage is given.
+    """The name and circumstances of the graph that a stage is given.
 
     Attributes:
         name: "setup", "main", "drain" or "cleanup".
@@ -54,7 +54,7 @@ class DerivedGraph:
 
 
 class GraphStage:
-    """Base of stages behind the passes.
+    """Base class of the stages behind the passes.
 
     Attributes:
         name: in the list of stages, in records, dumps and refusals.
@@ -65,21 +65,20 @@ class GraphStage:
     in_place = False
 
     def runs_on(self, which: DerivedGraph) -> bool:
-        """Whether it has anything to do with such a graph."""
+        """True if the stage applies to such a graph."""
         return True
 
     def apply(self, gm: fx.GraphModule, which: DerivedGraph) -> fx.GraphModule:
-        """What `gm` becomes: the same module with another graph, or another module. Whoever calls
-        this does not use `gm` any more."""
+        """Transforms `gm` and returns it, or another module in its place; the caller drops `gm`."""
         raise NotImplementedError
 
     def problems(self, gm: fx.GraphModule) -> Iterator[Problem]:
-        """Problems with the graph that it left, of which terms do not speak."""
+        """Yields problems of the resulting graph that the proof does not cover."""
         return iter(())
 
 
 class StageRunner:
-    """Runs the stages of one list.
+    """Runs the stages of one list on derived graphs.
 
     Args:
         settings: of the manager that runs the passes.
@@ -98,7 +97,7 @@ class StageRunner:
         owner: fx.GraphModule,
         proof: StageProof,
     ) -> fx.GraphModule:
-        """Take a derived graph through stages, in order.
+        """Runs a derived graph through stages, in order.
 
         Args:
             owner: the step, which keeps the records.
@@ -130,8 +129,8 @@ class StageRunner:
     def attempt(
         self, gm: fx.GraphModule, given: fx.Graph, done: Sequence[str], graph: str = ""
     ) -> StageAttempt:
-        """What an error says of a stage that is about to run; see `StageAttempt`."""
-        folder = folder_beside(self._settings.dump_dir)
+        """Returns the error context of a stage that is about to run."""
+        folder = reproducer_folder(self._settings.dump_dir)
         return StageAttempt(gm, given, graph, self._names, tuple(done), folder)
 
     def settle(
@@ -143,7 +142,7 @@ class StageRunner:
         after: fx.GraphModule,
         problems: Iterable[Problem],
     ) -> None:
-        """Check what a stage has left, record it, and write it where graphs are dumped.
+        """Checks, records and dumps the graph that a stage has left.
 
         Args:
             record: complete but for what the graph is now.
@@ -158,7 +157,7 @@ class StageRunner:
         record.launches = launches_digest(after.graph)
         record.changed = not untouched
         try:
-            with refusing_what_fails():
+            with refusing_errors():
                 found = list(problems)
                 if found:
                     raise Refused(found)
@@ -178,7 +177,7 @@ class StageRunner:
         before: fx.Graph,
         proof: StageProof,
     ) -> Iterator[Problem]:
-        """What is wrong with what a stage has left.
+        """Returns the problems of the graph that a stage has left.
 
         The order of collectives is looked at whatever is asked for: other ranks rely on it.
         """
@@ -195,7 +194,7 @@ class StageRunner:
 
 
 def _kept(stage: GraphStage, gm: fx.GraphModule) -> fx.Graph:
-    """The graph that a stage is given, to compare with afterwards."""
+    """Returns a copy of a stage's input graph, for later comparison."""
     if not stage.in_place:
         return gm.graph
     copy, _ = copy_graph(gm.graph)
@@ -211,7 +210,7 @@ def _applied(
 
 @contextmanager
 def crashes_explained(attempt: StageAttempt) -> Iterator[None]:
-    """While active, an error says which stage has raised it, and what runs the stage once more."""
+    """A context in which errors name the stage that raised them, and how to reproduce them."""
     try:
         yield
     except Exception as error:

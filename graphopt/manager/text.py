@@ -25,7 +25,7 @@ _LITERALS = "values are Python literals, such as 3, 0.5, 'text', True, None or [
 
 
 class Step(NamedTuple):
-    """One pass of a pipeline, with the options given to it."""
+    """One pass of a pipeline, with its options."""
 
     pass_: Pass
     options: Mapping[str, Any]
@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 
 class Pipeline(tuple[Step, ...]):
-    """Passes with their options, in order. `str` of it is text that parses back to it.
+    """Passes with their options, in order; `str` of it parses back to it.
 
     >>> pipeline = graphopt.parse_pipeline("comm_fusion_with_concat -> schedule_comm_wait")
     >>> len(pipeline), pipeline[1].pass_.name
@@ -52,7 +52,7 @@ class Pipeline(tuple[Step, ...]):
 
 
 def parse_pipeline(text: str, registry: PassRegistry | None = None) -> Pipeline:
-    """The pipeline that a text describes; see the module for the grammar.
+    """Parses a textual pipeline; the module's docstring has the grammar.
 
     Args:
         text: such as ``first(size=25) -> second``.
@@ -76,19 +76,19 @@ def parse_pipeline(text: str, registry: PassRegistry | None = None) -> Pipeline:
 
 
 def is_text(pipeline: Pipeline) -> bool:
-    """True if all options have literals, so that the pipeline's text means the same."""
+    """True if all options have literals, so that the pipeline's text is complete."""
     return all(has_literal(value) for step in pipeline for value in step.options.values())
 
 
 def marked_text(pipeline: Pipeline, index: int) -> str:
-    """Text of a pipeline, with brackets around one of its passes."""
+    """Formats a pipeline with brackets around one of its passes."""
     steps = [f"[{step}]" if i == index else str(step) for i, step in enumerate(pipeline)]
     return " -> ".join(steps)
 
 
 @dataclass
 class _Parser:
-    """Reads one text from left to right; `place` is how far it is."""
+    """A recursive-descent parser of one text; `place` is the current position."""
 
     text: str
     registry: PassRegistry
@@ -206,12 +206,13 @@ class _Parser:
     def _error(
         self, what: str, place: int, kind: type[PipelineSyntaxError] = PipelineSyntaxError
     ) -> PipelineSyntaxError:
-        """The line of `place` with a caret below it."""
+        """Builds an error that shows the line of `place` with a caret below it."""
         begin = self.text.rfind("\n", 0, place) + 1
         line = self.text[begin:].partition("\n")[0]
         return kind(f"{what}\n    {line}\n    {' ' * (place - begin)}^")
 
 
 def _offset(error: SyntaxError) -> int:
-    """How far into the brackets a syntax error is: Python counts from 1, and `f` stands before."""
+    """Converts a syntax error's column to a position within the brackets: Python counts from 1,
+    after an added `f`."""
     return max(0, (error.offset or 1) - 2)

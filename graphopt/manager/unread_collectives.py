@@ -24,7 +24,8 @@ _HINT = (
 
 
 def newly_unread(graph: fx.Graph, before: Snapshot) -> Problem | None:
-    """A wait that nobody reads, though there were fewer of them before; None if there is none.
+    """Returns the problem of a wait that nobody reads, if there are more of them than before, or
+    None.
 
     A step may have some of its own: gradients of parameters that no optimizer has are averaged.
     """
@@ -54,7 +55,7 @@ def newly_unread(graph: fx.Graph, before: Snapshot) -> Problem | None:
 
 
 def _unread_waits(graph: fx.Graph) -> set[fx.Node]:
-    """Waits of which nothing that the step returns or does depends."""
+    """Returns the waits on which no result or effect of the step depends."""
     read: set[fx.Node] = set()
     unread: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -69,14 +70,14 @@ def _unread_waits(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _reader_without_wait(chain: list[fx.Node]) -> fx.Node | None:
-    """The first node that reads what a collective gives while it is under way."""
+    """Returns the first node that reads a collective's result before its wait, or None."""
     under_way = [node for node in chain if not is_wait(node)]
     readers = (user for node in under_way for user in node.users if user not in chain)
     return min((n for n in readers if not is_wait(n) and not may_alias(n)), default=None)
 
 
 def _launches_of(wait: fx.Node) -> list[fx.Node]:
-    """What stands before a wait, nearest first, up to the launch."""
+    """Returns the nodes between a wait and its launch, nearest first, the launch included."""
     found = [wait]
     for node in found:
         if not is_collective(node):

@@ -14,7 +14,7 @@ from graphopt.verify import Problem
 
 
 def find_problem(gm: fx.GraphModule, before: Snapshot) -> Problem | None:
-    """The first reason why what a pass has left is not a well-formed graph. Linear."""
+    """Returns the first reason why a pass's graph is not well formed, or None, in linear time."""
     malformed = _lint(gm)
     checks = (_placeholders, _output, _values)
     for check in checks if malformed is None else (_order, *checks):  # lint looks at the order, too
@@ -62,7 +62,7 @@ def _missing(graph: fx.Graph, node: fx.Node, source: fx.Node, before: Snapshot) 
 
 
 def _was_moved(node: fx.Node, before: Snapshot) -> bool:
-    """True if a node stands between two others than before."""
+    """True if a node has other neighbours than before."""
     copy = before.copies.get(node)
     if copy is None:
         return False
@@ -116,7 +116,7 @@ def _values(gm: fx.GraphModule, before: Snapshot) -> Iterator[Problem]:
 
 
 def _lint(gm: fx.GraphModule) -> Problem | Exception | None:
-    """What torch finds, or what it raises in the attempt; None where all is well."""
+    """Returns the problem that torch's `lint` finds, or the exception it raises, or None."""
     if _is_well_formed(gm.graph):
         return None
     try:
@@ -129,8 +129,7 @@ def _lint(gm: fx.GraphModule) -> Problem | Exception | None:
 
 
 def _is_well_formed(graph: fx.Graph) -> bool:
-    """True if `lint` would find nothing, in a third of its time. Not decided for constants and
-    modules, whose names it looks up.
+    """True if `lint` would pass, in a third of its time. Constants and modules are left to `lint`.
 
     The table of calls by target holds the very nodes of the graph, each in its place: passes and
     checks ask it for them.

@@ -1,4 +1,4 @@
-"""Schedules as data: decided on a plan of what has to be sent, then applied to the graph.
+"""Schedules as data: decided on a plan of the messages, then applied to the graph.
 
 `simulate` predicts how long a graph takes in its order; the passes decide orders.
 """

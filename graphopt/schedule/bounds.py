@@ -1,4 +1,4 @@
-"""Lower bounds of a step's seconds for any order of its compute, launches and waits.
+"""Lower bounds of a step's seconds, valid for any order of its compute, launches and waits.
 
 **Communication.** What a group sends passes its queue, and what links carry passes them: the sum of
 the busiest is a bound.
@@ -40,7 +40,8 @@ Seconds = NDArray[np.float64]
 
 
 class Job(NamedTuple):
-    """Work of a machine: not before `head`, for `seconds`, and `tail` after it."""
+    """A job of one machine: `seconds` of work that starts after `head` and precedes `tail`
+    seconds."""
 
     head: float
     seconds: float
@@ -48,13 +49,14 @@ class Job(NamedTuple):
 
 
 def communication_bound(program: Program, burst: float = 0.0) -> float:
-    """Seconds that the busiest group or link needs."""
+    """Returns the seconds that the busiest group or link needs."""
     resources = _resources(program, burst)
     return max((sum(seconds for _, seconds in jobs) for jobs in resources), default=0.0)
 
 
 def preemptive_bound(program: Program, burst: float = 0.0) -> float:
-    """Seconds of a step that no order of it can beat; see the docstring of the module."""
+    """Returns a lower bound of a step's seconds over all orders; the module's docstring has the
+    method."""
     if not program.messages:
         return program.compute_seconds
     heads = _reached(program, _Backward(program))
@@ -74,7 +76,8 @@ def preemptive_bound(program: Program, burst: float = 0.0) -> float:
 
 
 def jackson(jobs: Iterable[Job]) -> float:
-    """End of the last tail, where at each time the job with the longest tail is served."""
+    """Returns the end of the last tail if the job with the longest tail is always served (Jackson's
+    preemptive schedule)."""
     coming = sorted(jobs)
     ready: list[tuple[float, float]] = []  # negative tail, seconds left
     now = latest = 0.0
@@ -97,14 +100,14 @@ def jackson(jobs: Iterable[Job]) -> float:
 
 
 def _late_bound(jobs: list[Job], compute: float) -> float:
-    """Of jobs that are due in the next period."""
+    """Returns the bound from jobs whose results are due in the next period."""
     latest_reader = max((compute - job.tail for job in jobs), default=0.0)
     apart = [job for job in jobs if job.head >= latest_reader]
     return jackson(apart) - compute if apart else 0.0
 
 
 def _resources(program: Program, burst: float) -> Iterator[list[tuple[Message, float]]]:
-    """What each group and each link has to do."""
+    """Yields the messages, with seconds, that each group and each link must transfer."""
     groups: dict[str, list[tuple[Message, float]]] = {}
     links: dict[str, list[tuple[Message, float]]] = {}
     for message in program.messages:
@@ -118,7 +121,7 @@ def _resources(program: Program, burst: float) -> Iterator[list[tuple[Message, f
 
 
 def _reached(program: Program, way: _Forward | _Backward) -> Seconds:
-    """Per message, the sum of the seconds of all nodes that it reaches.
+    """Returns per message the total seconds of all nodes that it reaches.
 
     A row of bits for each node says which messages reach it; nodes with the same row share it.
     """
@@ -152,7 +155,7 @@ def _reached(program: Program, way: _Forward | _Backward) -> Seconds:
 
 
 class _Forward:
-    """From messages to what needs them."""
+    """Traversal from messages to the nodes that need them."""
 
     def __init__(self, program: Program) -> None:
         self.order = program.order
@@ -176,7 +179,7 @@ class _Forward:
 
 
 class _Backward:
-    """From messages to what they need."""
+    """Traversal from messages to the nodes that they need."""
 
     def __init__(self, program: Program) -> None:
         self.order = program.order[::-1]
@@ -194,4 +197,4 @@ class _Backward:
         return None if message is None else message.index
 
     def passed_on(self, node: fx.Node, row: Bits, rows: dict[fx.Node, Bits]) -> None:
-        """Pass on nothing: `sources` already gives the readers of a state."""
+        """Does nothing: `sources` already includes the readers of a state."""

@@ -1,4 +1,4 @@
-"""At how many bytes a bucket closes: as given, or by cost."""
+"""Sizes in bytes at which buckets close: given, or chosen by cost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def bucket_limits(
     bucket_size_mb: float,
     min_buckets: int | None,
 ) -> tuple[int, int]:
-    """Bytes at which the first bucket closes, and the others.
+    """Returns the sizes in bytes at which the first bucket and all others close.
 
     Args:
         blocks: what may be fused, by launch.
@@ -40,7 +40,7 @@ def bucket_limits(
 
 
 def _share(graph: fx.Graph, blocks: Mapping[fx.Node, CommBlock], min_buckets: int | None) -> int:
-    """Bytes at which a bucket closes so that there are `min_buckets`."""
+    """Returns the size in bytes at which a bucket closes so that there are `min_buckets`."""
     _check_count(min_buckets)
     if min_buckets == 1:
         return sys.maxsize
@@ -49,8 +49,8 @@ def _share(graph: fx.Graph, blocks: Mapping[fx.Node, CommBlock], min_buckets: in
 
 
 def _limit(sizes: Sequence[int], count: int) -> int:
-    """Bytes at which a bucket closes so that there are about `count`, where gradients that are much
-    larger than a bucket have one each and the others share what is left of the count."""
+    """Returns the bucket size in bytes that gives about `count` buckets; much larger gradients
+    count as a bucket each."""
     rest = sorted(sizes)
     limit = math.ceil(sum(rest) / count)
     while rest and rest[-1] >= HUGE * limit and count > 1:

@@ -1,4 +1,4 @@
-"""Fusing of all-gathers and reduce-scatters: those that may be one collective, made into one.
+"""Fusion of all-gathers and reduce-scatters of the same kind into one collective.
 
 Before:                                      After:
 
@@ -49,8 +49,8 @@ BucketKind = tuple[Hashable, ...]
 
 
 def bucket_kind(launch: fx.Node) -> BucketKind | None:
-    """The key that all members of a bucket share: operator, reduction, group, dtype and device;
-    None for a launch that goes into no bucket.
+    """Returns the properties that all launches of a bucket share: operator, reduction, group, dtype
+    and device. None if a launch cannot be bucketed.
 
     Such are all collectives but gathers and reduce-scatters, and those whose size is dynamic, that
     send no element, or whose result is not read through one wait alone.
@@ -74,7 +74,7 @@ def bucket_kind(launch: fx.Node) -> BucketKind | None:
 
 
 def check_bucket(bucket: Sequence[fx.Node]) -> None:
-    """Refuse launches that cannot be one.
+    """Raises if launches cannot become one collective.
 
     Raises:
         ScheduleError: fewer than two, of several kinds, or of a kind that is in no bucket.
@@ -100,7 +100,7 @@ def check_bucket(bucket: Sequence[fx.Node]) -> None:
 
 
 def join_launches(graph: fx.Graph, bucket: Sequence[fx.Node]) -> fx.Node:
-    """Make one collective of launches that stand one right behind the other. Returns it.
+    """Fuses adjacent launches into one collective and returns it.
 
     Each wait stays where it is, and waits for an item of what the new one gives. What is read of
     a wait has the shape, dtype and strides that it had.

@@ -1,4 +1,4 @@
-"""Choice of buckets of all-gathers and reduce-scatters, by the cost of starting them.
+"""Choice of buckets of all-gathers and reduce-scatters by their launch cost.
 
 Each collective takes time to start that depends on no size (latency, a launch), and then time for
 its bytes. A bucket takes members until starting it is no more than a share of its time. The fewer
@@ -45,7 +45,7 @@ _GAIN = 1e-6
 
 
 class Window(NamedTuple):
-    """Places of a launch in the given order: from `first` to before `end`.
+    """The places in the given order where a launch may stand: from `first` to before `end`.
 
     Attributes:
         behind: whether it stands among what would move to the end.
@@ -56,13 +56,13 @@ class Window(NamedTuple):
     behind: bool
 
     def within(self, other: Window) -> Window:
-        """The places that two have in common."""
+        """Returns the intersection of two windows."""
         return Window(max(self.first, other.first), min(self.end, other.end), self.behind)
 
 
 @dataclass
 class _Filling:
-    """A bucket that takes members.
+    """A bucket that still takes members.
 
     Attributes:
         messages: its members.
@@ -78,7 +78,7 @@ class _Filling:
 
 
 class BucketChooser:
-    """Chooses buckets for one program.
+    """Chooses the buckets of one program.
 
     Args:
         program: in the given order, without late nodes.
@@ -102,7 +102,7 @@ class BucketChooser:
         self._windows = _windows(program, before, self._kinds)
 
     def choose(self, share: float) -> Buckets:
-        """Buckets of at least two members.
+        """Returns buckets of at least two members.
 
         Args:
             share: of the time of a bucket that starting it takes, when it closes.
@@ -125,7 +125,8 @@ class BucketChooser:
         return _Filling([message], collective, window, message.transfer)
 
     def _add(self, bucket: _Filling, message: Message) -> bool:
-        """Let a bucket have one member more, if there is a place for all, and it gains by that."""
+        """Adds a message to a bucket if a common place exists and saves time. Returns if it was
+        added."""
         window = bucket.window.within(self._windows[message])
         collective = in_one_call([bucket.collective, self._collectives[message]])
         if window.first >= window.end:
@@ -138,8 +139,8 @@ class BucketChooser:
         return True
 
     def planned(self, buckets: Buckets) -> tuple[Program, Predecessors]:
-        """The program in its order with buckets as messages, and what each node needs: of a bucket
-        the last launch stands for all, and needs the others; the waits of all need it."""
+        """Returns the program with buckets as messages, and its dependencies: all launches of a
+        bucket precede the last one, which all its waits need."""
         launched = self._program.launched
         instead = {
             bucket[-1]: self._joined([launched[node] for node in bucket]) for bucket in buckets
@@ -191,8 +192,8 @@ def _numbered(messages: Iterable[Message]) -> list[Message]:
 
 
 def side_by_side(order: Iterable[fx.Node], messages: Iterable[Message]) -> list[fx.Node]:
-    """An order in which all launches of a planned bucket stand where the last did, and all of its
-    waits where the first did: what updates in place what is sent comes after all of them."""
+    """Returns the order with each bucket's launches at its last launch and its waits at its first
+    wait; in-place updates of sent values follow them."""
     buckets = [message for message in messages if message.joined]
     at_launch = {message.launch: message.joined for message in buckets}
     at_wait = {wait: message.waits for message in buckets for wait in message.waits}
@@ -209,8 +210,7 @@ def side_by_side(order: Iterable[fx.Node], messages: Iterable[Message]) -> list[
 
 
 def crowded(program: Program, full: NDArray[np.int64]) -> set[tuple[fx.Node, ...]]:
-    """Planned buckets that are there at some of the places `full` in the order: from when the first
-    of what they send is made, until something of each member has been read."""
+    """Returns the buckets whose values are alive at some of the places `full` in the order."""
     position = {node: index for index, node in enumerate(program.order)}
     found = set()
     for message in program.messages:
@@ -249,8 +249,8 @@ def _windows(
 def _ends(
     program: Program, before: Predecessors, number: dict[fx.Node, int]
 ) -> dict[fx.Node, float]:
-    """For each node, the place of the first that has to come after it and is not just a view of
-    it, which would move along."""
+    """Maps each node to the place of its first dependent that is more than a view, which would move
+    along."""
     found: dict[fx.Node, float] = {}
     for node in reversed(program.order):
         for source in before[node]:
@@ -263,7 +263,7 @@ def _ends(
 def _scatters_for_the_end(
     program: Program, before: Predecessors, kinds: dict[Message, BucketKind]
 ) -> set[Message]:
-    """Reduce-scatters on whose results no other depends."""
+    """Returns the reduce-scatters whose results no other collective depends on."""
     scatters = {m.launch for m, kind in kinds.items() if kind[0] == SCATTER}
     leads: set[fx.Node] = set()
     for node in reversed(program.order):

@@ -12,9 +12,9 @@ _HEADS = ("launch", "sends", "time", "distance", "exposed", "waited for by", "pa
 
 
 def collectives_text(step: SimulatedStep) -> str:
-    """Per collective: bytes, predicted time, nodes from launch to wait, how long compute stands
-    still for it, who forces the wait, and whose gradients or values are sent. Empty for a step
-    without collectives.
+    """Formats a table of a step's collectives: bytes, predicted time, nodes from launch to wait,
+    exposed time, the reader that forces the wait, and whose values are sent. Empty without
+    collectives.
 
     >>> from graphopt.schedule import collectives_text
     >>> text = collectives_text(graphopt.simulate(gm, world_size=2))

@@ -1,4 +1,4 @@
-"""Constraints on the order of a step's nodes: pairs of which the first must come first.
+"""Order constraints between a step's nodes: pairs of which the first must come first.
 
 Beside values these are: updates in place and those who read what they overwrite, random numbers,
 functions of the user's on the host, and what a collective reads until its wait. The order of
@@ -22,7 +22,7 @@ Predecessors = dict[fx.Node, list[fx.Node]]
 
 
 def predecessors(graph: fx.Graph) -> Predecessors:
-    """For each node, nodes that have to stand before it; near-linear in size."""
+    """Maps each node to nodes that must precede it; near-linear in size."""
     found = {node: list(node.all_input_nodes) for node in graph.nodes}
     _order_updates(graph, found)
     _chain((node for node in graph.nodes if is_random(node)), found)
@@ -34,7 +34,7 @@ def predecessors(graph: fx.Graph) -> Predecessors:
 
 
 def _order_decisions(graph: fx.Graph, found: Predecessors) -> None:
-    """Launches stand behind the decisions that they stand behind now."""
+    """Keeps launches behind the data-dependent decisions that precede them now."""
     decision: fx.Node | None = None
     for node in graph.nodes:
         if isinstance(node.target, Assumption):
@@ -44,7 +44,7 @@ def _order_decisions(graph: fx.Graph, found: Predecessors) -> None:
 
 
 def _order_updates(graph: fx.Graph, found: Predecessors) -> None:
-    """Between two updates of a storage its readers have no order, but they do not leave."""
+    """Keeps readers of a storage between the updates where they are now."""
     effects = Effects(graph)
     updated = {effects.key(state) for node in graph.nodes for state in written(node)}
     last: dict[object, fx.Node] = {}
@@ -63,7 +63,7 @@ def _order_updates(graph: fx.Graph, found: Predecessors) -> None:
 
 
 def _read(node: fx.Node) -> Iterable[fx.Node]:
-    """Whose storage a node reads; a wait reads what was sent, too."""
+    """Returns the nodes whose storage a node reads; for a wait, also what was sent."""
     yield from node.all_input_nodes
     launch = launch_of(node) if is_wait(node) else None
     if launch is not None:
@@ -71,7 +71,7 @@ def _read(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _is_opaque(node: fx.Node) -> bool:
-    """True if a node has effects of which only its being there is known."""
+    """True if a node has effects that are not known in detail."""
     if node.op in ("placeholder", "output", "get_attr"):
         return False
     known = is_collective(node) or is_wait(node) or is_random(node) or is_host_call(node)
@@ -79,7 +79,7 @@ def _is_opaque(node: fx.Node) -> bool:
 
 
 def _chain(nodes: Iterable[fx.Node], found: Predecessors) -> None:
-    """Keep the order of `nodes`."""
+    """Keeps the order of `nodes`."""
     before: fx.Node | None = None
     for node in nodes:
         if before is not None:

@@ -1,4 +1,4 @@
-"""Gradients of weights that are computed when somebody wants them.
+"""Deferral of weight gradients: computed when their collective is launched.
 
 The backward makes last what the next forward reads first, so that what it makes last is sent while
 nobody computes. A gradient that is sent only after the backward (`graphopt.schedule.launch_order`)
@@ -28,7 +28,7 @@ from graphopt.schedule.program import Storages, step_peak_bytes
 
 
 def defer_products(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
-    """Compute what only `launches` need just before they send it, as far as memory allows.
+    """Moves what only `launches` need to just before them, as far as memory allows.
 
     Args:
         launches: collectives, the most urgent first; if memory is short, the first ones count.
@@ -55,8 +55,8 @@ def defer_products(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
 
 
 def hasten(graph: fx.Graph, launches: Collection[fx.Node]) -> int:
-    """Compute what only `launches` need, and launch them, as soon as its inputs are there: of two
-    products with one gradient, that of the weight before that of the activation.
+    """Moves what only `launches` need, and the launches, as early as possible: a weight's gradient
+    before the activation's.
 
     Nothing moves before the launch that is in front. So collectives keep their order, which the
     ranks share, also where inputs are there earlier on one; and no launch has to wait for another.
@@ -79,7 +79,7 @@ def hasten(graph: fx.Graph, launches: Collection[fx.Node]) -> int:
 
 
 def _raised(node: fx.Node, previous: fx.Node | None) -> bool:
-    """Move a node up to its inputs and behind `previous`. Returns whether it had to move."""
+    """Moves a node up behind its inputs and `previous`. Returns True if it moved."""
     needed = [source for source in node.all_input_nodes if source.op != "placeholder"]
     anchor = max([*needed, previous] if previous is not None else needed, default=None)
     if anchor is None or node < anchor or anchor.next is node:
@@ -108,7 +108,7 @@ def _defer(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
 
 
 def _only_for(launch: fx.Node) -> list[fx.Node]:
-    """Nodes whose values nobody needs but `launch`, in graph order."""
+    """Returns the nodes whose values only `launch` needs, in graph order."""
     inside = {launch}
     pending = list(launch.all_input_nodes)
     while pending:
@@ -126,8 +126,8 @@ def _may_move(node: fx.Node) -> bool:
 
 
 def _from_products(nodes: Sequence[fx.Node], launch: fx.Node) -> list[fx.Node]:
-    """The products of matrices among `nodes`, and what needs them; nothing, if something else
-    between them and `launch` has to stay."""
+    """Returns the matrix products among `nodes` and what depends on them; nothing if another node
+    before `launch` must stay."""
     members = set(nodes)
     found: dict[fx.Node, None] = {}
     for node in nodes:

@@ -1,4 +1,4 @@
-"""Builds an order of nodes in which gathers are launched where a plan says, many in one call."""
+"""Construction of a node order in which planned groups of gathers are launched in one call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphopt.schedule.order import Schedule
 
 
 class Emitter:
-    """An order in the making.
+    """An order of nodes under construction.
 
     Args:
         nodes: in the order that they have.
@@ -31,11 +31,11 @@ class Emitter:
 
     @property
     def schedule(self) -> Schedule:
-        """The order so far, and the launches that become one collective each."""
+        """Returns the order so far, with the launches that become one collective each."""
         return Schedule(tuple(self._order), tuple(self._buckets))
 
     def emit(self, node: fx.Node) -> None:
-        """Put a node into the order, and what it needs before it."""
+        """Appends a node, after everything that it needs."""
         pending = [node]
         while pending:
             last = pending[-1]
@@ -50,7 +50,7 @@ class Emitter:
                 self._order.append(pending.pop())
 
     def needed(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        """Nodes that have to run before some others, and have no place yet."""
+        """Returns the nodes that must run before some others and have not been placed."""
         found: set[fx.Node] = set()
         pending = [source for node in nodes for source in self._before[node]]
         while pending:
@@ -61,7 +61,7 @@ class Emitter:
         return found
 
     def launch(self, launches: Sequence[fx.Node]) -> None:
-        """Launch gathers, those of one kind in one call, and compute before that what they send."""
+        """Appends launches of gathers, one call for each kind, after the values they send."""
         for node in sorted(self.needed(launches), key=self._position.__getitem__):
             self.emit(node)
         kinds: dict[object, list[fx.Node]] = {}

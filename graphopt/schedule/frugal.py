@@ -1,4 +1,4 @@
-"""An order that holds little: gathers where they are read, scatters awaited at once.
+"""An order of low memory use: gathers just before their use, scatters awaited at once.
 
     g1 = all_gather(w1)                      g1 = all_gather(w1)
     g2 = all_gather(w2)                      y  = mm(x, wait(g1))
@@ -25,7 +25,7 @@ from graphopt.schedule.tables import MOST_PREPARATION, ancestors
 
 
 def frugal_order(program: Program, before: Predecessors) -> list[fx.Node]:
-    """All nodes of a program, gathers launched as late and scatters awaited as early as can be.
+    """Returns all nodes with gathers launched as late, and scatters awaited as early, as possible.
 
     Args:
         before: what each node needs (`graphopt.schedule.constraints`).

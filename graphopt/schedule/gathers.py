@@ -1,4 +1,4 @@
-"""Launch times of gathers of updated parameters: early, so that a link is not idle, and most urgent
+"""Launch times of gathers of updated parameters: early enough to keep links busy, most urgent
 first.
 
     backward                                      | end               | next forward
@@ -39,7 +39,7 @@ LAG = 2 / 3
 
 @dataclass(eq=False)
 class Gather:
-    """A collective that completes an updated parameter.
+    """A collective that gathers an updated parameter.
 
     Attributes:
         launch: its node.
@@ -68,22 +68,22 @@ class GatherGroup:
 
     @property
     def due(self) -> int:
-        """The earliest place in the step at which one of them is needed."""
+        """The earliest place in the step where one of the gathered parameters is needed."""
         return min(gather.due for gather in self.gathers)
 
     @property
     def launches(self) -> list[fx.Node]:
-        """Launches of all its members."""
+        """The launches of all members."""
         return [gather.launch for gather in self.gathers]
 
 
 def is_gather(node: fx.Node) -> bool:
-    """True if a node launches a gather that can be one of several in one call."""
+    """True if a node launches a gather that can share a call with others."""
     return is_collective(node) and (bucket_kind(node) or ("",))[0] == GATHER
 
 
 def gathers_of_parameters(graph: fx.Graph) -> dict[fx.Node, Gather]:
-    """The gathers that do nothing but complete a parameter, by launch."""
+    """Returns the gathers whose result only goes into a parameter, by launch."""
     position = {node: index for index, node in enumerate(graph.nodes)}
     found = {}
     for node in filter(is_gather, graph.nodes):
@@ -99,7 +99,7 @@ def gathers_of_parameters(graph: fx.Graph) -> dict[fx.Node, Gather]:
 
 
 def _tail(launch: fx.Node) -> list[fx.Node] | None:
-    """What follows from a gather, if that is a copy into a parameter and nothing else."""
+    """Returns the nodes after a gather if they only copy it into a parameter, or None."""
     found: dict[fx.Node, None] = {}
     pending = list(launch.users)
     while pending:
@@ -119,8 +119,8 @@ def _tail(launch: fx.Node) -> list[fx.Node] | None:
 def grouped(
     gathers: Mapping[fx.Node, Gather], blocks: Sequence[CommBlock], updates: Sequence[list[fx.Node]]
 ) -> list[GatherGroup]:
-    """Gathers by the bucket of gradients that their update needs; where updates need all of them,
-    in as many groups, by when they are needed.
+    """Groups gathers by the gradient bucket that their update needs; if each update needs all
+    buckets, by when they are needed.
 
     Args:
         blocks: the collectives of gradients, in launch order.
@@ -138,8 +138,8 @@ def grouped(
 
 
 def _later(block: CommBlock, blocks: Sequence[CommBlock]) -> fx.Node | None:
-    """The launch by which so much was sent after a block that it has arrived; None where that is
-    the last one, behind which most urgent ones are first."""
+    """Returns the launch that follows a block's arrival by the amount sent; None if that block is
+    the last one."""
     passed = sum(other.nbytes for other in blocks) * LAG
     for other in blocks[blocks.index(block) + 1 : -1]:
         passed -= other.nbytes
@@ -149,7 +149,7 @@ def _later(block: CommBlock, blocks: Sequence[CommBlock]) -> fx.Node | None:
 
 
 def _by_size(gathers: list[Gather], count: int) -> list[GatherGroup]:
-    """Gathers in the order in which they are needed, in groups of about one size."""
+    """Splits gathers, most urgent first, into groups of about equal size."""
     limit = sum(gather.nbytes for gather in gathers) / max(count, 1)
     groups: list[GatherGroup] = []
     room = 0.0
@@ -165,8 +165,8 @@ def _by_size(gathers: list[Gather], count: int) -> list[GatherGroup]:
 def order_of_gathers(
     graph: fx.Graph, before: Predecessors, groups: Sequence[GatherGroup]
 ) -> Schedule:
-    """The order in which groups are launched where they may be, most urgent first at the end, and
-    what follows from gathers comes last.
+    """Returns an order with each group launched as soon as possible, the most urgent first at the
+    end.
 
     Args:
         before: what each node needs (`graphopt.schedule.constraints`).
@@ -204,14 +204,14 @@ def _launch_all(emitter: Emitter, groups: list[GatherGroup]) -> None:
 
 
 def _is_independent(emitter: Emitter, group: GatherGroup) -> bool:
-    """True if the update of a group needs nothing of what stands behind its place."""
+    """True if the update of a group needs nothing that stands behind its place."""
     needed = emitter.needed(group.launches)
     phases = ("forward", "backward")
     return not any(is_collective(node) or phase_of(node) in phases for node in needed)
 
 
 def _only_for(graph: fx.Graph, launches: set[fx.Node]) -> set[fx.Node]:
-    """Nodes of the optimizer that lead to gathers alone: they move with them."""
+    """Returns the optimizer nodes that lead only to gathers, and move with them."""
     found = set(launches)
     for node in reversed(graph.nodes):
         if node in found or node.op != "call_function" or is_collective(node):

@@ -1,4 +1,4 @@
-"""In how many collectives the gradients of a step are sent.
+"""The number of collectives in which a step's gradients are sent.
 
 Many small ones can be sent early, and little is left when the backward ends; but each takes time of
 its own. With `n` of them, of `o` seconds each, on a link that needs as long as the compute, `C`:
@@ -33,7 +33,7 @@ MOST = 64
 def collectives_by_cost(
     graph: fx.Graph, launches: Sequence[fx.Node], cost_model: CostModel, ranks: int | None = None
 ) -> int:
-    """Number of collectives in which to send what `launches` send, at least 1.
+    """Returns the number of collectives, at least 1, that sends the values of `launches` fastest.
 
     Args:
         graph: of one step.

@@ -35,7 +35,7 @@ from graphopt.graph_utils import move_after
 
 @dataclass(frozen=True)
 class Send:
-    """One collective, and what decides when it is launched.
+    """One collective with its launch, size in bytes and urgency.
 
     Attributes:
         launch: its node.
@@ -59,7 +59,8 @@ class Send:
 
 @dataclass(frozen=True)
 class LaunchOrder:
-    """The order of sends: those that go as they come, and then those held back, most urgent first.
+    """An order of sends: first those that go as they are made, then those held back, most urgent
+    first.
 
     >>> from graphopt.comm import get_all_comm_blocks
     >>> from graphopt.schedule import LaunchOrder, Send
@@ -74,13 +75,13 @@ class LaunchOrder:
 
     @property
     def sends(self) -> tuple[Send, ...]:
-        """All in launch order."""
+        """All sends in launch order."""
         return self.at_once + self.held
 
 
 def hold_back(sends: Sequence[Send], share: float) -> LaunchOrder:
-    """Hold back about `share` of the bytes, spread evenly; never what is made last, nor what some
-    rank waits for within the step, and with it for all that is sent before.
+    """Holds back about `share` of the bytes, spread evenly. Exempt are the last one made, and all
+    up to one that some rank waits for within the step.
 
     Args:
         sends: in the order in which the backward makes what they send.
@@ -106,7 +107,7 @@ def hold_back(sends: Sequence[Send], share: float) -> LaunchOrder:
 
 
 def apply_launch_order(order: LaunchOrder) -> None:
-    """Move what is held back behind the last launch that is not.
+    """Moves the launches held back behind the last one that is not.
 
     >>> from graphopt.comm import get_all_comm_blocks
     >>> from graphopt.schedule import Send, apply_launch_order, hold_back

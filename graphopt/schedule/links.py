@@ -1,4 +1,4 @@
-"""Links that groups share, as a fluid: who transfers at the same time has a fair share of each.
+"""A fluid model of links: simultaneous transfers share each link fairly.
 
 A group is a queue: its first message is *active*, all others wait behind it. An active message
 first takes its latency, which needs no link, then its transfer. Those that transfer at once have
@@ -27,7 +27,7 @@ HandedOn = dict[tuple[str, str], float]
 
 @dataclass(eq=False)
 class MessageInFlight:
-    """A message of one iteration on its way.
+    """A message of one iteration in transfer.
 
     Attributes:
         message: of the program.
@@ -51,7 +51,7 @@ class MessageInFlight:
 
 
 class Links:
-    """All groups and links, at one point in time.
+    """The state of all groups and links at one time.
 
     Args:
         burst: seconds of transfer that each link saves at most.
@@ -67,7 +67,7 @@ class Links:
         """How many groups have something under way."""
 
     def launch(self, flight: MessageInFlight) -> None:
-        """Put a flight at the end of its group's queue."""
+        """Appends a message to its group's queue."""
         self._idle(flight.launched)
         queue = self._queues.setdefault(flight.message.group, deque())
         if queue:
@@ -79,7 +79,7 @@ class Links:
         queue.append(flight)
 
     def handed_on(self, now: float) -> HandedOn:
-        """State of the links that an iteration which ends now hands on to the next one."""
+        """Returns the link state that an iteration ending now leaves to the next one."""
         self._idle(now)
         unsent = {
             ("group", name): sum(flight.latency_left + flight.transfer_left for flight in queue)
@@ -87,8 +87,8 @@ class Links:
         }
         return {**unsent, **{("link", name): saved for name, saved in self._saved.items()}}
 
-    def go_ahead(self, growth: HandedOn, iterations: int) -> None:
-        """Hand on what would be after so many iterations more, each of which adds `growth`."""
+    def skip_iterations(self, growth: HandedOn, iterations: int) -> None:
+        """Advances the state by `iterations` that each add `growth`."""
         for (kind, name), more in growth.items():
             if kind == "link":
                 saved = self._saved[name] + more * iterations
@@ -97,7 +97,7 @@ class Links:
                 self._queues[name][-1].transfer_left += more * iterations
 
     def until_change(self) -> float:
-        """Seconds until a latency or a transfer ends."""
+        """Returns the seconds until a latency or a transfer ends."""
         heads, rates = self._state()
         return min(
             flight.latency_left if flight.latency_left > 0 else flight.transfer_left / rate
@@ -105,7 +105,7 @@ class Links:
         )
 
     def advance(self, now: float, seconds: float) -> None:
-        """Let time pass, no more than until the next change."""
+        """Advances time by `seconds`, at most until the next change."""
         heads, rates = self._state()
         self._now = now + seconds
         if self.burst:
@@ -130,18 +130,18 @@ class Links:
             self.busy -= 1
 
     def _idle(self, now: float) -> None:
-        """Save what links could have sent since something last happened on them."""
+        """Credits links for the idle time since the last change."""
         self._save(now - self._now, {})
         self._now = now
 
     def _save(self, seconds: float, used: Mapping[str, float]) -> None:
-        """What links keep of a time in which so much of each is used."""
+        """Credits links with the capacity not used for `seconds`, at most `burst`."""
         for link, saved in self._saved.items():
             left = CAPACITY - used.get(link, 0.0)
             self._saved[link] = min(self.burst, saved + seconds * left)
 
     def _spend(self, flight: MessageInFlight) -> None:
-        """A transfer that begins takes what its links have saved."""
+        """Spends the links' saved credit on a transfer that begins."""
         links = flight.message.transfer.links
         if not self.burst or not links or flight.latency_left > 0:
             return
@@ -151,7 +151,7 @@ class Links:
             self._saved[link] = self._saved.get(link, self.burst) - taken
 
     def _state(self) -> tuple[list[MessageInFlight], list[float]]:
-        """Active flights, and the rate of each."""
+        """Returns the active messages and the rate of each."""
         heads = [queue[0] for queue in self._queues.values() if queue]
         if len(heads) == 1:
             return heads, [CAPACITY]
@@ -164,7 +164,7 @@ class Links:
 
 
 def _used(heads: Sequence[MessageInFlight], rates: Sequence[float]) -> dict[str, float]:
-    """How much of each link is taken."""
+    """Returns the used share of each link's capacity."""
     used: dict[str, float] = {}
     for flight, rate in zip(heads, rates, strict=True):
         for link in flight.message.transfer.links if flight.latency_left <= 0 else ():
@@ -173,13 +173,14 @@ def _used(heads: Sequence[MessageInFlight], rates: Sequence[float]) -> dict[str,
 
 
 def _left(before: float, taken: float) -> float:
-    """What is left; rounding errors count as nothing."""
+    """Returns the remainder, with rounding errors rounded to nothing."""
     left = before - taken
     return left if left > 1e-12 * before else 0.0
 
 
 def fair_rates(wanted: Sequence[tuple[str, ...]]) -> list[float]:
-    """Max-min fair rates of transfers, each given by its links; 1 for those that need none."""
+    """Returns max-min fair rates of transfers, given by the links that each uses; 1 for those
+    without links."""
     rates = [CAPACITY] * len(wanted)
     open_ = {index for index, links in enumerate(wanted) if links}
     left = {link: CAPACITY for links in wanted for link in links}

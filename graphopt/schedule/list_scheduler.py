@@ -1,4 +1,4 @@
-"""A run of list scheduling along a simulated clock; see `graphopt.schedule.overlap`."""
+"""One run of list scheduling along a simulated clock; see `graphopt.schedule.overlap`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AT_ONCE = 1e-12
 
 
 class ListPolicy(NamedTuple):
-    """Parameters of one run.
+    """The parameters of one run.
 
     Attributes:
         deferred: share of all compute by which nodes off the path stand back.
@@ -33,7 +33,7 @@ class ListPolicy(NamedTuple):
 
 
 class ListScheduler:
-    """One run.
+    """One run of list scheduling over one program.
 
     Args:
         tables: of the program, in the given order.
@@ -77,7 +77,7 @@ class ListScheduler:
         self._queues = _queues(tables.program.messages, tables.prepared, self._due)
 
     def run(self) -> list[fx.Node]:
-        """The new order."""
+        """Returns the new order of nodes."""
         tables = self._tables
         for index, missing in enumerate(tables.missing):
             if not missing:
@@ -102,8 +102,8 @@ class ListScheduler:
         return [nodes[index] for index in self._order]
 
     def _chosen_keys(self) -> list[float]:
-        """When each node is wanted, in seconds of compute: where it stands, or later off the path;
-        a wait, when somebody computes with what has arrived."""
+        """Returns each node's priority in seconds of compute: its present place, later if it is off
+        the critical path; for waits, the time of their first reader."""
         tables, deferred = self._tables, self._policy.deferred * self._tables.at[-1]
         keys = [
             at + deferred if off else at
@@ -119,7 +119,7 @@ class ListScheduler:
         return keys
 
     def _due_dates(self) -> dict[Message, float]:
-        """When somebody wants what each message brings."""
+        """Returns the time at which each message's result is needed."""
         keys, number = self._keys, self._tables.number
         return {
             message: min([keys[number[wait]] for wait in message.waits], default=math.inf)
@@ -137,7 +137,7 @@ class ListScheduler:
             self._changed = True
 
     def _next(self) -> int:
-        """What computes next: the first that need not wait and for which there is room."""
+        """Returns the next node to compute: the first that need not wait and fits into memory."""
         ready, done = self._ready, self._done
         most = MOST_PASSED if self._policy.passes else 1
         passed: list[tuple[float, int]] = []
@@ -151,34 +151,34 @@ class ListScheduler:
                 if self._has_room(index):
                     chosen = index
                     break
-                chosen = self._frees_room()
+                chosen = self._may_free_memory()
             elif most > 1:
-                chosen = self._stands_back()
+                chosen = self._longest_deferred()
             passed.append(entry)
             if chosen >= 0:
                 break
         if chosen < 0:
-            chosen = self._least_bad(passed)
+            chosen = self._shortest_wait(passed)
         for entry in passed:
             if entry[1] != chosen:
                 heapq.heappush(ready, entry)
         return chosen
 
-    def _frees_room(self) -> int:
-        """The wait for something that has arrived and lets go of what was sent, or what stands back
-        for longest; -1 if there is none."""
+    def _may_free_memory(self) -> int:
+        """Returns a node that may free memory: a finished wait or the longest deferred node; -1 if
+        none."""
         wait = self._arrived()
-        return wait if wait >= 0 else self._stands_back()
+        return wait if wait >= 0 else self._longest_deferred()
 
-    def _stands_back(self) -> int:
-        """What has been left behind for longest, if there is room for it, or -1."""
+    def _longest_deferred(self) -> int:
+        """Returns the node that was passed over for longest if it fits into memory, or -1."""
         back, done = self._back, self._done
         while back and done[back[0]]:
             heapq.heappop(back)
         return back[0] if back and back[0] < self._front() and self._has_room(back[0]) else -1
 
     def _arrived(self) -> int:
-        """The wait for a message that has arrived and sent more than it received, or -1."""
+        """Returns the wait for an arrived message, whose sent values can then be freed, or -1."""
         for flying in self._flying.values():
             while flying and self._done[flying[0]]:
                 flying.popleft()
@@ -186,9 +186,9 @@ class ListScheduler:
                 return flying[0]
         return -1
 
-    def _least_bad(self, passed: list[tuple[float, int]]) -> int:
-        """The wait that is over first, or else a launch, or else the first of nodes for which there
-        is no room."""
+    def _shortest_wait(self, passed: list[tuple[float, int]]) -> int:
+        """Returns the wait that ends first; if there is none, a launch; else the first node that
+        does not fit."""
         waited = self._tables.waited
         waits = [entry for entry in passed if waited[entry[1]] is not None]
         if len(waits) < len(passed):
@@ -199,19 +199,19 @@ class ListScheduler:
         return min(waits, key=lambda entry: (self._stall(entry[1]), entry))[1]
 
     def _first_launch(self) -> int | None:
-        """The most urgent one whose inputs are there."""
+        """Returns the most urgent launch whose inputs are computed, or None."""
         found = (queue.first(self._done, self._tables) for queue in self._queues.values())
         first = min(filter(None, found), default=None)
         return None if first is None else self._tables.number[first[2].launch]
 
     def _stall(self, index: int) -> float:
-        """How long a node would wait."""
+        """Returns the seconds that a node would wait for communication."""
         message = self._tables.waited[index]
         return 0.0 if message is None else self._ends[message] - self._now
 
     def _has_room(self, index: int) -> bool:
-        """True if there is room for what a node makes: now, and, if it overtakes others, until the
-        place that it had in the given order."""
+        """True if a node's result fits into memory, now and until the place that the node had in
+        the given order."""
         made = self._makes(index)
         if not made:
             return True
@@ -227,7 +227,7 @@ class ListScheduler:
         return held <= budget
 
     def _growth(self, until: int) -> int:
-        """By how much more is held at most, from here to a place in the given order."""
+        """Returns the largest growth of memory from here to a place in the given order."""
         front = self._front()
         if until <= front:
             return 0
@@ -236,8 +236,8 @@ class ListScheduler:
         return max(0, self._tables.fullest.within(front, until) - now)
 
     def _front(self) -> int:
-        """The place of the first node that has not run; launches and waits off the path, and what
-        stands back, do not count."""
+        """Returns the place of the first node that has not run, not counting launches, waits and
+        nodes off the critical path."""
         found = self._behind.find(0, self._cursor)
         self._cursor = found if found >= 0 else len(self._behind) - 1
         return self._cursor
@@ -286,7 +286,7 @@ class ListScheduler:
             self._free[name] = end
 
     def _launch_for(self, seconds: float, reached: float) -> None:
-        """Launch what keeps links busy for the next `seconds`, and what is due when `reached`."""
+        """Launches messages that keep links busy for `seconds`, or are due by `reached`."""
         number = self._tables.number
         for group, queue in self._queues.items():
             until = self._now + seconds
@@ -299,8 +299,8 @@ class ListScheduler:
                         self._execute(index)
 
     def _most_urgent(self, queue: _Queue, until: float, reached: float) -> Message | None:
-        """The message with the earliest due date that can be launched: on a link that is idle
-        before `until`, or because it is due when `reached`."""
+        """Returns the message with the earliest due date whose link is idle before `until`, or
+        which is due by `reached`."""
         for due, _, message in queue.candidates(self._done, self._tables):
             if due <= reached:
                 return message
@@ -314,7 +314,7 @@ class ListScheduler:
         return None
 
     def _fits(self, message: Message) -> bool:
-        """True if there is room for a message until it would be launched in the given order."""
+        """True if a message fits into memory until the place of its launch in the given order."""
         growth = self._growth(self._tables.number[message.launch])
         while not self._within(self._live + message.nbytes + growth, self._early_budget):
             wait = self._arrived()
@@ -329,8 +329,8 @@ _Urgent = tuple[float, int, Message]
 
 
 class _Queue:
-    """Messages of one group that can be launched: those whose inputs are there, and those that can
-    be prepared."""
+    """The launchable messages of one group: those with computed inputs, and those that need little
+    compute first."""
 
     def __init__(self) -> None:
         self._ready: list[_Urgent] = []
@@ -345,19 +345,19 @@ class _Queue:
 
     @property
     def due(self) -> float:
-        """Time at which the most urgent one is due, or one that has been launched since."""
+        """Returns the earliest due date in the queue, messages launched meanwhile included."""
         ready = self._ready[0][0] if self._ready else math.inf
         prepared = self._prepared[self._next][0] if self._next < len(self._prepared) else math.inf
         return min(ready, prepared)
 
     def first(self, done: bytearray, tables: ProgramTables) -> _Urgent | None:
-        """The most urgent one whose inputs are there."""
+        """Returns the most urgent message whose inputs are computed, or None."""
         while self._ready and done[tables.number[self._ready[0][2].launch]]:
             heapq.heappop(self._ready)
         return self._ready[0] if self._ready else None
 
     def candidates(self, done: bytearray, tables: ProgramTables) -> list[_Urgent]:
-        """The most urgent of both kinds."""
+        """Returns the most urgent message of both kinds."""
         while self._next < len(self._prepared):
             if not done[tables.number[self._prepared[self._next][2].launch]]:
                 break

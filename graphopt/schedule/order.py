@@ -1,4 +1,5 @@
-"""An order of all nodes and buckets of collectives as data, and the one function that applies them.
+"""A schedule (an order of nodes and buckets of collectives) as data, and the function that applies
+it.
 
 order                buckets             graph
 -----                -------             -----
@@ -22,7 +23,7 @@ from graphopt.schedule.constraints import Predecessors
 
 @dataclass(frozen=True)
 class Schedule:
-    """In which order a graph is to run, and which of its collectives become one.
+    """An order of a graph's nodes, and the launches to fuse into one collective each.
 
     Attributes:
         order: every node of the graph, once.
@@ -38,8 +39,8 @@ class Schedule:
     buckets: tuple[tuple[fx.Node, ...], ...] = ()
 
     def check(self, before: Predecessors) -> None:
-        """Refuse an order that is not one of all nodes, or runs a node before what it needs, and
-        buckets as `check_buckets` does.
+        """Raises unless the order has all nodes once and after their predecessors, and the buckets
+        are valid.
 
         Raises:
             ScheduleError: it does.
@@ -56,7 +57,7 @@ class Schedule:
         self.check_buckets()
 
     def check_buckets(self) -> None:
-        """Refuse buckets of launches that cannot be one, or that are apart in the order.
+        """Raises if a bucket's launches cannot be one collective or are not adjacent in the order.
 
         Raises:
             ScheduleError: there is such a bucket, or one launch is in two.
@@ -77,8 +78,8 @@ class Schedule:
 
 
 def apply_schedule(graph: fx.Graph, schedule: Schedule) -> int:
-    """Put the nodes of a graph into the order of `schedule`, and make one collective of each of its
-    buckets. Returns how many nodes had to move, and collectives became fewer.
+    """Reorders a graph and fuses its buckets. Returns the number of moved nodes plus the number of
+    saved collectives.
 
     Raises:
         ScheduleError: a bucket cannot be one collective. Nothing is changed.

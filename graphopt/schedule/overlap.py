@@ -1,4 +1,4 @@
-"""An order in which communication is hidden: launches early, waits late, compute fills the gaps.
+"""A search for an order that hides communication: early launches, late waits, compute in the gaps.
 
 List scheduling (Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 1969) on
 two kinds of machines, the stream that computes and the queues of the groups, along the clock of a
@@ -80,7 +80,7 @@ def overlap_schedule(
     max_bytes: int | None = None,
     buckets: bool = True,
 ) -> Schedule | None:
-    """The fastest schedule found, or None where that is what the graph has.
+    """Returns the fastest schedule found, or None if the graph already has it.
 
     A function of its arguments alone, so that all ranks with the same graph decide alike.
 
@@ -123,7 +123,7 @@ def _found(
             search.orders(most)
             if buckets:
                 chooser = BucketChooser(search.program, before, cost_model, world_size)
-                search.put_together(chooser, most)
+                search.try_buckets(chooser, most)
     best = min(searches, key=_OrderSearch.seconds)
     if best.seconds() == math.inf:
         raise ScheduleError(
@@ -134,7 +134,7 @@ def _found(
 
 
 class _OrderSearch:
-    """Orders that are tried, and the best of them.
+    """A search over orders that keeps the best one.
 
     Args:
         program: as it is given.
@@ -168,7 +168,7 @@ class _OrderSearch:
         self.schedule: Schedule | None = None
 
     def levels(self) -> Iterator[int]:
-        """Bytes that orders may hold, the least first, while more can make a difference."""
+        """Yields memory limits in bytes, lowest first, while a higher one can make a difference."""
         most = min(self.held, self._most)
         for times in itertools.chain(
             (1.0,), _LEVELS, (8.0 * 2**power for power in itertools.count())
@@ -182,7 +182,7 @@ class _OrderSearch:
                 return
 
     def orders(self, most: int) -> None:
-        """Try all policies on the program as it is."""
+        """Tries all policies on the program without buckets."""
         for policy in (*POLICIES, FRUGAL):
             if self._seconds <= _CLOSE * self._bound:
                 break
@@ -190,9 +190,8 @@ class _OrderSearch:
                 break
             self._order(self._tables, policy, (), most)
 
-    def put_together(self, chooser: BucketChooser, most: int) -> None:
-        """Try buckets, with the policy of the best order, and the frugal one if that finds none and
-        memory is short."""
+    def try_buckets(self, chooser: BucketChooser, most: int) -> None:
+        """Tries buckets with the best policy, and with the frugal order if memory is short."""
         planned: dict[Buckets, ProgramTables] = {}
         policies = dict.fromkeys((self._policy, FRUGAL))
         for share, policy in itertools.product(SHARES, policies):
@@ -212,7 +211,7 @@ class _OrderSearch:
     def _order(
         self, tables: ProgramTables, policy: ListPolicy, buckets: Buckets, most: int
     ) -> Buckets:
-        """Order a program by a policy, and keep that where it is faster and holds no more.
+        """Orders a program by a policy, and keeps the result if it is faster and within memory.
 
         Returns:
             Where it holds more: the buckets that are not there then, to try with these alone.
@@ -240,7 +239,8 @@ class _OrderSearch:
         return ()
 
     def seconds(self) -> float:
-        """Of the best order, that of the program included; infinite where all hold too much."""
+        """The seconds of the best order, the given one included; infinite if none fits into
+        memory."""
         if self._best is None:
             begun = steady_seconds(self.program, *self._disturbed)
             if self.held > self._most:
@@ -251,7 +251,7 @@ class _OrderSearch:
         return self._best
 
     def found(self) -> Schedule:
-        """The best schedule."""
+        """Returns the best schedule."""
         found = self.schedule or Schedule(tuple(self.program.order))
         found.check(self._before)
         return found

@@ -1,4 +1,4 @@
-"""A simulated step as a trace for Perfetto, and as one page."""
+"""A simulated step as a trace for Perfetto, and as an HTML page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _NAMES_SHOWN = 4
 
 
 def chrome_trace(timeline: SimulatedStep) -> str:
-    """JSON in the trace event format: compute is one thread, each group another."""
+    """Returns JSON in the trace event format, with one thread for compute and one for each
+    group."""
     groups = _groups(timeline)
     events = [_named(0, "compute"), *(_named(tid, f"group {g}") for g, tid in groups.items())]
     events += [
@@ -41,7 +42,8 @@ def chrome_trace(timeline: SimulatedStep) -> str:
 
 
 def page(timeline: SimulatedStep) -> str:
-    """HTML with a lane for compute and one for each group, and a table of the collectives."""
+    """Returns HTML with a lane for compute and one for each group, and a table of the
+    collectives."""
     summary = (
         f"{timeline}; with due dates {1e3 * timeline.preemptive_bound_seconds:.3f} ms. In flight at"
         f" most {readable_bytes(timeline.peak_bytes_in_flight)}. What has to become shorter for the"
@@ -56,7 +58,7 @@ def page(timeline: SimulatedStep) -> str:
 
 
 def _critical(timeline: SimulatedStep) -> str:
-    """How long each part of the critical path is, the longest first."""
+    """Formats the parts of the critical path with their seconds, longest first."""
     seconds: dict[str, float] = {}
     for part in timeline.critical_path:
         name = "compute" if part.message is None else f"%{part.message.launch.name}"
@@ -68,8 +70,8 @@ def _critical(timeline: SimulatedStep) -> str:
 
 
 def lanes_of(timeline: SimulatedStep, index: Mapping[fx.Node, int]) -> Iterator[dict[str, Any]]:
-    """The lanes of `page` as values that JSON can hold: of each block its kind, begin, seconds,
-    what there is to say, and the number of its node."""
+    """Yields the lanes of `page` as JSON-ready values: for each block its kind, begin, seconds,
+    text and node number."""
     for name, blocks in _lanes(timeline):
         numbers = (None if b.node is None else index.get(b.node) for b in blocks)
         facts = ([b.kind, b.start, b.seconds, b.hover] for b in blocks)
@@ -86,7 +88,7 @@ class _Block(NamedTuple):
 
 
 def _lanes(timeline: SimulatedStep) -> Iterator[tuple[str, list[_Block]]]:
-    """One lane of compute, and one of each group."""
+    """Yields one lane of compute and one for each group."""
     yield "compute", list(_compute_blocks(timeline))
     for group in _groups(timeline):
         slots = [slot for slot in timeline.collectives if slot.message.group == group]
@@ -94,7 +96,7 @@ def _lanes(timeline: SimulatedStep) -> Iterator[tuple[str, list[_Block]]]:
 
 
 def _compute_blocks(timeline: SimulatedStep) -> Iterator[_Block]:
-    """Nodes that compute, runs of small ones put together."""
+    """Yields computing nodes as blocks, short adjacent ones merged."""
     least = (timeline.end - timeline.begin) / _MOST_BLOCKS
     run: list[ComputeSlot] = []
     for slot in timeline.compute:
@@ -126,7 +128,7 @@ def _block(timeline: SimulatedStep, slot: CollectiveSlot) -> _Block:
 
 
 def _facts(slot: CollectiveSlot) -> Iterator[tuple[str, str]]:
-    """What there is to say about a collective."""
+    """Yields labels and values that describe a collective."""
     message = slot.message
     yield "collective", message.kind
     yield "bytes", readable_bytes(message.nbytes)
@@ -138,14 +140,14 @@ def _facts(slot: CollectiveSlot) -> Iterator[tuple[str, str]]:
 
 
 def parameters_text(names: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
+    """Formats the first parameter name and the number of further ones."""
     shown = ", ".join(names[:_NAMES_SHOWN])
     more = len(names) - _NAMES_SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
 
 
 def reader_text(slot: CollectiveSlot) -> str:
-    """The node that forces the wait, and its iteration."""
+    """Formats the node that forces the wait, and its iteration."""
     reader = slot.message.reader
     if reader is None:
         return "nobody"
@@ -162,7 +164,7 @@ def _table(timeline: SimulatedStep) -> tuple[list[str], list[list[str]]]:
 
 
 def _groups(timeline: SimulatedStep) -> dict[str, int]:
-    """A number for each group, in order of its first launch."""
+    """Numbers the groups by their first launch."""
     found = dict.fromkeys(slot.message.group for slot in timeline.collectives)
     return {group: index + 1 for index, group in enumerate(found)}
 

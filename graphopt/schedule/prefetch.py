@@ -1,4 +1,4 @@
-"""Prefetch of sharded parameters: each is gathered some buckets ahead of its use.
+"""Prefetch of sharded parameters: gathers launched some buckets ahead of their use.
 
     gather 1  gather 2  gather 3 | wait 1, compute 1 | gather 4 | wait 2, compute 2 | gather 5 | …
 
@@ -33,7 +33,7 @@ _PHASES = ("forward", "backward")
 
 @dataclass(eq=False)
 class Use:
-    """A gather of what a computation reads.
+    """A gather and the computation that reads it.
 
     Attributes:
         launch: its node.
@@ -49,7 +49,7 @@ class Use:
 
 
 def uses_of_gathers(graph: fx.Graph) -> list[Use]:
-    """The gathers of what the forward and the backward read, by first use."""
+    """Returns the gathers that forward and backward read, by first use."""
     found = []
     for node in filter(is_gather, graph.nodes):
         (wait,) = node.users
@@ -62,7 +62,7 @@ def uses_of_gathers(graph: fx.Graph) -> list[Use]:
 
 
 def buckets_of(uses: Sequence[Use], limit: float) -> list[list[Use]]:
-    """Uses in buckets of at most so many bytes, of one kind and phase each."""
+    """Splits uses into buckets of at most `limit` bytes, each of one kind and phase."""
     buckets: list[list[Use]] = []
     last: object = None
     for use in uses:
@@ -78,7 +78,7 @@ def buckets_of(uses: Sequence[Use], limit: float) -> list[list[Use]]:
 def order_of_prefetch(
     graph: fx.Graph, before: Predecessors, buckets: Sequence[Sequence[Use]]
 ) -> Schedule:
-    """The order in which each bucket is launched ahead of its first use.
+    """Returns an order with each bucket launched ahead of its first use.
 
     Args:
         before: what each node needs (`graphopt.schedule.constraints`).

@@ -1,4 +1,4 @@
-"""The program of one steady-state iteration, in order: compute, launch, wait.
+"""The program of one steady-state iteration: its compute, launches and waits, in order.
 
     graph with late nodes            program
     ---------------------            -------
@@ -33,7 +33,7 @@ from graphopt.ir.metadata import known_value, sent_names
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """One collective of each iteration.
+    """One collective of an iteration.
 
     Attributes:
         index: in launch order.
@@ -63,23 +63,23 @@ class Message:
 
     @cached_property
     def kind(self) -> str:
-        """Such as ``"all_reduce"``."""
+        """The kind of collective, such as ``"all_reduce"``."""
         return kind_of(self.launch)
 
     @cached_property
     def group(self) -> str:
-        """Name of the process group."""
+        """The name of the process group."""
         return str(argument(self.launch, "group_name"))
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Whose gradients or values are sent, where the graph says so."""
+        """The names of the parameters whose gradients or values are sent, if recorded."""
         return sent_names(self.launch)
 
 
 @dataclass
 class Program:
-    """One iteration in the steady state.
+    """One iteration in the steady state: an order of nodes with their costs.
 
     Attributes:
         order: all nodes, late ones before their destinations.
@@ -109,12 +109,12 @@ class Program:
 
     @property
     def compute_seconds(self) -> float:
-        """Seconds of all nodes, with nothing to wait for."""
+        """The total seconds of all nodes, without waiting."""
         return sum(self.seconds.values())
 
 
 def program_of(graph: fx.Graph, cost_model: CostModel, world_size: int | None = None) -> Program:
-    """The program of a graph.
+    """Builds the program of a graph.
 
     Args:
         world_size: ranks of its groups, where these are not there to be asked.
@@ -147,7 +147,7 @@ def program_of(graph: fx.Graph, cost_model: CostModel, world_size: int | None = 
 
 
 def steady_order(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The nodes of one iteration, each late one before its destination."""
+    """Yields the nodes of one iteration, each late one before its destination."""
     late = late_nodes(graph)
     arriving: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -186,15 +186,15 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 class Storages:
-    """The storages that nodes make and read, each by a number of its own: asked of a node once,
-    where several orders of a graph are compared."""
+    """Numbers and sizes of the storages that nodes make and read, cached across orders of a
+    graph."""
 
     def __init__(self) -> None:
         self._made: dict[fx.Node, list[tuple[int, int]]] = {}
         self._touched: dict[fx.Node, dict[int, int]] = {}
 
     def made(self, node: fx.Node) -> list[tuple[int, int]]:
-        """Values that a node gives, each with its bytes."""
+        """Returns the storages (number, bytes) that a node makes."""
         found = self._made.get(node)
         if found is None:
             value = None if node.op == "output" else known_value(node)
@@ -204,8 +204,8 @@ class Storages:
         return found
 
     def touched(self, node: fx.Node) -> dict[int, int]:
-        """Those that a node makes or reads, with bytes of each. An item of a list reads nothing of
-        the others, of which there may be many."""
+        """Returns the storages (number -> bytes) that a node makes or reads; an item of a list
+        reads only its own."""
         found = self._touched.get(node)
         if found is None:
             sources = () if node.target is operator.getitem else _compat.inputs_of(node)
@@ -216,7 +216,7 @@ class Storages:
 
 
 def peak_bytes(program: Program, storages: Storages | None = None) -> int:
-    """The most bytes of values that are held at once, inputs of the step left out.
+    """Returns the peak bytes of live values, without inputs of the step.
 
     Args:
         storages: what is known of nodes, where several orders of a graph are compared.
@@ -225,8 +225,8 @@ def peak_bytes(program: Program, storages: Storages | None = None) -> int:
 
 
 def step_peak_bytes(graph: fx.Graph, storages: Storages | None = None) -> int:
-    """The most bytes of values that one iteration of a graph holds at once, in the steady state and
-    in the order of the graph; inputs of the step are left out.
+    """Returns the peak bytes of live values in one steady-state iteration of a graph in its order,
+    without inputs of the step.
 
     >>> from graphopt.schedule.program import step_peak_bytes
     >>> step_peak_bytes(gm.graph) > 0
@@ -237,7 +237,7 @@ def step_peak_bytes(graph: fx.Graph, storages: Storages | None = None) -> int:
 
 
 def held_bytes(program: Program, storages: Storages | None = None) -> NDArray[np.int64]:
-    """Bytes of values that are held while each node of the order runs, inputs left out.
+    """Returns the bytes of live values while each node of the order runs, without inputs.
 
     A value is held from the node that makes its storage to the last one that reads it, and what is
     sent until it has been waited for; what late nodes read of the iteration before is held
@@ -252,7 +252,7 @@ def held_bytes(program: Program, storages: Storages | None = None) -> NDArray[np
 
 
 def _lives(program: Program, storages: Storages) -> list[tuple[int, int, int]]:
-    """First position, last position and bytes of each storage that the step makes."""
+    """Returns (first position, last position, bytes) of each storage that the step makes."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     size: dict[int, int] = {}
@@ -294,8 +294,8 @@ def _lives(program: Program, storages: Storages) -> list[tuple[int, int, int]]:
 def touched_storages(
     program: Program, storages: Storages
 ) -> tuple[list[tuple[int, ...]], list[int]]:
-    """The storages that each node of a program without late nodes makes or reads, inputs of the
-    step left out, by numbers; and the bytes of each.
+    """Returns the storages that each node makes or reads, by number, and the bytes of each. For
+    programs without late nodes; inputs are left out.
 
     What a planned bucket makes and reads, its last launch does.
     """
@@ -336,11 +336,11 @@ def touched_storages(
 
 
 def _sent(message: Message) -> Iterator[fx.Node]:
-    """What is sent, which nobody may free before it has arrived."""
+    """Yields the values that a message sends, which must live until it has arrived."""
     for launch in message.joined or (message.launch,):
         yield from launch.all_input_nodes
 
 
 def states_written_late(program: Program) -> dict[fx.Node, list[fx.Node]]:
-    """Inputs of the step that late nodes update, by late node."""
+    """Maps late nodes to the inputs of the step that they update."""
     return {node: written(node) for node in program.order if node in program.late and written(node)}

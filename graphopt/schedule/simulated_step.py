@@ -14,7 +14,7 @@ from graphopt.schedule.program import Message, Program
 
 @dataclass(frozen=True)
 class ComputeSlot:
-    """A node that computes, from `start` to `end` in seconds.
+    """The computation of a node, from `start` to `end` in seconds.
 
     >>> slot = graphopt.simulate(gm, world_size=2).compute[0]
     >>> slot.end >= slot.start
@@ -28,7 +28,7 @@ class ComputeSlot:
 
 @dataclass(frozen=True)
 class CollectiveSlot:
-    """A collective of one iteration; times in seconds.
+    """A collective of one iteration, with times in seconds.
 
     Attributes:
         message: what is sent.
@@ -52,7 +52,7 @@ class CollectiveSlot:
 
 @dataclass(frozen=True)
 class PathPart:
-    """A part of the critical path: compute (without a message) or a message."""
+    """A part of the critical path: a message, or compute (without a message)."""
 
     kind: str
     message: Message | None
@@ -62,7 +62,7 @@ class PathPart:
 
 @dataclass
 class SimulatedStep:
-    """A step in the steady state.
+    """The steady state of a simulated step.
 
     Attributes:
         program: what was simulated.
@@ -89,17 +89,17 @@ class SimulatedStep:
 
     @cached_property
     def compute_seconds(self) -> float:
-        """Seconds of all nodes, with nothing to wait for."""
+        """The total seconds of all nodes, without waiting."""
         return self.program.compute_seconds
 
     @cached_property
     def comm_seconds(self) -> float:
-        """That the busiest group or link needs."""
+        """The seconds that the busiest group or link needs."""
         return communication_bound(self.program, self.burst)
 
     @cached_property
     def exposed_comm_seconds(self) -> float:
-        """Seconds of a step in which compute stands still."""
+        """The seconds of a step in which compute stands still."""
         return sum(slot.exposed for slot in self.collectives)
 
     @property
@@ -109,7 +109,7 @@ class SimulatedStep:
 
     @cached_property
     def preemptive_bound_seconds(self) -> float:
-        """A bound that knows what must come before and after each collective; see
+        """A tighter bound that respects dependencies of each collective; see
         `graphopt.schedule.bounds`."""
         return max(self.bound_seconds, preemptive_bound(self.program, self.burst))
 

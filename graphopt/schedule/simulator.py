@@ -1,4 +1,4 @@
-"""A simulator of steps: discrete events, iteration after iteration, until they are all alike.
+"""A discrete-event simulator of steps, which runs iterations until they are all alike.
 
 One stream computes in the order of the program and stops at a wait until its message has arrived;
 messages travel meanwhile (`graphopt.schedule.links`). Where late work hangs over into the next
@@ -28,7 +28,7 @@ SAME = 1e-9
 def simulate(
     graph_module: fx.GraphModule, cost_model: CostModel | None = None, world_size: int | None = None
 ) -> Timeline:
-    """Predict a step.
+    """Predicts the timeline of a step in the steady state.
 
     Args:
         graph_module: in the captured dialect; an `IterGraphModule` may have late nodes.
@@ -50,7 +50,7 @@ def simulate(
 
 
 def simulate_program(program: Program, slowdown: float = 0.0, burst: float = 0.0) -> Timeline:
-    """The steady state of a program.
+    """Simulates a program's steady state.
 
     Args:
         slowdown, burst: of a `CostModel`.
@@ -70,7 +70,7 @@ def simulate_program(program: Program, slowdown: float = 0.0, burst: float = 0.0
 
 
 def steady_seconds(program: Program, slowdown: float = 0.0, burst: float = 0.0) -> float:
-    """Seconds of a program in its steady state, without the rest that a timeline has.
+    """Returns the seconds of a program's iteration in the steady state, without a timeline.
 
     >>> from graphopt.cost import default_cost_model
     >>> from graphopt.schedule import program_of, simulate_program
@@ -83,7 +83,7 @@ def steady_seconds(program: Program, slowdown: float = 0.0, burst: float = 0.0) 
 
 
 def _steady(machine: _Machine, actions: list[Action]) -> float:
-    """Run iterations until they are alike. Returns what one takes.
+    """Runs iterations until they are alike, and returns the seconds of one.
 
     Iterations may take equally long for a while, though each hands on more to the next than it was
     handed: until that reaches a wait, or a link has spent what it had saved. What lies between is
@@ -103,14 +103,14 @@ def _steady(machine: _Machine, actions: list[Action]) -> float:
             return durations[-1]
         iterations = _passed_over(machine, growth, handed_on)
         if iterations:
-            machine.links.go_ahead(growth, iterations)
+            machine.links.skip_iterations(growth, iterations)
             handed_on = machine.links.handed_on(machine.now)
     return sum(durations[-8:]) / len(durations[-8:])
 
 
 def _growth(machine: _Machine, before: HandedOn, handed_on: HandedOn, least: float) -> HandedOn:
-    """By how much more than `least` an iteration has changed what is handed on. A group that nobody
-    waits for decides nothing."""
+    """Returns by how much more than `least` an iteration changed the link state; groups that nobody
+    waits for are ignored."""
     growth = {
         (kind, name): now - before[kind, name]
         for (kind, name), now in handed_on.items()
@@ -120,8 +120,8 @@ def _growth(machine: _Machine, before: HandedOn, handed_on: HandedOn, least: flo
 
 
 def _passed_over(machine: _Machine, growth: HandedOn, handed_on: HandedOn) -> int:
-    """How many iterations more can be like the last one; none while a group sends what it had
-    left."""
+    """Returns how many iterations like the last one can be skipped; none while a group drains its
+    backlog."""
     found = math.inf
     for (kind, name), more in growth.items():
         if kind == "group":
@@ -145,7 +145,7 @@ Action = tuple[str, float, Message | None, fx.Node | None]
 
 
 def _actions(program: Program, every_node: bool = False) -> list[Action]:
-    """What the stream does, with runs of compute put together unless `every_node`."""
+    """Returns the stream's actions, with runs of compute merged unless `every_node`."""
     actions: list[Action] = []
     for node in program.order:
         if node in program.seconds:
@@ -163,7 +163,7 @@ def _actions(program: Program, every_node: bool = False) -> list[Action]:
 
 @dataclass
 class _Machine:
-    """One rank: its stream, its links, and what the iteration before has launched."""
+    """One simulated rank: its stream, its links, and the launches of the iteration before."""
 
     slowdown: float
     links: Links
@@ -178,7 +178,7 @@ class _Machine:
     had noticed."""
 
     def iterate(self, actions: list[Action]) -> None:
-        """Run one iteration."""
+        """Runs one iteration."""
         self.before, self.current, self.slack = self.current, {}, {}
         for kind, seconds, message, node in actions:
             if kind == "compute":
@@ -261,7 +261,7 @@ def _slot(flight: MessageInFlight, exposed: float, position: dict[fx.Node, int])
 
 
 def _most_in_flight(program: Program) -> int:
-    """Bytes of messages that are launched and not waited for, at most, in the steady state."""
+    """Returns the peak bytes of messages in flight in the steady state."""
     left = {message: len(message.waits) for message in program.messages}
     held = sum(message.nbytes for message in program.messages if message.lag)
     most = held
@@ -278,8 +278,8 @@ def _most_in_flight(program: Program) -> int:
 
 
 def _critical_path(machine: _Machine, begin: float, end: float) -> list[PathPart]:
-    """What has to become shorter for the step to become shorter, from its end back to its begin:
-    compute, and where that waits, the messages that it waits for and those before them."""
+    """Returns the critical path from a step's end back to its begin: compute, and the messages that
+    it waits for."""
     parts: list[PathPart] = []
     stalls = list(machine.stalls)
     now = end

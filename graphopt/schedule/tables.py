@@ -1,4 +1,4 @@
-"""Tables of a program for list scheduling, by the numbers of its nodes in the given order.
+"""Tables of a program for list scheduling, indexed by a node's place in the given order.
 
 Computed once for a program, and the same for all policies that are tried.
 """
@@ -24,7 +24,7 @@ that stands behind it."""
 
 
 class ProgramTables:
-    """Tables of one program.
+    """The tables of one program.
 
     Attributes:
         missing: of how many others each node needs something.
@@ -80,7 +80,8 @@ class ProgramTables:
         self.prepared = _preparations(self, before)
 
     def _tails(self) -> list[float]:
-        """The longest path behind each node, in seconds of compute and communication."""
+        """Returns the seconds of the longest path behind each node, in compute and
+        communication."""
         tails = [0.0] * len(self.users)
         for index in range(len(tails) - 1, -1, -1):
             users = self.users[index]
@@ -90,7 +91,7 @@ class ProgramTables:
         return tails
 
     def held(self, order: Sequence[int]) -> NDArray[np.int64]:
-        """Bytes that are held while each node runs, in an order of all numbers."""
+        """Returns the bytes of live values while each node runs, in an order of all numbers."""
         place = np.empty(len(order), dtype=np.int64)
         place[np.asarray(order, dtype=np.int64)] = np.arange(len(order))
         change = np.zeros(len(order) + 1, dtype=np.int64)
@@ -102,7 +103,7 @@ class ProgramTables:
         return held
 
     def _by_storage(self) -> None:
-        """Nodes that touch each storage, one storage after another."""
+        """Groups the nodes that touch each storage."""
         counts = np.fromiter(map(len, self.touched), dtype=np.int64, count=len(self.touched))
         storages = np.fromiter(itertools.chain.from_iterable(self.touched), dtype=np.int64)
         sorted_ = np.argsort(storages, kind="stable")
@@ -114,8 +115,8 @@ class ProgramTables:
 
 
 class _Fullest:
-    """The largest of a range of values, in constant time: maxima of all ranges whose length is a
-    power of two (Bender and Farach-Colton, "The LCA problem revisited", LATIN 2000)."""
+    """Range-maximum queries in constant time, by a sparse table (Bender and Farach-Colton, "The LCA
+    problem revisited", LATIN 2000)."""
 
     def __init__(self, values: NDArray[np.int64]) -> None:
         self.values: list[int] = values.tolist()
@@ -127,14 +128,15 @@ class _Fullest:
             width *= 2
 
     def within(self, first: int, last: int) -> int:
-        """Of positions from `first` to `last`, both included."""
+        """Returns the maximum of positions `first` to `last`, both included."""
         level = (last - first + 1).bit_length() - 1
         row: list[int] = self._levels[level]
         return max(row[first], row[last + 1 - (1 << level)])
 
 
 def _preparations(tables: ProgramTables, before: Predecessors) -> dict[Message, list[int]]:
-    """Messages that need only inputs of the step and little compute, with what computes it."""
+    """Returns the messages that need only inputs and little compute, with the nodes that compute
+    them."""
     found = {}
     for message in tables.program.messages:
         most = MOST_PREPARATION * max(1, len(message.joined))
@@ -150,7 +152,8 @@ def _preparations(tables: ProgramTables, before: Predecessors) -> dict[Message, 
 
 
 def ancestors(launch: fx.Node, before: Predecessors, most: int) -> set[fx.Node] | None:
-    """Nodes that a launch needs, without inputs of the step; None if those are more than `most`."""
+    """Returns the nodes that a launch needs, without inputs of the step; None if more than
+    `most`."""
     found: set[fx.Node] = set()
     pending = list(before[launch])
     while pending:

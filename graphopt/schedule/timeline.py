@@ -10,7 +10,7 @@ from graphopt.schedule.simulated_step import SimulatedStep
 
 
 class Timeline(SimulatedStep):
-    """A step in the steady state, as predicted by `graphopt.simulate`.
+    """The predicted timeline of a step in the steady state, returned by `graphopt.simulate`.
 
     >>> timeline = graphopt.simulate(gm)
     >>> timeline.step_seconds >= timeline.compute_seconds
@@ -18,7 +18,7 @@ class Timeline(SimulatedStep):
     """
 
     def save_chrome_trace(self, path: str | PathLike[str]) -> None:
-        """Write the step in the trace event format, for Perfetto or ``chrome://tracing``.
+        """Writes the step in the trace event format, for Perfetto or ``chrome://tracing``.
 
         Raises:
             FileError: the file cannot be written.
@@ -26,7 +26,7 @@ class Timeline(SimulatedStep):
         write(place(path), chrome_trace(self))
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Write one page that needs nothing else: lanes, and a table of the collectives.
+        """Writes one self-contained page: lanes, and a table of the collectives.
 
         Raises:
             FileError: the file cannot be written.
