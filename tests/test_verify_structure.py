@@ -112,9 +112,9 @@ def test_refused(edit: Callable[[fx.GraphModule], None], message: str, verify: s
 def test_another_constant_is_seen() -> None:
     gm = step()
     before = Snapshot(gm)
-    assert not before.besides.changed_constants()
+    assert not before.module_state.changed_constants()
     gm.scale.add_(1.0)
-    assert before.besides.changed_constants()
+    assert before.module_state.changed_constants()
 
 
 FEW = 12
