@@ -1,4 +1,4 @@
-"""The executable dialect: updates in place, storage used again, small operators on lists.
+"""The executable dialect: updates in place, storage reused, small operators batched.
 
 The captured dialect makes a new tensor for every value. Here an operator writes into its first
 argument where nobody can tell: no two elements of it share memory, its storage belongs to the graph
@@ -39,7 +39,7 @@ aten = torch.ops.aten
 
 
 def finalize(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph in the captured dialect, in the executable dialect.
+    """Converts a graph from the captured to the executable dialect, as a copy.
 
     Args:
         graph_module: left as it is.
@@ -58,14 +58,14 @@ def finalize(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Arguments(NamedTuple):
-    """How often each node, and how many nodes of each alias class, an operator reads."""
+    """The number of reads of each node, and of each alias class, by an operator."""
 
     nodes: Counter[fx.Node]
     storages: Counter[object]
 
 
 class _Reuse:
-    """Rewrites one graph; see the module's docstring."""
+    """Rewrites one graph to update in place and reuse storage; see the module's docstring."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
@@ -98,7 +98,7 @@ class _Reuse:
             self._take_over(node, source, results)
 
     def _take_over(self, node: fx.Node, source: fx.Node, results: Sequence[fx.Node]) -> None:
-        """`source` now holds what `results` held."""
+        """Records that `source` now holds the value of `results`."""
         for result in results:
             if result is node:
                 self._effects.join(source, result)
@@ -133,7 +133,7 @@ class _Reuse:
         return same_kind(owner, source) and any(self._becomes(r, owner) for r in results)
 
     def _arguments(self, node: fx.Node) -> _Arguments:
-        """What stands among the arguments of `node`; counted once for all of them."""
+        """The arguments of `node`, counted once for all queries."""
         if self._counted[0] is not node:
             leaves = _compat.tree_leaves((node.args, node.kwargs))
             nodes = Counter(leaf for leaf in leaves if isinstance(leaf, fx.Node))
@@ -141,7 +141,7 @@ class _Reuse:
         return self._counted[1]
 
     def _becomes(self, value: fx.Node, owner: fx.Node) -> bool:
-        """True if `value`, perhaps after more overwriting, is what `owner` is updated to."""
+        """True if `owner` is updated to `value`, or to what overwrites it."""
         while True:
             if self._finals.get(value) is owner:
                 return True
@@ -158,7 +158,7 @@ class _Reuse:
             value = following[0][0]
 
     def _reuse_in_fused(self, node: fx.Node) -> None:
-        """Fused optimizers always run in place; what must not be overwritten is cloned first."""
+        """Makes a fused optimizer work in place; clones what must not be overwritten."""
         name = fused_optimizer(node.target)
         assert name is not None
         call = list_call(node)
@@ -179,8 +179,7 @@ class _Reuse:
         return source if self._may_overwrite(node, source, results) else self._cloned(source, node)
 
     def _call_again(self, node: fx.Node, form: FunctionalForm) -> None:
-        """An operator of the program's works in place again; what must not be overwritten is cloned
-        first."""
+        """Restores the in-place call of a user's operator; clones what must not be overwritten."""
         if not form.is_callable_again or not form.is_read_by_entry(node):
             return
         pairs = list(_overwritten(node))
@@ -206,7 +205,7 @@ class _Reuse:
         return clone
 
     def _drop_clone(self, node: fx.Node) -> None:
-        """A clone of a value that nobody reads any more is that value."""
+        """Replaces a clone by its source if nobody reads the source afterwards."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
         owned = self._effects.input_of(source) is None and _is_whole(fake_value(source))
@@ -219,7 +218,7 @@ class _Reuse:
         self._graph.erase_node(clone)
 
     def _drop_copies(self) -> None:
-        """Drop each `copy_` whose value stands in its destination already."""
+        """Drops each `copy_` whose value is in its destination already."""
         dropped: dict[Any, fx.Node] = {}
         for copy in self._outputs.updates:
             destination, value = copy.args
@@ -238,7 +237,7 @@ class _Reuse:
 
 
 def _is_whole(value: torch.Tensor) -> bool:
-    """True if a tensor is all of its storage, so that keeping it keeps nothing else."""
+    """True if a tensor is the whole of its storage, so that keeping it keeps nothing else."""
     if value.layout is not torch.strided:
         return True
     if _compat.has_symbolic_shape(value):
@@ -247,7 +246,7 @@ def _is_whole(value: torch.Tensor) -> bool:
 
 
 def _overwritten(node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
-    """Each tensor that the in-place form of `node` writes, with the nodes that hold the result."""
+    """The tensors that the in-place form of `node` writes, with the nodes that hold the results."""
     first, form = node.args[0] if node.args else None, form_behind(node.target)
     if form is not None:
         yield from ((source, form.holders(node, path)) for path, source in form.entries(node))
@@ -258,8 +257,8 @@ def _overwritten(node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
 
 
 def _entries(call: ListCall, position: int) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
-    """Each tensor of one list, with the nodes that hold its result: results of a fused optimizer
-    stand at the same position."""
+    """The tensors of one list argument, with the nodes that hold their results at the same
+    position."""
     results = call.results(position)
     for index, source in enumerate(call.lists.get(position, ())):
         yield source, results.get(index, [])

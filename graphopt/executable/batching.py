@@ -1,4 +1,4 @@
-"""Small operators that do the same to several tensors become one on lists.
+"""Batches small operators of optimizers that do the same to several tensors (`_foreach_*`).
 
     a = mul(m, 0.9)                          ab  = _foreach_mul([m, n], [0.9, 0.9])
     c = sqrt(a)                       ==>    a   = ab[0]; b = ab[1]
@@ -46,7 +46,7 @@ _DTYPES = frozenset({torch.float32, torch.float64})
 
 
 class _Form(NamedTuple):
-    """How an operator is written on lists.
+    """The list form of an operator.
 
     Attributes:
         target: the operator on lists.
@@ -82,7 +82,7 @@ _OF_THREE = {
 
 
 def batch_small_operators(graph: fx.Graph) -> int:
-    """Put small operators of optimizers together.
+    """Batches small operators of optimizers.
 
     Args:
         graph: in the captured dialect, of one iteration without late work of the one before.
@@ -104,8 +104,8 @@ def batch_small_operators(graph: fx.Graph) -> int:
 
 
 def _with_launches_in_order(graph: fx.Graph, before: Predecessors) -> Predecessors:
-    """What each node needs, and each launch and decision the one before: ranks have agreed on their
-    order."""
+    """The dependencies of each node; launches and decisions depend on the previous one, as ranks
+    have agreed on their order."""
     launches = find_nodes(graph, lambda n: is_collective(n) or isinstance(n.target, Assumption))
     for first, second in pairwise(launches):
         before[second].append(first)
@@ -113,7 +113,7 @@ def _with_launches_in_order(graph: fx.Graph, before: Predecessors) -> Predecesso
 
 
 def _form_of(node: fx.Node) -> _Form | None:
-    """How a small operator of an optimizer is written on lists; None for all others."""
+    """The list form of a small optimizer operator; None for all other nodes."""
     if node.op != "call_function" or phase_of(node) != "optimizer" or not node.users:
         return None
     value = known_value(node)
@@ -151,7 +151,7 @@ def _written_on_lists(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _is_like(node: Any, value: torch.Tensor) -> bool:
-    """True if a tensor is of the shape, dtype and device of a result, so that nothing is cast or
+    """True if a tensor has a result's shape, dtype and device, so that nothing is cast or
     expanded."""
     given = known_value(node) if isinstance(node, fx.Node) else None
     if not isinstance(given, torch.Tensor) or given.layout is not torch.strided:
@@ -170,7 +170,7 @@ def _is_number(value: Any) -> bool:
 def _levels(
     graph: fx.Graph, before: Predecessors, forms: dict[fx.Node, _Form]
 ) -> dict[fx.Node, int]:
-    """For each node how many of `forms` there are on the longest way to it."""
+    """The largest number of `forms` on any path to each node."""
     levels: dict[fx.Node, int] = {}
     for node in graph.nodes:
         levels[node] = max((levels[each] + (each in forms) for each in before[node]), default=0)
@@ -178,7 +178,7 @@ def _levels(
 
 
 def _lists(forms: dict[fx.Node, _Form], levels: dict[fx.Node, int]) -> Iterator[list[fx.Node]]:
-    """Nodes that become one, at least two each."""
+    """The groups of at least two nodes that become one list operator."""
     alike: dict[Any, list[fx.Node]] = {}
     for node, form in forms.items():
         key = (levels[node], form.target, fake_value(node).dtype, form.scale)
@@ -198,8 +198,8 @@ def _lists(forms: dict[fx.Node, _Form], levels: dict[fx.Node, int]) -> Iterator[
 def _order(
     graph: fx.Graph, before: Predecessors, lists: Sequence[Sequence[fx.Node]]
 ) -> Iterator[fx.Node]:
-    """All nodes, in their order as far as possible, those of a list one behind the other where the
-    last of them stands."""
+    """All nodes in nearly their old order, the nodes of a list adjacent at the place of the
+    last."""
     place = {node: index for index, node in enumerate(graph.nodes)}
     for members in lists:
         place |= dict.fromkeys(members, place[members[-1]])

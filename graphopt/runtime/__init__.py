@@ -1,4 +1,4 @@
-"""Running captured steps.
+"""Execution of captured steps: binding of live tensors, graphs of branches, late updates.
 
 `captured_graphs` finds the graph whose guards hold for a call; `bound_step` binds it to the live
 tensors and runs it, and `results` puts what it gives where the step put it. `branch` goes on with

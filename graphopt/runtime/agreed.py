@@ -1,4 +1,4 @@
-"""What ranks agree on for a step, and how one call is captured on them: `Ranks`."""
+"""The agreement of all ranks on a step's graphs, and the capture of one call on them (`Ranks`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Plans = dict[str, list[str]]
 
 @dataclass(frozen=True)
 class Others:
-    """What the other ranks do while a rank needs another graph for a call.
+    """The state of the other ranks while this rank needs another graph for a call.
 
     Attributes:
         alone: they have gone on with the call, and cannot come to agree.
@@ -52,7 +52,7 @@ class Others:
 
 
 class OneVote:
-    """`Others.vote`, which each rank casts once.
+    """A call of `Others.vote` that is made at most once.
 
     Attributes:
         is_cast: whether it has been.
@@ -80,7 +80,7 @@ class NotAsAgreedError(Exception):
 
 
 class NoGraphAloneError(SpmdMismatchError):
-    """A rank has no graph that goes with those which the other ranks run in this call.
+    """A rank has no graph that fits those which the other ranks run in this call.
 
     Args:
         at: the user's line at which it decided otherwise.
@@ -99,7 +99,7 @@ class NoGraphAloneError(SpmdMismatchError):
 
 @dataclass
 class Agreed:
-    """What all ranks decided for one structure of the step.
+    """The decisions that all ranks made for one structure of the step's arguments.
 
     Attributes:
         guards: recognise the structure again.
@@ -131,31 +131,30 @@ class Agreed:
     likely: tuple[Answer, ...] = ()
 
     def order(self, inputs: Inputs) -> tuple[str, ...]:
-        """The parameters whose gradients are averaged, by the names that they have in a call; how
-        a step gets to them may be different. Those that it does not reach are left out."""
+        """The parameters whose gradients are averaged, in the agreed order, under the names of
+        this call; those that the call does not reach are left out."""
         names = {id(entry.tensor): entry.fqn for entry in inputs.parameters}
         found = (names.get(id(parameter())) for parameter in self.parameters)
         return tuple(name for name in found if name is not None)
 
     def launches_as(self, other: Agreed) -> bool:
-        """Whether graphs that stand on either launch the same."""
+        """True if graphs under this agreement and the other launch the same collectives."""
         return self.plans == other.plans and self.agreement == other.agreement
 
     def holds_for_all(self, step: int) -> bool:
-        """Before a call: whether all ranks have a graph that stands on this."""
+        """True if all ranks have a graph for this agreement; asked before a call."""
         return not self.asks or self.questions is None or self.questions.alike(self.number, step)
 
     def hear(self) -> None:
-        """Before a call: raise where a function has raised on another rank when the last call, of
-        another graph maybe, was over. Graphs whose calls end in an agreement ask themselves."""
+        """Raises if a callback raised on another rank after the last call. Asked before a call;
+        graphs that end in a vote ask themselves."""
         if not self.agreement.at_end:
             self.votes.hear()
 
 
 def ask_before_calls(agreements: Sequence[Agreed]) -> None:
-    """Where ranks decide by values of their own, and there are ways that launch something else, let
-    them say before each call which one they begin with: whoever finds no graph cannot know what the
-    others launch.
+    """Makes ranks vote before each call on the agreement that they begin with, if graphs with
+    different collectives exist: a rank without a fitting graph cannot know what the others launch.
 
     Args:
         agreements: all of one structure, the same on all ranks.
@@ -170,7 +169,7 @@ def ask_before_calls(agreements: Sequence[Agreed]) -> None:
 
 
 class Ranks:
-    """How one call is captured on the ranks of a group; a context manager around all of it.
+    """The capture of one call on the ranks of a group; a context manager around all of it.
 
     This one is for a rank that agrees on nothing: it is alone, or averages nothing in this call.
 
@@ -192,15 +191,15 @@ class Ranks:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """The graphs are ready to run, or `error` has ended the capture."""
+        """Ends the capture: the graphs are ready to run, or it failed with `error`."""
 
     def capture(self, call: Call) -> CapturedStep:
-        """Capture the call, with the communication that the ranks agree on."""
+        """Captures the call, with the communication that the ranks agree on."""
         call = with_remembered(call)
         return capture_call(call, lasts=self._lasts)
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
-        """Agree on what is about to run, before anything is compiled.
+        """Compares the plan of collectives among the ranks, before anything is compiled.
 
         Args:
             captured: with passes applied.
@@ -212,13 +211,11 @@ class Ranks:
         """
 
     def ready(self, captured: CapturedStep) -> None:
-        """The graphs of this rank are ready to run. All ranks wait for one another, as long as it
-        takes: how long they compile says nothing."""
+        """Waits until all ranks have their graphs ready, however long they compile."""
 
 
 def first_difference(agreed: Plans, own: Plans, graphs: Mapping[str, fx.GraphModule]) -> str:
-    """What a rank launches otherwise than the ranks agreed on, in words; empty where it launches
-    the same.
+    """A text on the first collective that differs from the agreed plan; empty without one.
 
     Args:
         own: plans of this rank's `graphs`.
@@ -234,7 +231,7 @@ def first_difference(agreed: Plans, own: Plans, graphs: Mapping[str, fx.GraphMod
 
 
 def plans_of(graphs: Mapping[str, fx.GraphModule], parallel: OverRanks) -> Plans:
-    """What the ranks of a group have to do alike in each graph.
+    """The plan of each graph: everything that the ranks of a group must do alike.
 
     A rank that keeps all updates in their step, since somebody holds what they write, has nothing
     late: every step of it is like the first, and a flush sends nothing.

@@ -1,4 +1,4 @@
-"""Averages of gradients and copies of buffers for code that runs eagerly, as DDP adds them.
+"""Averages of gradients, and broadcasts of buffers, for eager steps, as DDP inserts them.
 
 DistributedDataParallel wraps a model, and the code of a step then sees the wrapper in its place.
 Here nothing is wrapped: hooks on the parameters, removed after each call, do the same.
@@ -83,7 +83,7 @@ class Averages:
             after_backward(self._average)
 
     def _average(self) -> None:
-        """Average what any rank has received since the last time."""
+        """Averages the gradients that any rank has received since the last average."""
         self._queued = False
         ready, self._ready = self._ready, set()
         with torch.no_grad(), self._explained("all_reduce", "gradients"):
@@ -129,25 +129,25 @@ class Averages:
 
 
 def _communicates(module: nn.Module) -> bool:
-    """Whether a module averages the gradients of its parameters itself."""
+    """True if a module averages its own gradients, as DDP and FSDP do."""
     return isinstance(module, DistributedDataParallel) or _compat.is_fsdp(module)
 
 
 def averaged_by_fsdp(call: Call) -> bool:
-    """Whether the modules of a call have parameters, and FSDP has all of them."""
+    """True if the modules of a call have parameters, and FSDP manages all of them."""
     modules = [module for _, module in call.named_submodules() if _compat.is_fsdp(module)]
     theirs = {id(parameter) for module in modules for parameter in module.parameters()}
     return bool(theirs) and all(id(parameter) in theirs for parameter in _trained(call))
 
 
 def _averaged_by_others(call: Call) -> set[int]:
-    """Ids of the parameters that modules average themselves."""
+    """The ids of the parameters whose modules average them."""
     modules = (module for _, module in call.named_submodules() if _communicates(module))
     return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
 def _trained(call: Call) -> list[nn.Parameter]:
-    """Distinct parameters that get gradients, in an order that all ranks share."""
+    """The distinct parameters that get gradients, in an order that all ranks share."""
     found: dict[int, nn.Parameter] = {}
     for _, module in call.named_submodules():
         found.update((id(p), p) for p in module.parameters(recurse=False))

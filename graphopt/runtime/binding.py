@@ -1,4 +1,4 @@
-"""From what was captured to what can be called."""
+"""Binding of a captured step to the state that makes it callable."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class Binding:
-    """Binds what is captured of one training step: all its graphs count callbacks together."""
+    """Binds the captured graphs of one training step; they share one count of callbacks."""
 
     def __init__(self) -> None:
         self._counts: TimesReached | None = None
         self.forget()
 
     def forget(self) -> None:
-        """Warn again of what is held."""
+        """Allows warnings about held tensors to be given again."""
         self._held: frozenset[str] = frozenset()
 
     def bound(
@@ -31,7 +31,7 @@ class Binding:
         agreed: Agreed | None,
         number: int,
     ) -> BoundStep:
-        """What was captured for a call, after all stages, ready to be called.
+        """Makes a callable step of what was captured for a call.
 
         Args:
             mode: how the call communicates.

@@ -1,4 +1,4 @@
-"""Run a captured graph as a step: live tensors in, results where they belong."""
+"""Execution of a captured graph as a step: live tensors in, results where they belong."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger("graphopt")
 
 
 class Tries:
-    """How it went when a branch was tried.
+    """The recent failures of a branch's graphs.
 
     Attributes:
         failures: how many calls one after another have taken another branch.
@@ -53,7 +53,7 @@ class Tries:
 
 
 class BoundStep:
-    """A captured step with the guards under which it holds, ready to be called.
+    """A callable captured step, with the guards under which it holds.
 
     Args:
         captured: what was captured.
@@ -108,7 +108,7 @@ class BoundStep:
 
     @property
     def failures(self) -> int:
-        """How many calls one after another have taken another branch."""
+        """The number of consecutive calls that took another branch."""
         return self.tries.failures
 
     @property
@@ -119,7 +119,7 @@ class BoundStep:
     def __call__(
         self, call: Call, step: int, begun: Begun | None = None, sent: SentBefore | None = None
     ) -> Any:
-        """Run the step.
+        """Runs the step.
 
         Args:
             step: which call of the training step it is, counted from 1.
@@ -176,14 +176,14 @@ class BoundStep:
             return returned
 
     def _hear(self) -> None:
-        """A call begins: hear of the other ranks, and tell them which parameters it uses."""
+        """Begins a call: hears of failed ranks, and tells the others which parameters it uses."""
         check_usable(self.groups)
         if self.agreed is not None:
             self.agreed.hear()
             self.agreed.unused.say(self._unused)
 
     def _note_failure(self, error: AssumptionFailedError, noting: object) -> None:
-        """An assumption has failed: note what the collectives of the call have given."""
+        """Keeps the results of the call's collectives after an assumption failed."""
         if isinstance(noting, CollectiveResults) and (error.alone or self.apart):
             assert self._left is not None
             self._left.sent = noting.results(None if error.alone else self.apart)
@@ -192,7 +192,7 @@ class BoundStep:
             self.tries.failures += 1
 
     def _set_modes(self) -> None:
-        """Leave the modes of modules that the step sets."""
+        """Sets the train and eval modes of modules that the step leaves."""
         for mode in self.captured.modes:
             mode.make()
 
@@ -202,12 +202,12 @@ class BoundStep:
             self.agreed.unused.over()
 
     def values(self, call: Call) -> list[Any]:
-        """The inputs of the graph as they are now, in order."""
+        """The current inputs of the graph, in order."""
         return self._late.own(self._inputs.of_state()) + self._inputs.of_call(call)
 
     def _before_drawing(self, begun: Begun | None) -> tuple[DrawnGenerators, list[torch.Tensor]]:
-        """The generators that a call draws from, and what they are before it; they go on from where
-        what has begun has left them."""
+        """The generators that a call draws from, with their states before it; those drawn from
+        already continue."""
         if begun is None:
             return self._generators, self._generators.states()
         generators = self._generators.joined(begun.left.generators)
@@ -216,8 +216,8 @@ class BoundStep:
         return generators, before
 
     def leave(self, step: int, sent: SentBefore, number: int | None = None) -> int | None:
-        """This rank cannot go on with a call whose graph the others run: let them come to where
-        they learn of it.
+        """Leaves a call whose graph the other ranks run, and joins their collectives until they
+        learn of it.
 
         Args:
             sent: what has been sent in it.
@@ -239,21 +239,21 @@ class BoundStep:
         return found
 
     def take_left(self) -> Left:
-        """What the last call has left behind, in which an assumption failed."""
+        """The values that the last call computed before an assumption failed."""
         left, self._left = self._left, None
         assert left is not None
         return left
 
     def goes_on(self, answers: Sequence[Answer]) -> bool:
-        """Whether it holds for a call whose first decisions have these answers."""
+        """True if the graph's first decisions have these outcomes."""
         return not answers or answered_alike(self.module.graph, self.answers, answers)
 
     def decides_no_more(self, index: int) -> bool:
-        """Whether it takes no decision behind this one, but for what other ranks use."""
+        """True if the graph takes no decision behind this one, except on what other ranks use."""
         return all(isinstance(answer, Used) for answer in self.answers[index + 1 :])
 
     def answers_before(self, index: int) -> tuple[Answer, ...]:
-        """To the first decisions of the last call, which came to a decision that failed."""
+        """The outcomes of the last call's decisions before the one that failed."""
         if not any(isinstance(answer, Sizes) for answer in self.answers):
             return self.answers[:index]
         found = found_before(self.module.graph, index)
@@ -281,7 +281,7 @@ class BoundStep:
             raise failure from error
 
     def flush(self) -> None:
-        """Do late work that is in flight.
+        """Runs late work that is in flight.
 
         Raises:
             GraphOptError: a call failed in the middle of an update.
@@ -301,11 +301,11 @@ class BoundStep:
 
     @property
     def needs_all_ranks(self) -> bool:
-        """Whether late work is in flight that launches collectives."""
+        """True if late work in flight launches collectives."""
         return self.module.in_flight and self.module.flush_communicates
 
     def close(self) -> None:
-        """Do late work that is in flight, or drop it where that is impossible."""
+        """Runs late work that is in flight, or drops it if that is impossible."""
         if self.module.resumable and not self.needs_all_ranks:
             self.flush()
             return
@@ -313,11 +313,11 @@ class BoundStep:
         self.drop()
 
     def drop(self) -> None:
-        """Forget late work that is in flight."""
+        """Drops late work that is in flight."""
         self._late.drop()
 
     def finish_unasked(self) -> bool:
-        """Flush because somebody reads state, which must not wait for other ranks.
+        """Flushes because somebody reads state; must not wait for other ranks.
 
         Returns:
             Whether nothing is in flight any more; not so where the reader is within the step.

@@ -1,4 +1,4 @@
-"""The graphs of a step as they run, and what goes on where an assumption of one fails.
+"""The running graphs of a step, and their continuation where an assumption fails.
 
     call ─▶ first graph ─ assumption fails ─▶ Left ─ its other branch is known ─▶ Begun ─▶ the rest
                                                 └─ it is not: from the beginning, and learn
@@ -45,7 +45,7 @@ MOST = 16
 
 
 class Branch:
-    """A graph of a step as it runs.
+    """A graph of a step that runs from the beginning of a call.
 
     Args:
         module: after all stages.
@@ -61,7 +61,7 @@ class Branch:
         self._onward: WeakKeyDictionary[Branch, dict[int, Onward | None]] = WeakKeyDictionary()
 
     def run(self, flat: Sequence[Any], there: list[Any], leave: bool) -> Any:
-        """Run the graph.
+        """Runs the graph.
 
         Args:
             flat: one value per input of the step.
@@ -71,11 +71,11 @@ class Branch:
         return self.module.forward(*flat, last_iter=not leave)
 
     def onward(self, index: int, other: Branch) -> Onward | None:
-        """What goes on to another branch where assumption `index` fails, if that is known."""
+        """The graph that continues in another branch after assumption `index` fails, if known."""
         return self._onward.get(other, {}).get(index)
 
     def learn(self, index: int, other: Branch, make_ready: MakeReady) -> None:
-        """Find out what goes on to another branch where assumption `index` fails.
+        """Builds the graph that continues in another branch after assumption `index` fails.
 
         Args:
             make_ready: the stages behind the passes.
@@ -111,7 +111,7 @@ class Branch:
 
 
 class Onward(Branch):
-    """What is left of a branch, as it runs.
+    """A graph that continues a call in another branch, from values already computed.
 
     Args:
         rest: what is left.
@@ -134,16 +134,16 @@ class Onward(Branch):
         return self.module.go_on(flat, there)
 
     def fits(self, before: Sequence[Any], flat: Sequence[Any]) -> bool:
-        """Whether inputs of the graph that ran and of this one are the same where they have to."""
+        """True if the inputs that both graphs must share are the same."""
         return all(_is_same(before[i], flat[j]) for i, j in self._same)
 
     def take(self, handed_out: Sequence[Any]) -> list[Any]:
-        """What it goes on from."""
+        """The values that it continues from."""
         return [handed_out[position] for position in self._positions]
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether inputs are one tensor, or the same number."""
+    """True if two inputs are the same tensor, or equal numbers."""
     if one is other:
         return True
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
@@ -163,7 +163,7 @@ def _layout(value: torch.Tensor) -> tuple[Any, ...]:
 
 @dataclass
 class Left:
-    """What a call has left behind that came to an assumption which failed.
+    """The values that a call has computed before an assumption failed.
 
     Attributes:
         branch: that ran.
@@ -187,7 +187,7 @@ class Left:
         self.drawn = self.generators.states()
 
     def begun(self, other: Branch, flat: Callable[[], Sequence[Any]]) -> Begun | None:
-        """How another branch goes on; None where it cannot.
+        """The continuation of the call in another branch, or None if there is none.
 
         Args:
             flat: gives its inputs.
@@ -200,7 +200,7 @@ class Left:
 
 @dataclass
 class Begun:
-    """A call that goes on from what another graph has computed.
+    """A call that continues from values of another graph.
 
     Attributes:
         branch: what goes on.

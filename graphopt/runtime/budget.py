@@ -1,4 +1,4 @@
-"""How many graphs a training step keeps, and what happens where it needs more.
+"""The budget of captured graphs for a training step, and the errors when it is exhausted.
 
 A graph holds for shapes, arguments and settings; a step whose batches come in many lengths needs
 many. Where one cause would go on for ever, an error says so before time and memory are gone. Graphs
@@ -39,7 +39,7 @@ _EACH = {SHAPE: "shape", VALUE: "value", BRANCH: "outcome", COUNT: "size"}
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a step was captured again.
+    """The reason why a step was captured again.
 
     Attributes:
         kind: `MODE`, `SHAPE`, `VALUE`, `BRANCH` or `COUNT`.
@@ -71,7 +71,7 @@ class Cause:
 
 
 def dropped(causes: Sequence[Cause | None], new: Cause | None, limit: int, step: str) -> int | None:
-    """Which graph to drop before another one is made; None where there is room.
+    """The graph to drop before another one is made, or None if the budget has room.
 
     Args:
         causes: of the graphs there are, those used last first; None for the first capture.

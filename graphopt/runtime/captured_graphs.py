@@ -1,4 +1,4 @@
-"""The captured graphs of a training step: which one holds for a call, and how many are kept."""
+"""The captured graphs of a training step, and the lookup of the one that holds for a call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CapturedGraphs(Sequence["BoundStep"]):
-    """Graphs of one step, that used last first.
+    """The captured graphs of one step, most recently used first.
 
     Args:
         name: of the step, for messages.
@@ -43,7 +43,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
         return iter(self._entries)
 
     def known(self, call: Call, mode: tuple[Any, ...], retried: Tries | None) -> BoundStep | None:
-        """The graph that holds for a call, which is the one used last from now on.
+        """The graph that holds for a call, which becomes the most recently used.
 
         Args:
             mode: how the call communicates.
@@ -63,7 +63,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
         return None
 
     def add(self, entry: BoundStep) -> None:
-        """Keep a new graph, as the one used last."""
+        """Adds a new graph as the most recently used."""
         from graphopt.runtime.sharing import join_branch
 
         join_branch(entry, self._entries)
@@ -71,14 +71,13 @@ class CapturedGraphs(Sequence["BoundStep"]):
         self.drop_unusable()
 
     def state_made(self, by: BoundStep) -> None:
-        """A graph has run, and what the first call makes is there: other graphs that were captured
-        for the first call, and whose branch it did not take, make it no more."""
+        """Marks optimizer state as created by the graph `by`: no other graph creates it."""
         for entry in self._entries:
             if entry is not by:
                 entry.captured.state = None
 
     def make_room(self, cause: Cause | None) -> None:
-        """Drop a graph where there are as many as may be kept.
+        """Drops a graph if the budget is exhausted.
 
         Args:
             cause: why another one is needed.
@@ -92,8 +91,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
             self._entries.pop(position).close()
 
     def with_counted(self, call: Call, cause: Cause | None) -> Call:
-        """A call with the places as inputs whose numbers the step is known to change, and with what
-        the step is known to use.
+        """The call, with counters that the step is known to change as inputs.
 
         Args:
             cause: why another graph is needed for it.
@@ -122,19 +120,18 @@ class CapturedGraphs(Sequence["BoundStep"]):
         return call
 
     def drop_unusable(self) -> None:
-        """Drop the graphs whose models are gone or whose collectives the ranks have changed."""
+        """Drops graphs whose models are gone or whose agreement has ended."""
         for entry in self._entries:
             if not _is_usable(entry) and entry.module.in_flight:
                 entry.close()  # a layer or another model may live on
         self._entries = list(filter(_is_usable, self._entries))
 
     def forget_waiting(self) -> None:
-        """Forget the graphs that hold once what the first call makes is there: it has made
-        nothing."""
+        """Drops graphs that wait for state of a first call that created none."""
         self._entries = [entry for entry in self._entries if not entry.captured.state]
 
     def land(self) -> None:
-        """Flush before another graph runs, which other ranks may not do now."""
+        """Flushes before another graph runs; raises if that takes all ranks."""
         if any(entry.needs_all_ranks for entry in self._entries):
             raise GraphOptError(
                 "another graph is needed for this call while a collective of the last step is still"
@@ -144,18 +141,18 @@ class CapturedGraphs(Sequence["BoundStep"]):
         self.flush()
 
     def flush(self) -> None:
-        """Do all late work that is in flight."""
+        """Runs all late work that is in flight."""
         for entry in self._entries:
             entry.flush()
 
     def close(self) -> None:
-        """Do late work that is in flight, or drop it where that is impossible."""
+        """Runs late work that is in flight, or drops it if that is impossible."""
         for entry in self._entries:
             if entry.module.in_flight:
                 entry.close()
 
     def finish(self) -> None:
-        """Do late work, or drop that of a call that failed in the middle of an update."""
+        """Runs late work, or drops that of a call that failed during an update."""
         for entry in self._entries:
             if entry.module.resumable:
                 entry.flush()
@@ -163,12 +160,12 @@ class CapturedGraphs(Sequence["BoundStep"]):
                 entry.drop()
 
     def forget(self) -> None:
-        """Keep no graph."""
+        """Drops all graphs."""
         self._entries = []
 
 
 def _is_usable(entry: BoundStep) -> bool:
-    """Whether the models of a graph exist and the ranks still agree on its collectives."""
+    """True if a graph's models exist and the ranks still agree on its collectives."""
     return entry.guards.may_fit() and (entry.agreed is None or entry.agreed.current)
 
 

@@ -1,4 +1,4 @@
-"""Python's collector of reference cycles."""
+"""Control of Python's collector of reference cycles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """While active, Python does not look for reference cycles.
+    """While active, Python does not collect reference cycles.
 
     What was made meanwhile counts as old afterwards, so that it is not gone through at once, but
     with all the rest, when that is next due.
@@ -31,7 +31,7 @@ threads."""
 
 
 def count_all_as_old() -> None:
-    """Let all objects count as old, in no time. Nothing may be set aside."""
+    """Moves all objects to the oldest generation, quickly. Nothing may be frozen (`gc.freeze`)."""
     for look in tuple(BEFORE_AGEING):
         look()
     gc.freeze()
@@ -40,8 +40,8 @@ def count_all_as_old() -> None:
 
 @contextmanager
 def frozen_objects_seen() -> Iterator[None]:
-    """While active, `gc.get_referrers` finds what `gc.freeze` has set aside as well. Where there
-    was anything set aside, everything is afterwards."""
+    """While active, `gc.get_referrers` also finds frozen objects. If there were any, all objects
+    are frozen afterwards."""
     frozen = gc.get_freeze_count() > 0
     if frozen:
         gc.collect(0)  # for those who look at what is new when the collector runs

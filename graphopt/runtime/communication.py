@@ -1,5 +1,4 @@
-"""How a training step communicates: over which ranks, whether gradients are averaged, how the ranks
-agree on its graphs, and how they learn that one has failed."""
+"""Communication of a training step: its ranks, averages, agreements on graphs, and failures."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Communication:
-    """How one training step communicates.
+    """The communication of one training step.
 
     Args:
         fn: the step.
@@ -44,11 +43,11 @@ class Communication:
 
     @property
     def is_own(self) -> bool:
-        """Whether the step does all communication itself, if it does any."""
+        """True if the step itself does all communication, if there is any."""
         return not isinstance(resolve(self._parallel), OverRanks)
 
     def mode(self) -> tuple[Any, ...]:
-        """How a call communicates now: part of what a graph is specialized on."""
+        """The mode of communication of a call, which a graph is specialized on."""
         parallel = resolve(self._parallel)
         if not isinstance(parallel, OverRanks):
             ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -67,8 +66,8 @@ class Communication:
 
     @contextmanager
     def failures_told(self, step: int) -> Iterator[Parallel]:
-        """While active, a failure is told to ranks that run their step meanwhile. Gives how this
-        rank communicates.
+        """While active, a failure is told to other ranks in their step. Yields the kind of
+        parallelism.
 
         Args:
             step: which call of the training step it is, counted from 1.
@@ -84,8 +83,7 @@ class Communication:
             raise
 
     def shard(self, call: Call) -> bool:
-        """Let this rank keep what is its own of what a call has whole, and this kind shards.
-        Returns whether anything has changed."""
+        """Shards the tensors of a call that are still whole; True if any was."""
         sharded = self.sharded_models
         if sharded is not None and not self.averaging and sharded.has_parameters:
             raise CaptureError(
@@ -97,7 +95,7 @@ class Communication:
 
     @property
     def sharded_models(self) -> ShardedModels | None:
-        """The models that the step shards; None of other kinds."""
+        """The models that the step shards, or None for kinds that shard none."""
         parallel = resolve(self._parallel)
         if not isinstance(parallel, ZeRO):
             return None
@@ -109,7 +107,7 @@ class Communication:
 
     @contextmanager
     def shards_admitted(self) -> Iterator[None]:
-        """While active, a call may be captured with what this kind has sharded."""
+        """While active, a call that uses tensors sharded by this kind may be captured."""
         from graphopt.tracing.ranks.admitted_shards import admitted
 
         parallel = resolve(self._parallel)
@@ -120,7 +118,7 @@ class Communication:
             yield
 
     def ways(self, call: Call, mode: tuple[Any, ...], others: Others) -> Iterable[Ranks]:
-        """How this rank may come to agree with others on a new graph.
+        """The ways in which this rank may agree with others on a new graph.
 
         Args:
             others: what they do meanwhile.
@@ -133,32 +131,32 @@ class Communication:
         return [Ranks()]
 
     def vote(self, call: Call, mode: tuple[Any, ...], step: int) -> Callable[[int], bool] | None:
-        """How all ranks say whether they have a graph for a call; see `Others.vote`."""
+        """The vote of all ranks on having a graph for a call; see `Others.vote`."""
         found = self._joint_capture and self._joint_capture.asking(call, mode)
         return partial(found.alike, step=step) if found else None
 
     def run_elsewhere(self, call: Call) -> list[Agreed]:
-        """What the graphs stand on that other ranks may run for a call, where this rank may leave
-        them."""
+        """The agreement whose graphs other ranks may run for a call that this rank may leave, or
+        None."""
         joint = self._joint_capture
         return [] if joint is None else joint.run_elsewhere(call, self.mode())
 
     def join(self, call: Call, parallel: OverRanks) -> list[nn.Module]:
-        """Make all ranks start from the same values, once for each module, in a call that runs
-        eagerly. Returns the modules that all ranks have."""
+        """Broadcasts initial values in an eager call, once for each module; returns the modules
+        that all ranks have."""
         return self._joint().join_eagerly(call, parallel)
 
     @property
     def alone(self) -> bool:
-        """Whether other ranks may go on with a graph while this one has none."""
+        """True if other ranks may continue with a graph while this rank has none."""
         return self._joint_capture is not None and self._joint_capture.alone
 
     def forget(self) -> None:
-        """Let the ranks agree anew."""
+        """Drops all agreements, so that the ranks agree again."""
         self._joint_capture = None
 
     def forget_dead(self) -> None:
-        """Forget what concerns models that have been freed."""
+        """Drops agreements on models that have been freed."""
         if self._joint_capture is not None:
             self._joint_capture.forget_dead()
 

@@ -1,4 +1,4 @@
-"""Steps that run as the user wrote them: on request, or because they cannot be captured."""
+"""Eager execution of steps, on request or because they cannot be captured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Join = Callable[["Call", DataParallel], "list[nn.Module]"]
 
 
 class Fallback:
-    """Whether a step runs eagerly instead of being captured, and the way it then runs.
+    """The decision that a step runs eagerly, with the reason.
 
     Args:
         name: of the step, for messages.
@@ -52,16 +52,16 @@ class Fallback:
 
     @property
     def active(self) -> bool:
-        """Whether the step runs eagerly."""
+        """True if the step runs eagerly."""
         return self._off or self.refusal is not None
 
     @property
     def reason(self) -> str:
-        """Why it does."""
+        """The reason why the step runs eagerly."""
         return f"{OFF} is set" if self._off else str(self.refusal)
 
     def take(self, error: BaseException, call: Call, parallel: Parallel, alone: bool) -> bool:
-        """Whether the step runs eagerly from now on because of an error; warns if so.
+        """Decides on an error if the step runs eagerly from now on, and warns if so.
 
         Args:
             alone: whether other ranks may go on with a graph meanwhile.
@@ -77,17 +77,17 @@ class Fallback:
         return True
 
     def warn_of(self, watching: str) -> None:
-        """Warn once that calls run eagerly because of what watches them."""
+        """Warns once that calls run eagerly because of a mode or hook that watches them."""
         if watching not in self._watching:
             self._watching.add(watching)
             logger.warning("%s runs eagerly where it is called with %s", self._name, watching)
 
     def forget(self) -> None:
-        """Let the next call be captured, if that is not turned off."""
+        """Lets the next call be captured, unless capture is turned off."""
         self.refusal = None
 
     def run(self, call: Call, parallel: Parallel, sync: bool, step: int, join: Join) -> Any:
-        """The function itself, with DDP's averages; its results without autograd history.
+        """Runs the function with DDP's averages; its results have no autograd history.
 
         Args:
             sync: whether gradients are averaged.
@@ -123,15 +123,15 @@ class Fallback:
         return tree_map(_without_history, returned)
 
     def _can_average(self, call: Call, parallel: Parallel) -> bool:
-        """Whether a step may run eagerly: alone, or with averages of what is trained."""
+        """True if a step may run eagerly: on one rank, or if its gradients can be averaged."""
         if not isinstance(parallel, OverRanks) or _communicates_itself(call):
             return True
         found = isinstance(parallel, DataParallel) and self._with_trained(call)
         return bool(found and (found.modules or found.optimizers))
 
     def _with_trained(self, call: Call) -> Call:
-        """The call with the modules and optimizers that the step closes over, where none is among
-        its arguments."""
+        """The call with the modules and optimizers of the step's closure, if its arguments have
+        none."""
         from graphopt.tracing.effects.reachable import trained_objects
         from graphopt.tracing.inputs.implicit import ImplicitInputs
 
@@ -158,7 +158,7 @@ def _averaging(
 
 
 def _communicates_itself(call: Call) -> bool:
-    """Whether FSDP averages whatever a step trains, and makes its ranks start alike."""
+    """True if FSDP averages everything that a step trains, and broadcasts initial values."""
     from graphopt.runtime.averages import averaged_by_fsdp
 
     return averaged_by_fsdp(call)

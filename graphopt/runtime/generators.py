@@ -1,4 +1,4 @@
-"""The random number generators that a graph draws from, put back where a step has not happened."""
+"""Restoration of random number generators after a graph whose call did not happen."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ class DrawnGenerators:
         self._generators = list(found)
 
     def joined(self, others: DrawnGenerators) -> DrawnGenerators:
-        """These and others."""
+        """The union of these generators and others."""
         found = DrawnGenerators(None)
         found._generators = list(dict.fromkeys([*self._generators, *others._generators]))
         return found
 
     def states(self) -> list[torch.Tensor]:
-        """What they are now."""
+        """The current states of the generators."""
         return [generator.get_state() for generator in self._generators]
 
     def restore(self, states: list[torch.Tensor]) -> None:
-        """Put them back."""
+        """Restores the given states."""
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
 
 
 def _given(node: fx.Node) -> list[Any]:
-    """What a node is called with, besides values of other nodes."""
+    """The arguments of a node that are not nodes."""
     leaves = _compat.tree_leaves((list(node.args), dict(node.kwargs)))
     return [_constant(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
 

@@ -1,4 +1,4 @@
-"""Memory on the CPU that a step frees and that the next one needs again.
+"""Reuse of CPU memory that a step frees and the next one needs.
 
 The allocator of the C library gives memory back to the system: each tensor above a size that it
 learns (at most 32 MB), and the end of its heap above twice that. The next step then gets fresh
@@ -37,7 +37,7 @@ _SMALL = 2**17
 
 
 def keep_memory_of(graph: fx.Graph) -> None:
-    """From now on keep memory that is freed, if a graph computes large tensors on the CPU."""
+    """Makes malloc keep freed memory, if a graph computes large tensors on the CPU."""
     values = (known_value(node) for node in graph.nodes if node.op == "call_function")
     if any(_is_large(tensor) for value in values for tensor in tensors_in(value)):
         _keep_memory()
@@ -65,7 +65,7 @@ def _is_glibc() -> bool:
 
 
 def says_of_malloc(environment: Mapping[str, str]) -> bool:
-    """Whether variables choose an allocator, or settings of glibc's."""
+    """True if environment variables choose an allocator or configure glibc's."""
     if "glibc.malloc" in environment.get("GLIBC_TUNABLES", ""):
         return True
     if "malloc" in environment.get("LD_PRELOAD", ""):

@@ -1,4 +1,4 @@
-"""The inputs of a captured graph in a call: the tensors and numbers as they are now, in order."""
+"""The current inputs of a captured graph in a call, in order: tensors and numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphopt.tracing.shards import Windows
 
 
 class InputValues:
-    """The inputs of one captured graph."""
+    """Collects the inputs of one captured graph."""
 
     def __init__(self, captured: CapturedStep, guards: Guards) -> None:
         self._inputs = inputs = captured.live
@@ -40,15 +40,15 @@ class InputValues:
         self._numbers: dict[int, tuple[Any, torch.Tensor]] = {}
 
     def of_state(self) -> list[Any]:
-        """The first inputs: module tensors and optimizer state."""
+        """The inputs that are module tensors and optimizer state."""
         values = [*self._tensors, *self._guards.states]
         for index, holder in self._replaceable:
             values[index] = holder.base() if isinstance(holder, Storage) else holder.live()
         return self._windows.put(values)
 
     def of_call(self, call: Call) -> list[Any]:
-        """The inputs behind those: gradients, numbers and arguments. Gradients that the step drops
-        unread are dropped here."""
+        """The inputs that are gradients, numbers and arguments. Drops gradients that the step
+        drops unread."""
         values: list[Any] = []
         for owner, dead in self._gradients:
             parameter = owner.live()
@@ -63,14 +63,14 @@ class InputValues:
         return values
 
     def updated_storages(self, values: list[Any]) -> frozenset[int]:
-        """The storages among all inputs that the step may be updating."""
+        """The storages among all inputs that the step may update."""
         inputs = self._inputs
         others = len(inputs.hyperparameters) + len(inputs.user)
         state = values[: len(values) - others]
         return frozenset(_compat.storage_key(v) for v in state if isinstance(v, torch.Tensor))
 
     def _as_tensor(self, index: int, value: Any) -> torch.Tensor:
-        """A hyperparameter as a tensor: that of the last call, if nobody has written to it."""
+        """A hyperparameter as a tensor, reusing the last call's if it is unchanged."""
         known, tensor = self._numbers.get(index, (None, None))
         if tensor is None or known is not value or _compat.may_be_written(tensor):
             tensor = as_tensor(value)

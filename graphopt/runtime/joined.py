@@ -1,4 +1,4 @@
-"""Which modules and parameters all ranks have started from the same values."""
+"""The modules and parameters that all ranks have started from the same values."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from graphopt.tracing.collecting import bare_tensors
 
 
 class JoinedModules:
-    """Those of the calls of one step function."""
+    """The joined modules in the calls of one step function."""
 
     def __init__(self) -> None:
         self._modules: WeakSet[nn.Module] = WeakSet()
         self._bare: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def has_all(self, call: Call) -> bool:
-        """Whether all that a call trains or uses has."""
+        """True if all modules and parameters of a call have been joined."""
         return self.has_trained(call) and all(r in self._modules for _, r in call.named_roots())
 
     def has_trained(self, call: Call) -> bool:
-        """Whether all that a call trains has."""
+        """True if everything that a call trains has been joined."""
         known, roots = self._bare, [root for _, root in call.named_roots()]
         return all(root in self._modules for root in roots if is_trained(root)) and all(
             id(each) in known and known[id(each)]() is each for each in _bare_parameters(call)
@@ -46,8 +46,7 @@ class JoinedModules:
         return [root for _, root in call.named_roots() if is_trained(root) or root in even]
 
     def join(self, call: Call, parallel: OverRanks, *, uneven: bool) -> None:
-        """What DDP does when it is constructed: everybody starts from rank 0's values. Nothing
-        where all modules have.
+        """Broadcasts rank 0's values as DDP's constructor does, for modules not joined before.
 
         Args:
             uneven: ranks have other modules besides those that are trained, which keep their
@@ -69,14 +68,14 @@ class JoinedModules:
 
 
 def _bare_parameters(call: Call) -> list[torch.Tensor]:
-    """What is trained and belongs to no module."""
+    """The trained parameters that belong to no module."""
     owned = {id(p) for _, root in call.named_roots() for p in root.parameters()}
     found = {id(t): t for _, t in bare_tensors(call) if t.requires_grad and id(t) not in owned}
     return list(found.values())
 
 
 def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Give all ranks of a group the values of its first one, but of what each has rows of."""
+    """Broadcasts tensors from a group's first rank, except those that ranks hold rows of."""
     tensors = [tensor for tensor in tensors if not is_dtensor(tensor)]
     source = dist.get_global_rank(group, 0)
     with torch.no_grad():

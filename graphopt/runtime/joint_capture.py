@@ -1,4 +1,4 @@
-"""Capture on several ranks: every rank traces alone, then all agree before anything runs."""
+"""Capture on several ranks: each rank traces alone, then all agree before anything runs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from graphopt.tracing.trace import RawTrace, trace
 
 
 class _AsAgreed(Ranks):
-    """Goes along with what the ranks agreed on before, without asking them.
+    """Captures a call under an earlier agreement, without asking the other ranks.
 
     Args:
         vote: as of `Others`.
@@ -123,7 +123,7 @@ class _AsAgreed(Ranks):
 
 
 class _Apart(Ranks):
-    """Averages nothing in this call, whose modules all ranks have started from the same values."""
+    """Captures a call without averages, for modules that are joined."""
 
     def __init__(self, joint: JointCapture) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class _Apart(Ranks):
 
 
 class _Together(Ranks):
-    """All ranks agree, in a meeting.
+    """Captures a call in a meeting of all ranks.
 
     Args:
         joint: keeps what they agree on.
@@ -201,7 +201,7 @@ class _Together(Ranks):
         return self._joint.marked(self._parallel, order) if self._sync else None
 
     def _meet(self, call: Call, inputs: Inputs, raw: RawTrace) -> AgreedOrder:
-        """Compare what the ranks have traced. Returns which gradients are averaged."""
+        """Compares the ranks' traces; returns which gradients are averaged."""
         names = JointNames(call, inputs.module_tensors)
         uniform, alone = decisions(raw)
         mine = {
@@ -298,17 +298,17 @@ class JointCapture:
     def marked(
         self, parallel: OverRanks, agreed: AgreedOrder | None = None
     ) -> MarkedCommunication | None:
-        """What traces mark."""
+        """The communication markers that traces insert."""
         return communication_for(parallel, agreed, accumulated=self._accumulated)
 
     def prepared(self, call: Call) -> Call:
-        """The call as a trace takes it that this rank shares with others."""
+        """The call in the form in which this rank traces it together with others."""
         return call.deciding_alone() if self.uneven else call
 
     def ways(
         self, call: Call, parallel: OverRanks, sync: bool, mode: tuple[Any, ...], others: Others
     ) -> Iterator[Ranks]:
-        """How `call` may be captured: the first way that is not refused by `NotAsAgreedError`.
+        """The ways to capture `call`; the first that `NotAsAgreedError` does not refuse counts.
 
         Raises:
             CollectiveError: the other ranks are not there: `graphopt.testing.fake_ranks`.
@@ -343,7 +343,7 @@ class JointCapture:
         yield _Together(self, call, parallel, sync, mode, self._matching(call, mode), votes)
 
     def checked(self, call: Call, captured: CapturedStep) -> CapturedStep:
-        """What one rank has captured for itself.
+        """Checks the capture that a rank has made alone.
 
         Raises:
             NotAsAgreedError: it uses modules or parameters besides its arguments that the ranks
@@ -354,30 +354,30 @@ class JointCapture:
         return captured
 
     def join(self, call: Call, parallel: OverRanks) -> None:
-        """Let all ranks start from the same values."""
+        """Broadcasts initial values of a call's modules."""
         self._joined.join(call, parallel, uneven=self.uneven)
 
     def asking(self, call: Call, mode: tuple[Any, ...]) -> Questions | None:
-        """How all ranks say in each call of a structure whether they have a graph for it; None
-        where they do not."""
+        """The vote on having a graph that all ranks take in each call, or None if they take
+        none."""
         return next((a.questions for a in self._matching(call, mode) if a.asks), None)
 
     def run_elsewhere(self, call: Call, mode: tuple[Any, ...]) -> list[Agreed]:
-        """What the graphs stand on that other ranks may run for a call, where all of them launch
-        the same and this rank may leave them; else none."""
+        """The agreement whose graphs other ranks may run for a call, if all of them launch the
+        same collectives and this rank may leave them; else None."""
         matching = self._matching(call, mode)
         may_leave = all(each.agreement.alone and each.questions for each in matching)
         alike = all(each.launches_as(matching[0]) for each in matching)
         return matching if may_leave and alike else []
 
     def count(self) -> int:
-        """A number for what the ranks agree on next, the same on all."""
+        """A number for the next agreement, the same on all ranks."""
         self._count += 1
         return self._count
 
     def note(self, agreed: Agreed | None, earlier: Sequence[Agreed]) -> None:
-        """Keep what the ranks have agreed on, and what they agreed on earlier for branches with
-        other collectives, where they average the same parameters."""
+        """Stores an agreement of the ranks, after earlier ones for branches with other
+        collectives."""
         for other in earlier:
             if agreed is None or other.parameters != agreed.parameters:
                 other.current = False
@@ -387,17 +387,16 @@ class JointCapture:
             ask_before_calls([agreed, *(other for other in earlier if other.current)])
 
     def forget_dead(self) -> None:
-        """Drop what was agreed on for models that no longer exist."""
+        """Drops agreements on models that no longer exist."""
         self._agreed = [agreed for agreed in self._agreed if agreed.guards.alive()]
 
     def _matching(self, call: Call, mode: tuple[Any, ...]) -> list[Agreed]:
-        """What the ranks agreed on before for the same structure, the last first."""
+        """The agreements on calls of the same structure, most recent first."""
         agreed = reversed(self._agreed)
         return [a for a in agreed if a.guards.structure_mismatch(call, mode) is None]
 
     def join_eagerly(self, call: Call, parallel: OverRanks) -> list[nn.Module]:
-        """`join` in a call that runs as it is, for which no trace is compared: what is trained is,
-        once for each module.
+        """Broadcasts initial values of what an eager call trains, once for each module.
 
         Returns:
             The call's modules that all ranks have.
@@ -416,7 +415,8 @@ class JointCapture:
         return self._joined.of_all(call, uneven=self.uneven)
 
     def compare(self, everyone: Sequence[Mapping[str, list[str]]]) -> None:
-        """Learn whether ranks have modules besides those that are trained, which have to be alike.
+        """Compares the ranks' tensors, which must be alike, and records if untrained modules
+        differ.
 
         Args:
             everyone: `tensors` and `besides` of the `JointNames` of each rank.

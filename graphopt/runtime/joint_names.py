@@ -1,4 +1,4 @@
-"""By which names the ranks of a step speak of its tensors.
+"""The common names of a step's tensors on all ranks.
 
 One rank may have modules besides those that are trained, such as an average of the weights. With
 two modules, names begin with that of the module; with one they do not.
@@ -20,7 +20,7 @@ from graphopt.tracing.inputs.entries import ModuleTensor
 
 
 class JointNames:
-    """The names of one call on one rank.
+    """The translation between one rank's tensor names and the common ones, for one call.
 
     Args:
         entries: all tensors of the call's modules.
@@ -46,11 +46,11 @@ class JointNames:
         self.besides = [self._line(e) for e in shared if id(e.tensor) in frozen]
 
     def told(self, names: Iterable[str]) -> list[str]:
-        """For the other ranks, given names of this one."""
+        """The common names for names of this rank."""
         return [name.removeprefix(self._prefix) for name in names]
 
     def own(self, names: Iterable[str]) -> list[str]:
-        """Those of this rank, as far as it has such tensors, given what ranks were told."""
+        """This rank's names for common names, as far as it has such tensors."""
         return [self._own.get(name, name) for name in names]
 
     def _line(self, entry: ModuleTensor) -> str:
@@ -62,7 +62,7 @@ class JointNames:
 
 
 def is_trained(module: nn.Module) -> bool:
-    """Whether a module has parameters that want a gradient."""
+    """True if a module has parameters that require a gradient."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 

@@ -1,4 +1,4 @@
-"""What one rank traces of a call while the others trace it, too."""
+"""The trace of a call on one rank, while other ranks trace it as well."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphopt.tracing.trace import RawTrace
 def first_joint_trace(
     call: Call, communication: MarkedCommunication | None
 ) -> tuple[Call, Inputs, RawTrace]:
-    """`first_trace`, in which nothing is known of what others use, nor asked."""
+    """A first trace without knowledge of the parameters that other ranks use."""
     decided = call.decided
     known = tuple(answer for answer in decided if not isinstance(answer, Used))
     call, inputs, raw = first_trace(call.with_answers(known), communication)
@@ -29,8 +29,8 @@ def first_joint_trace(
 
 
 def left_out(call: Call, inputs: Inputs, order: Collection[str]) -> list[str]:
-    """Parameters that no rank uses, of modules of which ranks use others: some may come to use them
-    in another call."""
+    """The parameters of partly used modules that no rank uses now, but some rank may in another
+    call."""
     entries = {id(entry.tensor): entry.fqn for entry in inputs.parameters}
     names_left = []
     for _, root in call.named_roots():
@@ -42,8 +42,8 @@ def left_out(call: Call, inputs: Inputs, order: Collection[str]) -> list[str]:
 
 
 def trained(call: Call, inputs: Inputs, used: Collection[str]) -> list[str]:
-    """Parameters that this rank may come to use where it decides otherwise: those of modules of
-    which it uses others, and those that optimizers of the call update."""
+    """The parameters that this rank may use after another decision: those of partly used
+    modules, and those of its optimizers."""
     entries = {id(entry.tensor): entry.fqn for entry in inputs.parameters}
     groups = (group for optimizer in call.optimizer_objects() for group in optimizer.param_groups)
     updated = {id(parameter) for group in groups for parameter in group["params"]}
@@ -53,7 +53,7 @@ def trained(call: Call, inputs: Inputs, used: Collection[str]) -> list[str]:
 
 
 def decisions(raw: RawTrace) -> tuple[int, bool]:
-    """How many uniform decisions a trace takes, and whether it takes any of a rank's own."""
+    """The number of uniform decisions in a trace, and whether it takes others."""
     targets = [node.target for node in raw.graph_module.graph.nodes]
     found = [each for each in targets if isinstance(each, Assumption)]
     own = [each for each in found if each.alone and not isinstance(each.answer, Used)]
@@ -61,7 +61,7 @@ def decisions(raw: RawTrace) -> tuple[int, bool]:
 
 
 def outcomes(graph: fx.Graph) -> list[tuple[str, str]]:
-    """The line and the outcome of each decision by value that a graph takes."""
+    """The line and outcome of each decision by value in a graph."""
     found = (node.target for node in assumptions(graph))
     taken = (each for each in found if isinstance(each, Assumption))
     return [(each.line, repr(each.answer)) for each in taken if not isinstance(each.answer, Used)]

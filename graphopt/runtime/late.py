@@ -1,4 +1,4 @@
-"""Tensors whose update is in flight: whoever uses one finds it done.
+"""Tensors with updates in flight, which their first use completes.
 
 While an update is in flight, the tensors that it will change are of another class:
 
@@ -37,7 +37,7 @@ logger = logging.getLogger("graphopt")
 
 
 class LateTensors:
-    """Sees to it that nobody finds the tensors of one step before their update.
+    """Guards the tensors of one step so that nobody sees them before their update.
 
     Args:
         finish: does what is in flight; called when one of the tensors is used. Returns whether
@@ -56,7 +56,7 @@ class LateTensors:
         return bool(self.tensors)
 
     def arm(self, tensors: Sequence[torch.Tensor], anyway: bool = False) -> int | None:
-        """Let the first use of these tensors be seen.
+        """Makes the first use of these tensors visible, by a class that intercepts it.
 
         Args:
             anyway: also where some are held in ways that cannot be seen.
@@ -92,7 +92,7 @@ class LateTensors:
         return True
 
     def disarm(self) -> None:
-        """Give the tensors their own classes again."""
+        """Restores the classes of the tensors."""
         tensors, self.tensors = self.tensors, []
         kinds, self._kinds = self._kinds, []
         self._aliases = {}
@@ -101,14 +101,14 @@ class LateTensors:
             set_class(tensor, kind)
 
     def own(self, values: list[Any]) -> list[Any]:
-        """The values, each of the late tensors as an alias that the step itself may use."""
+        """The values with late tensors replaced by aliases, which the step itself may use."""
         aliases = self._aliases
         if not aliases:
             return values
         return [aliases.get(id(value), value) for value in values]
 
     def settle(self) -> None:
-        """Finish what is in flight."""
+        """Completes the updates in flight."""
         if self._finish():
             self.disarm()
         if not self._warned and _within_dynamo():
@@ -121,7 +121,7 @@ class LateTensors:
 
 
 def _within_dynamo() -> bool:
-    """Whether torch.compile is looking at the arguments of a function."""
+    """True if torch.compile inspects the arguments of a function."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch._dynamo.convert_frame":
@@ -131,7 +131,7 @@ def _within_dynamo() -> bool:
 
 
 def settle(values: Iterable[Any], besides: LateTensors | None = None) -> None:
-    """Finish what is in flight for any of these values, other than in `besides`."""
+    """Completes the updates in flight for these values, except those of `besides`."""
     if len(OWNERS) == (0 if besides is None else len(besides.tensors)):
         return
     for value in values:
@@ -157,8 +157,8 @@ os.register_at_fork(before=_settle_all)
 
 
 def held_elsewhere(tensors: Sequence[torch.Tensor]) -> Iterator[bool]:
-    """For each tensor, whether somebody could use it without the Python objects of these tensors:
-    through another view of its memory, an array, the storage itself, or in C++."""
+    """For each tensor, True if its memory can be reached without these Python objects: through
+    another view, an array, its storage, or from C++."""
     storages = Counter(_compat.storage_key(tensor) for tensor in tensors)
     storage, *alone = _alone()
     for tensor in tensors:
@@ -171,7 +171,7 @@ def held_elsewhere(tensors: Sequence[torch.Tensor]) -> Iterator[bool]:
 
 
 def is_shared(tensor: torch.Tensor, besides: int = 0) -> bool:
-    """Whether anything but a tensor has its memory, other than so many tensors that are known."""
+    """True if more than the known number of tensors share a tensor's memory."""
     uses, storages, _ = holders_of(tensor)
     storage, alone, _ = _alone()
     return uses != storage + besides or storages != alone
@@ -180,7 +180,7 @@ def is_shared(tensor: torch.Tensor, besides: int = 0) -> bool:
 def names_of_held(
     named: Sequence[tuple[str, torch.Tensor]], known: Collection[str] = ()
 ) -> frozenset[str]:
-    """The names of the tensors that somebody holds elsewhere.
+    """The names of the tensors that something else holds.
 
     Args:
         known: names of those that were found to be held a moment ago.
@@ -198,7 +198,7 @@ def _held_now(named: Sequence[tuple[str, torch.Tensor]]) -> frozenset[str]:
 
 
 def warn_of_held(names: str, consequence: str) -> None:
-    """Say what is held so that its use is not seen, what comes of it and what to do."""
+    """Warns of tensors whose use cannot be seen, with the consequence and the cure."""
     logger.warning(
         "%s: also held by another view of its memory (as in a state_dict), an array, a live"
         " autograd graph or code outside of Python, which are not seen using it, so that %s. Delete"
@@ -210,5 +210,5 @@ def warn_of_held(names: str, consequence: str) -> None:
 
 @functools.cache
 def _alone() -> tuple[int, int, int]:
-    """What is counted for a tensor that nobody else holds."""
+    """The reference counts of a tensor that nobody else holds."""
     return holders_of(torch.empty(1, device="cpu"))

@@ -1,4 +1,4 @@
-"""Classes of tensors whose every use is seen.
+"""Tensor subclasses that intercept every use of a tensor.
 
 The class of a late tensor is built on torch's base of all tensors, and its order of method
 resolution leaves `torch.Tensor` out:
@@ -55,10 +55,10 @@ _NOT_FORWARDED = frozenset(f"{_METADATA} {_METADATA_METHODS} {_OF_CLASSES} grad"
 
 
 class Owner(Protocol):
-    """Has something in flight."""
+    """An object with updates in flight."""
 
     def settle(self) -> None:
-        """Finish it."""
+        """Completes the updates."""
 
 
 OWNERS: dict[int, Owner] = {}
@@ -66,7 +66,7 @@ OWNERS: dict[int, Owner] = {}
 
 
 class _LateMeta(TensorMeta):  # type: ignore[misc, valid-type]
-    """Metaclass of the late classes: what they stand for, and what makes them no `Tensor`."""
+    """The metaclass of late classes, which hides that they derive from `Tensor`."""
 
     kind: type
     shadow: type
@@ -81,7 +81,7 @@ class _LateMeta(TensorMeta):  # type: ignore[misc, valid-type]
 
 @functools.cache
 def late_class(kind: type) -> type | None:
-    """The class of late tensors that are of class `kind`; None where uses could not be seen."""
+    """The late subclass for tensors of class `kind`, or None if uses could not be seen."""
     known = [_function_of(torch.Tensor), _function_of(torch.nn.Parameter)]
     if _function_of(kind) not in known:
         return None
@@ -98,12 +98,12 @@ def late_class(kind: type) -> type | None:
 
 
 def class_behind(kind: type) -> type:
-    """The class that tensors of a late class have when they are settled; of others, itself."""
+    """The original class of a late class; of others, the class itself."""
     return vars(kind)["kind"] if isinstance(kind, _LateMeta) else kind
 
 
 def _function_of(kind: Any) -> Any:
-    """The function that `__torch_function__` of a class is."""
+    """The function behind a class's `__torch_function__`."""
     return getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
 
 
@@ -116,7 +116,7 @@ def _names_of(kind: type) -> dict[str, Any]:
 
 
 def _maker(kind: type) -> Callable[..., Any]:
-    """`type(p)(…)` makes a tensor of the class that `p` has again then."""
+    """A constructor, for `type(p)(…)`, that makes tensors of the original class."""
 
     def make(cls: type, *args: Any, **kwargs: Any) -> Any:
         return kind(*args, **kwargs)
@@ -125,7 +125,7 @@ def _maker(kind: type) -> Callable[..., Any]:
 
 
 def _share_between_processes(late: type) -> None:
-    """Let queues of `torch.multiprocessing` share late tensors as they share others."""
+    """Registers late tensors with `torch.multiprocessing`, so that queues share them."""
     from multiprocessing.reduction import ForkingPickler
 
     def reduce(tensor: torch.Tensor) -> Any:
@@ -138,7 +138,7 @@ def _share_between_processes(late: type) -> None:
 
 
 def _settled(tensor: torch.Tensor) -> bool:
-    """Finish what is in flight for a tensor, if that can be done now: it is of its own class then.
+    """Completes a tensor's updates in flight if possible; the tensor has its own class then.
 
     It cannot be done in the middle of the step that is to do it.
     """
@@ -154,7 +154,7 @@ def _settled(tensor: torch.Tensor) -> bool:
 
 
 def _forwarding(kind: type, name: str) -> Any:
-    """A method or attribute that finishes what is in flight before it is what `kind` has."""
+    """A method or attribute that completes updates before it acts as that of `kind`."""
     static = inspect.getattr_static(kind, name)
     if isinstance(static, (staticmethod, classmethod)) or not hasattr(static, "__get__"):
         return static
@@ -183,7 +183,7 @@ def _attribute(kind: type, name: str) -> Any:
 
 
 def _class_of(self: torch.Tensor) -> type:
-    """`p.__class__`, which is also how `isinstance` and torch's C++ code ask what `p` is."""
+    """The property `p.__class__`, which `isinstance` and torch's C++ code read."""
     late: Any = type(self)
     _settled(self)
     if not isinstance(late, _LateMeta):
@@ -198,7 +198,7 @@ def _set_class_of(self: torch.Tensor, kind: type) -> None:
 
 
 def _missing(self: torch.Tensor, name: str) -> Any:
-    """An attribute that only the class of the tensor has."""
+    """Looks up an attribute that only the tensor's own class has."""
     kind = vars(type(self)).get("kind")
     if _settled(self):
         return getattr(self, name)
@@ -230,8 +230,7 @@ def _length(self: torch.Tensor) -> int:
 
 
 def _detach(self: torch.Tensor) -> torch.Tensor:
-    """`detach`. `nn.Parameter(p)`, which has just seen that `p` is neither a `Tensor` nor a
-    `Parameter`, wants it to keep the class."""
+    """`detach` for `nn.Parameter(p)`, which needs the class kept."""
     kind = vars(type(self)).get("kind")
     if not _settled(self):
         return alias_of(self)

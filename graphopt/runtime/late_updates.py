@@ -1,4 +1,4 @@
-"""What one captured step updates late: whether that may be left in flight, and how it is done."""
+"""The late updates of a captured step: if they may stay in flight, and their execution."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class LateUpdates:
         self._stream: torch.cuda.Stream | None = None
 
     def may_be_left(self, flush: Callable[[], None], known: bool) -> bool:
-        """Whether all uses of what a call would update late can be seen; they are from now on,
-        until it is updated.
+        """True if all uses of the tensors that a call would update late can be seen. Uses are
+        intercepted from now on, until the update.
 
         Args:
             flush: of the step, for what is in flight for other tensors.
@@ -73,15 +73,15 @@ class LateUpdates:
         return self._module.flush_communicates
 
     def own(self, values: list[Any]) -> list[Any]:
-        """The values, each of the late tensors as an alias that the step itself may use."""
+        """The values with late tensors replaced by aliases, which the step itself may use."""
         return self._tensors.own(values)
 
     def settle_others(self, values: list[Any]) -> None:
-        """Finish what other steps have in flight for any of these values."""
+        """Completes updates of other steps in flight for these values."""
         settle(values, besides=self._tensors)
 
     def watch(self) -> None:
-        """Note, after a call, what is in flight."""
+        """Records, after a call, that late work is in flight."""
         self._stream = _stream_of(self._tensors.tensors)
         if not self._module.in_flight:
             self._tensors.disarm()
@@ -89,7 +89,7 @@ class LateUpdates:
             self._tensors.arm([tensor for _, tensor in self._named()], anyway=True)
 
     def run(self) -> None:
-        """Do what is in flight."""
+        """Runs the late work in flight."""
         if self._module.in_flight:
             with (
                 _compat.without_modes(),  # leaving inference mode turns grad mode on
@@ -100,12 +100,12 @@ class LateUpdates:
                 self._module.flush()
 
     def release(self) -> None:
-        """Give the tensors their own classes again, where nothing is in flight."""
+        """Restores the tensors' classes if nothing is in flight."""
         if not self._module.in_flight:
             self._tensors.disarm()
 
     def drop(self) -> None:
-        """Forget what is in flight."""
+        """Drops the late work in flight."""
         self._module.drop_flight()
         self._tensors.disarm()
 
@@ -128,7 +128,7 @@ class LateUpdates:
 
 
 def _updated_late(module: IterGraphModule) -> list[int]:
-    """The placeholders of the graph that late nodes update, by position."""
+    """The positions of placeholders that late nodes update."""
     late = {state for node in module.graph.late for state in written(node)}
     placeholders = module.graph.find_nodes(op="placeholder")
     return [index for index, node in enumerate(placeholders) if node in late]
@@ -144,8 +144,8 @@ def _stream_of(tensors: Sequence[torch.Tensor]) -> torch.cuda.Stream | None:
 
 @contextmanager
 def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Work on the stream of the step, whose kernels may still read what is updated; the stream of
-    whoever asked for it waits for that."""
+    """While active, work goes to the step's stream, whose kernels may still read the tensors;
+    the caller's stream waits for it."""
     if stream is None:
         yield
         return

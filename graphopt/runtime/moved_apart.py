@@ -1,4 +1,4 @@
-"""Tensors whose `.data` a step sets, apart from others over the storage that they had.
+"""Separation of tensors whose `.data` a step sets from others over their old storage.
 
 weight ─┐                         weight ──▶ storage of its own, which the graph updates
         ├─ one storage     ──▶
@@ -22,14 +22,14 @@ Moved = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class MovedApart:
-    """Moves them before the graph of a captured step runs."""
+    """Moves such tensors to storage of their own before the graph runs."""
 
     def __init__(self, captured: CapturedStep) -> None:
         self._captured = captured
         self._aliases = _replaced_aliases(captured)
 
     def move(self) -> Moved:
-        """Move tensors to storage of their own where somebody else has theirs."""
+        """Moves tensors whose storage others share to storage of their own."""
         moved: Moved = {}
         for index in self._captured.signature.rebound:
             tensor = self._captured.live.module_tensors[index].live()
@@ -39,7 +39,7 @@ class MovedApart:
         return moved
 
     def leave(self, moved: Moved, results: Sequence[Any]) -> None:
-        """Write into the storages that they had what the step wrote there before it set `.data`."""
+        """Writes into the old storages what the step wrote there before it set `.data`."""
         for index, (_, former) in moved.items():
             left = self._captured.signature.rebound[index]
             if left is not None:
@@ -47,14 +47,14 @@ class MovedApart:
 
 
 def put_back(moved: Moved) -> None:
-    """Undo `MovedApart.move`."""
+    """Undoes `MovedApart.move`."""
     for tensor, former in moved.values():
         tensor.data = former
 
 
 def _replaced_aliases(captured: CapturedStep) -> Counter[int]:
-    """How many entries of optimizer state share the memory of a module tensor, by its position,
-    that the step replaces without reading them through anything else."""
+    """The number of optimizer state entries, by module tensor, that share its memory and that
+    the step replaces without other reads."""
     tensors = captured.live.module_tensors
     positions = {id(entry): index for index, entry in enumerate(tensors)}
     replaced = {

@@ -1,5 +1,5 @@
-"""A warning where a rank decides by a value of its own what it launches for ranks that it does not
-meet: they may decide otherwise, and wait for each other."""
+"""A warning that a rank decides alone about collectives of ranks that it has no agreement with:
+they may decide differently, and wait for each other."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ logger = logging.getLogger("graphopt")
 
 
 def warn_of_other_launches(one: BoundStep, other: BoundStep, failed: AssumptionFailedError) -> None:
-    """Warn where the graph of another branch launches something else than the one that was tried
-    first, as far as this follows from a value of this rank's own.
+    """Warns if two branches launch different collectives by a value of this rank alone.
 
     Args:
         failed: the decision.
@@ -46,7 +45,7 @@ def warn_of_other_launches(one: BoundStep, other: BoundStep, failed: AssumptionF
 
 
 def _is_own(decision: fx.Node, group: Group) -> bool:
-    """Whether a decision is known to depend on arguments or draws of this rank."""
+    """True if a decision is known to depend on this rank's arguments or random numbers."""
     kinds = map(input_kind, decision.graph.find_nodes(op="placeholder"))
     mine = [kind == "user_input" for kind in kinds]
     own = own_values(decision.graph, mine, group, decision)
@@ -54,7 +53,7 @@ def _is_own(decision: fx.Node, group: Group) -> bool:
 
 
 def _launches(decision: fx.Node, name: str) -> tuple[list[str], bool]:
-    """What is launched in a group from a decision to the next, and whether there is a next."""
+    """The launches in a group up to the next decision, and whether there is one."""
     node, found = decision, list[str]()
     while (node := node.next).op != "output":
         if isinstance(node.target, Assumption):
@@ -66,7 +65,7 @@ def _launches(decision: fx.Node, name: str) -> tuple[list[str], bool]:
 
 
 def _differ(one: tuple[list[str], bool], other: tuple[list[str], bool]) -> bool:
-    """Whether launches differ, whatever comes behind a further decision."""
+    """True if launches differ, whatever a further decision adds."""
     (first, first_goes_on), (second, second_goes_on) = one, other
     if any(a != b for a, b in zip(first, second, strict=False)):
         return True

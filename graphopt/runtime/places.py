@@ -1,4 +1,4 @@
-"""Files and folders that the user names: `~` is the home folder, and errors say which file."""
+"""File access with `~` expanded and errors that name the file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphopt.errors import FileError, MissingFileError
 
 
 def place(path: str | os.PathLike[str]) -> Path:
-    """The path that a user means; a leading ``~`` or ``~name`` is a home folder.
+    """The path that a user means, with a leading ``~`` or ``~name`` expanded.
 
     Raises:
         FileError: this is no path.
@@ -23,13 +23,13 @@ def place(path: str | os.PathLike[str]) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where what can be made anew is kept from process to process; not made here."""
+    """The folder for data that can be recomputed; not created here."""
     return place(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "graphopt"
 
 
 @contextmanager
 def named(path: Path, doing: str) -> Iterator[None]:
-    """While active, what goes wrong with a file becomes a `FileError` that names it.
+    """While active, an error of a file operation becomes a `FileError` that names the file.
 
     Args:
         doing: what is done with the file: "read", "written".
@@ -51,19 +51,19 @@ def _reason(error: Exception) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """What a file contains."""
+    """The bytes of a file."""
     with named(path, "read"):
         return path.read_bytes()
 
 
 def read_text(path: Path) -> str:
-    """What a file contains, as UTF-8 text."""
+    """The UTF-8 text of a file."""
     with named(path, "read"):
         return path.read_text(encoding="utf-8")
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write a file, text as UTF-8; missing folders are made."""
+    """Writes a file, text as UTF-8; creates missing folders."""
     with named(path, "written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, bytes):
@@ -73,13 +73,13 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, unless it is there."""
+    """Creates a folder unless it exists."""
     with named(path, "made"):
         path.mkdir(parents=True, exist_ok=True)
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Why no file can be written to a folder, which need not be there yet; None if one can."""
+    """The reason why no file can be written to a folder, existing or not; None if one can."""
     try:
         existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What torch's profiler shows of graphopt beside operators and kernels."""
+"""Ranges that torch's profiler shows for graphopt, beside operators and kernels."""
 
 from __future__ import annotations
 

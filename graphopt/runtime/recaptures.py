@@ -1,4 +1,4 @@
-"""Why a training step is captured again, and what its user is told of it."""
+"""Log messages and warnings about repeated captures of a training step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHAPES_BEFORE_ADVICE = 8
 
 
 class Recaptures:
-    """Says in the log why a step is captured.
+    """Logs the reason for each capture of a step.
 
     Args:
         name: of the step.
@@ -31,7 +31,7 @@ class Recaptures:
     def cause(
         self, call: Call, mode: tuple[Any, ...], branch: Cause | None, guards: Sequence[Guards]
     ) -> Cause | None:
-        """Say why a call needs another graph. Returns that, where the step has been captured
+        """Logs why a call needs another graph, and returns the cause if the step was captured
         before.
 
         Args:
@@ -62,7 +62,7 @@ class Recaptures:
         return Cause(MODE, "", structure) if local is None else Cause.of_value(local)
 
     def _advise(self, shape: str) -> None:
-        """Warn, once, of a step that is captured for each of many shapes."""
+        """Warns once of a step that is captured for many shapes."""
         self._for_shapes += 1
         if self._for_shapes == _SHAPES_BEFORE_ADVICE:
             logger.warning(
@@ -75,6 +75,6 @@ class Recaptures:
 
 
 def _is_near(call: Call, mode: tuple[Any, ...], guards: Guards) -> bool:
-    """Whether a graph is for arguments of the shapes of a call: these are no reason for another."""
+    """True if a graph's argument shapes are those of a call, so that they caused no capture."""
     call = call.using(guards.besides) or call
     return guards.structure_mismatch(call, mode) is None and guards.shape_mismatch(call) is None

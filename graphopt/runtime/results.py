@@ -1,4 +1,4 @@
-"""What a call of a captured step leaves behind: gradients, optimizer state, attributes, results."""
+"""Writes the results of a captured step: gradients, optimizer state, attributes, return value."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from graphopt.tracing.results.signature import Computed, Constant, FromCall, Nes
 from graphopt.tracing.tensors.lost_history import leave
 
 
-class _Ran(NamedTuple):
-    """A call of a graph: its inputs, what it has returned, and what has been made of nested
-    recipes, by the ids of these."""
+class _GraphRun(NamedTuple):
+    """A finished run of a graph: inputs, outputs, and nested values that were built from
+    recipes."""
 
     call: Call
     flat: Sequence[Any]
@@ -29,7 +29,7 @@ class _Ran(NamedTuple):
 
 
 class _LeftOutside(NamedTuple):
-    """What a call leaves outside tensors and optimizers, in the order of the signature.
+    """The values that a call stores in attributes and containers, in the signature's order.
 
     Attributes:
         attributes: values of attributes.
@@ -43,14 +43,14 @@ class _LeftOutside(NamedTuple):
 
 
 class StepResults:
-    """Puts what the graph of a captured step has computed where the step would have put it."""
+    """Stores the results of a captured graph where the step would have stored them."""
 
     def __init__(self, captured: CapturedStep) -> None:
         self._signature, self._tensors = captured.signature, captured.live.module_tensors
         self._returns_one = captured.signature.output_spec == _compat.ONE_VALUE
 
     def put(self, call: Call, flat: Sequence[Any], results: Sequence[Any]) -> Any:
-        """Put it there.
+        """Stores the results of a call.
 
         Args:
             call: the call of the step.
@@ -60,7 +60,7 @@ class StepResults:
         Returns:
             What the step returns.
         """
-        ran = _Ran(call, flat, results, {})
+        ran = _GraphRun(call, flat, results, {})
         # Everything is found before anything is put where others may find it.
         outputs = [self._value(recipe, ran) for recipe in self._signature.outputs]
         left = self._left_outside(call, ran)
@@ -71,7 +71,7 @@ class StepResults:
             return outputs[0]
         return _compat.tree_unflatten(outputs, self._signature.output_spec)
 
-    def _left_outside(self, call: Call, ran: _Ran) -> _LeftOutside:
+    def _left_outside(self, call: Call, ran: _GraphRun) -> _LeftOutside:
         signature = self._signature
 
         def value(recipe: Recipe) -> Any:
@@ -89,9 +89,8 @@ class StepResults:
             placed=[(each.place, value(each.recipe)) for each in signature.placed],
         )
 
-    def _put_into_tensors(self, call: Call, ran: _Ran) -> None:
-        """What becomes of tensors of the program's: their memory, sizes, flags and gradients, and
-        optimizer state."""
+    def _put_into_tensors(self, call: Call, ran: _GraphRun) -> None:
+        """Updates the program's tensors: memory, sizes, flags, gradients, and optimizer state."""
         signature, tensors = self._signature, self._tensors
         for placeholder, computed in signature.data.items():
             ran.flat[placeholder].data = ran.results[computed.index]
@@ -122,8 +121,8 @@ class StepResults:
         for given, (container, items) in zip(signature.containers, left.containers, strict=True):
             make_change(container, given.change, items)
 
-    def _put_into_optimizers(self, call: Call, ran: _Ran) -> None:
-        """Settings of groups, and that optimizers have stepped."""
+    def _put_into_optimizers(self, call: Call, ran: _GraphRun) -> None:
+        """Stores settings of parameter groups, and marks optimizers as stepped."""
         signature, optimizers = self._signature, call.optimizer_objects()
         for setting in signature.settings:
             group = SettingPlace.of(optimizers[setting.optimizer], setting.group, setting.key)
@@ -131,8 +130,8 @@ class StepResults:
         for index in signature.stepped:
             _compat.mark_stepped(optimizers[index])
 
-    def _value(self, recipe: Recipe, ran: _Ran) -> Any:
-        """What a recipe stands for, given this call's inputs and the graph's results."""
+    def _value(self, recipe: Recipe, ran: _GraphRun) -> Any:
+        """The value of a recipe, from this call's inputs and the graph's outputs."""
         if isinstance(recipe, Computed):
             value = ran.results[recipe.index]
             if recipe.has_history:
@@ -151,8 +150,8 @@ class StepResults:
         assert recipe.placeholder is not None
         return ran.flat[recipe.placeholder]
 
-    def _made(self, recipe: Nested | MadeConstant, ran: _Ran) -> Any:
-        """What a recipe makes anew, once in each call."""
+    def _made(self, recipe: Nested | MadeConstant, ran: _GraphRun) -> Any:
+        """Builds the container or object of a recipe, once in each call."""
         if id(recipe) not in ran.made:
             if isinstance(recipe, MadeConstant):
                 made = recipe.anew()
@@ -164,7 +163,7 @@ class StepResults:
 
 
 def _move_behind(table: dict[Any, Any], keys: Sequence[Any]) -> None:
-    """Keys of a dictionary that eager code puts there behind one that has just been put there."""
+    """Moves dictionary keys behind one that has just been inserted, as in eager code."""
     for key in keys:
         if key in table:
             table[key] = table.pop(key)

@@ -1,4 +1,4 @@
-"""What the collectives of a call have given, for another graph that goes on with the same call.
+"""Results of a call's collectives, reused by another graph that continues the call.
 
 Where some ranks alone find out that another graph holds for a call, they have sent what all ranks
 were waiting for, and the others have gone on. The other graph begins from the beginning, and has
@@ -20,7 +20,7 @@ from graphopt.errors import SpmdMismatchError
 
 @dataclass
 class Sent:
-    """A collective that was launched.
+    """A collective that was launched, and its result.
 
     Attributes:
         what: the operator, what it was given, and its options.
@@ -36,7 +36,7 @@ SentBefore = Mapping[str, Sequence[Sent]]
 
 
 class CollectiveResults(_compat.TorchDispatchMode):
-    """While active, notes what collectives give.
+    """While active, records the results of collectives.
 
     Args:
         known: what the first of them in each group have given already, which are not launched.
@@ -75,7 +75,7 @@ class CollectiveResults(_compat.TorchDispatchMode):
         return result
 
     def results(self, groups: Collection[str] | None = None) -> SentBefore:
-        """What all collectives that were launched have given, or those of some groups."""
+        """The results of all launched collectives, or of those in some groups."""
         for sent, index, launched in self._pending.values():
             sent.given[index] = torch.ops._c10d_functional.wait_tensor(launched)
         self._pending = {}
@@ -83,14 +83,14 @@ class CollectiveResults(_compat.TorchDispatchMode):
 
 
 def _described(func: Any, args: Sequence[Any]) -> str:
-    """What ranks see of a launch, whether or not it gives memory that it is given."""
+    """A launch as the ranks compare it, whichever of its memory it returns."""
     tensors = (leaf for leaf in _compat.tree_leaves(args[0]) if isinstance(leaf, torch.Tensor))
     kinds = [f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors]
     return f"{func.name().rstrip('_')}({', '.join([*kinds, *map(str, args[1:])])})"
 
 
 def _given(known: Sent, what: str, func: Any, sent: Any) -> Any:
-    """What a collective gives that was launched before."""
+    """The recorded result of a collective that was launched before."""
     if known.what != what:
         raise SpmdMismatchError(
             "the branch that a decision by value leads to launches other collectives before it than"

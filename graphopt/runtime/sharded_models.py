@@ -1,4 +1,4 @@
-"""The models of a step whose parameters each rank holds rows of, and how others see them whole.
+"""Models whose parameters are sharded by rows over ranks, and access to whole parameters.
 
 first call            p: Parameter ──▶ p: DTensor, in the model and in its optimizers
 full_parameters()     p: DTensor ──▶ p: Parameter while active, by a gather of all ranks
@@ -50,17 +50,17 @@ class ShardedModels:
 
     @property
     def has_parameters(self) -> bool:
-        """Whether parameters are sharded, and not only what optimizers keep."""
+        """True if parameters are sharded, not only optimizer state."""
         return self._parallel.stage == 3
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks over which they are sharded."""
+        """The ranks over which the models are sharded."""
         return self._parallel.axes[-1]
 
     def shard(self, call: Call) -> bool:
-        """Let this rank keep its rows alone of what a call has whole. All ranks come here in the
-        first call with a model. Returns whether anything has changed.
+        """Shards the whole parameters of a call, and returns True if there were any. All ranks call
+        it in the first call with a model.
 
         Raises:
             CollectiveError: the group has one rank.
@@ -138,7 +138,7 @@ class ShardedModels:
         return bool(new)
 
     def _chosen(self, call: Call) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that are to be sharded, each once, with names."""
+        """The parameters to shard, each once, with names."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for prefix, root in call.named_roots():
             for name, parameter in root.named_parameters():
@@ -166,7 +166,7 @@ class ShardedModels:
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
-        """While active, the models have whole parameters; what is written to them is kept.
+        """While active, parameters are whole; writes to them are kept.
 
         Raises:
             SpmdMismatchError: not all ranks have come.
@@ -200,8 +200,8 @@ class ShardedModels:
         window_of(sharded, shards, rank).copy_(local_part(whole, shards, rank))
 
     def full_state_dict(self) -> dict[str, Any]:
-        """A copy of the state of the models, whole, on the CPU, on all ranks; of several with the
-        names of the arguments before those of tensors.
+        """A copy of the models' whole state on the CPU, on all ranks; of several models, with
+        argument names as prefixes.
 
         Raises:
             SpmdMismatchError: not all ranks have come.
@@ -234,7 +234,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _slots(call: Call) -> Iterator[Slot]:
-    """Where parameters stand in the modules of a call."""
+    """The places of parameters in the modules of a call."""
     for _, root in call.named_roots():
         yield from _slots_of(root)
 
@@ -246,7 +246,7 @@ def _slots_of(root: nn.Module) -> Iterator[Slot]:
 
 
 def _cut_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Before a state is loaded: let whole tensors be rows, where parameters are."""
+    """Before a state is loaded: cuts whole tensors to rows where parameters are sharded."""
     for key, parameter in module.named_parameters(recurse=False):
         value = state_dict.get(prefix + key)
         if not is_dtensor(parameter) or not isinstance(value, torch.Tensor) or is_dtensor(value):

@@ -1,5 +1,5 @@
-"""How graphs of one step that part at decisions go together: which is tried first, and what they
-share that is computed before."""
+"""Coordination of a step's graphs for different branches: their order, and computed values that
+they share."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from graphopt.tracing.call import Call
 
 
 def in_order(entries: Sequence[BoundStep], retried: Tries | None) -> list[BoundStep]:
-    """The graphs of a step as a call tries them. Graphs of one branch stand where that of them
-    stands which was used last: all ranks try the same branches, whatever graphs they have.
+    """The graphs of a step in the order in which a call tries them; graphs of one branch are
+    adjacent, so that all ranks try the same branches.
 
     Args:
         entries: those used last first.
@@ -30,8 +30,8 @@ def in_order(entries: Sequence[BoundStep], retried: Tries | None) -> list[BoundS
 
 
 def join_branch(entry: BoundStep, entries: Sequence[BoundStep]) -> None:
-    """Let a new graph count as one of its branch, of which others hold for other arguments, or for
-    other decisions that this rank takes alone: all ranks try the same branches."""
+    """Assigns a new graph to the branch of an existing one with the same uniform decisions: all
+    ranks try the same branches."""
     for other in entries:
         together = entry.agreed is not None and other.agreed is entry.agreed
         if together and other.uniform == entry.uniform:
@@ -41,8 +41,8 @@ def join_branch(entry: BoundStep, entries: Sequence[BoundStep]) -> None:
 def begun(
     left: Left, by: BoundStep, other: BoundStep | None, call: Call, step: int
 ) -> Begun | None:
-    """How another graph goes on in a call in which an assumption has failed; None: it begins from
-    the beginning, as on all other ranks then.
+    """The continuation in another graph after an assumption failed, or None to start from the
+    beginning on all ranks.
 
     Args:
         left: what is there.
@@ -64,7 +64,7 @@ def begun(
 
 
 def learn(left: Left, by: BoundStep, other: BoundStep, make_ready: Callable[..., None]) -> None:
-    """Find out how `other` goes on in later calls that are left so.
+    """Builds the graph by which `other` continues in later calls that fail in the same place.
 
     Args:
         left, by: as of `begun`.

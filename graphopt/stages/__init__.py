@@ -1,4 +1,4 @@
-"""The list of stages between a call of a training step and the graphs that run.
+"""The stages between a call of a training step and the graphs that run.
 
     capture → parallelize → passes → derive → outline and lower → finalize → record
 

@@ -1,4 +1,4 @@
-"""`pipeline="auto"`: the default passes, with the options that are fastest here, as measured.
+"""`pipeline="auto"`: the default passes, with the options that measured costs favour.
 
     rank 0   measures operators and collectives ─┐ simulates candidates, chooses ─┐ the same
     rank 1   measures with it                    ┴ waits                          ┴ pipeline
@@ -44,14 +44,15 @@ _FORMAT = "graphopt plans"
 
 
 class Plan(NamedTuple):
-    """Options of the default passes."""
+    """The options of the default passes that were decided."""
 
     min_buckets: int
     held_back: float
 
 
 class AutoPipeline:
-    """The default passes with options by measurement; `pipeline="auto"` is one without a file.
+    """The default passes with measured options; `pipeline="auto"` makes one that is not saved to a
+    file.
 
     Args:
         plans: file of choices made before, by collectives and number of ranks; rank 0 reads it, and
@@ -67,8 +68,8 @@ class AutoPipeline:
     def decide(
         self, graph_module: fx.GraphModule, inputs: Sequence[Any], apart: Collection[str] = ()
     ) -> dict[str, Any] | None:
-        """Options of the passes for a captured step and those after it; None where it averages
-        nothing. All ranks have to capture this step together.
+        """Decides the options of the passes for this captured step and later ones; None if it
+        averages nothing. All ranks capture this step together.
 
         Args:
             inputs: what the graph is about to be called with; they are not changed.
@@ -123,7 +124,7 @@ class AutoPipeline:
 
 
 def fastest(graph_module: fx.GraphModule, costs: CostModel) -> dict[str, Any]:
-    """The options of the default pipeline whose step is the shortest in simulation.
+    """The options of the default pipeline with the shortest simulated step.
 
     Args:
         graph_module: as captured; left as it is.
@@ -156,7 +157,7 @@ def _seconds(gm: fx.GraphModule, costs: CostModel, plan: Plan) -> float:
 
 
 def _measured(gm: fx.GraphModule, inputs: Sequence[Any], group: dist.ProcessGroup) -> CostModel:
-    """Costs here and now: links are not what they were yesterday."""
+    """Calibrates the cost model now, since links change from day to day."""
     from graphopt.cost import calibrate
 
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
@@ -164,7 +165,7 @@ def _measured(gm: fx.GraphModule, inputs: Sequence[Any], group: dist.ProcessGrou
 
 
 def _group_of(gm: fx.GraphModule, apart: Collection[str]) -> dist.ProcessGroup | None:
-    """The group of the gradients, if it has several ranks that can measure."""
+    """The process group of the gradients, if its ranks can measure together."""
     for block in get_all_comm_blocks(gm, "all_reduce"):
         group = None if block.group in apart else _compat.group_named(block.group)
         if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":

@@ -1,4 +1,4 @@
-"""The calls of a step: by the graph that holds, captured first where none does.
+"""Dispatch of a step's calls: to the graph that holds, or to a new capture.
 
 find the graph, else capture it  ──▶  run it  ──▶  where an assumption fails: the other branch
 """
@@ -51,7 +51,7 @@ class Calls:
         self._retried: Tries | None = None
 
     def reset(self) -> None:
-        """Forget all that is known of former calls."""
+        """Drops everything learned from former calls."""
         self.entries.finish()
         self.entries.forget()
         self._recaptures = Recaptures(self._name)
@@ -63,7 +63,7 @@ class Calls:
         self._retried = None
 
     def run(self, call: Call) -> Any:
-        """Run the next call, and return what the step returns."""
+        """Runs the next call, and returns what the step returns."""
         self.number += 1
         if self._fallback.active:
             return self.run_eagerly(call)
@@ -79,9 +79,9 @@ class Calls:
             raise
 
     def _is_watched(self) -> bool:
-        """Whether a call runs eagerly, since something around it watches the functions that it
-        calls, which a graph does not. A rank of several, which may be watched alone, refuses
-        that, but for modes of operators whose classes say that they only look."""
+        """True if a call runs eagerly because a mode or hook must see the functions that it
+        calls. Several ranks refuse this, except for modes whose classes declare that they only
+        look."""
         watching = _compat.watches_functions()
         if watching is None:
             return False
@@ -93,7 +93,7 @@ class Calls:
         return True
 
     def _found_or_captured(self, call: Call) -> BoundStep | None:
-        """The graph that holds for a call, captured where there is none; None where the step runs
+        """The graph that holds for a call, captured if there is none; None if the step runs
         eagerly."""
         entry = self.known(call)
         if entry is None and self.communication.sharded_models is not None:
@@ -110,8 +110,8 @@ class Calls:
         return entry
 
     def _captured_at_begin(self, call: Call, others: Others) -> BoundStep | None:
-        """Capture a call for which this rank has no graph, and other ranks may have one: where it
-        cannot go along with what they launch, it leaves the call as in the middle of it."""
+        """Captures a call for which this rank has no graph, though other ranks may have one. If
+        it cannot join their collectives, it leaves the call."""
         elsewhere = [] if others.vote else self.communication.run_elsewhere(call)
         alike = (e for e in self.entries if any(e.agreed is agreed for agreed in elsewhere))
         entry = next(alike, None)
@@ -123,8 +123,7 @@ class Calls:
             return graph_of_all(self, entry, call, None, {}, error)
 
     def known(self, call: Call) -> BoundStep | None:
-        """The graph that holds for a call. First those are asked whose branch the last call did not
-        take for the first time."""
+        """The graph that holds for a call; the branch of the last call is tried first."""
         retried, self._retried = self._retried, None
         return self.entries.known(call, self.communication.mode(), retried)
 
@@ -135,7 +134,7 @@ class Calls:
         begun: Begun | None = None,
         sent: SentBefore | None = None,
     ) -> Any:
-        """Run a graph, or that of the other branch where an assumption fails."""
+        """Runs a graph, or another branch's graph if an assumption fails."""
         call = call.using(entry.captured.besides) or call
         try:
             result = entry(call, self.number, begun, sent)
@@ -152,7 +151,7 @@ class Calls:
     def captured_or_refused(
         self, call: Call, branch: Cause | None, others: Others
     ) -> BoundStep | None:
-        """Capture a call; None where it cannot be captured, and the step runs eagerly then.
+        """Captures a call, or returns None if it cannot be captured and the step runs eagerly.
 
         Args:
             branch: the decision that goes another way than before, where that is why.
@@ -170,7 +169,7 @@ class Calls:
             return None
 
     def _capture(self, call: Call, branch: Cause | None, others: Others) -> BoundStep:
-        """Capture a call, take it through all stages, and keep the graph."""
+        """Captures a call, runs all stages on it, and keeps the graph."""
         mode = self.communication.mode()
         guards = [entry.guards for entry in self.entries]
         cause = self._recaptures.cause(call, mode, branch, guards)
@@ -196,7 +195,7 @@ class Calls:
         return entry
 
     def run_eagerly(self, call: Call) -> Any:
-        """Run a call as it is written, with the averages of the ranks."""
+        """Runs a call eagerly, with DDP's averages."""
         communication, step = self.communication, self.number
         with communication.failures_told(step) as parallel:
             averaging, join = communication.averaging, communication.join
@@ -204,7 +203,7 @@ class Calls:
 
 
 def _forget_dead(reference: weakref.ref[Calls]) -> None:
-    """Drop the graphs of a model that has just been freed, and with them its parameters."""
+    """Drops the graphs of a model that has just been freed, which hold its parameters."""
     calls = reference()
     if calls is not None:
         calls.entries.drop_unusable()

@@ -1,4 +1,4 @@
-"""`Stages`: the list of stages, and the one function that goes through it."""
+"""`Stages`: the list of compile stages, and the one function that runs them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def stages_for(
     lower: str | Options | None = None,
     verify: str | None = None,
 ) -> Stages:
-    """The list of stages for what `graphopt.compile` is given.
+    """The list of stages for the arguments of `graphopt.compile`.
 
     Raises:
         PipelineSyntaxError: no such pipeline or pass.
@@ -99,7 +99,7 @@ class Stages:
 
     @classmethod
     def named(cls, manager: PassManager, names: Sequence[str]) -> Stages:
-        """A list with these stages in it.
+        """The list with the named stages in it.
 
         Raises:
             PipelineSyntaxError: there is no stage of such a name.
@@ -115,12 +115,12 @@ class Stages:
         return found
 
     def anew(self) -> Stages:
-        """A copy of the list with nothing compiled yet."""
+        """A copy of the list in which nothing is compiled yet."""
         return Stages(self.manager, self.options, self._auto, given=self._given)
 
     @property
     def names(self) -> list[str]:
-        """All stages, in order."""
+        """The names of all stages, in order."""
         return [
             "capture",
             "parallelize",
@@ -131,11 +131,11 @@ class Stages:
 
     @property
     def regions(self) -> list[LoweredSubgraph]:
-        """The compiled regions; one that several graphs have is listed once."""
+        """The compiled regions; one that several graphs share is listed once."""
         return [] if self.options is None else list(self._lower.lowering.subgraphs.values())
 
     def compile(self, call: Call, ways: Iterable[Ranks]) -> tuple[CapturedStep, Agreed | None]:
-        """Compile a call of a step to graphs that run: every stage, in order.
+        """Compiles a call of a step to graphs that run: every stage, in order.
 
         Args:
             ways: how this rank goes along with the others, in order of preference: as they agreed
@@ -162,7 +162,7 @@ class Stages:
         raise AssertionError("ranks can always agree anew")
 
     def capture(self, call: Call, ranks: Ranks) -> CapturedStep:
-        """Capture a call, with markers where communication belongs.
+        """Captures a call, with markers where communication belongs.
 
         Raises:
             CaptureError: it cannot be captured.
@@ -181,7 +181,7 @@ class Stages:
         self._runner.settle(gm, record, attempt, None, gm, map(Problem, report.problems))
 
     def parallelize(self, captured: CapturedStep) -> Proof:
-        """Let the kind of parallelism expand the markers; nothing where no rank is spoken to.
+        """Expands the communication markers for the kind of parallelism, if there are ranks.
 
         Returns:
             What was found out about the graph on the way.
@@ -214,7 +214,7 @@ class Stages:
         self._runner.settle(gm, record, attempt, given, gm, problems)
 
     def apply_passes(self, captured: CapturedStep, proof: Proof | None = None) -> StepInMaking:
-        """Make an `IterGraphModule` of a captured graph, and apply the passes.
+        """Makes an `IterGraphModule` of a captured graph, and applies the passes.
 
         Args:
             proof: what is known of the calls of the graph.
@@ -231,7 +231,7 @@ class Stages:
         return step
 
     def _choose(self, captured: CapturedStep, call: Call) -> None:
-        """Measure and decide once, where the options of the passes are open."""
+        """Decides open options of the passes by measurement, once."""
         if self._auto is None:
             return
         with captured.state_present():
@@ -241,7 +241,7 @@ class Stages:
             self.manager, self._auto = self.manager.with_pipeline(pipeline_with(**chosen)), None
 
     def derive(self, step: StepInMaking) -> None:
-        """Make the graphs that run. Regions that are to be compiled are marked in them.
+        """Makes the graphs that run, with regions for compilation marked.
 
         Raises:
             VerificationError: they do not compute what the step does.
@@ -260,9 +260,8 @@ class Stages:
         self._runner.settle(module, record, attempt, module.graph, module, problems)
 
     def run_named(self, gm: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
-        """Take a graph through some of the stages: a captured graph through "capture", which is
-        checked, and "parallelize", as data parallelism, an `IterGraphModule` through "derive", a
-        derived graph through those behind."""
+        """Runs some of the stages on a graph of the dialect that the first of them takes:
+        captured, `IterGraphModule` or derived."""
         if "capture" in names:
             report = check_graph(gm.graph, _inputs_of(gm.graph), marked=True)
             self._check_capture(gm, report, PassRecord("capture", stage=True))
@@ -278,13 +277,11 @@ class Stages:
 
     @property
     def hands_out(self) -> bool:
-        """True if graphs leave what they compute to other graphs: recordings write to the same
-        memory again."""
+        """True if graphs hand values to other graphs; CUDA graphs overwrite theirs, and do not."""
         return self.options is None or not self.options.cudagraphs
 
     def make_ready(self, module: IterGraphModule, agreement: Agreement | None = None) -> None:
-        """The stages behind the passes, for a graph of its own on which the ranks need not agree:
-        a part of what was captured.
+        """Runs the stages behind the passes on a separate graph: a part of what was captured.
 
         Args:
             agreement: when all ranks agree that no function of the program's has raised.
@@ -295,13 +292,13 @@ class Stages:
         self.make_executable(step)
 
     def make_executable(self, step: StepInMaking) -> None:
-        """Take each derived graph through the stages that are left."""
+        """Runs the remaining stages on each derived graph."""
         step.module.finalize_setup(Executables(self, step), step.graphs)
         step.module.prepare(once=step.once)
         step.forget()
 
     def run_behind(self, derived: fx.GraphModule, step: StepInMaking) -> fx.GraphModule:
-        """Take one derived graph through the stages that are left."""
+        """Runs the remaining stages on one derived graph."""
         name = derived.meta[DERIVED]
         steady = name == ("main" if step.module.graph.late else "setup")
         which = DerivedGraph(name, steady, step.once, step.agreement)
@@ -309,7 +306,7 @@ class Stages:
 
 
 class StepInMaking:
-    """A step between its passes and its first run.
+    """A step after its passes and before its first run.
 
     Attributes:
         module: the step.
@@ -329,15 +326,14 @@ class StepInMaking:
             self.passes, self.proof = passes, StageProof(passes)
 
     def forget(self) -> None:
-        """Drop all that is known of the graphs, which is much: whoever makes another graph run
-        later, such as the rest of a drain that was interrupted, begins anew."""
+        """Drops the analyses of the graphs, which are large; a later graph computes them anew."""
         self.passes = Proof()
         self.proof = StageProof(self.passes)
         self.graphs: dict[str, fx.GraphModule] = {}
 
 
 def _inputs_of(graph: fx.Graph) -> list[InputSpec]:
-    """What the placeholders of a graph from a file are."""
+    """The kinds of the placeholders of a graph loaded from a file."""
     return [
         InputSpec(node.meta[KIND], node.meta[NAME], str(node.target), placement_of(node))
         for node in graph.find_nodes(op="placeholder")
@@ -345,7 +341,7 @@ def _inputs_of(graph: fx.Graph) -> list[InputSpec]:
 
 
 class Executables:
-    """Makes graphs that are derived from one step run: when it is compiled, or first needed."""
+    """Makes derived graphs executable, at compile time or when first needed."""
 
     def __init__(self, stages: Stages, step: StepInMaking) -> None:
         self._stages, self._step = stages, step

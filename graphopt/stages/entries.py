@@ -1,4 +1,4 @@
-"""The stages behind the passes that every graph goes through, compiled or not."""
+"""The stages behind the passes that every graph goes through."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphopt.manager.stages import DerivedGraph, GraphStage
 
 
 class Finalize(GraphStage):
-    """Updates happen in place, and storage is used again: see `graphopt.executable`."""
+    """Makes updates in place and reuses storage; see `graphopt.executable`."""
 
     name = "finalize"
 
@@ -19,8 +19,8 @@ class Finalize(GraphStage):
 
 
 class Vote(GraphStage):
-    """All ranks agree in each call that no function of the program's has raised: see
-    `graphopt.host.votes`. Late work has been agreed on in its own iteration."""
+    """Adds the vote of all ranks, in each call, that no callback raised (see
+    `graphopt.host.votes`); late work voted in its own iteration."""
 
     name, in_place = "vote", True
 

@@ -1,4 +1,4 @@
-"""What a call does where an assumption of its graph fails: the graph of the other branch runs.
+"""Continuation of a call whose graph's assumption fails, by the graph of another branch.
 
 Nothing has changed yet. The other branch goes on from what both share, or begins the call anew;
 ranks that have to take it together agree on it first.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class OtherBranch:
-    """The branch that the values of a call take, where `entry` took another one.
+    """The branch that a call takes after an assumption of `entry` failed.
 
     Args:
         calls: of the step.
@@ -44,7 +44,7 @@ class OtherBranch:
         self._cause = Cause.of_branch(failed.place, failed.found)
 
     def run(self) -> Any:
-        """Run it, and return what the step returns."""
+        """Runs the branch, and returns what the step returns."""
         calls, entry, call = self._calls, self._entry, self._call
         left = entry.take_left()
         calls.entries.land()
@@ -67,8 +67,7 @@ class OtherBranch:
         return result
 
     def _graph(self, known: BoundStep | None, launched: bool) -> BoundStep | None:
-        """The graph, captured where it is not known or where other ranks have none that goes with
-        it.
+        """The branch's graph, captured if it is unknown or fits no graph of the other ranks.
 
         Args:
             launched: see `Others`.
@@ -93,7 +92,7 @@ class OtherBranch:
         return other
 
     def _vote(self) -> Callable[[int], bool] | None:
-        """Asks whether all ranks have the same graph; None where none are asked."""
+        """The vote of all ranks on having the same graph, or None if there is none."""
         agreed = self._entry.agreed
         if agreed is None or self._failed.alone:
             return None
@@ -108,7 +107,7 @@ def graph_of_all(
     sent: SentBefore,
     error: BaseException,
 ) -> BoundStep | None:
-    """The graph of a call that this rank leaves, where all ranks do: nothing of it has happened.
+    """The graph of a call that all ranks leave, before anything of it has happened.
 
     Args:
         calls: of the step.
@@ -130,6 +129,6 @@ def graph_of_all(
 
 
 def _stand_on_same(one: BoundStep, other: BoundStep) -> bool:
-    """Whether two graphs launch what the ranks have agreed on for both."""
+    """True if two graphs' agreements launch the same collectives."""
     plans = [each.agreed and each.agreed.plans for each in (one, other)]
     return plans[0] == plans[1]

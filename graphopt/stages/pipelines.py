@@ -1,4 +1,4 @@
-"""Settings of the stages: the passes to run, and how regions are compiled."""
+"""Defaults and parsing of a step's options: its passes, and how regions are compiled."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pipeline_with(min_buckets: int | None, held_back: float) -> list[PipelineEnt
 
 
 def manager_for(pipeline: str | Sequence[Any] | PassManager, verify: str | None) -> PassManager:
-    """The manager of a pipeline given by name, text, passes or as a manager.
+    """The pass manager of a pipeline given by name, text, passes or as a manager.
 
     Raises:
         PipelineSyntaxError: no such pipeline or pass.
@@ -60,7 +60,7 @@ def manager_for(pipeline: str | Sequence[Any] | PassManager, verify: str | None)
 
 
 def options_for(lower: str | Options | None) -> Options | None:
-    """Options of lowering for the arguments of `graphopt.compile`.
+    """The options of lowering for the arguments of `graphopt.compile`.
 
     Raises:
         LoweringError: no such way.

@@ -1,2 +1,2 @@
-"""Side effects of a step: what it writes outside its results, as results of the graph that each
-call puts where the step put them; and what it leaves on the host."""
+"""Side effects of a traced step: attribute and container writes that become results of the
+graph, and changes on the host, which are refused."""

@@ -1,4 +1,4 @@
-"""What a step changes in the lists and dictionaries among its arguments.
+"""Changes that a step makes to lists and dictionaries among its arguments.
 
     batch["logits"] = model(batch["x"])    every call puts its own logits into its own batch
 
@@ -21,7 +21,7 @@ _NO_ITEM = object()
 
 @dataclass(frozen=True)
 class ContainerChange:
-    """What a step has made of one container.
+    """The change that a step makes to one container.
 
     Attributes:
         removed: keys of a dictionary that are gone.
@@ -35,7 +35,7 @@ class ContainerChange:
 
 @dataclass(frozen=True)
 class InObject:
-    """The first step of a path to a container in an object among the arguments.
+    """The first step of a path to a container inside an object among the arguments.
 
     Attributes:
         position: of the object among the leaves of the arguments.
@@ -45,7 +45,7 @@ class InObject:
 
 
 class GivenContainers:
-    """The containers that a trace gets as arguments, as they are before the step.
+    """The containers among a trace's arguments, with their contents before the step.
 
     Args:
         objects: those that are taken apart, and not made anew.
@@ -67,17 +67,17 @@ class GivenContainers:
             self._before.append((path, each.table, each.table.copy()))
 
     def paths(self) -> Iterator[tuple[Any, Path]]:
-        """The containers, each with where it is."""
+        """The containers with their paths in the arguments."""
         return ((container, path) for path, container, _ in self._before)
 
     def places(self) -> dict[int, tuple[Any, Path]]:
-        """The containers, and the objects that are taken apart, by id, each with where it is."""
+        """The containers and opened objects by id, with their paths."""
         found = {id(container): (container, path) for path, container, _ in reversed(self._before)}
         inner = ((value, (InObject(root), *path)) for value, root, path in self._objects.found)
         return found | {id(value): (value, path) for value, path in inner}
 
     def changes(self) -> Iterator[ContainerChange]:
-        """What is different now.
+        """The changes of all containers since before the step.
 
         Raises:
             CaptureError: a list is.
@@ -100,7 +100,7 @@ class GivenContainers:
 
 
 def _moved(before: list[Any], now: list[Any]) -> Iterator[Any]:
-    """The keys of a dictionary that stand behind others now, taken out and put there again."""
+    """The dictionary keys that have been removed and inserted again, behind others."""
     place = 0
     for key in filter(set(now).__contains__, before):
         if now[place] == key:
@@ -116,8 +116,7 @@ def _is(a: Any, b: Any) -> bool:
 def found_in(
     given: tuple[tuple[Any, ...], dict[str, Any]], leaves: Sequence[Any], path: Path
 ) -> Any:
-    """The container or object at a path among the arguments of a call, before anything is changed
-    there; None where there is nothing.
+    """The container or object at a path in a call's arguments before the call changes any, or None.
 
     Args:
         given: positional and keyword arguments of the call.
@@ -136,7 +135,7 @@ def found_in(
 
 
 def make_change(container: Any, change: ContainerChange, values: list[Any]) -> None:
-    """Make a container what the step makes of it.
+    """Applies a step's change to a container.
 
     Args:
         values: what the items are in this call.

@@ -1,4 +1,4 @@
-"""What a traced step has set and read outside when it calls a function on the host.
+"""The state that a host callback of a traced step may see: what the step has written before it.
 
     self.n += 1
     graphopt.callback(lambda: print(self.n))      may look for what the step has set
@@ -33,7 +33,7 @@ Tables = Sequence[tuple[dict[str, Any], dict[str, Any]]]
 
 
 class HostView:
-    """Follows what one trace leaves outside, for the functions that it calls on the host.
+    """Tracks what one trace has written before each host callback.
 
     Args:
         tables: attributes of modules, optimizers and other objects among the arguments.
@@ -57,7 +57,7 @@ class HostView:
     # ------------------------------------------------------------------ calls
 
     def note(self, call: HostCall) -> None:
-        """The step calls a function."""
+        """Records a callback of the step."""
         if self._record.behind is None:
             self._record.behind = Behind(self._record.times_written)
         self._record.behind.calls()
@@ -75,14 +75,14 @@ class HostView:
                 self._pin(place)
 
     def _is_own_nest(self, value: Any) -> bool:
-        """Whether a value is a list, dictionary or tuple that the step has made."""
+        """True if a value is a list, dictionary or tuple that the step has made."""
         if type(value) not in (list, dict, tuple):
             return False
         given = any(each is value for each, _ in self.given.paths())
         return not given and not self._record.is_outside(value)
 
     def _held(self, call: HostCall) -> HeldByFunction | None:
-        """What the function of a call, and what it is given, hold of the step's own."""
+        """The step's own values that a callback's function and arguments hold."""
         given = {id(value): (value, Given(path)) for value, path in self.given.paths()}
         held = HeldByFunction(self._is_used, given)
         for value in (call.fn, *call.constants):
@@ -93,12 +93,13 @@ class HostView:
         return held or None
 
     def _is_used(self, value: Any) -> bool:
-        """Whether an object of a call was there before the step: each call uses this very one."""
+        """True if a callback's object existed before the step, so that each call passes the same
+        one."""
         self._record.pin(value)
         return self._record.is_outside(value)
 
     def _finds(self, reach: Reach, place: Any) -> bool:
-        """Whether a function may find what is in a place."""
+        """True if a callback may read the value in a place."""
         if not isinstance(place, OutsidePlace):
             groups = self._groups or self._record.real_groups.values()
             return reach.has(place.optimizer()) or any(map(reach.has, groups))
@@ -106,7 +107,7 @@ class HostView:
         return reach.has(place.holder) or (namespace and reach.names(place.holder, place.key))
 
     def steps(self, optimizer: Any) -> None:
-        """The step steps an optimizer, which reads its settings."""
+        """Records that the step steps an optimizer, which reads its settings."""
         behind, line = self._record.behind, current_user_line()
         if behind is None or line is None:
             return
@@ -120,7 +121,7 @@ class HostView:
                     behind.reads(place, value, path, line)
 
     def _changed(self) -> Iterator[tuple[str, Any, Any]]:
-        """The places that the step has changed so far, each with its name and what was there."""
+        """The places that the step has changed so far, with names and former values."""
         for written in self._record.written_places():
             yield written.path, written.place, written.before
         optimizers = {id(vars(optimizer)) for optimizer in self._optimizers}
@@ -140,11 +141,11 @@ class HostView:
     # ------------------------------------------------------------------ the end
 
     def finish(self) -> None:
-        """The step is over, and its optimizers still have the groups of the trace."""
+        """Ends the trace while its optimizers still have its parameter groups."""
         self._groups = list(self._record.real_groups.values())
 
     def settle(self, signature: Signature) -> None:
-        """The step is over: let each call know which places its function may not change."""
+        """Ends the trace: gives each callback the places that its function must not change."""
         left: list[tuple[str, Any]] = [
             *((f"the attribute {each.name}", each.place) for each in signature.attributes),
             *((f"the item or attribute {each.place.key}", each.place) for each in signature.placed),
@@ -167,13 +168,13 @@ class HostView:
         self.given = GivenContainers((), {})
 
     def _pin(self, place: Any) -> None:
-        """Each call needs the very object that a place is in."""
+        """Requires the object that holds a place to be the same one in each call."""
         if isinstance(place, OutsidePlace):
             self._record.pin(place.holder)
             self._record.pin(self._record.owner(place.holder))
 
     def _may_change(self, reach: Reach, place: Any) -> bool:
-        """Whether a function may put something else into a place."""
+        """True if a callback may write to a place."""
         if self._finds(reach, place):
             return True
         return isinstance(place, OutsidePlace) and reach.sets(place.holder, place.key)

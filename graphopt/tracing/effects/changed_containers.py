@@ -13,8 +13,7 @@ from graphopt.tracing.outside.record import Record
 
 
 def refuse_changed_containers(record: Record, puts_back: Callable[[Any], bool]) -> None:
-    """Note each container outside that the step leaves with other items than before: a step that
-    does so in each call is refused.
+    """Records a refusal for each outside container that the step leaves with other items.
 
     Args:
         puts_back: whether an object is as it was when the trace is over. One that other threads may

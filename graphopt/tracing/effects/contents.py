@@ -1,4 +1,4 @@
-"""What a mutable object holds: read, compared and put back, one row per kind of object.
+"""The contents of mutable objects, read, compared and restored: one row per kind of object.
 
 Containers are compared by the identity of what is in them, numbers and strings by value. Methods of
 the builtin classes are called as such, so that no code of a user's subclass runs.
@@ -26,7 +26,7 @@ _MISSING: Any = object()
 
 @dataclass(frozen=True)
 class ObjectKind:
-    """How objects of one kind are looked after.
+    """The functions that read, compare and restore objects of one kind.
 
     Attributes:
         read: what an object holds, in a form that later changes do not touch.
@@ -40,7 +40,7 @@ class ObjectKind:
 
 
 def _identical(now: Iterable[Any], before: Iterable[Any]) -> bool:
-    """Whether two iterables of one length hold the same objects, or equal numbers and strings."""
+    """True if two iterables of one length hold the same objects, or equal numbers and strings."""
     pairs = itertools.tee(zip(now, before, strict=True))
     return all(itertools.starmap(is_, pairs[0])) or all(itertools.starmap(same_constant, pairs[1]))
 
@@ -108,8 +108,8 @@ def _write_cell(cell: CellType, content: Any) -> None:
 
 @dataclass(frozen=True)
 class Names:
-    """Some of the names of a namespace: globals that a function reads, attributes of a class, slots
-    of an object.
+    """Part of a namespace: the globals that a function reads, attributes of a class, or an object's
+    slots.
 
     Attributes:
         owner: the namespace, the class or the object.
@@ -123,7 +123,7 @@ class Names:
     drop: Callable[[str], None]
 
     def differing(self, before: list[Any], after: list[Any]) -> str:
-        """The names whose values are others."""
+        """The names whose values differ."""
         pairs = zip(self.names, before, after, strict=True)
         return ", ".join(name for name, a, b in pairs if not same_constant(a, b))
 
@@ -188,7 +188,7 @@ def _write_generator(generator: Any, content: Any) -> None:
 
 
 def _comparable(state: Any) -> Any:
-    """A generator's state without arrays."""
+    """A generator's state without arrays, so that it can be compared."""
     if isinstance(state, dict):
         return {key: _comparable(value) for key, value in state.items()}
     if isinstance(state, tuple):
@@ -238,7 +238,7 @@ MODES = ObjectKind(_read_modes, _same_modes, _write_modes)
 
 
 def is_generator(value: object) -> bool:
-    """Whether a value is a random number generator whose state can be read."""
+    """True if a value is a random number generator whose state can be read."""
     if isinstance(value, random.SystemRandom):
         return False
     if isinstance(value, (random.Random, torch.Generator)):

@@ -1,4 +1,4 @@
-"""What a traced step leaves behind on the host: put back after the trace, and refused.
+"""Host state that a traced step changes: restored after the trace, and refused.
 
 A trace runs the step's Python code. Everything that the step can reach is put back after it (see
 `reachable`). What it has changed there, other than what each call puts there as a result of the
@@ -27,7 +27,7 @@ from graphopt.tracing.scalars.numbers import SYMBOLIC
 
 @dataclass(frozen=True)
 class ObjectChange:
-    """One object that held something else after a trace than before."""
+    """An object whose content a trace has changed."""
 
     kind: ObjectKind
     changed: Any
@@ -37,7 +37,7 @@ class ObjectChange:
 
 @dataclass
 class OutsideChanges:
-    """What one trace changed outside the graph; truthy where there is anything.
+    """The changes that one trace made outside the graph; false if there are none.
 
     Attributes:
         changes: of objects that the step can reach.
@@ -49,7 +49,7 @@ class OutsideChanges:
         return bool(self.changes)
 
     def first_change(self, record: Record, call: Call) -> tuple[str, SourceLine | None]:
-        """What is changed first, and by which line, as far as that was seen."""
+        """A text on the first change, with its source line if known."""
         known = [record.unrepeated.written_at(change.changed) for change in self.changes]
         seen = next((each for each in known if each is not None), None)
         if seen is not None:
@@ -66,7 +66,7 @@ class OutsideChanges:
 
 
 class HostState:
-    """What everything that the step of a call can reach holds when this is made."""
+    """A snapshot of everything that a step can reach on the host."""
 
     def __init__(self, call: Call) -> None:
         found = reachable(call.fn, call.leaves)
@@ -78,11 +78,11 @@ class HostState:
         return list(keyed_by_tensors(self._held))
 
     def puts_back(self, value: Any) -> bool:
-        """Whether `restore` puts an object back."""
+        """True if `restore` restores an object."""
         return any(holder is value for _, holder, _ in self._held)
 
     def restore(self) -> OutsideChanges:
-        """Put everything back, and say what had changed."""
+        """Restores everything, and returns what had changed."""
         changes = {
             index: ObjectChange(kind, holder, before, kind.read(holder))
             for index, (kind, holder, before) in enumerate(self._held)
@@ -93,12 +93,12 @@ class HostState:
         return OutsideChanges([*changes.values()])
 
     def generator_advanced(self) -> bool:
-        """Whether a random number generator is no longer as it was."""
+        """True if a random number generator has another state than before."""
         return any(not kind.same(holder, before) for kind, holder, before in self._generators)
 
 
 def check_effects(effects: OutsideChanges) -> None:
-    """Refuse what cannot be left behind once.
+    """Refuses host side effects, which a graph would not repeat.
 
     Raises:
         CaptureError: it is the value of a tensor, a text with one, or a mode of torch.
@@ -119,7 +119,7 @@ def check_effects(effects: OutsideChanges) -> None:
 
 
 def refuse_left(record: Record) -> None:
-    """Refuse a step that leaves something on the host.
+    """Refuses a step that leaves something on the host.
 
     Raises:
         CaptureError: it does; naming what, and the line.
@@ -136,7 +136,7 @@ def refuse_left(record: Record) -> None:
 
 
 def drawn_from(effects: OutsideChanges) -> str | None:
-    """The class of a random number generator that was drawn from or seeded."""
+    """The class of a random number generator that the step has drawn from or seeded."""
     for change in effects.changes:
         if change.kind is contents.GENERATOR:
             return f"{type(change.changed).__module__}.{type(change.changed).__qualname__}"
@@ -144,7 +144,7 @@ def drawn_from(effects: OutsideChanges) -> str | None:
 
 
 def _flat(value: Any) -> Iterator[Any]:
-    """The leaves of a nest, which may be deep and contain itself."""
+    """The leaves of a nested value, which may be deep and contain itself."""
     return (each for each in parts(value, _is_nest) if not _is_nest(each))
 
 

@@ -1,4 +1,4 @@
-"""Containers of constants that a step makes and leaves in an attribute: each call makes another.
+"""Containers of constants that a step stores in an attribute, created again in each call.
 
 self.rows = []       the program appends to the list of this call, and not to that of all
 """
@@ -19,7 +19,7 @@ _KINDS = frozenset({list, dict, OrderedDict, defaultdict, deque, set, tuple})
 
 @dataclass(frozen=True)
 class MadeConstant(Constant):
-    """A Python value with containers that each call makes anew.
+    """A Python value whose containers each call creates again.
 
     Attributes:
         made: which containers these are, by id.
@@ -28,7 +28,7 @@ class MadeConstant(Constant):
     made: frozenset[int] = frozenset()
 
     def anew(self) -> Any:
-        """The value of one more call."""
+        """Builds the value for one more call."""
         return self._copied(self.value, {})
 
     def _copied(self, value: Any, known: dict[int, Any]) -> Any:
@@ -48,7 +48,7 @@ class MadeConstant(Constant):
 
 
 def constant_with(value: Any, is_outside: Callable[[Any], bool]) -> Constant:
-    """A value that a step leaves, with the containers in it that it has made."""
+    """A constant value of a step, with the containers that it has created in it."""
     nests = [each for each in parts(value, _is_nest) if _is_nest(each)]
     made = frozenset(id(each) for each in nests if not is_outside(each))
     return MadeConstant(value, made) if made else Constant(value)

@@ -1,4 +1,4 @@
-"""Modes of modules that a step sets, as `model.train()` at its beginning does.
+"""Train and eval modes that a step sets, as by `model.train()` at its beginning.
 
     model.train(); loss.backward(); …    called between two evaluations: model.eval()
 
@@ -21,8 +21,8 @@ from graphopt.tracing.trace import RawTrace
 def mode_changes(
     first: RawTrace, steady: Steady, modules: Iterable[nn.Module]
 ) -> tuple[ModeChange, ...]:
-    """The modes that a step sets, where its first call leaves nothing else, and reads nothing else
-    outside than the following one; otherwise none.
+    """The modes that a step sets, if that is all that its first call does besides the next one;
+    else none.
 
     Args:
         first: begins in the former modes.

@@ -1,4 +1,4 @@
-"""Every mutable object that a step can reach: through its arguments, closure, `self` and globals.
+"""The mutable objects that a step can reach through arguments, closure, `self` and globals.
 
     step ──▶ closure cells, defaults, the globals that it names ──▶ functions, objects, containers
     objects ──▶ attributes, slots; of the user's classes also attributes and what methods name
@@ -79,8 +79,8 @@ Found = tuple[ObjectKind, Any]
 
 
 class _ReachableSearch:
-    """One search. `keep` keeps alive what has been seen, so that no `id` is used twice; `bound`:
-    methods of containers and other objects without Python code lead to these."""
+    """One search for reachable objects. `keep` holds what has been seen, so that no `id` is used
+    twice; `bound` methods lead to their objects."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.namespace = namespace
@@ -147,7 +147,7 @@ class _ReachableSearch:
             yield from self._visit_globals(function)
 
     def _visit_globals(self, function: FunctionType) -> Iterator[Found]:
-        """What a function names in its module, and in modules of the user's that it names."""
+        """Visits the globals that a function names, in its module and the user's other modules."""
         names = tuple(dict.fromkeys(names_in(function.__code__)))
         spaces = [function.__globals__]
         for value in map(function.__globals__.get, names):
@@ -163,7 +163,7 @@ class _ReachableSearch:
             self.add(space[name] for name in names if name in space)
 
     def _visit_class(self, kind: type) -> Iterator[Found]:
-        """Attributes of a class of the user's, and what its methods name."""
+        """Visits the attributes of a user's class, and what its methods name."""
         for base in kind.__mro__:
             if _is_library(base) or (id(base) in self.seen and base is not kind):
                 continue
@@ -199,7 +199,7 @@ class _ReachableSearch:
 
 
 def reachable(step: Any, arguments: Iterable[object]) -> Iterator[Found]:
-    """Every mutable object that `step` can reach, with its kind; each once.
+    """The mutable objects that `step` can reach, with their kinds; each once.
 
     The modes of torch come first, as one object.
     """
@@ -210,8 +210,8 @@ def reachable(step: Any, arguments: Iterable[object]) -> Iterator[Found]:
 
 
 def trained_objects(step: Any, arguments: Iterable[object]) -> list[nn.Module | Optimizer]:
-    """Optimizers that `step` can reach, and the modules whose parameters they update: outermost
-    ones, nearest first. Where there is no optimizer, all modules that get gradients."""
+    """The optimizers that `step` can reach, and the outermost modules whose parameters they
+    update; without optimizers, all modules that get gradients."""
     search = _ReachableSearch(getattr(_function_of(step), "__globals__", {}))
     search.add([step, *arguments])
     for _ in search.run():
@@ -229,7 +229,7 @@ def trained_objects(step: Any, arguments: Iterable[object]) -> list[nn.Module | 
 
 
 class Reach:
-    """What a function can reach.
+    """The objects and names that a function can reach.
 
     Args:
         known: the objects, by id; None where there are more than are looked at.
@@ -244,26 +244,26 @@ class Reach:
         self.functions = [value for value in held if isinstance(value, FunctionType)]
 
     def has(self, value: object) -> bool:
-        """Whether a value is among what was reached."""
+        """True if a value was reached."""
         return self._known is None or id(value) in self._known
 
     def sets(self, namespace: object, name: object) -> bool:
-        """Whether a function among what was reached sets a global variable."""
+        """True if a reached function sets a global variable."""
         return any(name in frames.stored_globals(code) for code in self._codes(namespace))
 
     def names(self, namespace: object, name: object) -> bool:
-        """Whether a function among what was reached names a global variable."""
+        """True if a reached function names a global variable."""
         return any(name in code.co_names for code in self._codes(namespace))
 
     def _codes(self, namespace: object) -> Iterator[CodeType]:
-        """The code of those functions whose global variables these are."""
+        """The code of reached functions with these globals."""
         for function in self.functions:
             if function.__globals__ is namespace:
                 yield from codes_in(function.__code__)
 
 
 def reached_from(function: Any, arguments: Iterable[object]) -> Reach:
-    """What `function` can reach from its closure, its arguments and the globals that it names."""
+    """Everything that `function` can reach from its closure, arguments and globals."""
     search = _ReachableSearch(getattr(_function_of(function), "__globals__", {}))
     search.bound = True
     search.add([function, *arguments])
@@ -294,7 +294,7 @@ _WITHOUT_ATTRIBUTES = frozenset({*_CONTAINERS, tuple, frozenset}) - {OrderedDict
 
 
 def _kind_of(value: object) -> ObjectKind | None:
-    """How a value is looked after itself; None where only what it refers to matters."""
+    """The kind of a mutable value, or None if only what it refers to matters."""
     exact = _CONTAINERS.get(type(value))
     if exact is not None:
         return exact
@@ -308,7 +308,7 @@ def _kind_of(value: object) -> ObjectKind | None:
 
 
 def _held_by(value: Any) -> list[object]:
-    """What a cell or a callable object refers to."""
+    """The objects that a cell or callable object refers to."""
     if isinstance(value, CellType):
         return [contents.CELL.read(value)]
     if isinstance(value, MethodType):
@@ -319,13 +319,13 @@ def _held_by(value: Any) -> list[object]:
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """Names that a function may read from its module, those of functions inside it as well."""
+    """The names that a function, or one nested in it, may read from its module."""
     for each in codes_in(code):
         yield from each.co_names
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """A code, and those of the functions inside it."""
+    """A code object, and those of the functions nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -349,12 +349,12 @@ def _is_library(kind: type) -> bool:
 
 
 def _is_users(file: str | None) -> bool:
-    """Whether a file is the user's own, not one of an installed package."""
+    """True if a file is the user's own, not one of an installed package."""
     return file is not None and not is_installed(file) and not is_library_file(file)
 
 
 def _is_users_module(module: ModuleType) -> bool:
-    """Whether a module is the user's own, be it made by a program."""
+    """True if a module is the user's own, also one made by a program."""
     file = getattr(module, "__file__", None)
     if file is None:
         return module.__spec__ is None and module.__name__ not in sys.builtin_module_names
@@ -362,7 +362,7 @@ def _is_users_module(module: ModuleType) -> bool:
 
 
 def _function_in(attribute: Any) -> Any:
-    """The function of a method, of whatever kind."""
+    """The function of a method of any kind."""
     if isinstance(attribute, property):
         return attribute.fget
     return getattr(attribute, "__func__", attribute if callable(attribute) else None)
@@ -382,14 +382,14 @@ def _attributes_of(kind: type) -> Names:
 
 
 def _is_value(name: str, value: object) -> bool:
-    """Whether an attribute of a class is one of its values, not a method or a slot."""
+    """True if a class attribute is a value, not a method or slot."""
     if name == "_abc_impl" or (name.startswith("__") and name.endswith("__")):
         return False
     return not callable(value) and not hasattr(type(value), "__get__")
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:
-    """Names of the slots that objects of a class have."""
+    """The slots of a class's objects, by name."""
     return tuple(
         name
         for base in kind.__mro__[:-1]
@@ -408,7 +408,7 @@ def _slots_in(value: Any, names: tuple[str, ...]) -> Names:
 
 
 def is_shared(attributes: dict[str, Any]) -> bool:
-    """Whether an object with these attributes works with other threads."""
+    """True if an object with these attributes is used by several threads."""
     return any(
         type(value).__module__.partition(".")[0] in _LEFT_ALONE for value in attributes.values()
     )

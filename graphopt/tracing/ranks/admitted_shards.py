@@ -1,5 +1,5 @@
-"""Which DTensors may be among the inputs of a step that is captured: those that its kind of
-parallelism has sharded."""
+"""The DTensors that a captured step may have as inputs: those that its kind of parallelism
+shards."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _admitted: ContextVar[Axes] = ContextVar("_admitted", default=())
 
 @contextmanager
 def admitted(groups: Axes) -> Iterator[None]:
-    """While active, tensors that are sharded by rows over the last of these groups, and the same
-    along the others, may be among the inputs."""
+    """While active, inputs may be sharded by rows over the last group, and replicated over the
+    others."""
     token = _admitted.set(groups)
     try:
         yield
@@ -30,15 +30,14 @@ def admitted(groups: Axes) -> Iterator[None]:
 
 
 def is_admitted(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is sharded by rows over the groups of the step that is captured."""
+    """True if a tensor is sharded by rows over the groups of the step under capture."""
     groups = _admitted.get()
     return bool(groups) and is_dtensor(tensor) and is_of_rows(tensor, groups)
 
 
 def is_of_rows(tensor: Any, groups: Axes) -> bool:
-    """Whether a DTensor is sharded by rows over the ranks of the last of some groups, along the
-    axes of its mesh, and the same along the others. DTensor takes meshes of the same ranks for one
-    another, whatever their groups are called."""
+    """True if a DTensor is sharded by rows over the last of the groups and replicated over the
+    others. As in DTensor, meshes of the same ranks are equal."""
     mesh, (*others, last) = tensor.device_mesh, tensor.placements
     if len(groups) != mesh.ndim or not last.is_shard(0):
         return False

@@ -1,4 +1,4 @@
-"""Collectives of `torch.distributed` as functional ones, which give the same.
+"""Functional forms of `torch.distributed`'s collectives, with the same results.
 
 There are five functional collectives. The others are made of them: a scatter is a broadcast of all
 parts, a gather an all-gather that one rank keeps, a reduction to one rank an all-reduce, and lists
@@ -19,7 +19,7 @@ from graphopt.ir.user_frames import current_location
 
 
 class TracedWork:
-    """What an asynchronous collective returns: `wait()` writes the result.
+    """The result of an asynchronous collective in a trace; `wait()` writes the received tensor.
 
     Args:
         destinations: what the parts of the result are written to, in order.
@@ -64,7 +64,8 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Any:
-    """On other ranks than `dst`, where eager code leaves anything, the tensor stays as it is."""
+    """Traces `dist.reduce`; unlike in eager code, the tensor of other ranks than `dst` is
+    unchanged."""
     process_group = _compat.group_or_default(group)
     root = _root(process_group, dst, group_dst)
     launched = _reduced(tensor, op, process_group)
@@ -188,7 +189,7 @@ def all_to_all(
 
 
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
-    """Nothing in a graph is seen by other ranks but what its collectives send."""
+    """Traces `dist.barrier` as nothing: other ranks see only what a graph's collectives send."""
     return TracedWork([], None) if async_op else None
 
 
@@ -230,8 +231,8 @@ def _equal_parts(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[int]:
 
 
 def _launch(name: str, tensor: torch.Tensor, *options: Any) -> torch.Tensor:
-    """Launch a functional collective. What is sent counts as unknown: tracers compute with tensors
-    whose values they know, and would send them now."""
+    """Launches a functional collective; forgets known values of its argument, which tracers
+    would compute with."""
     _compat.forget_constant(_compat.current_tracer(), tensor)
     launched: torch.Tensor = getattr(torch.ops._c10d_functional, name)(tensor, *options)
     return launched
@@ -252,7 +253,7 @@ def _finish(
 
 
 def _root(group: dist.ProcessGroup, rank: int | None, group_rank: int | None) -> int:
-    """The rank in the group that is meant."""
+    """The root's rank in the group."""
     return dist.get_group_rank(group, rank or 0) if group_rank is None else group_rank
 
 
@@ -271,7 +272,7 @@ def _check_alike(
 
 
 def _name(op: Any) -> str:
-    """The name that functional collectives have for a `ReduceOp`."""
+    """The name of a `ReduceOp` in functional collectives."""
     names = {
         dist.ReduceOp.SUM: "sum",
         dist.ReduceOp.AVG: "avg",

@@ -1,4 +1,4 @@
-"""Collectives that a step calls itself (`graphopt.Manual`), as functional collectives.
+"""Collectives that a step calls itself (`graphopt.Manual`), traced as functional ones.
 
 `torch.distributed.all_reduce(t)` changes `t` behind the back of a tracer. While a step is traced it
 launches the functional collective instead, and writes what that gives into `t`.
@@ -41,13 +41,13 @@ _REFUSED = {
 
 
 def functional_collectives() -> AbstractContextManager[None]:
-    """While active, in-place collectives of `torch.distributed` are functional ones; those without
-    a functional form are refused."""
+    """While active, `torch.distributed`'s collectives are traced as functional ones, or refused
+    without such a form."""
     return replaced(*((dist, name, function) for name, function in _STAND_INS.items()))
 
 
 def stand_in_of_collective(callee: Any, args: Any) -> Callable[..., Any] | None:
-    """What stands for a collective that the step calls by a name of its own, as after
+    """The functional form of a collective that the step calls under a name of its own, as after
     `from torch.distributed import all_reduce`."""
     return _BY_ORIGINAL.get(id(callee))
 

@@ -1,6 +1,5 @@
-"""Which values of a traced step are the same on all ranks that average its gradients: those
-computed from parameters, optimizer state and what collectives of these ranks, and of others maybe,
-have given, and from nothing of a rank's own.
+"""Uniform values of a traced step: those that are equal on all ranks which average its gradients,
+as they derive from parameters, optimizer state and collectives only.
 
     x ── local ──▶ loss ── backward ──▶ g ── all_reduce ──▶ mean of all ranks ── norm ──▶ alike
 
@@ -39,8 +38,8 @@ _CheckOperands = tuple[list[fx.Node], fx.Node, fx.Node]
 
 
 def own_inputs(inputs: Inputs, call: Call, *, broadcast: bool) -> list[bool]:
-    """Whether each placeholder may have another value on each rank, in a step that computes no
-    buffer from such a value.
+    """A flag for each placeholder: True if its value may differ between ranks. For steps that
+    compute no buffer from such a value.
 
     Args:
         broadcast: the ranks begin with the same parameters and buffers of modules.
@@ -56,20 +55,19 @@ def own_inputs(inputs: Inputs, call: Call, *, broadcast: bool) -> list[bool]:
 
 
 def _is_in(tables: Set[int], entry: ModuleTensor) -> bool:
-    """Whether a tensor stands in one of some dictionaries (by id)."""
+    """True if a tensor is in one of several dictionaries by id."""
     return any(id(owner) in tables for owner, _ in entry.slots)
 
 
 def is_alike(graph: fx.Graph, wanted: fx.Node, own: Sequence[bool], group: Group) -> bool:
-    """Whether a node of a trace that is being recorded has the same value on all ranks of a group,
-    where these inputs alone are a rank's own."""
+    """True if a traced node has the same value on all ranks, given the inputs that may differ."""
     return wanted not in own_values(graph, own, group, wanted)
 
 
 def first_own(
     graph: fx.Graph, inputs: Inputs, own: Sequence[bool], signature: Signature, group: Group
 ) -> Assumption | None:
-    """The first assumption of a captured step by a value that may be another one on each rank.
+    """The first assumption of a captured step on a value that may differ between ranks.
 
     Args:
         group: the ranks.
@@ -96,12 +94,12 @@ def first_own(
 
 
 def _is_of_all(target: object) -> bool:
-    """Whether something is an assumption that has to hold on all ranks alike."""
+    """True if a target is an assumption that must hold on all ranks alike."""
     return isinstance(target, Assumption) and not target.alone
 
 
 def _buffers(inputs: Inputs, signature: Signature) -> Iterator[tuple[int, bool]]:
-    """Positions of buffers, and whether they are something else after the step."""
+    """The positions of buffers, and a flag for each: True if the step changes it."""
     replaced = {(id(found.attributes), found.name) for found in signature.attributes}
     replaced |= {(id(left.place.holder), left.place.key) for left in signature.placed}
     rebound = {id(inputs.module_tensors[position]) for position in signature.rebound}
@@ -119,7 +117,7 @@ def _buffers(inputs: Inputs, signature: Signature) -> Iterator[tuple[int, bool]]
 def own_values(
     graph: fx.Graph, placeholders: Sequence[bool], group: Group, last: fx.Node | None = None
 ) -> set[Any]:
-    """Nodes, and memory, whose values may be others on each rank.
+    """The nodes, and their memory, whose values may differ between ranks.
 
     Args:
         placeholders: whether each of them is a rank's own.
@@ -141,7 +139,7 @@ def own_values(
 
 
 def _note(node: fx.Node, own: set[Any], ranks: Set[int]) -> None:
-    """Add a node, and what it writes to, to what is a rank's own; or take them out of it."""
+    """Updates the set of differing values by a node and what it writes."""
     if is_collective(node) or is_marker(node):
         if not _of_all(node, ranks):
             own |= _marks(node)
@@ -165,18 +163,18 @@ def _note(node: fx.Node, own: set[Any], ranks: Set[int]) -> None:
 
 
 def depends_on(node: fx.Node, values: Set[Any]) -> bool:
-    """Whether an argument of a node, or the memory that it lies in, is among some values."""
+    """True if an argument of a node, or its memory, is among the given values."""
     return any(not values.isdisjoint(_marks(arg)) for arg in node.all_input_nodes)
 
 
 def reached_by(node: fx.Node) -> set[Any]:
-    """A node, what it writes to, and the memory that these lie in."""
+    """A node, what it writes to, and the memory of these."""
     return _marks(node).union(*map(_marks, _written(node)))
 
 
 def _note_check(check: fx.Node, scaled: Sequence[fx.Node], noted: fx.Node, own: set[Any]) -> None:
-    """Gradients are scaled, and it is noted whether all of them are finite, which does not depend
-    on the scale.
+    """Updates the set of differing values by a gradient scaler's finiteness check, which does not
+    depend on the scale.
 
     Args:
         scaled: what the scaled gradients are in.
@@ -190,8 +188,8 @@ def _note_check(check: fx.Node, scaled: Sequence[fx.Node], noted: fx.Node, own: 
 
 
 def _overwrites_all(copy: fx.Node) -> bool:
-    """Whether nothing is left of what the memory of the destination held, as behind
-    `torch.distributed.all_reduce` of a whole tensor."""
+    """True if a copy replaces its destination's whole memory, as after an `all_reduce` of a
+    whole tensor."""
     value = known_value(copy)
     if not isinstance(value, torch.Tensor) or _compat.has_symbolic_shape(value):
         return False
@@ -199,7 +197,7 @@ def _overwrites_all(copy: fx.Node) -> bool:
 
 
 def _of_all(node: fx.Node, ranks: Set[int]) -> bool:
-    """Whether a collective, or what a marker stands for, gives all of these ranks the same."""
+    """True if a collective or marker gives all of these ranks the same value."""
     if not operator_of(node).same_on_all and not is_marker(node):
         return False
     found = _compat.ranks_of_group(str(node.args[-1]))
@@ -207,12 +205,12 @@ def _of_all(node: fx.Node, ranks: Set[int]) -> bool:
 
 
 def _marks(node: fx.Node) -> set[Any]:
-    """A node, and the memory in which its value lies."""
+    """A node, and the memory of its value."""
     return {node, *storages_of(node)}
 
 
 def _written(node: fx.Node) -> Iterable[fx.Node]:
-    """The arguments that an operator writes to."""
+    """The arguments that an operator writes."""
     if not isinstance(node.target, _compat.OpOverload):
         return
     for position, argument in enumerate(_compat.schema_of(node.target).arguments):
