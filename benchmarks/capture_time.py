@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 
 def seconds_of(work: Callable[[], Any]) -> tuple[float, Any]:
-    """CPU seconds of this process, and what the work returns."""
+    """Runs `work`; returns the process's CPU seconds and the result."""
     began = time.process_time()
     result = work()
     return time.process_time() - began, result
@@ -54,8 +54,8 @@ def arguments(layers: int, optimizer: str) -> tuple[Any, ...]:
 
 
 def floor(layers: int, optimizer: str) -> Callable[[], int]:
-    """Trace the step with `make_fx` as it is, on fake tensors: nothing of it is a graph to train
-    with. Returns the number of nodes."""
+    """Traces the step with plain `make_fx` on fake tensors, which gives no trainable graph;
+    returns the number of nodes."""
     model, stepped, inputs, targets = arguments(layers, optimizer)
     names = [name for name, _ in model.named_parameters()]
 
@@ -87,7 +87,7 @@ def floor(layers: int, optimizer: str) -> Callable[[], int]:
 
 
 def measure(layers: int, optimizer: str, *, with_floor: bool) -> dict[str, Any]:
-    """CPU seconds of each stage of the first call of a step."""
+    """Measures the CPU seconds of each stage of a step's first call."""
     row: dict[str, Any] = {"layers": layers, "optimizer": optimizer}
     if with_floor:
         row["floor"], row["floor_nodes"] = seconds_of(floor(layers, optimizer))
@@ -105,7 +105,7 @@ def measure(layers: int, optimizer: str, *, with_floor: bool) -> dict[str, Any]:
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Parses the command line options."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -117,7 +117,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure what the command line asks for and print it."""
+    """Runs the measurements that the command line asks for and prints them."""
     options = parse()
     torch.set_num_threads(1)
     measure(1, options.optimizer, with_floor=not options.no_floor)  # imports, and what is kept

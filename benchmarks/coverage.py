@@ -1,4 +1,4 @@
-"""Which training loops graphopt captures: published kinds of them, each in a process of its own.
+"""Captures the coverage set, published kinds of training loops, each in a process of its own.
 
     python benchmarks/coverage.py                       all cases, as a table
     python benchmarks/coverage.py vision styles.logged  families or single cases
@@ -59,7 +59,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "coverage.md"
 
 
 def run(case: Case, compiled: bool) -> tuple[list[torch.Tensor], graphopt.TrainStep | None, float]:
-    """Run all calls of a case. Returns everything it leaves, and CPU seconds of the first call."""
+    """Runs all calls of a case; returns everything it leaves, and the first call's CPU seconds."""
     step = graphopt.compile(case.step) if compiled else None
     results: list[object] = []
     first = 0.0
@@ -83,7 +83,7 @@ def run(case: Case, compiled: bool) -> tuple[list[torch.Tensor], graphopt.TrainS
 
 
 def built(build: Build) -> Case:
-    """A case from seed 0."""
+    """Builds a case with seed 0."""
     torch.manual_seed(0)
     random.seed(0)
     numpy.random.seed(0)
@@ -91,7 +91,7 @@ def built(build: Build) -> Case:
 
 
 def repeats(build: Build, expected: Sequence[torch.Tensor]) -> bool:
-    """Whether eager does the same again, and once more."""
+    """True if two more eager runs give the same results."""
     for _ in range(2):
         again, _, _ = run(built(build), compiled=False)
         if first_difference(again, expected) is not None:
@@ -100,7 +100,7 @@ def repeats(build: Build, expected: Sequence[torch.Tensor]) -> bool:
 
 
 def first_difference(left: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str | None:
-    """Of two lists of tensors, with equal NaNs; None where there is none."""
+    """The first difference of two lists of tensors, NaNs counting as equal, or None."""
     if len(left) != len(expected):
         return f"{len(left)} tensors, not {len(expected)}"
     for index, (a, b) in enumerate(zip(left, expected, strict=True)):
@@ -112,7 +112,7 @@ def first_difference(left: Sequence[torch.Tensor], expected: Sequence[torch.Tens
 
 
 def timed(name: str, build: Build, steps: int, backend: str | None) -> Outcome:
-    """What later steps of a case take, beside eager's and those of `torch.compile`."""
+    """Times later steps of a case, of eager and of `torch.compile`."""
     times = step_times(partial(built, build), steps, backend)
     return Outcome(
         name, "timed", eager_step=times.eager, step_ratio=times.ratio, torch_ratio=times.torch
@@ -120,7 +120,7 @@ def timed(name: str, build: Build, steps: int, backend: str | None) -> Outcome:
 
 
 def judged(name: str, build: Build, device: str = "cpu") -> Outcome:
-    """Run a case both ways and compare."""
+    """Runs a case eagerly and captured, and compares."""
     try:
         expected, _, _ = run(built(build), compiled=False)
     except Exception as error:
@@ -161,7 +161,7 @@ def _child(name: str, device: str, job: Callable[[], Outcome], end: Connection) 
 
 
 def in_process(name: str, job: Callable[[], Outcome], device: str = "cpu") -> Outcome:
-    """What `job` finds of a case, in a forked process that ends after `TIMEOUT` seconds."""
+    """Runs `job` on a case in a forked process, which ends after `TIMEOUT` seconds."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(name, device, job, there))
@@ -179,7 +179,7 @@ def in_process(name: str, job: Callable[[], Outcome], device: str = "cpu") -> Ou
 
 
 def found(name: str, build: Build, options: argparse.Namespace) -> Outcome:
-    """All that is asked for of one case, each in a process of its own."""
+    """Runs everything that is asked for on one case, each in a process of its own."""
     outcome = in_process(name, partial(judged, name, build, options.device), options.device)
     if options.against:
         job = partial(first_of_torch, name, build, built, options.against)
@@ -196,8 +196,7 @@ def found(name: str, build: Build, options: argparse.Namespace) -> Outcome:
 
 
 def chosen(names: Sequence[str]) -> dict[str, Build]:
-    """The cases of these families, or with these names; all where there are none. Each cured form
-    stands behind the case that is refused."""
+    """The cases of these families or names, or all; each cured form follows its refused case."""
     found: dict[str, Build] = {}
     for name, build in cases().items():
         found[name] = build

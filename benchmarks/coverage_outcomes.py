@@ -1,4 +1,4 @@
-"""What became of the cases of the coverage set, and how that is shown."""
+"""Outcomes of the coverage set's cases, and their tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CURED = "(cured)"
 
 @dataclass
 class Outcome:
-    """What became of one case.
+    """The outcome of one case.
 
     Attributes:
         verdict: "bitwise", "differs", "refused", "failed" (another error) or "too long"; of eager
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """The outcomes as a table in Markdown."""
+    """The outcomes as a Markdown table."""
     timed = any(each.step_ratio is not None for each in outcomes)
     by_torch = any(each.torch_ratio is not None for each in outcomes)
     more = ["eager step, ms", "ratio"] * timed + ["ratio, torch.compile"] * by_torch
@@ -80,7 +80,7 @@ def _short(reason: str) -> str:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """The figures of all cases in one sentence."""
+    """The totals of all cases in one sentence."""
     cured = [each for each in outcomes if each.name.endswith(CURED)]
     outcomes = [each for each in outcomes if each not in cured]
     bitwise = [each for each in outcomes if each.verdict == "bitwise"]
@@ -103,7 +103,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def compared(outcomes: Sequence[Outcome], backend: str) -> str:
-    """The seconds of the first call beside those of `torch.compile`, where both have captured."""
+    """A comparison of first calls with those of `torch.compile`, for cases that both capture."""
     pairs = [(each.seconds, each.against) for each in outcomes if each.nodes and each.against]
     if not pairs:
         return f"no case to compare with {backend}"
@@ -117,7 +117,7 @@ def compared(outcomes: Sequence[Outcome], backend: str) -> str:
 
 
 def taken_whole(outcomes: Sequence[Outcome]) -> str:
-    """How many cases `torch.compile(fullgraph=True)` takes, beside those captured."""
+    """The number of cases that `torch.compile(fullgraph=True)` takes, beside those captured."""
     steps = [each.whole_step for each in outcomes if each.whole_step is not None]
     models = [each.whole_models for each in outcomes if each.whole_models is not None]
     ours = sum(each.verdict == "bitwise" for each in outcomes)
@@ -128,7 +128,7 @@ def taken_whole(outcomes: Sequence[Outcome]) -> str:
 
 
 def steps_compared(outcomes: Sequence[Outcome]) -> str:
-    """The times of later steps beside eager's, of all and of those that take over 5 ms."""
+    """A comparison of later steps with eager's, for all cases and for those above 5 ms."""
     each = [(o.step_ratio, o.eager_step, o.name) for o in outcomes if o.step_ratio and o.eager_step]
     if not each:
         return "no step was timed"
@@ -145,7 +145,7 @@ def _slower(ratio: float, eager: float) -> bool:
 
 
 def show(outcome: Outcome, reasons: bool) -> None:
-    """One line, and the reason where it is asked for or unexpected."""
+    """One line about an outcome, with the reason if it is asked for or unexpected."""
     line = f"{outcome.name:44} {outcome.verdict:14} {outcome.captures:2} {outcome.nodes:5}"
     against = "" if outcome.against is None else f" {outcome.against:5.1f}"
     if outcome.eager_step is not None:

@@ -1,4 +1,4 @@
-"""How long the steps of one case of the coverage set take, once everything is captured.
+"""Step times of a case of the coverage set after all captures.
 
 eager      ▐███▌            ▐███▌               a turn: all calls of one loop, one after another as
 graphopt        ▐███▌            ▐███▌          in training, then those of the others: whatever
@@ -24,7 +24,7 @@ import graphopt
 
 @dataclass
 class StepTimes:
-    """Medians of one case.
+    """The median step times of one case.
 
     Attributes:
         eager: CPU seconds of an eager call.
@@ -39,7 +39,7 @@ class StepTimes:
 
 
 class Loop:
-    """A training loop that begins anew with its first batch behind its last one."""
+    """A training loop that starts over after its last batch."""
 
     def __init__(self, case: Case, step: Callable[..., Any], models: Callable[[Any], Any]) -> None:
         self._after, self._step = case.after, step
@@ -49,15 +49,15 @@ class Loop:
             self.turn()
 
     def turn(self) -> float:
-        """CPU seconds of a call, on average over all of them."""
+        """The mean CPU seconds of the loop's calls."""
         return sum(self._seconds() for _ in self._calls) / len(self._calls)
 
     def turns(self, steps: int) -> int:
-        """How many turns have so many calls, at least 3."""
+        """The number of turns with that many calls in all, at least 3."""
         return max(3, steps // len(self._calls))
 
     def _seconds(self) -> float:
-        """CPU seconds of the next call."""
+        """The CPU seconds of the next call."""
         number = next(self._numbers)
         args = self._calls[number % len(self._calls)]
         begin = time.process_time()
@@ -69,7 +69,7 @@ class Loop:
 
 
 def step_times(build: Callable[[], Case], steps: int, backend: str | None) -> StepTimes:
-    """Time all ways to run a case, in turns.
+    """Times all ways to run a case, in turns.
 
     Args:
         build: makes the case, from the same seed each time.

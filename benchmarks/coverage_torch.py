@@ -1,4 +1,4 @@
-"""What torch.compile does with the cases of the coverage set."""
+"""Runs the coverage set's cases with `torch.compile`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ New = Callable[[Build], Case]
 
 
 def first_of_torch(name: str, build: Build, new: New, backend: str) -> Outcome:
-    """What the first call takes with `torch.compile`."""
+    """The seconds of the first call with `torch.compile`."""
     return Outcome(name, "torch", against=seconds_of_torch(new(build), backend))
 
 
 def seconds_of_torch(case: Case, backend: str) -> float | None:
-    """CPU seconds of the first call of a case whose models are compiled by torch; None without
+    """The CPU seconds of the first call of a case whose models torch compiles; None without
     models among its arguments, and where torch fails."""
     if not has_models(case.calls[0]):
         return None
@@ -36,8 +36,8 @@ def seconds_of_torch(case: Case, backend: str) -> float | None:
 
 
 def whole_by_torch(name: str, build: Build, new: New) -> Outcome:
-    """Whether `torch.compile(fullgraph=True)` takes the step as one graph, told to trace backwards
-    as well, and whether it takes each of its models so."""
+    """True for a step that `torch.compile(fullgraph=True)` takes as one graph, with backward
+    tracing, and True if it takes each of the step's models so."""
     case = new(build)
     step = torch.compile(case.step, fullgraph=True, backend="eager")
     with torch._dynamo.config.patch(trace_autograd_ops=True):

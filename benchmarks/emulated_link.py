@@ -24,7 +24,7 @@ _SMALLEST_BURST = 64 * 1024  # one segment as large as the network stack hands d
 
 
 def parse_rate(text: str) -> int:
-    """`"200mbit"` in bits per second."""
+    """Parses a rate such as `"200mbit"` to bits per second."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
     rate = int(float(found[1]) * _UNITS[found[2]]) if found else 0
     if rate <= 0:
@@ -36,7 +36,7 @@ def parse_rate(text: str) -> int:
 
 
 class SlowLink:
-    """Namespaces for `ranks` ranks, from entering the context to leaving it.
+    """Network namespaces for `ranks` ranks, joined by a slow link while the context is active.
 
     Attributes:
         prefixes: per rank, the command that runs another command inside the rank's namespace.
@@ -75,7 +75,7 @@ class SlowLink:
             self._connect(switch, rank)
 
     def _hold_first(self) -> subprocess.Popen[str]:
-        """The switch's namespace: by the administrator's own right, else in a user namespace."""
+        """Creates the switch's namespace: as root, else in a user namespace."""
         if os.geteuid() == 0:
             try:
                 return self._hold(["unshare", "--net"])
@@ -108,7 +108,7 @@ class SlowLink:
         return ["nsenter", f"--target={holder.pid}", *self._user, "--net"]
 
     def _hold(self, command: list[str]) -> subprocess.Popen[str]:
-        """Start a process that keeps the namespaces `command` makes; return it once they exist."""
+        """Starts a process that keeps the namespaces of `command` alive, once they exist."""
         holder = subprocess.Popen(
             [*command, "cat"],
             stdin=subprocess.PIPE,
@@ -139,7 +139,7 @@ class SlowLink:
 
 
 def set_rate(rate: float) -> None:
-    """Change the rate of this rank's link, in bit/s: called by what runs inside a `SlowLink`.
+    """Sets the rate of this rank's link, in bit/s; called inside a `SlowLink`.
 
     Raises:
         DemoError: there is no such link here.
@@ -148,7 +148,7 @@ def set_rate(rate: float) -> None:
 
 
 def _shape(rate: int) -> list[str]:
-    """A token bucket that sends through a rank's link at a rate."""
+    """The traffic control command of a token bucket at a rate."""
     burst = max(_SMALLEST_BURST, round(rate / 8 * _BUFFERED_SECONDS))
     shape = ["rate", f"{rate}bit", "burst", f"{burst}b", "latency", "50ms"]
     return ["dev", "link0", "root", "tbf", *shape]

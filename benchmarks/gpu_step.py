@@ -1,4 +1,5 @@
-"""GPT-2 on a CUDA device: checks, then step times of eager, torch.compile and graphopt.
+"""Benchmark of GPT-2 on a CUDA device: checks, then step times of eager, torch.compile and
+graphopt.
 
     python benchmarks/gpu_step.py --json gpu.json
     python benchmarks/gpu_step.py --quick
@@ -42,7 +43,7 @@ PEAKS = {"H100 PCIe": 756e12, "H100": 989.4e12, "H200": 989.4e12, "A100": 312e12
 
 
 def check(options: argparse.Namespace, device: str) -> Iterator[Check]:
-    """Everything that has to hold."""
+    """Runs all correctness checks."""
     yield from check_numerics(device)
     if not options.rehearse:
         yield from check_programs(options.quick)
@@ -51,7 +52,7 @@ def check(options: argparse.Namespace, device: str) -> Iterator[Check]:
 def prepare(
     variant: str, task: Task, generator: torch.Generator, caches: str
 ) -> tuple[Training, Figures]:
-    """Build a variant and run it until it is steady; with the seconds and bytes that this takes.
+    """Builds a variant and runs it until it is steady; returns its seconds and bytes.
 
     Compiled code lies in a folder of its own; variants that differ only in CUDA graphs share one.
     """
@@ -74,7 +75,7 @@ def prepare(
 def measure(
     options: argparse.Namespace, task: Task, console: Console
 ) -> tuple[Figures, dict[str, list[float]]]:
-    """All figures of all variants, and the seconds of their steps, round by round."""
+    """Measures all variants; returns their figures and step seconds, round by round."""
     generator = torch.Generator().manual_seed(0)
     figures: Figures = {}
     trainings: dict[str, Training] = {}
@@ -101,7 +102,7 @@ def measure(
 
 
 def kernels_per_step(training: Training, tokens: Tensor) -> int | None:
-    """Kernels that the device runs in one step."""
+    """The number of kernels that the device runs in one step."""
     if training.task.device != "cuda":
         return None
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
@@ -116,8 +117,9 @@ def kernels_per_step(training: Training, tokens: Tensor) -> int | None:
 
 
 def flops_per_step(task: Task) -> float:
-    """As in Chowdhery et al., PaLM (2022), appendix B: for each token 6 for each weight, without
-    positions, which are only looked up, and 12 * layers * width * length for attention."""
+    """The floating-point operations of a step, after Chowdhery et al., PaLM (2022), appendix B:
+    for each token 6 for each weight, without positions, which are only looked up, and 12 *
+    layers * width * length for attention."""
     model: Any = task.model()
     config, tokens = model.config, task.batch * task.length
     weights = sum(parameter.numel() for parameter in model.parameters())
@@ -127,7 +129,7 @@ def flops_per_step(task: Task) -> float:
 
 
 def add_times(figures: Figures, seconds: dict[str, list[float]], flops: float, peak: float) -> None:
-    """Ratios of each round to eager and to the fastest way of `torch.compile`, and MFU."""
+    """Adds ratios to eager and to the fastest `torch.compile` of each round, and MFU."""
     compiled = [variant for variant in COMPILED if variant in seconds]
     best = min(compiled, key=lambda variant: median(seconds[variant]), default=None)
     for variant, taken in seconds.items():
@@ -143,7 +145,7 @@ def add_times(figures: Figures, seconds: dict[str, list[float]], flops: float, p
 
 
 def show(figures: Figures, title: str) -> Table:
-    """One row for each variant."""
+    """Prints a table with one row per variant."""
     times = ("milliseconds", "over_eager", "over_best_compile")
     heads = ("", "ms per step", "/ eager", "/ best compile", "kernels", "MFU", "first steps")
     table = Table(*heads, "peak GiB", title=title)
@@ -163,7 +165,7 @@ def show(figures: Figures, title: str) -> Table:
 
 
 def shown_spread(found: Figures | None) -> str:
-    """Median and quartiles; nothing for what was not measured."""
+    """The median and quartiles as text; empty if not measured."""
     if found is None:
         return ""
     low, high = found["quartiles"]
@@ -171,7 +173,7 @@ def shown_spread(found: Figures | None) -> str:
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Parses the command line options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, checks and variants")
     parser.add_argument("--batch", type=int, default=8, help="sequences")
@@ -194,7 +196,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Check, measure and print. Exit status: 0, 1 where a check failed, 2 without a device."""
+    """Checks, measures and prints. Exit status: 0, 1 if a check failed, 2 without a device."""
     options, console = parse(), Console(width=max(150, Console().width))
     if not options.rehearse and not torch.cuda.is_available():
         print("there is no CUDA device; --rehearse runs this script on the CPU", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Checks on a CUDA device: graphopt trains as eager code does, and the tests that need one pass."""
+"""Correctness checks on a CUDA device: training as in eager code, and the tests that need one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 class Check(NamedTuple):
-    """One thing that has to hold."""
+    """The result of one check."""
 
     name: str
     passed: bool
@@ -34,7 +34,7 @@ class Check(NamedTuple):
 
 
 class Warnings(logging.Handler):
-    """Regions and pieces that run operator by operator."""
+    """Collects warnings about regions and pieces that run operator by operator."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -47,7 +47,8 @@ class Warnings(logging.Handler):
 
 @contextmanager
 def fallbacks() -> Iterator[list[str]]:
-    """What graphopt says inside of parts that it could not compile or record."""
+    """While active, collects graphopt's messages about parts that it could not compile or
+    record."""
     handler, logger = Warnings(), logging.getLogger("graphopt")
     logger.addHandler(handler)
     try:
@@ -57,7 +58,7 @@ def fallbacks() -> Iterator[list[str]]:
 
 
 class Run(NamedTuple):
-    """Parameters after training, the losses that were kept, and what they were at once."""
+    """The result of a training: final parameters, and losses when returned and at the end."""
 
     parameters: list[Tensor]
     kept: list[Tensor]
@@ -65,7 +66,8 @@ class Run(NamedTuple):
 
 
 def train(variant: str, device: str, dropout: float, dtype: torch.dtype) -> Run:
-    """A small GPT for five steps at falling learning rates, with a new seed in the middle."""
+    """Trains a small GPT for five steps at falling learning rates, with a new seed in the
+    middle."""
     torch.manual_seed(0)
     size = GPTSize(GPT_ALPHABET, length=GPT_LENGTH, layers=2, dropout=dropout)
     model: nn.Module = CharGPT(size).to(device, dtype)
@@ -92,13 +94,13 @@ def train(variant: str, device: str, dropout: float, dtype: torch.dtype) -> Run:
 
 
 def options(variant: str) -> dict[str, Any]:
-    """Random operators stay ATen's here, so that they draw what eager draws."""
+    """The options of a variant; random operators are not lowered, so that they draw as eager."""
     name = variant.partition(" ")[2]
     return {"pipeline": name} if name in ("none", "default") else {"lower": name}
 
 
 def relative_error(actual: list[Tensor], exact: list[Tensor]) -> float:
-    """Norm of the difference of two lists of tensors over the norm of the second."""
+    """The norm of two tensor lists' difference, relative to the second's norm."""
     difference = sum(
         float((a.double() - e).square().sum()) for a, e in zip(actual, exact, strict=True)
     )
@@ -106,7 +108,7 @@ def relative_error(actual: list[Tensor], exact: list[Tensor]) -> float:
 
 
 def check_numerics(device: str) -> Iterator[Check]:
-    """Each graphopt variant against eager, and against eager in float64."""
+    """Compares each graphopt variant with eager, and with eager in float64."""
     exact = train("eager", device, 0.0, torch.float64).parameters
     plain = train("eager", device, 0.0, torch.float32)
     dropped = train("eager", device, 0.2, torch.float32)
@@ -133,8 +135,8 @@ def check_numerics(device: str) -> Iterator[Check]:
 
 
 def check_programs(quick: bool) -> Iterator[Check]:
-    """The tests of CUDA graphs, and the coverage set; where it has to be quick, only the tests that
-    need a device."""
+    """Runs the tests of CUDA graphs and the coverage set, or quickly only the tests that need a
+    device."""
     pattern = "test_cudagraphs_gpu.py" if quick else "test_cudagraphs*.py"
     files = sorted(map(str, (REPOSITORY / "tests").glob(pattern)))
     yield check_program(
@@ -146,7 +148,7 @@ def check_programs(quick: bool) -> Iterator[Check]:
 
 
 def check_program(name: str, *arguments: str) -> Check:
-    """Run a Python program in a process of its own: it has to end with status 0."""
+    """Runs a Python program in a process of its own, which must exit with status 0."""
     done = subprocess.run(
         [sys.executable, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""One training step of GPT-2 in several ways, which `gpu_step.py` compares, and clocks for them."""
+"""The variants of a GPT-2 training step that `gpu_step.py` compares, and clocks for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VARIANTS = (EAGER, *COMPILED, *GRAPHOPT)
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and where.
+    """The training task: model, batch, dtype and device.
 
     Attributes:
         tiny: a model of two narrow layers instead of GPT-2 with 124 million parameters.
@@ -40,7 +40,7 @@ class Task:
     tiny: bool = False
 
     def model(self) -> nn.Module:
-        """GPT-2 with random weights, the same ones each time."""
+        """Makes GPT-2 with the same random weights each time."""
         from transformers import GPT2Config, GPT2LMHeadModel
 
         size = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512} if self.tiny else {}
@@ -51,13 +51,13 @@ class Task:
         return model.bfloat16() if self.bf16 == "weights" else model
 
     def tokens(self, generator: torch.Generator) -> Tensor:
-        """A batch of random tokens."""
+        """Draws a batch of random tokens."""
         most = 512 if self.tiny else 50257
         shape = (self.batch, self.length)
         return torch.randint(most, shape, generator=generator).to(self.device)
 
     def step(self) -> Callable[..., Tensor]:
-        """Forward, loss, backward and update."""
+        """Runs forward, loss, backward and update."""
         device, autocast = self.device, self.bf16 == "autocast"
 
         def train_step(
@@ -74,7 +74,7 @@ class Task:
 
 
 class Training:
-    """One variant in training, with fused AdamW."""
+    """The training of one variant, with fused AdamW."""
 
     def __init__(self, variant: str, task: Task) -> None:
         self.variant, self.task = variant, task
@@ -89,7 +89,7 @@ class Training:
             self.step = graphopt.compile(self.step, **options_of(variant, task))
 
     def run(self, batches: list[Tensor]) -> None:
-        """One step for each batch, until nothing is left to be done."""
+        """Runs one step for each batch, and completes all work."""
         for tokens in batches:
             torch.compiler.cudagraph_mark_step_begin()
             self.step(self.trained, self.optimizer, tokens)
@@ -98,8 +98,8 @@ class Training:
 
 
 def options_of(variant: str, task: Task) -> dict[str, Any]:
-    """What `graphopt.compile` is given. Compiled code draws the random numbers of `torch.compile`'s
-    models as well, so that both may fuse them."""
+    """The options of `graphopt.compile` for a variant. Random operators are lowered, as in
+    `torch.compile`, so that both may fuse them."""
     name = variant.partition(" ")[2]
     if name in ("none", "default"):
         return {"pipeline": name}
@@ -113,13 +113,14 @@ def options_of(variant: str, task: Task) -> dict[str, Any]:
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done all its work."""
+    """Waits until the device has completed all work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def seconds_of(device: str, work: Callable[[], None]) -> float:
-    """Of some work, from an idle device to its end; by the device's clock where it has one."""
+    """The seconds of some work, from an idle device to its end, by the device's clock if it has
+    one."""
     synchronize(device)
     if device != "cuda":
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a call of a captured step takes before the graph runs: is everything as it was captured?
+"""Benchmark of the guard check: the time of a captured step's call before its graph runs.
 
     python benchmarks/guard_time.py
     python benchmarks/guard_time.py --parameters 150 1000 --values 0 300 --json guards.json
@@ -30,8 +30,7 @@ WARM_UP_CALLS = 5
 
 
 class Timed(graphopt.TrainStep):
-    """Notes how long each call takes until the captured graph takes over, in `seconds`: those of
-    the clock, and of the CPU."""
+    """Records the seconds of each call until the captured graph takes over: wall clock and CPU."""
 
     def __init__(self, step: Callable[..., Any]) -> None:
         super().__init__(step)
@@ -52,7 +51,7 @@ class Timed(graphopt.TrainStep):
 
 
 class Tiny(nn.Module):
-    """Layers with a weight and a bias each, of a few numbers."""
+    """A model of many tiny layers, each with weight and bias."""
 
     def __init__(self, parameters: int) -> None:
         super().__init__()
@@ -65,8 +64,8 @@ class Tiny(nn.Module):
 
 
 def step_reading(values: int) -> Callable[..., Tensor]:
-    """A step that reads numbers from outside its arguments: as many dictionary items, list items
-    and attributes as there are values."""
+    """Makes a step that reads that many dictionary items, list items and attributes from
+    outside."""
     third = values // 3
     items = {f"item {index}": 1.0 for index in range(third)}
     entries = [1.0] * third
@@ -88,7 +87,7 @@ def step_reading(values: int) -> Callable[..., Tensor]:
 
 
 def measure(parameters: int, values: int, calls: int) -> Figures:
-    """Milliseconds of each call after the first ones."""
+    """Measures the milliseconds of each call after the first ones."""
     model = Tiny(parameters)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     step = Timed(step_reading(values))
@@ -107,7 +106,7 @@ def measure(parameters: int, values: int, calls: int) -> Figures:
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Parses the command line options."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -119,7 +118,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure what the command line asks for and print it."""
+    """Runs the measurements that the command line asks for and prints them."""
     options = parse()
     found = [
         measure(parameters, values, options.calls)

@@ -1,4 +1,4 @@
-"""Llama as its paper describes it, for steps that are planned without weights.
+"""Llama after its paper, for steps that are planned without weights.
 
 Source: Touvron et al., "LLaMA: Open and Efficient Foundation Language Models" (arXiv 2302.13971),
 with the shared keys and values of Llama 3 (arXiv 2407.21783).
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a model: of Llama 3 with 8 billion parameters."""
+    """The sizes of a Llama model; by default Llama 3 with 8 billion parameters."""
 
     layers: int = 32
     width: int = 4096
@@ -28,13 +28,13 @@ class Sizes:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries or keys with their positions, of batch x heads x length x size."""
+    """Applies rotary position embeddings to queries or keys of batch x heads x length x size."""
     one, other = x.chunk(2, -1)
     return x * cos + torch.cat([-other, one], -1) * sin
 
 
 class Attention(nn.Module):
-    """Causal attention in which several heads share keys and values."""
+    """Causal grouped-query attention: several heads share keys and values."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and a gated product."""
+    """A transformer layer: attention and a gated feed-forward network."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """The loss of a language model on words and those that follow them."""
+    """A Llama that returns the loss of predicting the next word."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How much of the communication a step hides: pipelines, DDP, and the bound, on emulated hosts.
+"""Benchmark of hidden communication: pipelines, DDP, and the bound, on emulated hosts.
 
     python benchmarks/overlap.py
     python benchmarks/overlap.py --models stack gpt --ratios 0.5 1 2 --ranks 4 --json overlap.json
@@ -48,14 +48,14 @@ Batches = Sequence[tuple[Tensor, Tensor]]
 
 
 class Variant(Protocol):
-    """Something that takes a turn."""
+    """A way to train that takes turns with others."""
 
     def run(self, batches: Batches) -> None:
-        """All steps of a turn, until nothing is in flight."""
+        """Runs all steps of a turn, and completes all work."""
 
 
 class Training:
-    """A model in training by a step function.
+    """A model that one variant trains.
 
     Args:
         buckets_mb: of DistributedDataParallel; None: the bare model.
@@ -86,7 +86,7 @@ class Training:
         self._random = RandomState(1, device())
 
     def run(self, batches: Batches) -> None:
-        """One step for each batch, with random numbers of its own."""
+        """Runs one step for each batch, with random numbers of its own."""
         self._random.restore()
         for inputs, targets in batches:
             loss = self.step(self.trained, self.optimizer, inputs, targets, *self.besides)
@@ -100,7 +100,7 @@ class Training:
 
 
 class Communication:
-    """The bytes of all gradients in chunks, with nothing else to do."""
+    """The communication of a step alone: the bytes of all gradients, in chunks."""
 
     def __init__(self, task: Figures) -> None:
         size = gradient_bytes(task["model"])
@@ -108,31 +108,31 @@ class Communication:
         self._chunks = flat.split(CHUNK // 4)
 
     def run(self, batches: Batches) -> None:
-        """One average of all chunks for each batch."""
+        """Averages all chunks once for each batch."""
         for _ in batches:
             for work in self.launch():
                 work.wait()
 
     def launch(self) -> list[dist.Work]:
-        """Begin the averages of one step."""
+        """Launches the averages of one step."""
         return [dist.all_reduce(chunk, async_op=True) for chunk in self._chunks]
 
 
 def device() -> torch.device:
-    """Of this rank."""
+    """The device of this rank."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def gradient_bytes(model: str) -> int:
-    """That a step of a model averages."""
+    """The bytes that a step of a model averages."""
     with torch.device("meta"):
         return sum(p.nbytes for p in OVERLAP_MODELS[model]().parameters())
 
 
 def variants(task: Figures) -> dict[str, Variant]:
-    """All that take turns, by name."""
+    """All variants that take turns, by name."""
     made: dict[str, Variant] = {
         COMPUTE: Training(task),
         COMMUNICATION: Communication(task),
@@ -149,7 +149,7 @@ def variants(task: Figures) -> dict[str, Variant]:
 
 
 class AdjustedLink:
-    """An emulated host's link, set anew in each round: the machine changes its speed.
+    """An emulated link whose rate follows the machine's changing speed, round by round.
 
     Attributes:
         rates: in bit/s, one of each round.
@@ -162,9 +162,9 @@ class AdjustedLink:
         self._bits = link_bits(task["model"], dist.get_world_size())
 
     def after(self, name: str, seconds: float) -> None:
-        """After compute alone, set the rate at which communication takes `ratio` times as long as
-        it took in the last three rounds; communication alone says how much is sent for it, headers
-        included."""
+        """After a turn of compute alone, sets the rate at which communication takes `ratio`
+        times the compute of the last three rounds; a turn of communication alone measures the
+        bytes sent."""
         if name not in (COMPUTE, COMMUNICATION):
             return
         taken = torch.tensor(seconds)
@@ -179,7 +179,7 @@ class AdjustedLink:
 
 
 def turns(task: Figures) -> Figures:
-    """Seconds per step of each turn by variant, and how far parameters are from DDP's."""
+    """Runs all turns; returns seconds per step by variant, and parameter differences to DDP."""
     made = {COMPUTE: Training(task)} if task["compute_only"] else variants(task)
     generator = torch.Generator().manual_seed(dist.get_rank())
     calls: Counter[str] = Counter()
@@ -205,7 +205,7 @@ def turns(task: Figures) -> Figures:
 
 
 def timed(variant: Variant, batches: Batches) -> float:
-    """Seconds per step of one turn."""
+    """The seconds per step of one turn."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -229,7 +229,7 @@ def differences(made: dict[str, Variant]) -> dict[str, float]:
 
 
 def work(task: Figures, folder: Path) -> None:
-    """What an emulated host does."""
+    """Runs the task of one emulated host."""
     reporter = Reporter(folder)
     with ranks.process_group(folder, reporter):
         reporter.send("turns", **turns(task))
@@ -239,17 +239,17 @@ def work(task: Figures, folder: Path) -> None:
 
 
 def link_rate(bits: float, compute_seconds: float, ratio: float) -> float:
-    """Bit/s at which as much is sent in `ratio` times the compute."""
+    """The rate in bit/s at which a step's communication takes `ratio` times its compute."""
     return bits / (ratio * compute_seconds)
 
 
 def link_bits(model: str, hosts: int) -> float:
-    """That each host of a ring sends of a step's gradients."""
+    """The bits that each host of a ring sends for a step's gradients."""
     return 8 * gradient_bytes(model) * 2 * (hosts - 1) / hosts
 
 
 def task_of(model: str, form: str, options: argparse.Namespace) -> Figures:
-    """What a rank is to do, as JSON."""
+    """The task of a rank, as JSON."""
     names = ["sweep", "pipelines", "rounds", "turn", "batch"]
     chosen = {name: getattr(options, name) for name in names}
     unshaped = {"compute_only": False, "ratio": 0.0, "bits_per_second": None}
@@ -257,7 +257,7 @@ def task_of(model: str, form: str, options: argparse.Namespace) -> Figures:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figures]:
-    """One row of figures for each model, form and ratio."""
+    """Measures one row of figures for each model, form and ratio."""
     for model, form in product(options.models, options.forms):
         task = task_of(model, form, options)
         few = task | {"compute_only": True, "rounds": 3}
@@ -270,7 +270,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figures]:
 
 
 def figures(task: Figures, results: list[Event]) -> Figures:
-    """Medians, and ratios to the bounds and to the best DDP of each round."""
+    """The medians, and the ratios to the bounds and to the best DDP of each round."""
     seconds, rates = slowest(results), results[0]["rates"]
     bound = [max(a, b) for a, b in zip(seconds[COMPUTE], seconds[COMMUNICATION], strict=True)]
     ddp = [name for name in seconds if name.startswith("DDP")]
@@ -290,7 +290,7 @@ def figures(task: Figures, results: list[Event]) -> Figures:
 
 
 def table(row: Figures) -> Table:
-    """One model on one link."""
+    """The table of one model on one link."""
     rate = row["bits_per_second"]
     link = "no shaped link" if rate is None else f"{rate / 1e6:.0f} Mbit/s"
     made = Table(
@@ -311,7 +311,7 @@ def table(row: Figures) -> Table:
 
 
 def shown(found: Figures) -> str:
-    """Median and quartiles."""
+    """The median and quartiles as text."""
     low, high = found["quartiles"]
     return f"{found['median']:.3f} [{low:.3f}-{high:.3f}]"
 
@@ -320,7 +320,7 @@ def shown(found: Figures) -> str:
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Parses the command line options."""
     parser = ranks.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="emulated hosts")
     parser.add_argument("--models", nargs="+", choices=OVERLAP_MODELS, default=["stack"])
@@ -349,7 +349,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print tables, write files."""
+    """Measures, prints tables and writes files."""
     options = parse()
     if ranks.works(options, work):
         return

@@ -1,4 +1,4 @@
-"""What `overlap.py` trains: each model makes communication hard to hide in its own way."""
+"""Models of `overlap.py`, each of which makes communication hard to hide in its own way."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTS = 4
 
 
 class Block(nn.Module):
-    """Two layers around a GELU, added to what comes in."""
+    """Two layers around a GELU with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` of shape (…, width)."""
+        """Applies the block to `x` of shape (…, width)."""
         return x + self.layers(x)
 
 
 class TiedEmbedding(nn.Module):
-    """A language model that is mostly one matrix, read first and complete last."""
+    """A language model dominated by one tied embedding, read first and complete last."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()
@@ -44,12 +44,12 @@ class TiedEmbedding(nn.Module):
         self.blocks = nn.Sequential(*(Block(width) for _ in range(4)))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of shape (batch, length, alphabet)."""
+        """The logits, of shape (batch, length, alphabet)."""
         return F.linear(self.blocks(self.embedding(tokens)), self.embedding.weight)
 
 
 def stack(width: int = 256, blocks: int = 8) -> nn.Module:
-    """Equal blocks, 17 MB of gradients."""
+    """A stack of equal blocks with 17 MB of gradients."""
     return nn.Sequential(*(Block(width) for _ in range(blocks)))
 
 
@@ -62,7 +62,7 @@ OVERLAP_MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def overlap_batch(model: str, generator: torch.Generator, times: int = 1) -> tuple[Tensor, Tensor]:
-    """Random inputs and classes for one step, of so many batches."""
+    """Random inputs and classes for one step, of `times` batches."""
     drawn = [_batch(model, generator) for _ in range(times)]
     inputs, targets = zip(*drawn, strict=True)
     return torch.cat(inputs), torch.cat(targets)
@@ -81,7 +81,7 @@ def _batch(model: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def clipped_step(model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
-    """A step as language models are trained: no update before all gradients are known."""
+    """A step with clipping, as for language models: no update before all gradients are known."""
     loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
@@ -93,7 +93,7 @@ def clipped_step(model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets
 def accumulating_step(
     model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor
 ) -> Tensor:
-    """One update from four parts of a batch; gradients are averaged once."""
+    """A step that accumulates gradients over four parts of a batch, and averages them once."""
     parts = zip(inputs.chunk(PARTS), targets.chunk(PARTS), strict=True)
     total = torch.zeros((), device=inputs.device)
     for number, (some, classes) in enumerate(parts):
@@ -110,19 +110,19 @@ def accumulating_step(
 def averaged_step(
     model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor, average: AveragedModel
 ) -> Tensor:
-    """`clipped_step`, behind which a moving average of all weights goes on."""
+    """A `clipped_step` followed by a moving average of all weights."""
     loss = clipped_step(model, optimizer, inputs, targets)
     average.update_parameters(model.module if isinstance(model, DistributedDataParallel) else model)
     return loss
 
 
 def average_of(model: nn.Module) -> AveragedModel:
-    """An exponential average of a model's weights."""
+    """An exponential moving average of a model's weights."""
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
 
 
 class Form(NamedTuple):
-    """How a model is trained.
+    """A way to train a model: its step function and options.
 
     Attributes:
         step: one update.

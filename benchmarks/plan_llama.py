@@ -1,4 +1,4 @@
-"""A sharded step of Llama 3 with 8 billion parameters, planned without its weights or devices.
+"""Plans a sharded step of Llama 3 with 8 billion parameters, without weights or devices.
 
     python benchmarks/plan_llama.py
     python benchmarks/plan_llama.py --layers 8 --ranks 512 --stages 3 --inductor 0
@@ -33,7 +33,7 @@ Figures = dict[str, Any]
 
 
 def step(model: Any, optimizer: Any, words: Tensor, following: Tensor) -> Tensor:
-    """One update."""
+    """Runs one training step."""
     loss: Tensor = model(words, following)
     loss.backward()
     optimizer.step()
@@ -42,20 +42,20 @@ def step(model: Any, optimizer: Any, words: Tensor, following: Tensor) -> Tensor
 
 
 class Watch:
-    """Seconds of CPU of what is done, by name."""
+    """A stopwatch of CPU seconds, by name of the work."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.process_time()
 
     def took(self, name: str) -> None:
-        """All since the last time."""
+        """Assigns the CPU seconds since the last call to a name."""
         now = time.process_time()
         self.seconds[name], self._last = now - self._last, now
 
 
 def planned(options: Figures) -> Figures:
-    """Capture, expand and schedule one step; its figures."""
+    """Captures, parallelizes and schedules one step; returns its figures."""
     from graphopt.iter_graph.graph import copy_graph
     from graphopt.parallel.parallelize import parallelize
     from graphopt.stages.pipelines import default_pipeline
@@ -117,7 +117,7 @@ def _too_long(*_: object) -> None:
 
 
 def _by_inductor(gm: fx.GraphModule, held: int, limit: float) -> Figures | str:
-    """The order that Inductor's scheduler finds, with so many bytes more than its graph holds."""
+    """The order that Inductor's scheduler finds within a memory limit."""
     from torch._inductor.fx_passes import overlap_scheduling
     from torch.utils import _runtime_estimation
 
@@ -153,7 +153,7 @@ def _by_inductor(gm: fx.GraphModule, held: int, limit: float) -> Figures | str:
 
 
 def table(options: Figures, found: Figures) -> Table:
-    """For people."""
+    """The table of figures."""
     title = f"{options['ranks']} ranks, stage {options['stage']}, {found['nodes']} nodes"
     made = Table(title=title)
     for column in ("", "step ms", "compute", "sending", "/ bound", "peak GiB", "collectives"):
@@ -170,7 +170,7 @@ def table(options: Figures, found: Figures) -> Table:
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Parses the command line options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", nargs="+", type=int, default=[64, 512])
     parser.add_argument("--stages", nargs="+", type=int, choices=[1, 3], default=[1, 3])
@@ -184,7 +184,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Plan, print tables, write a file."""
+    """Plans, prints tables and writes a file."""
     given = parse()
     common = {name: getattr(given, name) for name in ("layers", "batch", "length")}
     common |= {"checkpointed": not given.no_checkpoints, "inductor": given.inductor}

@@ -1,4 +1,4 @@
-"""How far is `graphopt estimate` from what steps take? GPT-2 and ResNet-50 on two emulated hosts.
+"""Compares `graphopt estimate` with measured steps: GPT-2 and ResNet-50 on two emulated hosts.
 
     python benchmarks/predicted.py
     python benchmarks/predicted.py --models resnet50 --ratios 1 --pixels 64 --json predicted.json
@@ -40,7 +40,7 @@ UNSHAPED = 4e10
 
 
 def language_step(model: nn.Module, optimizer: Optimizer, tokens: Tensor) -> Tensor:
-    """The loss of each next token."""
+    """A training step on the loss of each next token."""
     loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     loss.backward()
     optimizer.step()
@@ -49,7 +49,7 @@ def language_step(model: nn.Module, optimizer: Optimizer, tokens: Tensor) -> Ten
 
 
 def image_step(model: nn.Module, optimizer: Optimizer, images: Tensor, classes: Tensor) -> Tensor:
-    """The loss of classes."""
+    """A training step on the classification loss."""
     loss: Tensor = model(pixel_values=images, labels=classes).loss
     loss.backward()
     optimizer.step()
@@ -85,7 +85,7 @@ MODELS: dict[str, Callable[[Figures], StepCalls]] = {"gpt2": gpt2, "resnet50": r
 
 
 class Training:
-    """A step that is taken again and again.
+    """A training step that runs repeatedly.
 
     Args:
         calls: whose model is trained; all but *compute alone* train a copy.
@@ -100,7 +100,7 @@ class Training:
         self._take(ranks.WARM_UP_STEPS)
 
     def seconds(self, steps: int) -> float:
-        """Of a step, in a row of steps that follows another one: late work is part of each."""
+        """The mean seconds of consecutive steps, after one untimed: late work is part of each."""
         dist.barrier()
         self._take(1)
         start = time.perf_counter()
@@ -117,7 +117,7 @@ class Training:
 
 
 def work(task: Figures, folder: Path) -> None:
-    """Estimate as the command does, on both hosts at once; then train over each link."""
+    """Estimates on both hosts at once, as the command does, then trains over each link."""
     reporter = Reporter(folder)
     torch.manual_seed(0)
     calls = MODELS[task["model"]](task)
@@ -146,7 +146,7 @@ def work(task: Figures, folder: Path) -> None:
 
 
 def meet(folder: Path, reporter: Reporter) -> None:
-    """Wait for the other host without a group, which an estimate does not have."""
+    """Waits for the other host without a process group, which an estimate does not have."""
     store = dist.FileStore(str(folder / "meeting"), reporter.ranks)
     store.set(str(reporter.rank), "")
     store.wait([str(rank) for rank in range(reporter.ranks)])
@@ -156,7 +156,7 @@ def meet(folder: Path, reporter: Reporter) -> None:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figures]:
-    """One row for each model and link."""
+    """Measures one row for each model and link."""
     sizes = ("layers", "tokens", "images", "pixels", "ratios", "rounds", "turn")
     task: Figures = {name: getattr(options, name) for name in sizes}
     for model in options.models:
@@ -166,7 +166,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figures]:
 
 
 def table(rows: list[Figures]) -> Table:
-    """Predicted over measured seconds of each setting."""
+    """The table of predicted over measured seconds."""
     made = Table(
         *("model", "Mbit/s", "comm. / compute", "step", "predicted, ms", "measured, ms", "ratio"),
         title="graphopt estimate beside measured steps, two emulated hosts",
@@ -181,7 +181,7 @@ def table(rows: list[Figures]) -> Table:
 
 
 def main() -> None:
-    """Measure, print a table, write files."""
+    """Measures, prints a table and writes files."""
     parser = ranks.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     help_ = "communication / compute that the link is set for"

@@ -1,4 +1,4 @@
-"""What the benchmarks on several ranks share: options, launching, turns, and figures of turns.
+"""Shared code of benchmarks on several ranks: options, launching, turns, and figures of turns.
 
 options = parse(parser)                      events = run_work(__file__, task, options.ranks)
 if options.work:                      and    └─ starts each rank as `script --work TASK FOLDER`
@@ -31,7 +31,7 @@ ROUND = 6
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Options that all of these benchmarks have; the first line of `doc` describes them."""
+    """A parser with the options of all these benchmarks, described by the first line of `doc`."""
     made = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else None)
     made.add_argument("--work", nargs=2, metavar=("TASK", "FOLDER"), help=argparse.SUPPRESS)
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures as well")
@@ -39,7 +39,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def works(options: argparse.Namespace, work: Callable[[Figures, Path], None]) -> bool:
-    """Whether this process is a rank, whose work is done then."""
+    """Runs this rank's work if the process is a rank; returns True then."""
     if not options.work:
         return False
     task, folder = options.work
@@ -49,7 +49,7 @@ def works(options: argparse.Namespace, work: Callable[[Figures, Path], None]) ->
 
 @contextmanager
 def failures_shown() -> Iterator[None]:
-    """While active, a rank that fails ends the program with its message."""
+    """While active, a failed rank ends the program with its message."""
     try:
         yield
     except DemoError as error:
@@ -59,7 +59,7 @@ def failures_shown() -> Iterator[None]:
 def run_work(
     script: str, task: Figures, ranks: int, rate: float | None = None, late: list[str] | None = None
 ) -> list[Event]:
-    """Run `script --work` with a task in fresh processes; all that they report.
+    """Runs `script --work` with a task on fresh ranks; returns all that they report.
 
     Args:
         rate: in bit/s, of a link between emulated hosts, one for each rank; None: no such link.
@@ -87,8 +87,8 @@ def run_work(
 
 @contextmanager
 def process_group(folder: Path, reporter: Reporter) -> Iterator[None]:
-    """A gloo group of all ranks; none for a single process. A rank that waits for another for five
-    minutes fails: a link may have gone."""
+    """A gloo group of all ranks, with a timeout of five minutes since a link may fail; none for
+    one process."""
     if reporter.ranks == 1:
         yield
         return
@@ -109,7 +109,7 @@ def in_turns(
     first: int = 0,
     enough: Callable[[], bool] = lambda: False,
 ) -> dict[str, list[float]]:
-    """What each variant takes in each round; who begins changes.
+    """Times each variant in each round, in an order that rotates.
 
     Args:
         seconds: runs a variant on what several steps are given.
@@ -131,7 +131,7 @@ def in_turns(
 
 
 def slowest(results: Sequence[Event]) -> dict[str, list[float]]:
-    """Seconds by variant: of each turn the slowest rank counts. Warm-up is left out."""
+    """The seconds by variant: those of the slowest rank in each turn, without warm-up."""
     return {
         name: [max(turn) for turn in zip(*(r["seconds"][name] for r in results), strict=True)][
             WARM_UP_STEPS:
@@ -141,5 +141,5 @@ def slowest(results: Sequence[Event]) -> dict[str, list[float]]:
 
 
 def paired(times: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Ratios of each round."""
+    """The ratios of two variants' seconds in each round."""
     return [a / b for a, b in zip(times, others, strict=True)]

@@ -1,4 +1,5 @@
-"""Sharded training: ZeRO-1 and ZeRO-3 against DDP, its sharded optimizer, and FSDP2, on slow links.
+"""Benchmark of sharded training on slow links: ZeRO-1 and ZeRO-3, DDP with and without its sharded
+optimizer, FSDP2.
 
     python benchmarks/sharded.py
     python benchmarks/sharded.py --models stack gpt --ratios 0.5 1 2 --rounds 6 --json sharded.json
@@ -54,7 +55,7 @@ MEASURED_STEPS = 4
 
 
 def variants(task: Figures) -> Makers:
-    """All that take turns, by name."""
+    """All variants that take turns, by name."""
     sizes = {f"DDP, {size:g} MB": size for size in task["sweep"]}
     makers: Makers = {
         COMPUTE: lambda: Training(task),
@@ -82,7 +83,7 @@ def variants(task: Figures) -> Makers:
 
 @contextmanager
 def limited(name: str, seconds: float, reporter: Reporter) -> Iterator[None]:
-    """While active for longer than so many seconds, this rank says so and ends."""
+    """While active for longer than `seconds`, this rank reports it and exits."""
 
     def end() -> None:
         reporter.send("late", name=name)
@@ -98,7 +99,7 @@ def limited(name: str, seconds: float, reporter: Reporter) -> Iterator[None]:
 
 
 def made_and_weighed(make: Callable[[], Any], batches: Any) -> tuple[Any, int | None]:
-    """A variant that has done some steps, and the bytes that it holds at most in a step."""
+    """Makes a variant, runs some steps, and returns its peak bytes in a step."""
     before = kept_bytes()
     variant = make()
     for batch in batches:  # state, buckets, and what is captured
@@ -111,7 +112,7 @@ def made_and_weighed(make: Callable[[], Any], batches: Any) -> tuple[Any, int | 
 
 
 def sent_bytes() -> int:
-    """That this host has sent over its link."""
+    """The bytes that this host has sent over its link."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == "link0":
@@ -120,7 +121,8 @@ def sent_bytes() -> int:
 
 
 def turns(task: Figures, reporter: Reporter) -> Figures:
-    """Seconds per step of each turn, bytes sent, memory, and how far parameters are from DDP's."""
+    """Runs all turns; returns seconds per step, bytes sent, memory, and parameter differences to
+    DDP."""
     begin = time.monotonic()
     makers = {COMPUTE: lambda: Training(task)} if task["compute_only"] else variants(task)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -165,13 +167,13 @@ def turns(task: Figures, reporter: Reporter) -> Figures:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
+    """The part of a tensor that this rank holds."""
     found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found
 
 
 def state_bytes(variant: Any) -> tuple[int, int]:
-    """Bytes of parameters, and of the optimizer's state, that a rank keeps."""
+    """The bytes of parameters and of optimizer state that a rank holds."""
     optimizer = getattr(variant.optimizer, "optim", variant.optimizer)
     states = [v for state in optimizer.state.values() for v in state.values()]
     return (
@@ -195,21 +197,21 @@ def differences(made: dict[str, Any]) -> dict[str, float]:
 
 
 def whole(tensor: Any) -> Tensor:
-    """All of a tensor, on all ranks."""
+    """The whole tensor, gathered on all ranks."""
     found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found.detach()
 
 
 @record
 def work(task: Figures, folder: Path) -> None:
-    """What an emulated host does."""
+    """Runs the task of one emulated host."""
     reporter = Reporter(folder)
     with ranks.process_group(folder, reporter):
         reporter.send("turns", **turns(task, reporter))
 
 
 def completed(task: Figures, count: int, rate: float | None) -> list[Event]:
-    """What the ranks report; variants that are late are left out, and the others begin again."""
+    """Runs the task on all ranks; variants that time out are dropped, and the rest starts again."""
     while True:
         late: list[str] = []
         try:
@@ -222,7 +224,7 @@ def completed(task: Figures, count: int, rate: float | None) -> list[Event]:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figures]:
-    """One row of figures for each model and ratio."""
+    """Measures one row of figures for each model and ratio."""
     for model in options.models:
         names = ["sweep", "rounds", "turn", "batch", "variants", "minutes", "limit"]
         task = {"model": model, "form": "plain"} | {n: getattr(options, n) for n in names}
@@ -236,7 +238,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figures]:
 
 
 def figures(task: Figures, results: list[Event]) -> Figures:
-    """Medians, and ratios to the best of each kind in each round."""
+    """The medians, and the ratios to the best of each kind in each round."""
     seconds = slowest(results)
 
     def best(kind: str) -> str | None:
@@ -264,7 +266,7 @@ def figures(task: Figures, results: list[Event]) -> Figures:
 
 
 def table(row: Figures) -> Table:
-    """For people."""
+    """The table of figures."""
     rate = median(row["rates"]) / 1e6
     made = Table(title=f"{row['model']}, ratio {row['ratio']:g}, link {rate:.0f} Mbit/s")
     columns = ("", "ms", "/ DDP", "/ DDP+ZeRO", "/ FSDP2", "/ tuned", "MB sent", "peak MB")
@@ -290,7 +292,7 @@ def table(row: Figures) -> Table:
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
+    """Parses the command line options."""
     parser = ranks.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="emulated hosts")
     parser.add_argument("--models", nargs="+", choices=OVERLAP_MODELS, default=["gpt"])
@@ -306,7 +308,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print tables, write a file."""
+    """Measures, prints tables and writes a file."""
     options = parse()
     if ranks.works(options, work):
         return

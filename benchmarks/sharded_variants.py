@@ -1,4 +1,4 @@
-"""Sharded trainings that take turns in `sharded.py`."""
+"""The sharded training variants that `sharded.py` compares."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {"lr": 1e-3, "fused": True}
 
 
 class ShardedTraining:
-    """A model in training by a step function; subclasses shard it."""
+    """A training by a step function; subclasses shard it."""
 
     def __init__(self, task: Figures) -> None:
         torch.manual_seed(0)
@@ -34,7 +34,7 @@ class ShardedTraining:
         self._random = RandomState(1, torch.device("cpu"))
 
     def run(self, batches: Any) -> None:
-        """One step for each batch, with random numbers of its own."""
+        """Runs one step for each batch, with random numbers of its own."""
         self._random.restore()
         for inputs, targets in batches:
             self.step(self.trained, self.optimizer, inputs, targets)
@@ -44,7 +44,7 @@ class ShardedTraining:
 
 
 class ZeroOptimizer(ShardedTraining):
-    """DistributedDataParallel with the sharded optimizer of `torch.distributed.optim`."""
+    """DDP with the sharded optimizer of `torch.distributed.optim`."""
 
     def __init__(self, task: Figures, buckets_mb: float) -> None:
         super().__init__(task)
@@ -57,7 +57,7 @@ class ZeroOptimizer(ShardedTraining):
 
 
 class FullySharded(ShardedTraining):
-    """FSDP2, a group for each block.
+    """FSDP2 with a group for each block.
 
     Args:
         tuned: gathers run beside compute and one block ahead, and scatters send half of what
@@ -87,8 +87,8 @@ class FullySharded(ShardedTraining):
 
 
 def _exchange() -> Any:
-    """A reduce-scatter for FSDP2 that exchanges what is summed, which is half the bytes of gloo's.
-    These classes are private to torch, and FSDP2's way to be given another one."""
+    """A reduce-scatter for FSDP2 by exchange and sum, which sends half of gloo's bytes. FSDP2's
+    interface for it is private to torch."""
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
@@ -115,7 +115,7 @@ def _exchange() -> Any:
 
 
 class Sharded(ShardedTraining):
-    """An unchanged step under `graphopt.ZeRO`."""
+    """The unchanged step under `graphopt.ZeRO`."""
 
     def __init__(self, task: Figures, stage: int, keep_mb: float | None = None) -> None:
         super().__init__(task)

@@ -1,4 +1,4 @@
-"""Figures of several runs."""
+"""Median and quartiles of repeated measurements."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ Figures = dict[str, Any]
 
 
 def spread(values: list[float]) -> Figures:
-    """Median and quartiles."""
+    """The median and the quartiles of values."""
     low, _, high = quantiles(values, n=4, method="inclusive")
     return {"median": median(values), "quartiles": [low, high]}

@@ -1,4 +1,4 @@
-"""Memory of tensors on the CPU: what a training keeps, and what its steps need beside that."""
+"""CPU memory of training: what it keeps between steps, and what a step needs besides."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def allocated_bytes() -> int:
-    """Bytes that this process has from the allocator, of all threads."""
+    """The bytes that this process has allocated by malloc, on all threads."""
     ask = ctypes.CDLL(None).mallinfo2
     ask.restype = _Mallinfo
     found = ask()
@@ -32,7 +32,7 @@ def allocated_bytes() -> int:
 
 
 def kept_bytes() -> int:
-    """Bytes of all tensors that Python objects refer to, each memory once; fakes have none."""
+    """The bytes of all tensors that Python objects refer to, each storage once; fakes have none."""
     gc.collect()
     found: dict[int, int] = {}
     for each in gc.get_objects():
@@ -43,7 +43,7 @@ def kept_bytes() -> int:
 
 
 def bucket_bytes(model: nn.Module) -> int:
-    """Bytes of the buckets of DistributedDataParallel, to which no Python object refers."""
+    """The bytes of DistributedDataParallel's buckets, which no Python object refers to."""
     if not isinstance(model, DistributedDataParallel):
         return 0
     said = model._get_ddp_logging_data().get("rebuilt_bucket_sizes") or ""
@@ -51,7 +51,7 @@ def bucket_bytes(model: nn.Module) -> int:
 
 
 def rise(work: Callable[[], object]) -> int:
-    """Do the work; the most bytes that are allocated meanwhile, beyond those before.
+    """Runs `work`; returns the peak of allocated bytes beyond those before.
 
     All threads count, those that communicate included. Peaks shorter than the time between two
     looks may be missed: do several steps.
@@ -80,5 +80,5 @@ def rise(work: Callable[[], object]) -> int:
 
 
 def has_mallinfo() -> bool:
-    """True if the allocator can be asked."""
+    """True if the allocator reports its use."""
     return hasattr(ctypes.CDLL(None), "mallinfo2")

@@ -1,4 +1,4 @@
-"""Models that the benchmarks train, with batches of random data, and one step for all."""
+"""Models that the benchmarks train, batches of random data, and one step for all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GPT_LENGTH = 64
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Plain PyTorch for every model: logits against classes."""
+    """A training step in plain PyTorch for every model: logits against classes."""
     loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
     loss.backward()
     optimizer.step()
@@ -26,7 +26,7 @@ def train_step(model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: 
 
 
 def mlp() -> nn.Module:
-    """8 layers of width 512, 2.1 million parameters."""
+    """An MLP of 8 layers of width 512, 2.1 million parameters."""
     layers = [nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)]
     return nn.Sequential(*layers, nn.Linear(512, 10))
 
@@ -37,7 +37,7 @@ def gpt(layers: int = 4) -> nn.Module:
 
 
 def convnet() -> nn.Module:
-    """Four convolutions with BatchNorm and in-place ReLU."""
+    """A CNN of four convolutions with BatchNorm and in-place ReLU."""
     widths = [3, 32, 64, 128, 256]
     stages = [
         nn.Sequential(

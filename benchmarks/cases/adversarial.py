@@ -1,4 +1,4 @@
-"""Generative models: adversarial, variational, diffusion, fields."""
+"""Cases of generative models: adversarial, variational, diffusion, radiance fields."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def images() -> tuple[Tensor]:
 
 @case
 def dcgan() -> Case:
-    """PyTorch's tutorial: labels filled in, three backwards, two optimizers, numbers returned."""
+    """DCGAN of PyTorch's tutorial: labels filled in, three backwards, two optimizers, numbers
+    returned."""
     netG, netD = generator(), discriminator()
     criterion = nn.BCELoss()
     optimizerD = torch.optim.Adam(netD.parameters(), lr=2e-4, betas=(0.5, 0.999))
@@ -88,7 +89,8 @@ def dcgan() -> Case:
 
 @case
 def wgan_gp() -> Case:
-    """The critic's step with its gradient penalty; every second call trains the generator."""
+    """WGAN-GP: the critic's step with its gradient penalty; every second call trains the
+    generator."""
     netG, critic = generator(), nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(),
                                               nn.Linear(16, 1))  # fmt: skip
     optimizerG = torch.optim.Adam(netG.parameters(), lr=1e-4, betas=(0.0, 0.9))
@@ -128,7 +130,7 @@ def wgan_gp() -> Case:
 
 
 class VectorQuantizer(nn.Module):
-    """With the exponential moving averages of the codebook."""
+    """A vector quantizer whose codebook follows exponential moving averages."""
 
     def __init__(self, codes: int = 8, width: int = 4) -> None:
         super().__init__()
@@ -167,7 +169,7 @@ class VectorQuantizer(nn.Module):
 
 
 class UpdatedQuantizer(VectorQuantizer):
-    """The same with its parameters updated in place."""
+    """A vector quantizer whose codebook is updated in place."""
 
     @torch.no_grad()
     def update(self, ema_w: Tensor) -> None:
@@ -176,7 +178,7 @@ class UpdatedQuantizer(VectorQuantizer):
 
 
 class CodebookLoss(nn.Module):
-    """The quantizer that is trained by its loss."""
+    """A vector quantizer trained by its codebook loss."""
 
     def __init__(self, codes: int = 8, width: int = 4) -> None:
         super().__init__()
@@ -224,7 +226,7 @@ def vq_vae() -> Case:
 
 @refused("replaces the parameter")
 def vq_vae_replacing_parameters() -> Case:
-    """As in a well-known notebook: the codebook becomes another parameter in every forward."""
+    """A VQ-VAE as in a well-known notebook: each forward replaces the codebook parameter."""
     return _averaging(VectorQuantizer())
 
 
@@ -273,7 +275,7 @@ def vae() -> Case:
 
 @case
 def vae_with_distributions() -> Case:
-    """torch.distributions with its validation, as it is by default."""
+    """A VAE with torch.distributions and its default argument validation."""
     model = VAE()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
@@ -312,7 +314,7 @@ class Denoiser(nn.Module):
 
 
 class EMA:
-    """The averaged copy of a model, as many repositories write it: a plain object."""
+    """An averaged copy of a model, as many repositories write it: a plain object."""
 
     def __init__(self, beta: float) -> None:
         self.beta = beta
@@ -330,7 +332,7 @@ class InPlaceEMA(EMA):
 
 
 class Diffusion:
-    """A noise schedule as tensors on a plain object, as public repositories have it."""
+    """A diffusion noise schedule as tensors on a plain object, as in public repositories."""
 
     def __init__(self, steps: int = 50) -> None:
         self.noise_steps = steps
@@ -383,7 +385,7 @@ def diffusion_with_ema_by_data() -> Case:
 
 @case
 def diffusion_closed_over() -> Case:
-    """The averaged copy is known to the step by its closure alone."""
+    """Diffusion training with an averaged model that the step knows only by its closure."""
     model = Denoiser()
     shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
     alphas = torch.linspace(0.99, 0.5, 50)
@@ -461,7 +463,7 @@ def nerf() -> Case:
 
 @case
 def normalizing_flow() -> Case:
-    """RealNVP: masks in a list of buffers, a standard normal as a plain attribute."""
+    """RealNVP with masks in a list of buffers, and a standard normal as a plain attribute."""
     flow = RealNVP()
     optimizer = torch.optim.Adam(flow.parameters(), lr=1e-3)
 

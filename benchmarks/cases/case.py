@@ -1,4 +1,4 @@
-"""What one case of the coverage set is: a training loop of a public kind, in a small size."""
+"""The cases of the coverage set: training loops of public kinds, in a small size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = 4
 
 @dataclass
 class Case:
-    """A training step with what it is called with.
+    """A training step with its arguments.
 
     Attributes:
         step: the user's function, unchanged.
@@ -36,13 +36,14 @@ _CURED: dict[str, Build] = {}
 
 
 def case(build: Build) -> Build:
-    """Enter a case into the set, under the name of the function that builds it."""
+    """Registers a case under the name of the function that builds it."""
     _CASES[_name(build)] = build
     return build
 
 
 def refused(reason: str) -> Callable[[Build], Build]:
-    """Enter a case that graphopt refuses for a reason; beside it stands its cured form."""
+    """Registers a case that graphopt refuses for a reason; its cured form is registered beside
+    it."""
 
     def enter(build: Build) -> Build:
         _REFUSED[_name(build)] = reason
@@ -52,8 +53,8 @@ def refused(reason: str) -> Callable[[Build], Build]:
 
 
 def cured(build: Build) -> Build:
-    """Enter the cured form of a case, whose name it has, with `_cured` behind: the lines that the
-    message names are where the message says."""
+    """Registers the cured form of a refused case, named with `_cured` behind: the lines that the
+    message names are changed as it says."""
     _CURED[_name(build).removesuffix("_cured")] = build
     return build
 
@@ -63,27 +64,27 @@ def _name(build: Build) -> str:
 
 
 def cases() -> dict[str, Build]:
-    """All cases of the families that have been imported, by name, as people publish them."""
+    """All registered cases by name, as people publish them."""
     return dict(_CASES)
 
 
 def refusals() -> dict[str, str]:
-    """The cases that are refused, by name, each with a part of the reason."""
+    """The refused cases by name, each with a part of the reason."""
     return dict(_REFUSED)
 
 
 def cured_cases() -> dict[str, Build]:
-    """Cured forms of cases that are refused, by the names of these."""
+    """The cured forms of refused cases, by the refused case's name."""
     return dict(_CURED)
 
 
 def repeated(*fixed: Any, draw: Callable[[], tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Arguments of each call: `fixed`, then what `draw` gives."""
+    """The arguments of each call: `fixed`, then what `draw` returns."""
     return [(*fixed, *draw()) for _ in range(STEPS)]
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in a module, an optimizer or a nest of containers, in a fixed order."""
+    """All tensors in a module, optimizer or nested value, in a fixed order."""
     if isinstance(value, torch.Tensor):
         yield value
         if value.is_leaf and value.grad is not None:

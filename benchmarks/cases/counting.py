@@ -1,4 +1,4 @@
-"""Loops that count and average in Python numbers of their own, as scripts do."""
+"""Cases that count and average in Python numbers of their own, as scripts do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def network(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class DelayedAgent:
-    """The published TD3: it counts its own calls, and updates the policy in every second one."""
+    """TD3 as published: it counts its calls, and updates the policy in every second one."""
 
     def __init__(self) -> None:
         self.actor, self.critic = nn.Sequential(network(4, 2), nn.Tanh()), network(6, 1)
@@ -66,7 +66,7 @@ def td3_that_counts() -> Case:
 
 
 class AverageMeter:
-    """As the examples of torchvision and of ImageNet have it."""
+    """The meter of torchvision's and ImageNet's examples."""
 
     def __init__(self) -> None:
         self.val = self.avg = self.sum = self.count = 0
@@ -80,7 +80,7 @@ class AverageMeter:
 
 @refused("changes history outside its arguments")
 def running_averages() -> Case:
-    """Loss and accuracy in meters, and a history of the losses."""
+    """Loss and accuracy in meters, with a list of all losses."""
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten())
     model.append(nn.Linear(216, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
@@ -107,7 +107,7 @@ def running_averages() -> Case:
 
 @cured
 def running_averages_cured() -> Case:
-    """The history is kept behind the call; the meters are numbers in attributes, as before."""
+    """Loss and accuracy in meters; the list of losses is kept outside the step."""
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten())
     model.append(nn.Linear(216, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
@@ -134,7 +134,7 @@ def running_averages_cured() -> Case:
 
 
 class Annealed(nn.Module):
-    """The beta of a variational autoencoder rises with the calls of its forward."""
+    """A variational autoencoder whose beta rises with the calls of its forward."""
 
     def __init__(self) -> None:
         super().__init__()

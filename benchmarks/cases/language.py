@@ -1,4 +1,4 @@
-"""Language models and the loops around them."""
+"""Cases of language models and their training loops."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """Returns logits and loss, ties weights, and checks the length, as nanoGPT does."""
+    """A GPT as in nanoGPT: returns logits and loss, ties weights, checks the length."""
 
     def __init__(self, width: int = 16, layers: int = 2, dropout: float = 0.1) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def nanogpt() -> Case:
 
 @case
 def gradient_accumulation() -> Case:
-    """Micro-batches in a loop inside the step, under bfloat16 autocast."""
+    """Gradient accumulation over microbatches in the step, under bfloat16 autocast."""
     model = NanoGPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -127,7 +127,7 @@ def gradient_accumulation() -> Case:
 
 @case
 def accumulation_by_batch_index() -> Case:
-    """The optimizer steps in every second call, as `batch_idx` says."""
+    """Gradient accumulation in which `batch_idx` decides if the optimizer steps."""
     model = NanoGPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -182,7 +182,7 @@ def lora() -> Case:
 
 
 class Experts(nn.Module):
-    """A mixture of experts, each run on the tokens that are sent to it, as Mixtral's is."""
+    """A mixture of experts as Mixtral's: each expert runs on the tokens routed to it."""
 
     def __init__(self, width: int = 16, experts: int = 3) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def mixture_of_experts() -> Case:
 
 
 class DenseExperts(Experts):
-    """Every expert runs on every token; the router's weights choose."""
+    """A mixture of experts that runs each expert on every token, weighted by the router."""
 
     def forward(self, idx: Tensor) -> Tensor:
         x = self.embed(idx)
@@ -283,7 +283,7 @@ def translation() -> Case:
 
 
 class MaskedEncoder(nn.Module):
-    """The language model of PyTorch's tutorial: an encoder with a mask, no `is_causal`."""
+    """The language model of PyTorch's tutorial: an encoder with a mask, without `is_causal`."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ def encoder_with_mask() -> Case:
 
 @case
 def lengths_that_vary() -> Case:
-    """A batch of another length in every call."""
+    """A language model whose batch has another length in every call."""
     model = NanoGPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -343,7 +343,7 @@ def lengths_that_vary() -> Case:
 
 @case
 def direct_preference() -> Case:
-    """DPO: a frozen copy as reference."""
+    """Direct preference optimization, with a frozen copy of the model as reference."""
     model, reference = NanoGPT(dropout=0.0), NanoGPT(dropout=0.0)
     reference.load_state_dict(model.state_dict())
     reference.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Optimizers: torch's, transformers', and published ones written out."""
+"""Cases of optimizers: torch's, transformers', and published ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def train(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def trained_with(make: Callable[[Any], Any], steps: int = STEPS + 3) -> Case:
-    """The learning rate changes in every call, and the loop is long enough for every branch."""
+    """A small training with an optimizer; the learning rate changes in every call, and the loop
+    covers every branch."""
     net = model()
     optimizer = make(net.parameters())
     calls = [(net, optimizer, torch.randn(5, 6), torch.randint(0, 3, (5,))) for _ in range(steps)]

@@ -1,4 +1,4 @@
-"""Optimizers as popular packages write them: with Python counts, with branches on them."""
+"""Optimizers as popular packages write them, with Python counts and branches on them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Lion(Optimizer):
 
 
 class NumberedAdam(Optimizer):
-    """Adam as it was written for years: the step is a Python number, with `math.sqrt` of it."""
+    """Adam with its step as a Python number, as it was written for years."""
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.9, 0.999)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": 1e-8})
@@ -92,7 +92,7 @@ class LAMB(Optimizer):
 
 
 class Adan(Optimizer):
-    """The step is a number in the group; the gradient before is kept."""
+    """Adan: the step is a number in the group, and the previous gradient is kept."""
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.98, 0.92, 0.99),
                  eps: float = 1e-8, weight_decay: float = 0.0) -> None:  # fmt: skip
@@ -139,7 +139,7 @@ class Adan(Optimizer):
 
 
 class MADGRAD(Optimizer):
-    """A count of its own in `state`, read by `.item()`."""
+    """MADGRAD: a count of its own in `state`, read by `.item()`."""
 
     def __init__(self, params: Any, lr: float = 1e-2, momentum: float = 0.9,
                  weight_decay: float = 0.0, eps: float = 1e-6) -> None:  # fmt: skip
@@ -206,7 +206,7 @@ class LaProp(Optimizer):
 
 
 class Lookahead(Optimizer):
-    """Wraps another optimizer, as popular packages do."""
+    """Lookahead, which wraps another optimizer."""
 
     def __init__(self, optimizer: Optimizer, k: int = 5, alpha: float = 0.5) -> None:
         self.optimizer, self.k, self.alpha = optimizer, k, alpha
@@ -247,7 +247,7 @@ class Lookahead(Optimizer):
 
 
 class ScheduleFree(Optimizer):
-    """AdamW without a schedule: settings of the group are computed from its own count."""
+    """Schedule-free AdamW: settings of the group are computed from its own count."""
 
     def __init__(self, params: Any, lr: float = 0.0025, warmup: int = 3) -> None:
         counts = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0}
@@ -279,7 +279,8 @@ class ScheduleFree(Optimizer):
 
 
 class Prodigy(Optimizer):
-    """The distance to the solution is estimated: a number of the group, from gradients."""
+    """Prodigy, which estimates the distance to the solution from gradients, as a number of the
+    group."""
 
     def __init__(self, params: Any, lr: float = 1.0, d0: float = 1e-3) -> None:
         numbers = {"d": d0, "d0": d0, "d_max": d0, "d_numerator": 0.0, "k": 0}

@@ -1,4 +1,4 @@
-"""Loops that draw from Python's and numpy's generators in the step, and take plain numbers."""
+"""Cases that draw from Python's and numpy's generators in the step, and take plain numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def convolutions() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @refused("draws from a generator of Python or numpy")
 def mixup_inside() -> Case:
-    """Mixup as its authors wrote it: the coefficient and the order are drawn in the step."""
+    """Mixup as its authors wrote it: coefficient and permutation are drawn in the step."""
     net, optimizer = convolutions()
 
     def mixup_data(x: Tensor, y: Tensor, alpha: float) -> tuple[Tensor, Tensor, Tensor, float]:
@@ -47,7 +47,7 @@ def mixup_inside() -> Case:
 
 @cured
 def mixup_inside_cured() -> Case:
-    """The coefficient is an argument; the order is drawn with torch as before."""
+    """Mixup with the coefficient as an argument; torch still draws the permutation."""
     net, optimizer = convolutions()
 
     def step(net: Any, optimizer: Any, inputs: Tensor, targets: Tensor, lam: float) -> float:
@@ -68,7 +68,7 @@ def mixup_inside_cured() -> Case:
 
 
 class Decoder(nn.Module):
-    """Decodes word by word, from a given one or its own last one."""
+    """A recurrent decoder fed with the target word or its own last one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Decoder(nn.Module):
 
 
 class DecoderByTensors(Decoder):
-    """Draws with torch, and chooses among tensors."""
+    """A recurrent decoder that draws with torch, and chooses by tensor operators."""
 
     def next_word(self, target: Tensor, logits: Tensor, ratio: float) -> Tensor:
         return torch.where(torch.rand(()) < ratio, target, logits.argmax(1))
@@ -99,13 +99,13 @@ class DecoderByTensors(Decoder):
 
 @refused("draws from a generator of Python or numpy")
 def teacher_forcing() -> Case:
-    """Each word of the target is given, or not, by a draw of its own."""
+    """Teacher forcing by a Python draw for each word."""
     return translating(Decoder())
 
 
 @cured
 def teacher_forcing_cured() -> Case:
-    """The same by a draw of torch's."""
+    """Teacher forcing by a torch draw for each word."""
     return translating(DecoderByTensors())
 
 
@@ -136,7 +136,7 @@ def adversaries() -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
 
 @refused("draws from a generator of Python or numpy")
 def gan_with_noise_of_numpy() -> Case:
-    """A generator fed by `Tensor(np.random.normal(…))`, with labels that are flipped at times."""
+    """A GAN fed by `Tensor(np.random.normal(…))`, whose labels are sometimes flipped."""
     nets, optimizers = adversaries()
     tensor = torch.FloatTensor
 
@@ -163,7 +163,7 @@ def gan_with_noise_of_numpy() -> Case:
 
 @cured
 def gan_with_noise_of_numpy_cured() -> Case:
-    """The noise is a tensor among the arguments, and whether labels are flipped is one as well."""
+    """A GAN with the noise and the flip of labels as tensor arguments."""
     nets, optimizers = adversaries()
 
     def step(
@@ -195,7 +195,7 @@ def gan_with_noise_of_numpy_cured() -> Case:
 
 @case
 def running_loss_as_float() -> Case:
-    """An epoch's average of the loss and its accuracy in plain numbers, over two batches."""
+    """An epoch's mean loss and accuracy in plain numbers, over two batches."""
     net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=5e-4)
 

@@ -1,4 +1,4 @@
-"""Reinforcement and meta-learning."""
+"""Cases of reinforcement and meta-learning."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Agent(nn.Module):
 
 @case
 def ppo() -> Case:
-    """CleanRL's update of one minibatch."""
+    """PPO: CleanRL's update of one minibatch."""
     agent = Agent()
     optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-4, eps=1e-5)
 
@@ -120,7 +120,7 @@ class Q(nn.Module):
 
 @case
 def sac() -> Case:
-    """Soft actor-critic with a learned temperature: a bare tensor with an optimizer of its own."""
+    """Soft actor-critic with a learned temperature: a bare tensor with its own optimizer."""
     actor, qf1, qf2 = Actor(), Q(), Q()
     target1, target2 = copy.deepcopy(qf1), copy.deepcopy(qf2)
     q_optimizer = torch.optim.Adam([*qf1.parameters(), *qf2.parameters()], lr=1e-3)
@@ -168,7 +168,7 @@ def sac() -> Case:
 
 @case
 def dqn() -> Case:
-    """PyTorch's tutorial: a mask of states that have a next one, soft updates by state_dict."""
+    """DQN of PyTorch's tutorial: a mask of non-final states, soft updates by state_dict."""
     policy = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
     target = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4, amsgrad=True)
@@ -205,7 +205,7 @@ def dqn() -> Case:
 
 @case
 def dqn_masked() -> Case:
-    """Only some rows go through the target network: as many as the mask has."""
+    """DQN whose target network runs on the masked rows only."""
     policy = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
     target = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
@@ -274,7 +274,7 @@ def maml() -> Case:
 
 @case
 def maml_functional() -> Case:
-    """torch.func: vmap over the tasks of an inner gradient step."""
+    """MAML with torch.func: vmap over the tasks of an inner gradient step."""
     model = nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 

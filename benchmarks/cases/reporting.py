@@ -1,4 +1,5 @@
-"""Loops that say how they go on, and decide by what they have kept: meters, windows, confusion."""
+"""Cases that report progress, and decide by what they have recorded: meters, windows, confusion
+matrices."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def network(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class SmoothedValue:
-    """As torchvision's references and detectron have it."""
+    """The windowed meter of torchvision's references and detectron."""
 
     def __init__(self, window_size: int = 3) -> None:
         self.deque: deque[float] = deque(maxlen=window_size)
@@ -61,13 +62,13 @@ class MetricLogger:
 
 
 def texts_as_numbers(said: io.StringIO) -> Tensor:
-    """What has been said, for a comparison."""
+    """Texts that a case has printed, as numbers for comparison."""
     return torch.tensor(list(said.getvalue().encode()))
 
 
 @refused("makes a text of")
 def detection_with_metric_logger() -> Case:
-    """torchvision's references: smoothed losses, printed with their medians."""
+    """Detection as in torchvision's references: smoothed losses, printed with their medians."""
     model, logger, said = network(6, 4), MetricLogger(), io.StringIO()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     left: list[Tensor] = []
@@ -93,7 +94,7 @@ def detection_with_metric_logger() -> Case:
 
 @cured
 def detection_with_metric_logger_cured() -> Case:
-    """The losses are results; what the logger does with them, it does behind the call."""
+    """Detection that returns its losses; the logger runs outside the step."""
     model, logger, said = network(6, 4), MetricLogger(), io.StringIO()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     left: list[Tensor] = []
@@ -120,7 +121,7 @@ def detection_with_metric_logger_cured() -> Case:
 
 @refused("computes with an array of numpy's")
 def segmentation_with_confusion_matrix() -> Case:
-    """An evaluator in numpy, as in published DeepLab, that is updated while training goes on."""
+    """Segmentation with a numpy evaluator in the step, as in published DeepLab."""
     model = nn.Conv2d(1, 3, 3, padding=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     confusion, said, left = np.zeros((3, 3)), io.StringIO(), list[Tensor]()
@@ -152,7 +153,7 @@ def segmentation_with_confusion_matrix() -> Case:
 
 @cured
 def segmentation_with_confusion_matrix_cured() -> Case:
-    """The evaluator is a function that is called in every step, with the prediction."""
+    """Segmentation whose evaluator is a callback on each prediction."""
     model = nn.Conv2d(1, 3, 3, padding=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     confusion, said, left = np.zeros((3, 3)), io.StringIO(), list[Tensor]()
@@ -187,7 +188,7 @@ def segmentation_with_confusion_matrix_cured() -> Case:
 
 @refused("computes with an array of numpy's")
 def rate_by_windows_of_losses() -> Case:
-    """A plateau by hand: the rate goes by means of what was kept, which the progress says."""
+    """A plateau schedule by hand: means of recorded losses decide the learning rate."""
     model, said = network(4, 1), io.StringIO()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, rates, left = list[float](), list[float](), list[Tensor]()
@@ -215,7 +216,7 @@ def rate_by_windows_of_losses() -> Case:
 
 @cured
 def rate_by_windows_of_losses_cured() -> Case:
-    """The step returns its loss; the plateau is looked for between two calls."""
+    """A plateau schedule outside the step, which returns its loss."""
     model, said = network(4, 1), io.StringIO()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, rates, left = list[float](), list[float](), list[Tensor]()

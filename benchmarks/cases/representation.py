@@ -1,4 +1,4 @@
-"""Self-supervised learning and embeddings."""
+"""Cases of self-supervised learning and embeddings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def views() -> tuple[Tensor, Tensor]:
 
 @case
 def simclr() -> Case:
-    """The well-known repository's loss: a boolean mask takes the diagonal out."""
+    """SimCLR with the well-known repository's loss: a boolean mask removes the diagonal."""
     model = encoder()
     optimizer = torch.optim.Adam(model.parameters(), 3e-4, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
@@ -62,7 +62,7 @@ def simclr() -> Case:
 
 
 class MoCo(nn.Module):
-    """The published module: a queue and its pointer as buffers, a key encoder that follows."""
+    """MoCo as published: a queue and its pointer as buffers, and a momentum encoder."""
 
     def __init__(self, K: int = 24, m: float = 0.999, T: float = 0.07) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def byol() -> Case:
 
 @case
 def dino() -> Case:
-    """The loss is a module that keeps the centre of the teacher's outputs."""
+    """DINO, whose loss module keeps the centre of the teacher's outputs."""
     student = encoder()
     teacher = copy.deepcopy(student).requires_grad_(False)
     criterion = DINOLoss()
@@ -280,7 +280,7 @@ def gcn_sparse() -> Case:
 
 @case
 def word2vec() -> Case:
-    """Negative sampling by a table of weights."""
+    """word2vec with negative sampling from a table of weights."""
     model = nn.ModuleDict({"u": nn.Embedding(20, 8), "v": nn.Embedding(20, 8)})
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     frequencies = torch.rand(20)

@@ -1,4 +1,4 @@
-"""Recurrent models and speech."""
+"""Cases of recurrent models and speech."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def speech_with_ctc() -> Case:
 
 
 class Decoder(nn.Module):
-    """Step by step with an LSTM cell, teacher forcing by a draw of torch's."""
+    """An LSTM cell decoder, step by step, with teacher forcing by a torch draw."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def seq2seq_decoder() -> Case:
 
 @case
 def hidden_state_carried() -> Case:
-    """Truncated back-propagation: the hidden state goes from call to call."""
+    """Truncated back-propagation: the hidden state is carried from call to call."""
     model = nn.ModuleDict(
         {"embed": nn.Embedding(20, 8), "rnn": nn.GRU(8, 8), "out": nn.Linear(8, 20)}
     )

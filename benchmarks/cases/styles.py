@@ -1,4 +1,4 @@
-"""Ways of writing a step, rather than models."""
+"""Cases of ways to write a step, whatever the model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def finish(loss: Tensor, optimizer: Any) -> Tensor:
 
 @case
 def batch_index_unused() -> Case:
-    """`training_step(batch, batch_idx)` as Lightning calls it."""
+    """A `training_step(batch, batch_idx)` as Lightning calls it, which ignores the index."""
     net = network()
     optimizer = torch.optim.Adam(net.parameters())
 
@@ -50,7 +50,7 @@ def batch_index_unused() -> Case:
 
 @case
 def epoch_as_number() -> Case:
-    """A weight of the loss that is computed from the number of the step."""
+    """A loss weight computed from the step number."""
     net = network()
     optimizer = torch.optim.Adam(net.parameters())
 
@@ -91,7 +91,7 @@ def clip_if_large() -> Case:
 
 @case
 def layer_drop() -> Case:
-    """A layer is skipped where a draw of torch's says so."""
+    """Layer dropout: a torch draw decides if a layer is skipped."""
 
     class Dropped(nn.Module):
         def __init__(self) -> None:
@@ -115,7 +115,7 @@ def layer_drop() -> Case:
 
 @case
 def closure_of_everything() -> Case:
-    """The step takes the batch; model and optimizer are known by the closure."""
+    """A step that takes only the batch; model and optimizer are in its closure."""
     net = network()
     optimizer = torch.optim.AdamW(net.parameters())
 
@@ -126,7 +126,7 @@ def closure_of_everything() -> Case:
 
 
 class Trainer:
-    """Everything as attributes; the step is a method."""
+    """A trainer object with everything as attributes; the step is a method."""
 
     def __init__(self) -> None:
         self.model = network()
@@ -181,7 +181,7 @@ def functional_call() -> Case:
 
 @case
 def per_sample_gradients() -> Case:
-    """Clipped gradients of each sample, as differentially private training takes them."""
+    """Clipped per-sample gradients, as in differentially private training."""
     net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
     def step(net: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ def per_sample_gradients() -> Case:
 
 @case
 def exponential_average_global() -> Case:
-    """A running mean of the loss in a tensor that the closure has."""
+    """A running mean of the loss in a tensor of the closure."""
     average = torch.zeros(())
 
     def step(net: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ def weight_tying() -> Case:
 
 @case
 def checked_labels() -> Case:
-    """Arguments are checked before they are used, as careful code does."""
+    """A step that checks its arguments before it uses them."""
 
     def step(net: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
         if y.max() >= 3 or y.min() < 0:
@@ -332,7 +332,7 @@ def gradient_checkpointing() -> Case:
 
 @case
 def two_losses_by_gradient() -> Case:
-    """PCGrad: gradients of two losses by `autograd.grad`, put together by hand."""
+    """PCGrad: gradients of two losses by `autograd.grad`, combined by hand."""
 
     def step(net: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
         params = list(net.parameters())
@@ -355,7 +355,7 @@ def two_losses_by_gradient() -> Case:
 
 @case
 def top_k_losses() -> Case:
-    """Only the hard examples count: a boolean mask of the losses."""
+    """Hard example mining: a boolean mask selects losses."""
 
     def step(net: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
         losses = F.cross_entropy(net(x), y, reduction="none")
@@ -367,7 +367,7 @@ def top_k_losses() -> Case:
 
 @case
 def mask_through_layers() -> Case:
-    """The rows that a mask chooses go through layers of their own."""
+    """A step that runs layers on the rows that a mask selects."""
 
     def step(net: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
         chosen = x[:, 0] > -0.5

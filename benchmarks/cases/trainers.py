@@ -1,4 +1,4 @@
-"""Loops written as classes that keep what one call hands to the next, or to the program."""
+"""Cases of trainer classes that keep state between calls or for the program."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def patches() -> nn.Module:
 
 
 class CycleGAN:
-    """The well-known repository's model class: inputs, images and losses are attributes."""
+    """CycleGAN's well-known model class: inputs, images and losses are attributes."""
 
     def __init__(self) -> None:
         self.G_A, self.G_B, self.D_A, self.D_B = translator(), translator(), patches(), patches()
@@ -92,7 +92,7 @@ def cycle_gan() -> Case:
 
 @case
 def features_of_hooks() -> Case:
-    """A student learns the features of a frozen teacher, which hooks put into a dictionary."""
+    """Feature distillation: hooks store a frozen teacher's features in a dictionary."""
 
     def network() -> nn.Module:
         return nn.Sequential(
@@ -129,7 +129,7 @@ def features_of_hooks() -> Case:
 
 
 class Language:
-    """A language model that keeps its hidden state from batch to batch."""
+    """A language model that keeps its hidden state between batches."""
 
     def __init__(self) -> None:
         self.embed, self.rnn, self.head = nn.Embedding(20, 8), nn.GRU(8, 8), nn.Linear(8, 20)
@@ -160,7 +160,7 @@ def stateful_language_model() -> Case:
 
 
 class TD3:
-    """Twin critics; the policy and the targets follow in every second call."""
+    """TD3 with twin critics; policy and targets follow in every second call."""
 
     def __init__(self) -> None:
         def network(inputs: int, outputs: int) -> nn.Sequential:
@@ -201,7 +201,7 @@ class TD3:
 
 @case
 def td3() -> Case:
-    """The count of calls is an attribute, which the program advances."""
+    """TD3 whose call count is an attribute that the program advances."""
     agent = TD3()
 
     def after(index: int, loss: Any) -> None:

@@ -1,4 +1,4 @@
-"""Image models and the tricks of their training."""
+"""Cases of image models and training tricks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def resnet_with_schedule() -> Case:
 
 @case
 def accuracy_returned() -> Case:
-    """Loss and number of right answers as numbers, as tutorials add them up."""
+    """Image classification that returns loss and correct answers as numbers."""
     model = resnet()
     optimizer = torch.optim.Adam(model.parameters())
 
@@ -87,7 +87,7 @@ def accuracy_returned() -> Case:
 
 @case
 def class_weights() -> Case:
-    """The loss has a buffer of class weights, and is known to the step by its closure."""
+    """A loss with a buffer of class weights, which the step knows by its closure."""
     model = resnet()
     optimizer = torch.optim.AdamW(model.parameters())
     criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0]))
@@ -103,7 +103,7 @@ def class_weights() -> Case:
 
 
 class FocalLoss:
-    """A plain class with a tensor."""
+    """The focal loss as a plain class that holds a tensor."""
 
     def __init__(self, alpha: Tensor, gamma: float = 2.0) -> None:
         self.alpha, self.gamma = alpha, gamma
@@ -153,7 +153,7 @@ def mixup() -> Case:
 
 @case
 def amp_with_scaler() -> Case:
-    """A GradScaler that is on, with bfloat16 so that it works on a CPU."""
+    """An active GradScaler, with bfloat16 so that it works on a CPU."""
     model = resnet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -174,7 +174,7 @@ def amp_with_scaler() -> Case:
 
 @case
 def averaged_model() -> Case:
-    """torch.optim.swa_utils, updated in the step."""
+    """A model average by torch.optim.swa_utils, updated in the step."""
     model = resnet()
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -202,7 +202,7 @@ def averaged_model_between_calls() -> Case:
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimization, as its best-known implementation is written."""
+    """Sharpness-aware minimization, as in its best-known implementation."""
 
     def __init__(self, params: Any, base: Any, rho: float = 0.05, **kwargs: Any) -> None:
         super().__init__(params, {"rho": rho, "adaptive": False, **kwargs})
@@ -299,7 +299,7 @@ def vision_transformer() -> Case:
 
 @case
 def masked_autoencoder() -> Case:
-    """Patches are shuffled by an argsort of noise."""
+    """A masked autoencoder that shuffles patches by an argsort of noise."""
     model = nn.ModuleDict(
         {
             "embed": nn.Linear(12, 16),
@@ -337,7 +337,7 @@ def masked_autoencoder() -> Case:
 
 @case
 def segmentation() -> Case:
-    """A small U-Net with a Dice loss and class weights that are a global tensor."""
+    """A small U-Net with a Dice loss and class weights in a global tensor."""
     model = nn.ModuleDict(
         {
             "down": nn.Conv2d(3, 8, 3, 2, 1),
@@ -368,7 +368,7 @@ PIXEL_WEIGHTS = torch.tensor([0.3, 0.7])
 
 @case
 def detection_losses() -> Case:
-    """Anchors that match are chosen by a mask: as many as there are in each batch."""
+    """Detection losses on matching anchors, whose number a mask decides in each batch."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1), nn.ReLU(), nn.Conv2d(8, 9, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -392,7 +392,7 @@ def detection_losses() -> Case:
 
 @case
 def mean_teacher() -> Case:
-    """Semi-supervised: labels of -1 are left out, the teacher is updated by the step number."""
+    """Mean teacher: labels of -1 are left out, and the step number sets the teacher's rate."""
     model = resnet()
     teacher = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.Adam(model.parameters())

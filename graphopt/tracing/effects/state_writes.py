@@ -1,5 +1,5 @@
-"""What a step leaves outside its arguments: tensors and numbers in attributes of `self`, in
-dictionaries, in variables of closures and modules.
+"""Values that a step stores outside its arguments: in attributes, dictionaries, closure variables
+and globals.
 
     self.fake = generator(z)         the graph returns the tensor, and every call puts it there
     self.hidden = cell(x, self.hidden)    the place is an input besides: it holds another tensor in
@@ -51,9 +51,8 @@ from graphopt.tracing.substitute import Traced
 def take_placed(
     record: Record, finder: Finder, traced: Traced, tables: Iterable[dict[str, Any]], made: MadeAnew
 ) -> list[PlacedResult]:
-    """Take out what a traced step has put into places outside; there is then what was before. Where
-    the step finds a tensor or a number in such a place, and leaves another one, the finder takes
-    note.
+    """Takes out the values that a traced step has stored outside, and restores the former ones.
+    Tensors and numbers that the step replaces are reported to the finder.
 
     Returns:
         What each call leaves there, as `written_value` gives it; the recipes are yet to be made.
@@ -75,7 +74,7 @@ def take_placed(
 
 
 def _keys_behind(written: WrittenPlace) -> tuple[Any, ...]:
-    """The keys behind one that the step has put into a dictionary: it has put them there, too."""
+    """The keys that a step has inserted into a dictionary behind a given one."""
     table, key = written.place.holder, written.place.key
     if (
         written.before is not MISSING
@@ -90,7 +89,7 @@ def _keys_behind(written: WrittenPlace) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _Places:
-    """Takes values out of the places to which a step has written. See `take_placed`.
+    """Takes the values out of the places that a step has written; see `take_placed`.
 
     Attributes:
         gradients: ids of stand-ins of gradients, which each call may find replaced.
@@ -105,7 +104,7 @@ class _Places:
     others: Set[int]
 
     def taken(self, written: WrittenPlace) -> PlacedResult | None:
-        """What each call leaves in a place; None where it leaves nothing there by itself."""
+        """The value that each call stores in a place, or None if it stores none there by itself."""
         record, place, before = self.record, written.place, written.before
         value = place.now()
         alone = _is_left_alone(written)
@@ -137,8 +136,8 @@ class _Places:
         return None if in_place else self._placed(written, left)
 
     def _refuse(self, written: WrittenPlace, value: Any, weak: bool) -> None:
-        """A value in a place that is not put back: of a weak dictionary (`functools.singledispatch`
-        has one), of a stand-in, or of an object that other threads work with."""
+        """Refuses a value in a place that is not restored: of a weak dictionary (as in
+        `functools.singledispatch`), a stand-in, or an object shared by threads."""
         record, before = self.record, written.before
         kept = isinstance(value, FunctionType) and before is MISSING if weak else False
         if kept or same(before, value) or (not weak and _compat.is_fake(written.owner)):
@@ -155,8 +154,8 @@ class _Places:
         return PlacedResult(place, left, line=written.location)
 
     def _is_moved(self, written: WrittenPlace, value: Any) -> bool:
-        """Whether a step leaves a tensor from outside in a place in which it has found another one:
-        they change places, and each call finds others there."""
+        """True if a step replaces an outside tensor by another outside one, so that each call
+        finds others."""
         tensors = isinstance(written.before, torch.Tensor) and isinstance(value, torch.Tensor)
         if not tensors or value is written.before or not self.record.depends_on(written.place):
             return False
@@ -167,7 +166,7 @@ class _Places:
 
 
 def _leave(record: Record, written: WrittenPlace, value: Any) -> None:
-    """The capture alone leaves a value in a place, where it has to be when a call begins."""
+    """Records a value that only the capture stores, and that each call must find in its place."""
     if same(written.before, value):
         record.holds(written.place, value, written.path, written.line)
     elif not _is_traced(value):
@@ -178,14 +177,14 @@ def _leave(record: Record, written: WrittenPlace, value: Any) -> None:
 
 
 def is_at(record: Record, value: Any, place: OutsidePlace) -> bool:
-    """Whether a step has got to an object by one place alone, and goes by what is in it."""
+    """True if a step reached an object through one place only, and depends on its content."""
     only = _only_place(record, value)
     found = only is not None and only.identity == place.identity
     return found and not record.is_pinned(value)
 
 
 def _only_place(record: Record, value: Any) -> OutsidePlace | None:
-    """The place by which alone a step has got to an object; None where there is none, or others."""
+    """The only place through which a step reached an object, or None."""
     places = {place.identity: place for place in record.places_of(value)}
     return next(iter(places.values())) if len(places) == 1 else None
 
@@ -194,8 +193,7 @@ _CONTAINERS = (dict, defaultdict, OrderedDict, list, deque)
 
 
 def _is_new(record: Record, written: WrittenPlace) -> bool:
-    """Whether a step leaves a container that it has made, of nothing but plain values and of others
-    like it, in the place of one of that kind."""
+    """True if a step replaces a container by a new one of the same kind, with plain values only."""
     value = written.place.now()
     if type(value) not in _CONTAINERS or type(value) is not type(written.before):
         return False
@@ -207,8 +205,7 @@ def _is_new(record: Record, written: WrittenPlace) -> bool:
 
 
 def _is_of_plain(record: Record, container: Any) -> bool:
-    """Whether there is nothing in a container but plain values, and others that the step has made
-    of these."""
+    """True if a container has only plain values, and new containers of these."""
     values = list(container.values() if isinstance(container, dict) else container)
     made = [type(each) in _CONTAINERS and not record.is_outside(each) for each in values]
     inner = list(compress(values, made))
@@ -218,9 +215,8 @@ def _is_of_plain(record: Record, container: Any) -> bool:
 
 
 def _is_exchanged(record: Record, written: WrittenPlace) -> bool:
-    """Whether a step leaves an object that it has made in the place of one of that kind, or None in
-    that of an object or a container, to which it has got by that place alone: each call finds
-    another."""
+    """True if a step replaces an object by a new one of the same kind, or by None, at the only
+    place through which it reached it."""
     before, now = written.before, written.place.now()
     if now is None:
         alike = type(before) in _CONTAINERS or is_plain_class(type(before))
@@ -231,7 +227,7 @@ def _is_exchanged(record: Record, written: WrittenPlace) -> bool:
 
 
 def _is_left_alone(written: WrittenPlace) -> bool:
-    """Whether a place belongs to a stand-in, or to an object that other threads work with."""
+    """True if a place belongs to a stand-in, or to an object shared by threads."""
     if _compat.is_fake(written.owner):
         return True
     attributes = None if written.owner is None else attributes_of(written.owner)
@@ -241,8 +237,8 @@ def _is_left_alone(written: WrittenPlace) -> bool:
 def note_counted(
     finder: Finder, path: str, place: OutsidePlace, before: Any, value: Any, used: bool = False
 ) -> bool:
-    """The step finds `before` in a place, which it has used, and leaves a value: where both are
-    numbers, or tuples of numbers, the place becomes an input. Returns whether it was none.
+    """Makes a place an input if the step replaces a number there by a number, or a tuple of them
+    likewise. Returns True if it was not one before.
 
     Args:
         used: there was another value in between, which the step has used.
@@ -265,8 +261,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _left_by_each_call(record: Record, written: WrittenPlace, value: Any, made: MadeAnew) -> Any:
-    """The value that each call puts into a place (see `written_value`); None where only the
-    capture does."""
+    """The value that each call stores (see `written_value`), or None if only the capture does."""
     place, reads = written.place, record.depends_on(written.place)
     if value is MISSING and (record.is_input(place) or record.goes_by_keys(place.holder)):
         return Constant(MISSING)
@@ -293,7 +288,7 @@ def _left_by_each_call(record: Record, written: WrittenPlace, value: Any, made: 
 
 
 def _is_held(record: Record, value: Any, made: MadeAnew) -> bool:
-    """Whether an object that the step has made holds what is traced, or stands elsewhere."""
+    """True if a new object holds a traced value, or is stored elsewhere as well."""
     return id(value) in made or holds_traced(record, value)
 
 
@@ -302,8 +297,8 @@ def _stand_in(tensor: torch.Tensor, known: Mapping[int, torch.Tensor], finder: F
 
 
 def _is_traced(value: Any, tensors: bool = True) -> bool:
-    """Whether a value is, or contains, what is traced, and no tensors where these are not allowed.
-    A nest that contains itself cannot be made anew, and is left to be refused."""
+    """True if a value is or contains a traced one, with tensors only where they are allowed. A
+    nested value that contains itself is left to be refused."""
     leaves, pending = [], [(value, frozenset[int]())]
     while pending:
         each, within = pending.pop()
@@ -321,8 +316,8 @@ def _is_traced(value: Any, tensors: bool = True) -> bool:
 
 
 def _is_found(record: Record, item: WrittenPlace) -> bool:
-    """Whether the step uses the tensor, or a tuple or a list of tensors, that it finds where it
-    leaves another one, and finds it nowhere else."""
+    """True if the step uses the tensor, or the sequence of tensors, that it replaces here, and
+    finds it nowhere else."""
     before = item.before
     if type(before) is list and record.is_changed(before):
         return False
@@ -345,7 +340,7 @@ def _is_found(record: Record, item: WrittenPlace) -> bool:
 
 
 def _tuples_in(value: Any) -> Iterator[Any]:
-    """A tuple or a list, and those within it."""
+    """A tuple or list, and those nested in it."""
     if isinstance(value, (tuple, list)):
         yield value
         yield from chain.from_iterable(map(_tuples_in, value))

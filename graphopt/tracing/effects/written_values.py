@@ -1,4 +1,4 @@
-"""How each call makes what a traced step leaves outside."""
+"""Recipes for values that a traced step stores outside, so that each call stores them again."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ def written_value(
     within: frozenset[int] = frozenset(),
     of_call: bool = True,
 ) -> Any:
-    """What every call puts there: a recipe of a value or of an object that was there before the
-    step; what is traced; or a nest of these to be made anew. None where it is none of these, as a
-    nest that contains itself.
+    """The recipe of a stored value: a constant, an object from before the step, a traced value, or
+    a nest of these. None for other values, as a nest that contains itself.
 
     Args:
         made: objects and containers that are made anew. One that stands there already is the same
@@ -65,7 +64,7 @@ def written_value(
 
 
 class MadeNest(NamedTuple):
-    """An object or container that the step has made, and what `written_value` says of it."""
+    """A new object or container of a step, with the recipes of its parts."""
 
     value: Any
     nest: Any
@@ -76,8 +75,7 @@ MadeAnew = dict[int, MadeNest]
 
 
 def attribute_told(record: Record, change: AttributeChange, made: MadeAnew) -> AttributeChange:
-    """An attribute of a module in which a step leaves an object or a container that it has made, as
-    what each call makes.
+    """The recipe form of an attribute change of a module that stores a new object or container.
 
     Raises:
         CaptureError: it cannot be made anew, and holds what is traced or takes the place of another
@@ -97,7 +95,7 @@ def attribute_told(record: Record, change: AttributeChange, made: MadeAnew) -> A
 
 
 def change_told(record: Record, change: ContainerChange, made: MadeAnew) -> ContainerChange:
-    """What a step changes in a container among its arguments, as what each call makes.
+    """The recipe form of a container change among the arguments.
 
     Raises:
         CaptureError: it puts an object there that cannot be made anew.
@@ -114,8 +112,7 @@ def change_told(record: Record, change: ContainerChange, made: MadeAnew) -> Cont
 def tell_shared(
     record: Record, left: Iterable[Any], is_kept: Callable[[object], bool], made: MadeAnew
 ) -> None:
-    """Let objects and containers that a step has made, and that stand in several of the values that
-    it leaves, be one in each call.
+    """Makes new objects that occur in several stored values one object in each call.
 
     Args:
         left: what it returns, and leaves in attributes of modules.
@@ -129,7 +126,7 @@ def tell_shared(
 
 
 def refused_object(value: Any, path: str, location: str | None) -> CaptureError:
-    """Why an object that holds what is traced is not left in a place by each call."""
+    """The reason why an object with traced values cannot be stored in a place by each call."""
     hint = "put the tensor there, or a tuple, dictionary or data class of its values"
     if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
         hint = "make it outside the step"
@@ -142,8 +139,8 @@ def refused_object(value: Any, path: str, location: str | None) -> CaptureError:
 
 
 def read_and_replaced(record: Record) -> CaptureError | None:
-    """Why an object that holds what is traced is not left by each call in the place of one that the
-    step has read; None where the step leaves no such object."""
+    """The reason why an object with traced values cannot replace one that the step has read;
+    None if there is no such object."""
     for left in record.unrepeated.left:
         value = left.place.now()
         is_object = type(value).__module__ != "builtins" and not _is_traced(value)
@@ -159,7 +156,7 @@ def read_and_replaced(record: Record) -> CaptureError | None:
 
 
 def holds_traced(record: Record, value: Any) -> bool:
-    """Whether an object that the step has made holds what is traced, itself or in its own."""
+    """True if a new object holds a traced value, itself or in a new object of its own."""
     others = (type, ModuleType) if type(value) is FunctionType else (type, ModuleType, FunctionType)
     seen, pending = {id(value)}, [value]
     while pending and len(seen) < _NEAR:

@@ -1,2 +1,1 @@
-"""What the results of a graph are for (the signature), and how each call makes the values that
-the step returns or leaves."""
+"""The signature of a graph's results, and recipes for the values that a step returns or stores."""

@@ -1,4 +1,4 @@
-"""Sorts what a traced step has left behind by where it belongs: the step's `Signature`."""
+"""Collection of everything that a traced step leaves, as the step's `Signature`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from graphopt.tracing.tensors.rebinding import Rebinding
 
 
 class LeftOutside(NamedTuple):
-    """What a traced step has left outside its arguments.
+    """The values that a traced step has stored outside its arguments.
 
     Attributes:
         placed: in attributes, dictionaries and variables.
@@ -56,7 +56,7 @@ class LeftOutside(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What a traced step has done.
+    """The outcome of a traced step: what it returned and changed.
 
     Attributes:
         returned, spec: what it returned, the leaves and how they are nested.
@@ -77,7 +77,7 @@ class Ran(NamedTuple):
 
 
 class ResultCollector:
-    """Collects, at the end of a traced step, everything it leaves behind.
+    """Collects, at the end of a traced step, everything that it leaves.
 
     Args:
         recipes: makes the results that the graph has to return.
@@ -92,7 +92,7 @@ class ResultCollector:
         attributes: Iterable[AttributeChange],
         counted: Sequence[tuple[int, int, str, Any]],
     ) -> Signature:
-        """Build the signature.
+        """Builds the signature of the step.
 
         Args:
             attributes: those of modules, optimizers and other objects that are others now.
@@ -126,7 +126,7 @@ class ResultCollector:
         )
 
     def attributes(self, changes: Iterable[AttributeChange]) -> list[AttributeResult]:
-        """Attributes that have been set, as recipes."""
+        """The recipes of attributes that the step has set."""
         return [
             AttributeResult(each.table, each.key, self.recipes.of_attribute(each))
             for each in changes
@@ -137,12 +137,12 @@ class ResultCollector:
             return replace(placed, recipe=self.recipes.of_nest(placed.recipe))
 
     def _given(self, change: ContainerChange) -> ContainerChange:
-        """A change with recipes for what it puts into the container."""
+        """A container change with recipes for its new items."""
         items = tuple((key, self.recipes.of_nest(value)) for key, value in change.items)
         return replace(change, items=items)
 
     def _flags_of_parameters(self) -> Iterator[tuple[int, bool]]:
-        """Module tensors whose `requires_grad` the step has changed, by their number."""
+        """The changed `requires_grad` flags of module tensors, by number."""
         for index, entry in enumerate(self.inputs.module_tensors):
             stand_in = self.traced.by_id[id(entry.tensor)]
             check_history(entry.fqn, entry.tensor, stand_in)
@@ -156,7 +156,7 @@ class ResultCollector:
             yield index, stand_in.requires_grad
 
     def _flags(self) -> Iterator[tuple[int, bool]]:
-        """Arguments whose `requires_grad` the step has changed, by position."""
+        """The changed `requires_grad` flags of arguments, by position."""
         for position in self.inputs.user:
             leaf = self.call.leaves[position]
             stand_in = self.traced.by_id[id(leaf)]
@@ -218,7 +218,7 @@ class ResultCollector:
     def _state_owner(
         self, key: Any, value: Any, owners: dict[int, tuple[int, Any]]
     ) -> int | OfNone:
-        """Whose state stands at a key of a traced optimizer's."""
+        """The parameter that an entry of a traced optimizer's state belongs to."""
         if id(key) in owners:
             return owners[id(key)][0]
         if isinstance(key, torch.Tensor) or not is_known_kind(key, value):

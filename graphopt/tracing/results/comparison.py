@@ -1,4 +1,4 @@
-"""Compare two traces of one step."""
+"""Comparison of two traces of one step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Said = tuple[fx.Node, Any]
 def compute_the_same(
     a: fx.GraphModule, nodes_a: Sequence[Said], b: fx.GraphModule, nodes_b: Sequence[Said]
 ) -> bool:
-    """Whether two graphs compute the same, given by `significant`.
+    """True if two graphs, given by `significant`, compute the same.
 
     Whether autograd takes a gradient over or copies it depends on reference counts; copies that
     change nothing are therefore passed over.
@@ -43,14 +43,14 @@ def _same_target(x: Any, y: Any) -> bool:
 
 
 class NodeLabels:
-    """What the nodes of a graph are called in a comparison: their position among those that compute
-    something, where this class says nothing else."""
+    """The labels of a graph's nodes in a comparison: by default their position among significant
+    nodes."""
 
     def __init__(self) -> None:
         self.of: dict[fx.Node, Any] = {}
 
     def passes_over(self, node: fx.Node, position: int) -> bool:
-        """Whether a node is not compared. It has a label then.
+        """True if a node is not compared; it has a label then.
 
         Args:
             position: how many nodes before it are compared.
@@ -61,12 +61,12 @@ class NodeLabels:
         return source is not None
 
     def arguments(self, node: fx.Node) -> Any:
-        """The arguments of a node in a form that can be compared."""
+        """The arguments of a node in comparable form."""
         return _comparable(node, self.of)
 
 
 def significant(graph: fx.Graph, labels: NodeLabels | None = None) -> list[Said]:
-    """Nodes that compute something, each with its arguments in a form that can be compared."""
+    """The nodes that compute something, each with its arguments in comparable form."""
     labels = NodeLabels() if labels is None else labels
     nodes: list[Said] = []
     for node in graph.nodes:
@@ -77,7 +77,7 @@ def significant(graph: fx.Graph, labels: NodeLabels | None = None) -> list[Said]
 
 
 def _copied(node: fx.Node) -> fx.Node | None:
-    """The node whose value `node` merely holds again."""
+    """The node whose value `node` only copies."""
     if is_operator(node.target, "aten::detach", "aten::alias", "aten::new_empty_strided"):
         return node.args[0] if isinstance(node.args[0], fx.Node) else None
     if not is_operator(node.target, "aten::copy_"):
@@ -90,7 +90,7 @@ def _copied(node: fx.Node) -> fx.Node | None:
 
 
 def _comparable(node: fx.Node, numbers: Mapping[fx.Node, Any]) -> Any:
-    """Arguments with nodes replaced by their positions, and constants by type and text."""
+    """Arguments with nodes replaced by positions, and constants by type and text."""
 
     def encode(value: Any) -> Any:
         if isinstance(value, fx.Node):

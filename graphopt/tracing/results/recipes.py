@@ -1,4 +1,5 @@
-"""How every call makes the values that a traced step has left: of what the graph gives."""
+"""Recipes by which each call rebuilds, from the graph's results, the values that a traced step
+left."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ _CONSTANTS = (type(None), int, float, str, bool, complex, bytes, torch.dtype, to
 
 
 class Recipes:
-    """Makes the recipes of one trace.
+    """Builds the recipes of one trace.
 
     Args:
         flat: what stands for the placeholders of the graph.
@@ -84,7 +85,7 @@ class Recipes:
             self._live[id(stand_in)] = self._live[id(entry.tensor)] = Live(index, None)
 
     def of(self, value: Any, what: str) -> Recipe:
-        """How every call makes a tensor, a number or a constant.
+        """The recipe of a tensor, number or constant.
 
         Args:
             what: it is, in a message.
@@ -115,17 +116,17 @@ class Recipes:
         )
 
     def _result(self, value: Any) -> Computed:
-        """A further result of the graph."""
+        """Adds a result to the graph, and returns its recipe."""
         self.results.append(value)
         return Computed(len(self.results) - 1, has_history(value))
 
     def computed(self, tensors: Mapping[int, torch.Tensor]) -> dict[int, Computed]:
-        """Further results of the graph, by what they are known by."""
+        """Adds results to the graph, and returns their recipes by key."""
         return {key: self._result(tensor) for key, tensor in sorted(tensors.items())}
 
     def left_by(self, signature: Signature) -> Iterator[torch.Tensor]:
-        """What stands for the tensors that a step returns and leaves in other places than those
-        where they stood."""
+        """The traced tensors that a step returns or stores elsewhere than where it found
+        them."""
         for recipe in signature.recipes():
             recipe = recipe.of if isinstance(recipe, View) else recipe
             if isinstance(recipe, Live):
@@ -153,7 +154,7 @@ class Recipes:
         return View(base, tuple(tensor.shape), tensor.stride(), offset, tensor.dtype, flags)
 
     def of_attribute(self, change: AttributeChange) -> Recipe:
-        """How every call makes what it sets an attribute to."""
+        """The recipe of an attribute's new value."""
         if change.is_told:
             return self.of_nest(change.after)
         _refuse_counter(change)
@@ -181,8 +182,8 @@ class Recipes:
         return self.of_nest(after)
 
     def of_nest(self, value: Any) -> Recipe:
-        """How every call makes a value: its containers anew but for those among its arguments and
-        those that were there before, and one for all places where it stands."""
+        """The recipe of a nested value, whose containers are new in each call unless they are
+        arguments or existed before the step."""
         if isinstance(value, (Constant, FromCall)):
             return value
         if id(value) in self._of_call:
@@ -199,22 +200,21 @@ class Recipes:
         return self._nests[id(value)][1]
 
     def _of_leaf(self, leaf: Any) -> Recipe:
-        """How every call makes what is in a nest."""
+        """The recipe of a leaf of a nested value."""
         if isinstance(leaf, (torch.Tensor, *SYMBOLIC)):
             return self.of(leaf, "what it leaves outside its arguments")
         return leaf if isinstance(leaf, Constant) else Constant(leaf)
 
     def _is_known(self, value: Any) -> bool:
-        """Whether a container or object is one among the arguments, or one that was there before,
-        or stands elsewhere as well."""
+        """True if a container or object is an argument, existed before, or occurs elsewhere as
+        well."""
         return id(value) in self._of_call or id(value) in self._left or self._is_there(value)
 
     def _is_there(self, value: Any) -> bool:
         return isinstance(value, (list, dict, deque)) and self._is_outside(value)
 
     def _real(self, leaf: Any) -> Any:
-        """What stands in a container for a leaf: the model's own tensor for its stand-in; None for
-        a tensor that the step has computed."""
+        """The model's own tensor for a leaf that is its stand-in; None for a computed tensor."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         live = self._live.get(id(leaf))
@@ -224,7 +224,7 @@ class Recipes:
 
 
 def _refuse_counter(change: AttributeChange) -> None:
-    """Refuse a count that no input of a graph holds. Others are found by `note_counted`."""
+    """Refuses a counter that is no input of the graph; others are found by `note_counted`."""
     before, after = change.before, change.after
     if not is_number(before) or is_exact(before) or is_host_number(before):
         return
@@ -238,5 +238,5 @@ def _refuse_counter(change: AttributeChange) -> None:
 
 
 def _bytes_before(tensor: torch.Tensor) -> int:
-    """So many bytes of its storage lie in front of a tensor."""
+    """The number of bytes of its storage in front of a tensor."""
     return int(tensor.storage_offset()) * tensor.element_size()

@@ -1,4 +1,4 @@
-"""What a captured graph's results are for: the step's return value, new state, gradients."""
+"""The signature of a captured graph: which result is returned, new state, gradient or attribute."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Live:
-    """The real tensor behind an input: the step returned it, not a copy.
+    """The real tensor behind an input: the step returned that itself, not a copy.
 
     `module_tensor` numbers `Inputs.module_tensors`; `placeholder` numbers all placeholders.
     """
@@ -57,7 +57,7 @@ class View:
     flags: tuple[bool, bool]
 
     def made(self, base: torch.Tensor) -> torch.Tensor:
-        """The view, given the input."""
+        """The view, from the input."""
         offset = (base.storage_offset() * base.element_size() + self.offset) // self.dtype.itemsize
         if base.dtype == self.dtype:
             view = torch.as_strided(base, self.size, self.stride, offset)
@@ -69,15 +69,15 @@ class View:
 
 @dataclass(frozen=True)
 class Constant:
-    """A Python value, the same on every call that this graph serves."""
+    """A Python value that is the same in every call of this graph."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Nested:
-    """A container made anew in every call, such as the pair of states that an LSTM keeps; one for
-    all that have this very recipe.
+    """A container that each call creates anew, such as an LSTM's pair of states; one object for all
+    uses of this recipe.
 
     Attributes:
         spec: its structure, a pytree's.
@@ -90,7 +90,7 @@ class Nested:
 
 @dataclass(frozen=True)
 class FromCall:
-    """A list, dictionary or object among the arguments of each call; see `given.found_in`."""
+    """A list, dictionary or object among the arguments of each call; see `found_in`."""
 
     path: Path
 
@@ -99,7 +99,7 @@ Recipe = Computed | Live | View | Constant | Nested | FromCall
 
 
 def leaves_of(recipe: Recipe) -> Iterator[Recipe]:
-    """The recipes of what is in a nest; of anything else the recipe itself."""
+    """The leaf recipes of a nested recipe; of another recipe itself."""
     if not isinstance(recipe, Nested):
         yield recipe
         return
@@ -109,7 +109,7 @@ def leaves_of(recipe: Recipe) -> Iterator[Recipe]:
 
 @dataclass(frozen=True)
 class GradientResult:
-    """`.grad` after the step, of module tensor `owner` or of the tensor argument `argument`."""
+    """The `.grad` after the step of module tensor `owner` or of tensor argument `argument`."""
 
     owner: int | None
     argument: int | None
@@ -118,8 +118,8 @@ class GradientResult:
 
 @dataclass(frozen=True)
 class StateResult:
-    """An entry of optimizer state that the step created or replaced, of module tensor `owner` or
-    of no parameter."""
+    """An optimizer state entry that the step created or replaced, of module tensor `owner` or of
+    no parameter."""
 
     optimizer: int
     owner: int | OfNone
@@ -127,21 +127,20 @@ class StateResult:
     recipe: Recipe
 
     def stands_at(self, tensors: Sequence[ModuleTensor]) -> Any:
-        """The key of the optimizer's state: one of the module tensors, or another."""
+        """The key in the optimizer's state: one of the module tensors, or another value."""
         return self.owner.key if isinstance(self.owner, OfNone) else tensors[self.owner].tensor
 
 
 @dataclass(frozen=True)
 class ContainerResult:
-    """A list or dictionary among the arguments that the step changes; the items of `change` are
-    the recipes of what they become."""
+    """A change to a list or dictionary among the arguments; the items of `change` are recipes."""
 
     change: ContainerChange
 
 
 @dataclass(frozen=True)
 class SettingResult:
-    """A setting of a parameter group that the step has changed."""
+    """A parameter group's setting that the step has changed."""
 
     optimizer: int
     group: int
@@ -159,13 +158,13 @@ class AttributeResult:
 
     @property
     def place(self) -> OutsidePlace:
-        """Where the step leaves the value."""
+        """The place in which the step stores the value."""
         return OutsidePlace("item", self.attributes, self.name)
 
 
 @dataclass(frozen=True)
 class PlacedResult:
-    """What the step has left in a place outside its arguments.
+    """A value that the step has stored in a place outside its arguments.
 
     Attributes:
         behind: of a key that is new, those that come behind it in the dictionary.
@@ -180,7 +179,7 @@ class PlacedResult:
 
 @dataclass
 class Signature:
-    """How the results of one graph become the effects of one step.
+    """The mapping from a graph's results to the effects of a step.
 
     Attributes:
         output_spec, outputs: pytree of the step's return value.
@@ -218,7 +217,7 @@ class Signature:
     keeps_casts: bool = False
 
     def recipes(self) -> Iterator[Recipe]:
-        """How each thing that the step returns or leaves behind is found."""
+        """The recipes of everything that the step returns or stores."""
         yield from self.outputs
         yield from (gradient.recipe for gradient in self.gradients)
         yield from (state.recipe for state in self.states)
@@ -229,7 +228,8 @@ class Signature:
             yield from (leaf for _, item in container.change.items for leaf in leaves_of(item))
 
     def constant_attributes(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        """Attributes that the step sets to something else than a tensor: where, name, value."""
+        """The attributes that the step sets to something else than a tensor, with their places
+        and values."""
         for attribute in self.attributes:
             if isinstance(attribute.recipe, Constant):
                 yield attribute.attributes, attribute.name, attribute.recipe.value

@@ -1,1 +1,1 @@
-"""Tensors as objects of the program: their attributes, storages, histories and classes."""
+"""Tensors as Python objects in a traced step: attributes, storages, histories and classes."""

@@ -1,4 +1,4 @@
-"""What a program sets on tensors: attributes (`p.lr_scale`, `p.hess`) and gradient hooks.
+"""Attributes (`p.lr_scale`, `p.hess`) and gradient hooks that a program sets on tensors.
 
     parameter.hess += h * z      a tensor there is an input; what a step sets there, every call sets
 
@@ -24,8 +24,8 @@ from graphopt.tracing.substitute import Traced, tables_kept
 
 
 class AttributeChange(NamedTuple):
-    """An attribute that a step has set: the table it stands in, its name there and in messages,
-    what it was, what it is, and whether that is what `written_value` says of an object."""
+    """An attribute that a step has set: its table, its name there and in messages, former and
+    new value, and if the new one is a recipe of `written_value`."""
 
     table: dict[str, Any]
     key: str
@@ -36,15 +36,14 @@ class AttributeChange(NamedTuple):
 
 
 def marks_kept(inputs: Inputs) -> AbstractContextManager[None]:
-    """Afterwards parameters and buffers have the attributes that they have now, whatever has been
-    put in their place for a trace."""
+    """Restores the attributes of parameters and buffers afterwards."""
     tensors = [entry.tensor for entry in inputs.module_tensors]
     tables = [vars(tensor) for tensor in tensors if not _compat.is_fake(tensor)]
     return tables_kept(filter(None, tables))
 
 
 class Marks:
-    """The attributes of the stand-ins in one trace, which this gives them, and their hooks."""
+    """The attributes and hooks of the stand-ins of tensors in one trace."""
 
     def __init__(self, call: Call, inputs: Inputs, traced: Traced) -> None:
         pairs = [(entry, traced.by_id[id(entry.tensor)]) for entry in inputs.module_tensors]
@@ -58,7 +57,7 @@ class Marks:
         ]
 
     def changes(self) -> Iterator[AttributeChange]:
-        """What the step has set.
+        """The attributes that the step has set.
 
         Raises:
             CaptureError: it has deleted one, or has left what no call repeats.
@@ -78,7 +77,7 @@ class Marks:
                 yield AttributeChange(table, key, name, before.get(key, MISSING), value)
 
     def _refuse_what_stays(self) -> None:
-        """Refuse hooks that stay, and attributes of arguments."""
+        """Refuses hooks that the step leaves, and attributes that it sets on arguments."""
         for name, stand_in, hooks in self._hooks:
             if _compat.hooks_of(stand_in) != hooks:
                 raise CaptureError(
@@ -93,7 +92,7 @@ class Marks:
                 )
 
     def put_back(self) -> None:
-        """Take them from the stand-ins, some of which a cycle of gradients keeps alive."""
+        """Removes the attributes from the stand-ins, some of which live on in reference cycles."""
         for entry, stand_in, before in self._before:
             if not _compat.is_fake(entry.tensor):
                 for key in {**vars(entry.tensor), **_compat.attributes_changed(stand_in, before)}:

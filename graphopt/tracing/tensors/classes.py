@@ -1,5 +1,5 @@
-"""Tensors that are more than their elements: of a class that has a say in what torch computes of
-them, or held in parts by several ranks. No graph of plain tensors stands for what they do."""
+"""Tensor subclasses that change what torch computes, or that several ranks hold in parts: no
+graph of plain tensors replaces them."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _CURES = {
 
 
 def special_class(tensor: torch.Tensor) -> type | None:
-    """The class of a tensor, where it is none of those that compute as torch does; None elsewhere.
-    Uses nothing of the tensor."""
+    """The class of a tensor if it does not compute as plain ones do, else None. Does not count
+    as a use of the tensor."""
     return _special(type(tensor))
 
 
 def check_class(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that no graph of plain tensors can stand for.
+    """Refuses a tensor whose class no graph of plain tensors can replace.
 
     Raises:
         CaptureError: it is held in parts, or its class decides what is computed of it.
@@ -87,7 +87,8 @@ def _is_distributed(kind: type) -> bool:
 
 
 def _computes_as_torch(kind: type) -> bool:
-    """A class of parameters, say, with marks of its own: what is computed of them is plain."""
+    """True for a subclass whose operators give plain tensors, such as a parameter class with
+    attributes."""
     if not _compat.results_are_plain(kind):
         return False
     return not any(hasattr(torch.Tensor, name) for name in _own_names(kind))

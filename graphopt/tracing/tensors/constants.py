@@ -1,4 +1,4 @@
-"""Tensors that a step makes of numbers: `torch.tensor(x.item())`, `torch.Tensor([1, 2])`."""
+"""Tensors that a step creates from numbers: `torch.tensor(x.item())`, `torch.Tensor([1, 2])`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)
 
 
 def holds_read(value: Any) -> bool:
-    """Whether numbers that are known only when a step runs are in nested lists."""
+    """True if nested lists contain numbers that are known only when a step runs."""
     if isinstance(value, (list, tuple)):
         return any(map(holds_read, value))
     if issubclass(type(value), TracedFloat):
@@ -24,7 +24,7 @@ def holds_read(value: Any) -> bool:
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether tensors are in nested lists for the numbers that they hold."""
+    """True if nested lists of numbers contain tensors."""
     if not isinstance(value, (list, tuple)):
         return False
     return any(
@@ -40,7 +40,7 @@ def from_numbers(
     requires_grad: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """`torch.tensor(data)` of such numbers.
+    """`torch.tensor(data)` for nested lists with numbers computed by the graph.
 
     Args:
         options: what changes nothing here, such as `copy` and `pin_memory`.
@@ -51,8 +51,8 @@ def from_numbers(
 
 
 def by_class(callee: Any, args: Sequence[Any]) -> Callable[..., torch.Tensor] | None:
-    """What is called in place of a class such as `torch.FloatTensor`, which takes plain numbers
-    alone, where it is given others; None of other callees."""
+    """The function to call instead of a constructor such as `torch.FloatTensor` for numbers of
+    the graph; None for other callees."""
     if len(args) != 1 or type(args[0]) not in (list, tuple) or not holds_read(args[0]):
         return None
     legacy = _compat.made_by_legacy(callee)
@@ -86,8 +86,7 @@ def _dtype_of(data: Any) -> torch.dtype:
 
 
 def is_new(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that the step has made has memory of its own, which nothing else writes to:
-    not that of an array or a file."""
+    """True if a new tensor has memory of its own, not that of an array or a file."""
     plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     if not plain or isinstance(tensor, nn.Parameter) or tensor.requires_grad or tensor.is_meta:
         return False
@@ -95,7 +94,7 @@ def is_new(tensor: torch.Tensor) -> bool:
 
 
 def constant_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that each call of the graph makes anew of the values that a tensor has now."""
+    """A copy of a tensor's current values that each call of the graph creates."""
     with _compat.without_modes():
         own = tensor.detach().clone()  # the graph keeps it
     result: torch.Tensor = torch.ops.aten.lift_fresh_copy(own)

@@ -13,7 +13,7 @@ from graphopt.ir.user_frames import current_location
 
 
 def deepcopied(tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
-    """A copy that is recorded.
+    """A copy of a tensor, recorded in the trace.
 
     Raises:
         CaptureError: eager's copy is a part of a copied storage, which others may share.

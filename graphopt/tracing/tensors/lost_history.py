@@ -1,5 +1,5 @@
-"""Tensors with an autograd history that no graph has: a call of a step has left them, or other code
-has computed them with gradients.
+"""Tensors whose autograd history is not in the graph: left by an earlier call, or computed by other
+code.
 
     total = total + loss        left without history by each call
     if i % 4 == 0:
@@ -29,24 +29,24 @@ _left: dict[int, weakref.ref[torch.Tensor]] = {}
 
 
 def leave(value: torch.Tensor) -> None:
-    """A call leaves a tensor that has a history in eager code."""
+    """Marks a tensor that a call leaves and that would have a history in eager code."""
     key = id(value)
     _left[key] = weakref.ref(value, lambda _: _left.pop(key, None))
 
 
 def is_left(tensor: torch.Tensor) -> bool:
-    """Whether a call has left this tensor, which had a history in eager code."""
+    """True if an earlier call left this tensor, which would have a history in eager code."""
     found = _left.get(id(tensor)) if _left else None
     return found is not None and found() is tensor
 
 
 def is_computed(tensor: torch.Tensor) -> bool:
-    """Whether an input of a step has a history in eager code that no graph has."""
+    """True if an input has an eager history that is in no graph."""
     return tensor.grad_fn is not None or is_left(tensor)
 
 
 def kind_of_history(tensor: torch.Tensor) -> str | None:
-    """What a graph is specialized on about the history of a tensor; None where it has none."""
+    """The kind of a tensor's history that a graph is specialized on; None without one."""
     if not is_computed(tensor):
         return None
     hooks = " and hooks" if _compat.hooks_of(tensor) else ""
@@ -55,12 +55,12 @@ def kind_of_history(tensor: torch.Tensor) -> str | None:
 
 
 def accumulates(tensor: torch.Tensor) -> bool:
-    """Whether backwards leave gradients in a tensor."""
+    """True if backwards accumulate gradients in a tensor."""
     return tensor.requires_grad and tensor.is_leaf
 
 
 def marks_of(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that the program keeps as attributes of a parameter or buffer, by their names."""
+    """The tensors stored as attributes of a parameter or buffer, by name."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         for key, value in vars(tensor).items():
             if isinstance(value, torch.Tensor) and value.grad_fn is None:
@@ -68,20 +68,20 @@ def marks_of(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """What an input of a step is traced as: itself, without a history, and no view where its
-    stand-in is to get one."""
+    """The tensor as an input of the trace: without history, and not a view if its stand-in gets
+    one."""
     return tensor.data if is_computed(tensor) else tensor
 
 
 def has_history(value: Any) -> bool:
-    """Whether a traced value is a tensor that has been computed with gradients."""
+    """True if a traced tensor was computed with gradients."""
     return isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf
 
 
 def refuse_backward(
     pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], inputs: Iterable[torch.Tensor]
 ) -> None:
-    """Let stand-ins refuse a backward through them.
+    """Makes stand-ins refuse a backward through them.
 
     Args:
         pairs: tensors of a call, each with what stands for it.
@@ -113,7 +113,7 @@ def refuse_backward(
 
 
 def check_history(name: str, tensor: torch.Tensor, stand_in: torch.Tensor) -> None:
-    """Refuse a step that changes an input whose history is other code's.
+    """Refuses a step that changes an input with a history of other code.
 
     Args:
         stand_in: what stood for the tensor, when the step has been traced.
@@ -132,7 +132,7 @@ def check_history(name: str, tensor: torch.Tensor, stand_in: torch.Tensor) -> No
 
 
 class _Computed(torch.autograd.Function):
-    """Says of a tensor that it was computed, and not how."""
+    """An autograd function that marks a tensor as computed by unknown code."""
 
     @staticmethod
     def forward(

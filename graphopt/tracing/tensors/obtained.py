@@ -1,5 +1,5 @@
-"""What a traced step has got from torch: the tensors that functions gave it, the numbers that it
-read from them, and which of these something still holds when the step is over."""
+"""Tensors and numbers that a traced step obtained from torch, and those that are still held
+after it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from graphopt.tracing.scalars.positions import Positions
 
 
 class ObtainedValues:
-    """Weak references to the tensors that a traced step got from torch functions, and where; and to
-    the numbers that it read from them.
+    """Weak references to the tensors that a traced step got from torch, and to the numbers that it
+    read from them, with source lines.
 
     Args:
         tagger: knows in which phase the step is.
@@ -46,17 +46,17 @@ class ObtainedValues:
         self.refused: CaptureError | None = None
 
     def refuse(self, error: CaptureError) -> CaptureError:
-        """Note an error that refuses the step, also where the step swallows it; returns it."""
+        """Records and returns an error that refuses the step, even if the step catches it."""
         self.refused = self.refused or error
         return error
 
     def add_number(self, number: Any) -> None:
-        """Note a number that the program has obtained, and where."""
+        """Records a number that the program obtained, with its source line."""
         self._numbers.append((weakref.ref(number), current_user_line()))
 
     def hand_out(self, numbers: Iterable[int], text: bool) -> None:
-        """Note that the step takes a number itself. A setting of an optimizer, which a scheduler
-        changes, is for the optimizer alone: other code would show or keep it, at capture only.
+        """Records that the step takes a number itself. Optimizer settings that a scheduler changes
+        are for the optimizer alone.
 
         Args:
             numbers: the inputs of the graph that it was computed from.
@@ -70,12 +70,12 @@ class ObtainedValues:
             raise self.refuse(taken_for_a_number())
 
     def decide(self, number: Any, kind: type) -> Any:
-        """What a number is in this call."""
+        """The value of a number in this call, on which the graph then assumes an outcome."""
         return untraced(self.decider.decide, number, kind)
 
     def text(self, function: Callable[..., str], args: tuple[Any, ...]) -> str:
-        """The text that a function gives of a value of the graph, as it is in this call: the step
-        may be about to raise an error with it. If it does not, it is refused."""
+        """The text of a graph value in this call, for an error that the step may raise next.
+        Without one the step is refused."""
         what = "a tensor" if isinstance(args[0], torch.Tensor) else "a number of a tensor's"
         error = HostWork.TEXT.refused(what)
         if not self.decider.may_know:
@@ -83,12 +83,12 @@ class ObtainedValues:
         return untraced(self.decider.text, function, args)
 
     def array(self, what: str) -> CaptureError:
-        """The refusal of a step that makes an array of numpy's of values of the graph."""
+        """The error that refuses a numpy array of values of the graph."""
         return HostWork.ARRAY.refused(what)
 
     def kept_number(self, known: set[int]) -> tuple[SourceLine | None] | None:
-        """The line of the first such number that something still holds, other than `known` (by id);
-        None where nothing does."""
+        """The source line of the first obtained number that something still holds, except
+        `known`, or None."""
         for generation in (None, 1, 2):
             if generation is not None:
                 gc.collect(generation)
@@ -101,12 +101,12 @@ class ObtainedValues:
         return (lines[0],)
 
     def line_of(self, value: object) -> SourceLine | None:
-        """Where the step got a tensor or a number."""
+        """The source line at which the step got a tensor or number."""
         known = [*self._references, *self._numbers]
         return next((line for reference, line in known if reference() is value), None)
 
     def add(self, result: Any) -> None:
-        """Note the tensors of a nest that the program has obtained, and where."""
+        """Records the tensors in a nested value that the program obtained, with the source line."""
         if isinstance(result, torch.Tensor):
             self._references.append((weakref.ref(result), current_user_line()))
         elif isinstance(result, (list, tuple)):
@@ -114,8 +114,8 @@ class ObtainedValues:
                 self.add(item)
 
     def kept(self, known: set[int]) -> tuple[list[int], SourceLine | None] | None:
-        """Shape and line of the first such tensor that a Python object still holds, other than
-        `known` (by id). Tensors that autograd alone holds (in C++) do not count."""
+        """Shape and source line of the first obtained tensor that a Python object still holds,
+        except `known`; those that only autograd holds do not count."""
         for generation in (None, 1, 2):  # what the trace has made is young
             if generation is not None:
                 gc.collect(generation)
@@ -147,7 +147,7 @@ class ObtainedValues:
 
 
 def _holders(tensors: list[torch.Tensor]) -> list[object]:
-    """Python objects, other than `tensors` and frames, that refer to one of the tensors."""
+    """The Python objects that refer to one of the tensors, except these and frames."""
     asked = tuple(tensors)  # from Python 3.13 on, what is asked about is found as well
     return [
         holder

@@ -1,4 +1,4 @@
-"""`tensor.data = new`: a tensor gets other storage, and whoever has the old one keeps it.
+"""`tensor.data = new` in a trace: the tensor gets other storage, and aliases keep the old one.
 
 While a step is traced, the stand-in of the parameter gets the storage of `new` as the parameter
 does in eager code: a name for the same memory, written and read through either. When the step is
@@ -33,7 +33,7 @@ from graphopt.tracing.substitute import Traced
 
 
 class Rebinding:
-    """What one trace does with `.data`.
+    """The assignments to `.data` in one trace.
 
     Attributes:
         rebound: module tensors that end in other storage, by position, with what they leave in the
@@ -59,7 +59,7 @@ class Rebinding:
         self.given: dict[int, torch.Tensor] = {}
 
     def set(self, target: torch.Tensor, new: Any) -> None:
-        """`target.data = new`.
+        """Traces `target.data = new`.
 
         Raises:
             CaptureError: that is no update of a tensor.
@@ -82,8 +82,8 @@ class Rebinding:
             _compat.rebind(self._tracer, target, new.detach() if new.requires_grad else new)
 
     def grown(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """`tensor.resize_(sizes)` of a tensor without elements that the step has made: it gets new
-        storage, as in eager code, whose values nobody knows. None for other calls.
+        """Traces `tensor.resize_(sizes)` of a new empty tensor, which gets storage of unknown
+        values. None for other calls.
 
         Raises:
             CaptureError: an input gets another shape.
@@ -105,7 +105,7 @@ class Rebinding:
         return target
 
     def _note(self, target: torch.Tensor) -> None:
-        """An input is about to get other storage for the first time, or once more."""
+        """Records that an input gets other storage."""
         if id(target) in self._given:
             self.given[self._given[id(target)]] = target
             return
@@ -117,7 +117,7 @@ class Rebinding:
                 self._before[position] = target, target.detach()
 
     def finish(self) -> None:
-        """The step is over.
+        """Ends the trace.
 
         Raises:
             CaptureError: a parameter ends in storage that another tensor of the model has.
@@ -148,7 +148,7 @@ _SHAPING = frozenset({*_VIEWS, *_RESIZING})
 
 
 def _in_shape(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """An input that has the shape already that it is given in place.
+    """The input itself, if `resize_` asks for the shape that it has.
 
     Raises:
         CaptureError: it has another one.
@@ -175,13 +175,13 @@ def _in_shape(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _flat(sizes: list[Any]) -> Any:
-    """Sizes that are given one by one, or as a sequence."""
+    """Sizes as one tuple, given one by one or as a sequence."""
     return sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (list, tuple)) else sizes
 
 
 def _given(call: Call, inputs: Inputs, traced: Traced) -> Iterator[tuple[int, int]]:
-    """The stand-ins of gradients and arguments that share storage with no other input, by id, each
-    with the number of its placeholder."""
+    """The stand-ins of gradients and arguments that share storage with no other input, by id,
+    with their placeholder numbers."""
     stand_ins = {id(tensor): tensor for tensor in traced.by_id.values()}
     stand_ins.update((id(tensor), tensor) for tensor in traced.gradients.values())
     shared = Counter(map(_compat.storage_key, stand_ins.values()))
@@ -211,12 +211,12 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _is_like(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether a tensor stays of its kind when it gets the storage of another one."""
+    """True if a tensor keeps shape, strides and dtype with the storage of another one."""
     return (a.shape, a.dtype, a.device, a.layout) == (b.shape, b.dtype, b.device, b.layout)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is all of its storage: kernels go by where a tensor begins."""
+    """True if a tensor is the whole of its storage: kernels depend on the offset."""
     return bool(tensor.untyped_storage().nbytes() == tensor.nbytes)
 
 

@@ -1,5 +1,5 @@
-"""Tensors that a step makes of numbers (`torch.tensor(1.0)`), whose values are known until
-something comes to them that is not."""
+"""Known values of new tensors (`torch.tensor(1.0)`), forgotten when unknown ones are written to
+them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _IN_PLACE = frozenset(
 
 
 def writes(func: Any) -> bool:
-    """Whether a torch function updates its first argument in place."""
+    """True if a torch function updates its first argument in place."""
     name: str = getattr(func, "__name__", "")
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def forget_mixed(tracer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Fake tensors made by `torch.tensor(1.0)` know their value, so that `.item()` gives a number.
+    """Forgets the known values of tensors that an operator mixes with unknown ones, so that
+    `.item()` of them is recorded.
 
     Torch keeps that value although an operator mixes it with values it does not know (a symbolic
     float, other tensors in a list), and would bake in a wrong number.
@@ -42,14 +43,14 @@ def forget_mixed(tracer: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 class CountsJustMade:
-    """Counts that optimizers have just made (`torch.tensor(0.0)`)."""
+    """Step counts that optimizers have just created (`torch.tensor(0.0)`)."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
         self._state: dict[int, Any] = {}
 
     def forget(self, tracer: Any, written: Any) -> None:
-        """Let a count be what it is in all later steps once it counts: a value to be read."""
+        """Makes the value of a count unknown once it is incremented, as it is in later steps."""
         leaves = _compat.tree_leaves(written)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         for tensor in tensors:
