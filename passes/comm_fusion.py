@@ -57,20 +57,14 @@ from graphopt.comm import CommBlock
 from graphopt.comm.buckets import (
     ALIGNMENT_BYTES,
     Bucket,
-    Planner,
+    BucketPlanner,
     communicating,
     fusable_blocks,
     may_change,
     pinned_nodes,
     raise_launches,
 )
-from graphopt.comm.fusing import (
-    copy_out,
-    first_reader,
-    flat_members,
-    name_what_is_sent,
-    replace_all,
-)
+from graphopt.comm.fusing import copy_out, copy_sent_names, first_reader, flat_members, replace_all
 from graphopt.comm.unfused import why_unfused
 from graphopt.graph_utils import move_after
 from graphopt.ir.effects import Effects
@@ -116,7 +110,7 @@ def _fuse_all(gm: fx.GraphModule, limits: tuple[int, int]) -> int:
     effects = Effects(gm.graph)
     changed = raise_launches(gm.graph, fusable, effects)
     received: dict[fx.Node, fx.Node] = {}
-    for bucket in Planner(fusable, effects, pinned_nodes(gm.graph), limits).plan(gm.graph):
+    for bucket in BucketPlanner(fusable, effects, pinned_nodes(gm.graph), limits).plan(gm.graph):
         changed.update(block.comm_node for block in bucket.blocks)
         received |= _fuse(gm.graph, bucket)
     for wait, result in received.items():
@@ -139,7 +133,7 @@ def _fuse(graph: fx.Graph, bucket: Bucket) -> dict[fx.Node, fx.Node]:
         launch, sizes, places = _launch(graph, bucket.blocks)
     with graph.inserting_before(first_reader(last, min(waits), set(overtaken))):
         results = _receive(graph, launch, waits, sizes, places)
-    name_what_is_sent(bucket.blocks, launch)
+    copy_sent_names(bucket.blocks, launch)
     old = set(waits)
     move_after([node for node in overtaken if node not in old], results[-1])
     return dict(zip(waits, results, strict=True))

@@ -36,12 +36,12 @@ from graphopt.comm import CommBlock, argument
 from graphopt.comm.buckets import (
     ALIGNMENT_BYTES,
     Bucket,
-    Planner,
+    BucketPlanner,
     communicating,
     fusable_blocks,
     pinned_nodes,
 )
-from graphopt.comm.fusing import first_reader, flat_members, name_what_is_sent, replace_all
+from graphopt.comm.fusing import copy_sent_names, first_reader, flat_members, replace_all
 from graphopt.graph_utils import is_operator, move_after
 from graphopt.ir.effects import Effects
 from graphopt.ir.metadata import fake_value
@@ -82,7 +82,7 @@ def _fuse_scatters(gm: fx.GraphModule, bucket_size_mb: float, min_buckets: int |
     if len(fusable) < 2:
         return 0
     effects, changed = Effects(gm.graph), 0
-    for bucket in Planner(fusable, effects, pinned_nodes(gm.graph), limits).plan(gm.graph):
+    for bucket in BucketPlanner(fusable, effects, pinned_nodes(gm.graph), limits).plan(gm.graph):
         changed += len(bucket.blocks)
         launches = [block.comm_node for block in bucket.blocks]
         overtaken = [node for node in bucket.behind if node < launches[-1]]
@@ -102,7 +102,7 @@ def _fuse_exchanges(gm: fx.GraphModule, bucket_size_mb: float, min_buckets: int 
         return 0
     effects, changed = Effects(gm.graph), 0
     received: dict[fx.Node, fx.Node] = {}
-    for bucket in Planner(fusable, effects, pinned_nodes(gm.graph), limits).plan(gm.graph):
+    for bucket in BucketPlanner(fusable, effects, pinned_nodes(gm.graph), limits).plan(gm.graph):
         changed += len(bucket.blocks)
         received |= _fuse(gm.graph, bucket)
     replace_all(received)
@@ -136,7 +136,7 @@ def _fuse(graph: fx.Graph, bucket: Bucket) -> dict[fx.Node, fx.Node]:
         launch, sizes = _launch(graph, blocks)
     with graph.inserting_before(first_reader(last, min(waits), set(overtaken))):
         results = _receive(graph, launch, sums, sizes)
-    name_what_is_sent(blocks, launch)
+    copy_sent_names(blocks, launch)
     old = {*waits, *sums}
     move_after([node for node in overtaken if node not in old], results[-1])
     return dict(zip(sums, results, strict=True))

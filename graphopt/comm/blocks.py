@@ -24,7 +24,7 @@ MAX_WAIT_DISTANCE = 5
 
 @dataclass
 class CommBlock:
-    """One collective and the nodes that belong to it.
+    """One collective with its wait and the views around them.
 
     Attributes:
         shape: of the tensor sent; None where a coalesced collective sends several.
@@ -49,18 +49,18 @@ class CommBlock:
 
     @property
     def kind(self) -> str:
-        """Name of the collective, such as ``"all_reduce"``."""
+        """The name of the collective, such as ``"all_reduce"``."""
         return kind_of(self.comm_node)
 
     @property
     def group(self) -> str:
-        """Name of the process group."""
+        """The name of the process group."""
         name: str = argument(self.comm_node, "group_name")
         return name
 
     @property
     def group_size(self) -> int:
-        """Number of ranks in the process group.
+        """The number of ranks in the process group.
 
         Raises:
             VerificationError: the collective does not say so, and there is no such group here.
@@ -85,17 +85,17 @@ class CommBlock:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the tensor that is sent; of the first one, where there are several."""
+        """The dtype of the tensor that is sent (the first of several)."""
         return self._sent()[0].dtype
 
     @property
     def device(self) -> torch.device:
-        """Device of the tensor that is sent; of the first one, where there are several."""
+        """The device of the tensor that is sent (the first of several)."""
         return self._sent()[0].device
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one rank sends."""
+        """The number of bytes that one rank sends."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._sent())
 
     @property
@@ -115,7 +115,7 @@ class CommBlock:
 
 
 def get_comm_block(node: fx.Node) -> CommBlock:
-    """The block of one collective.
+    """Returns the block of one collective.
 
     Args:
         node: the launch, a call of an operator of ``_c10d_functional``.
@@ -157,7 +157,7 @@ def get_comm_block(node: fx.Node) -> CommBlock:
 def get_all_comm_blocks(
     graph_module: fx.GraphModule, kinds: str | Collection[str] | None = None
 ) -> list[CommBlock]:
-    """The blocks of all collectives in launch order, or of some kinds of collectives.
+    """Returns the blocks of all collectives, or of some kinds, in launch order.
 
     Args:
         kinds: such as ``"all_reduce"`` or ``("all_reduce", "broadcast")``; None for all.
@@ -177,7 +177,7 @@ def get_all_comm_blocks(
 
 
 def kind_of(node: fx.Node) -> str:
-    """Name of the operator that a launch calls, without namespace and overload.
+    """Returns the name of the operator that a launch calls, without namespace and overload.
 
     >>> from graphopt.comm import get_all_comm_blocks, kind_of
     >>> [kind_of(block.comm_node) for block in get_all_comm_blocks(gm)]
@@ -188,7 +188,7 @@ def kind_of(node: fx.Node) -> str:
 
 
 def wait_of(launch: fx.Node) -> fx.Node:
-    """The wait of a collective that has one result.
+    """Returns the wait of a collective that has one result.
 
     Raises:
         VerificationError: `launch` is not a collective, or has no wait or several.
@@ -207,8 +207,8 @@ def wait_of(launch: fx.Node) -> fx.Node:
 
 
 def parameters_of(gm: fx.GraphModule, block: CommBlock) -> tuple[str, ...]:
-    """Names of the parameters whose gradients, or of the buffers, a collective of data parallelism
-    sends; none for a collective that the step calls itself.
+    """Returns the names of the parameters or buffers that a collective of data parallelism is for;
+    empty for the step's own collectives.
 
     >>> blocks = graphopt.comm.get_all_comm_blocks(gm, "all_reduce")
     >>> [graphopt.comm.parameters_of(gm, block) for block in blocks]
@@ -218,7 +218,8 @@ def parameters_of(gm: fx.GraphModule, block: CommBlock) -> tuple[str, ...]:
 
 
 def late_nodes(graph_module: fx.GraphModule | fx.Graph) -> Mapping[fx.Node, fx.Node]:
-    """Nodes that run one iteration late, with their destinations; none in a plain graph.
+    """Returns the nodes that run one iteration late, with their destinations; empty for plain
+    graphs.
 
     Args:
         graph_module: the graph module, or its graph.
@@ -237,7 +238,7 @@ def late_nodes(graph_module: fx.GraphModule | fx.Graph) -> Mapping[fx.Node, fx.N
 
 
 def located(node: fx.Node) -> str:
-    """A node and the user's line it comes from, as error messages show them.
+    """Formats a node with the user's source line, for error messages.
 
     >>> from graphopt.comm import get_all_comm_blocks, located
     >>> "all_reduce" in located(get_all_comm_blocks(gm)[0].comm_node)
@@ -248,7 +249,7 @@ def located(node: fx.Node) -> str:
 
 
 def _up_to_waits(launch: fx.Node) -> tuple[set[fx.Node], list[fx.Node]]:
-    """The launch and the views of it that lead to its waits, and the waits."""
+    """Returns the launch with the views that lead to its waits, and the waits."""
     before, waits = {launch}, []
     frontier = [launch]
     for _ in range(MAX_WAIT_DISTANCE):

@@ -1,4 +1,4 @@
-"""Buckets of reductions: the ones that become one collective, and the nodes that have to move.
+"""Buckets of all-reduces: which become one collective, and which nodes must move behind it.
 
 Decided from the order of the graph alone, in one walk: near-linear, and the same on every rank
 whose collectives have the same order, sizes and kinds.
@@ -45,7 +45,7 @@ def communicating(
     like: fx.Node,
     kwargs: dict[str, Any] | None = None,
 ) -> fx.Node:
-    """Insert a call that belongs to a collective, with metadata like that of `like`."""
+    """Inserts a call that belongs to a collective, with metadata like that of `like`."""
     assert callable(target)
     node = call_function_with_meta(graph, target, args, kwargs, like=like)
     set_phase(node, "communication")
@@ -53,14 +53,14 @@ def communicating(
 
 
 def fusable_blocks(gm: fx.GraphModule, kind: str = "all_reduce") -> dict[fx.Node, CommBlock]:
-    """The collectives of a kind that may be fused at all, by launch."""
+    """Returns the collectives of a kind that can be fused at all, by launch."""
     pinned = pinned_nodes(gm.graph)
     blocks = get_all_comm_blocks(gm, kind)
     return {block.comm_node: block for block in blocks if _is_fusable(block, pinned)}
 
 
 def pinned_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Late nodes and their destinations."""
+    """Returns late nodes and their destinations, which must stay in place."""
     late = late_nodes(graph)
     return {*late, *late.values()}
 
@@ -69,7 +69,7 @@ def _is_fusable(block: CommBlock, pinned: set[fx.Node]) -> bool:
     values = [known_value(node) for node in (*block.inputs, *block.wait_nodes)]
     if len(values) != 2 or list(block.comm_node.users) != block.wait_nodes:
         return False
-    if not all(has_place(value) for value in values):
+    if not all(has_known_place(value) for value in values):
         return False
     if not block.nbytes or is_launch_kept(block.comm_node):
         return False
@@ -79,15 +79,15 @@ def _is_fusable(block: CommBlock, pinned: set[fx.Node]) -> bool:
     return not any(has_absolute_offset(node) for node in (*block.tail, *users))
 
 
-def has_place(value: object) -> bool:
-    """True if the place of a tensor in a bucket can be computed now."""
+def has_known_place(value: object) -> bool:
+    """True if the position of a tensor in a bucket can be computed, because its size is known."""
     if not isinstance(value, torch.Tensor) or _compat.has_symbolic_shape(value):
         return False
     return value.is_contiguous()
 
 
 def has_absolute_offset(node: fx.Node) -> bool:
-    """True if a node reads at a place that is counted from the beginning of a storage."""
+    """True if a node reads at an offset counted from the beginning of a storage."""
     target = node.target
     return isinstance(target, _compat.OpOverload) and "as_strided" in _compat.operator_name(target)
 
@@ -95,7 +95,8 @@ def has_absolute_offset(node: fx.Node) -> bool:
 def raise_launches(
     graph: fx.Graph, fusable: Mapping[fx.Node, CommBlock], effects: Effects
 ) -> set[fx.Node]:
-    """Move each launch up to what it sends, in the order of its group. Returns those that moved."""
+    """Moves each launch up to the value it sends, in the order of its group. Returns those that
+    moved."""
     updated = {effects.key(state) for node in writers(graph) for state in written(node)}
     previous: dict[Any, fx.Node] = {}
     moved: set[fx.Node] = set()
@@ -113,19 +114,20 @@ def raise_launches(
 def may_change(
     fusable: Mapping[fx.Node, CommBlock], graph: fx.Graph, limits: tuple[int, int]
 ) -> bool:
-    """True if a launch might move up, or a bucket get two members, if nothing were in the way: what
-    is in the way closes buckets, and one that is closed gets no more members."""
+    """True if some launch could move up, or some bucket get two members, ignoring all other nodes:
+    a necessary condition for any change."""
     previous: dict[Any, fx.Node] = {}
     for node in calls_of(graph, attrgetter("collective")):
         group = argument(node, "group_name")
         if node in fusable and _anchor(node, previous.get(group)).next is not node:
             return True
         previous[group] = node
-    return bool(Planner(fusable, None, set(), limits).of_sizes_alone())
+    return bool(BucketPlanner(fusable, None, set(), limits).of_sizes_alone())
 
 
 def _anchor(launch: fx.Node, previous: fx.Node | None) -> fx.Node:
-    """Behind what a launch may stand: what it sends, and the launch before it in its group."""
+    """Returns the node behind which a launch may stand: its input, or the previous launch of its
+    group."""
     sent = launch.all_input_nodes[0]
     anchor = sent if previous is None else max(sent, previous)
     while anchor.next.op == "placeholder":
@@ -135,8 +137,7 @@ def _anchor(launch: fx.Node, previous: fx.Node | None) -> fx.Node:
 
 @dataclass
 class Scaled:
-    """The operand of an all-reduce that sends a tensor times a constant, perhaps in other
-    dimensions.
+    """The operand of an all-reduce that sends it times a constant, possibly reshaped.
 
     Attributes:
         tensor: the factor that is a tensor.
@@ -150,7 +151,8 @@ class Scaled:
 
 
 def scaled_input(sent: fx.Node) -> Scaled | None:
-    """None as well where others read the product, or scaling later would need a copy."""
+    """Returns the scaled operand of a sent value. None if the product has other readers or scaling
+    later would need a copy."""
     views: list[fx.Node] = []
     product = sent
     while is_operator(product.target, "aten::view", "aten::permute") and len(product.users) == 1:
@@ -194,7 +196,7 @@ class Bucket:
     is_open: bool = True
 
 
-class Planner:
+class BucketPlanner:
     """Sorts all-reduces into buckets, in one walk over the graph.
 
     Every node is known to stand *behind* the open buckets whose results it needs, or which hold a
@@ -220,7 +222,7 @@ class Planner:
         self._behind: dict[fx.Node, list[Bucket]] = {}
 
     def plan(self, graph: fx.Graph) -> list[Bucket]:
-        """Buckets of at least two members."""
+        """Returns the buckets of at least two members."""
         left = len(self._fusable)
         for node in graph.nodes:
             if not left:
@@ -237,7 +239,7 @@ class Planner:
         return self._several()
 
     def of_sizes_alone(self) -> list[Bucket]:
-        """As `plan`, if no node had to stand behind a bucket."""
+        """Returns the buckets as `plan` would if no node had to move behind a bucket."""
         for block in self._fusable.values():
             self._add(block)
         return self._several()
@@ -265,8 +267,8 @@ class Planner:
             self._close([bucket])
 
     def _joins(self, key: Any, nbytes: int) -> bool:
-        """True if a large gradient goes into the bucket that is filled beside such. That closes
-        each time that a few times its limit has gone by, with this one or without."""
+        """True if a gradient above the size limit joins the open bucket. That closes each time a
+        few times the limit in large gradients has passed."""
         before = self._alone.get(key, 0)
         self._alone[key] = before + nbytes
         span = BESIDE * self._limit
@@ -285,7 +287,7 @@ class Planner:
                 self._closed.append(bucket)
 
     def _buckets_before(self, node: fx.Node) -> list[Bucket]:
-        """The open buckets that `node` stands behind."""
+        """Returns the open buckets that `node` must stand behind."""
         needed = [b for source in node.all_input_nodes for b in self._behind.get(source, ())]
         found = dict.fromkeys(bucket for bucket in needed if bucket.is_open)
         for bucket in self._open.values():
@@ -317,7 +319,7 @@ class Planner:
             bucket.draws |= is_random(node)
 
     def _close_if_overwritten(self, node: fx.Node) -> None:
-        """Close buckets of which a member is sent before `node` overwrites it."""
+        """Closes the buckets with a member whose sent value `node` overwrites."""
         updated = {self._key(state) for state in written(node)}
         if updated:
             behind = self._behind.get(node, ())

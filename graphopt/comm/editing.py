@@ -1,4 +1,4 @@
-"""Editing of collectives: replace one, or find the gradients and parameters that it is for."""
+"""Edits of collectives: replacing one, and finding the gradients and parameters it serves."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from graphopt.ir.metadata import known_value, sent_names, set_sent_names
 
 
 def updates_of(gm: fx.GraphModule, block: CommBlock) -> list[fx.Node]:
-    """What an optimizer does with the gradients of a collective: all nodes that depend on them, the
-    state that is computed for them alone, and its `copy_`, in graph order.
+    """Returns the optimizer nodes for a collective's gradients, in graph order: all that depends on
+    them, state used for them alone, and its `copy_`.
 
     List operators are divided (`graphopt.optim.split_updates`), so that the nodes can be moved
     apart from the updates for other gradients. With clipping by the norm of all gradients, the
@@ -41,7 +41,7 @@ def updates_of(gm: fx.GraphModule, block: CommBlock) -> list[fx.Node]:
 def replace_collective(
     gm: fx.GraphModule, block: CommBlock, new_output: fx.Node | Sequence[fx.Node]
 ) -> None:
-    """Let the readers of a collective's result read `new_output`, and take the collective out.
+    """Redirects the readers of a collective's result to `new_output`, and removes the collective.
 
     Launch, waits and what stands between them go, so that nothing is sent twice. The names of the
     parameters that were sent go over to the collectives that `new_output` is computed from.
@@ -83,7 +83,7 @@ def replace_collective(
 
 
 def _leads_to_wait(block: CommBlock, member: fx.Node) -> bool:
-    """True if a member of a block is a wait, or a view between the launch and one."""
+    """True if a block's member is a wait, or a view between the launch and one."""
     return member in block.wait_nodes or member not in block.tail
 
 
@@ -96,12 +96,12 @@ def _refuse_other_kind(wait: fx.Node, new: fx.Node) -> None:
         texts = [f"{dtype} of shape {shape} on {device}" for dtype, shape, device in kinds]
         raise VerificationError(
             f"%{new.name} is {texts[0]}, and cannot stand for %{wait.name}, which is {texts[1]}\n"
-            f"{located(new)}\n  hint:  {_way_back(was, now)}"
+            f"{located(new)}\n  hint:  {_conversion(was, now)}"
         )
 
 
-def _way_back(was: torch.Tensor, now: torch.Tensor) -> str:
-    """How one kind of tensor becomes another."""
+def _conversion(was: torch.Tensor, now: torch.Tensor) -> str:
+    """Describes how to convert one kind of tensor to another."""
     if was.numel() != now.numel():
         return (
             f"readers need all {was.numel()} elements, and these are {now.numel()}: join the parts"
@@ -123,7 +123,7 @@ def _refuse_dependent(launch: fx.Node, new: fx.Node) -> None:
 
 
 def _computed_from(node: fx.Node, end: fx.Node) -> set[fx.Node]:
-    """What a node is computed from, behind `end`, and that itself."""
+    """Returns the nodes between `end` and a node, this one included."""
     found: set[fx.Node] = {node}
     pending = [node]
     while pending:

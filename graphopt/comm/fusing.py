@@ -1,4 +1,4 @@
-"""The nodes that every bucket of collectives needs, whatever it sends."""
+"""Node insertion for buckets of any kind of collective."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ aten = torch.ops.aten
 
 
 def first_reader(last: fx.Node, first_wait: fx.Node, overtaken: set[fx.Node]) -> fx.Node:
-    """Where the fused wait has to stand: before the first old wait, but after `last` and the
-    launches that follow it and do not need a member."""
+    """Returns the place for a fused wait: before the first old wait, and after `last` and later
+    launches that need no member."""
     if last < first_wait:
         return first_wait
     node = last.next
@@ -29,7 +29,7 @@ def first_reader(last: fx.Node, first_wait: fx.Node, overtaken: set[fx.Node]) ->
 def flat_members(
     graph: fx.Graph, blocks: Sequence[CommBlock]
 ) -> tuple[list[fx.Node], float | None]:
-    """Operands of all members as 1-D tensors, and a constant to multiply all of them by."""
+    """Returns all members' operands as 1-D tensors, and their common constant factor or None."""
     scaled = [scaled_input(block.inputs[0]) for block in blocks]
     factors = {None if entry is None else entry.factor for entry in scaled}
     if len(factors) == 1 and None not in factors:
@@ -52,7 +52,7 @@ def _unscaled(graph: fx.Graph, scaled: Scaled, like: fx.Node) -> fx.Node:
 
 
 def flat(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
-    """All elements of a contiguous tensor in one dimension."""
+    """Flattens a contiguous tensor to one dimension."""
     value = fake_value(node)
     if value.dim() == 1:
         return node
@@ -60,13 +60,14 @@ def flat(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
 
 
 def copy_out(graph: fx.Graph, result: fx.Node, wait: fx.Node) -> fx.Node:
-    """A copy of `result`, made just before the first node that reads `wait`."""
+    """Copies `result` just before the first node that reads `wait`."""
     with graph.inserting_before(min(wait.users)):
         return communicating(graph, aten.clone.default, (result,), result)
 
 
 def replace_all(replacements: Mapping[fx.Node, fx.Node]) -> None:
-    """Exchange nodes in all their users. One at a time it would be quadratic for long lists."""
+    """Replaces nodes in all their users at once; one at a time would be quadratic for long
+    lists."""
 
     def replaced(node: fx.Node) -> fx.Node:
         return replacements.get(node, node)
@@ -76,8 +77,8 @@ def replace_all(replacements: Mapping[fx.Node, fx.Node]) -> None:
         user.kwargs = fx.map_arg(user.kwargs, replaced)
 
 
-def name_what_is_sent(blocks: Sequence[CommBlock], launch: fx.Node) -> None:
-    """Let a fused collective and its wait say what its members said."""
+def copy_sent_names(blocks: Sequence[CommBlock], launch: fx.Node) -> None:
+    """Copies the members' names of sent parameters to a fused collective and its wait."""
     names = [name for block in blocks for name in sent_names(block.comm_node)]
     for node in (launch, *launch.users):
         set_sent_names(node, names)

@@ -1,4 +1,4 @@
-"""The members of a bucket: which gradient is which part of what one collective sends."""
+"""The members of a bucket: which part of a collective's message is which gradient."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphopt.ir.views import view_tail
 
 @dataclass(frozen=True)
 class BucketMember:
-    """One tensor that a collective sends, alone or together with others.
+    """One tensor that a collective sends, alone or with others.
 
     Attributes:
         parameter: whose gradient it is; None where the graph does not say.
@@ -41,7 +41,7 @@ class BucketMember:
 
 
 def bucket_members(block: CommBlock) -> list[BucketMember]:
-    """The tensors that a collective sends, in order; zeros between them are left out.
+    """Returns the tensors that a collective sends, in order; padding between them is left out.
 
     A collective that sends one tensor as it is has one member. What is sent may be a concatenation,
     and that times a constant.
@@ -64,8 +64,8 @@ def bucket_members(block: CommBlock) -> list[BucketMember]:
 
 
 def _parts(block: CommBlock) -> Iterator[tuple[int, int, fx.Node, fx.Node | None]]:
-    """First element, number of elements and node of each tensor that is sent; the last is the wait
-    for it, where it is sent in a message of its own."""
+    """Yields (first element, number of elements, node, wait) of each sent tensor; the wait is None
+    unless the tensor is a message of its own."""
     if len(block.inputs) > 1 or len(block.wait_nodes) > 1:
         for sent, wait in zip(block.inputs, block.wait_nodes, strict=True):
             yield 0, fake_value(sent).numel(), sent, wait
@@ -97,7 +97,7 @@ def _received(block: CommBlock, start: int, size: int, alone: fx.Node | None) ->
 
 
 def _pieces(wait: fx.Node) -> Iterator[fx.Node]:
-    """Nodes that are cut out of what has been received, in one or two steps."""
+    """Yields the nodes cut out of a received tensor, in one or two steps."""
     for user in wait.users:
         if is_operator(user.target, "aten::split_with_sizes"):
             yield from user.users
@@ -106,7 +106,7 @@ def _pieces(wait: fx.Node) -> Iterator[fx.Node]:
 
 
 def _place(node: fx.Node) -> tuple[int, int] | None:
-    """First element and number of elements of a piece of a flat tensor."""
+    """Returns the first element and the number of elements of a piece of a flat tensor, or None."""
     size = fake_value(node).numel()
     if node.target is operator.getitem:
         split, index = node.args

@@ -1,4 +1,4 @@
-"""The reason why all-reduces stay as they are where they might have become buckets."""
+"""Explanations why all-reduces that might form buckets were not fused."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.comm.blocks import CommBlock, get_all_comm_blocks
-from graphopt.comm.buckets import has_absolute_offset, has_place, pinned_nodes
+from graphopt.comm.buckets import has_absolute_offset, has_known_place, pinned_nodes
 from graphopt.ir.metadata import is_launch_kept, known_value
 from graphopt.readable.columns import readable_bytes
 
 
 def why_unfused(gm: fx.GraphModule, limits: tuple[int, int]) -> str:
-    """Says why no all-reduce of a graph was fused.
+    """Returns a text that says why no all-reduce of a graph was fused.
 
     Args:
         limits: bytes at which the first bucket closes, and at which later ones do.
@@ -38,7 +38,7 @@ def why_unfused(gm: fx.GraphModule, limits: tuple[int, int]) -> str:
 
 
 def _why_apart(blocks: list[CommBlock], limits: tuple[int, int]) -> str:
-    """Why all-reduces of which each could be fused are no buckets."""
+    """Returns why all-reduces that are each fusable form no buckets."""
     kinds = {(b.group, b.reduce_op, b.dtype, b.device) for b in blocks}
     if len(kinds) == len(blocks):
         return f"each of {len(blocks)} all-reduces has another group, reduction, dtype or device"
@@ -55,11 +55,11 @@ def _why_apart(blocks: list[CommBlock], limits: tuple[int, int]) -> str:
 
 
 def _why_not(block: CommBlock, pinned: set[fx.Node]) -> str | None:
-    """What keeps one all-reduce out of buckets; None where nothing does."""
+    """Returns why one all-reduce cannot join a bucket, or None."""
     values = [known_value(node) for node in (*block.inputs, *block.wait_nodes)]
     if any(_compat.has_symbolic_shape(value) for value in values):
         return "the size of what is sent depends on values or changes"
-    if not all(map(has_place, values)):
+    if not all(map(has_known_place, values)):
         return "what is sent is not contiguous"
     if not block.nbytes:
         return "what is sent is empty"

@@ -1,4 +1,4 @@
-"""Normalization of waits: one wait for each tensor, which all parts of graphopt expect.
+"""Normalization of waits to one wait for each tensor, which all of graphopt expects.
 
     launch = all_reduce_coalesced([x, y])    launch = all_reduce_coalesced([x, y])
     waits  = wait_tensors(launch)            item   = launch[0]
@@ -24,7 +24,7 @@ from graphopt.ir.metadata import fake_value, has_value
 
 
 def split_waits(graph: fx.Graph) -> int:
-    """Exchange each wait for several tensors for waits for one. Returns how many there were."""
+    """Replaces each wait for several tensors by single waits. Returns how many were replaced."""
     targets = [target for target, _ in _compat.calls_by_target(graph)]
     if not any(is_operator(target, WAIT_FOR_SEVERAL) for target in targets):
         return 0
@@ -52,12 +52,12 @@ def _split(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _call_in(graph: fx.Graph) -> Callable[..., fx.Node]:
-    """Makes calls in a graph that has metadata."""
+    """Returns a function that inserts calls with metadata into a graph."""
     return lambda target, args: call_function_with_meta(graph, target, args)
 
 
 def _tensors(node: fx.Node, new: Callable[..., fx.Node]) -> list[fx.Node]:
-    """The tensors that a node waits for."""
+    """Returns the tensors that a node waits for."""
     waited = node.args[0]
     if not isinstance(waited, fx.Node):
         return list(cast(Any, waited))
@@ -66,7 +66,7 @@ def _tensors(node: fx.Node, new: Callable[..., fx.Node]) -> list[fx.Node]:
 
 
 def _replace_by_list(node: fx.Node, waits: list[fx.Node]) -> None:
-    """Let those who take the list of results as it is take a list of the waits."""
+    """Redirects readers of the whole result list to a list of the waits."""
 
     def replaced(used: fx.Node) -> Any:
         return waits if used is node else used

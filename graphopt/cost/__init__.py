@@ -1,4 +1,4 @@
-"""Cost models: seconds of a step's operators, and of its collectives.
+"""Cost models: the seconds that a step's operators and collectives take.
 
 A `CostModel` answers two questions, for a node of a graph: how long does the device compute, and
 what does a collective ask of a link. Operators by a roofline, which needs no device, or as measured

@@ -1,4 +1,4 @@
-"""Measure operators and collectives where they run, once, and keep what was found.
+"""Calibration: measures operators and collectives on this machine once, and saves the costs.
 
     rank 0    reads its table ─┐ measures with all others ─┐ what it found counts ─┐
     rank 1    (waits)          ┴ measures                  ┴ takes it over         ┴ ...
@@ -57,7 +57,7 @@ def calibrate(
     table: str | PathLike[str] | None = None,
     timeout: float = 60.0,
 ) -> CostModel:
-    """Measure what a graph's operators and collectives take on this machine.
+    """Measures the seconds of a graph's operators and collectives on this machine.
 
     Takes seconds. Every rank of the group has to call it; all get what rank 0 found.
 
@@ -90,16 +90,16 @@ def calibrate(
     device = _device(inputs)
     kept = _kept(path, machine_name(device)) if _decides(channel) else None
     missing = kept is None or _operators(kept).lacks(graph_module.graph)
-    if _decided(channel, missing):
+    if _rank_0_decides(channel, missing):
         kept = _measured(graph_module, inputs, device, channel, kept)
         if _decides(channel):
             _write(kept, path, required=table is not None)
-    return _spread(channel, kept)
+    return _broadcast_model(channel, kept)
 
 
 def costs_in(path: str | PathLike[str], graph: fx.Graph) -> CostModel:
-    """Costs that `calibrate` or `CostModel.save` has written, for a graph that runs here. Those of
-    another machine are taken too, with a warning: a run may be prepared elsewhere.
+    """Loads costs that `calibrate` or `CostModel.save` has written, for a graph on this machine.
+    Those of another machine are accepted with a warning, since a run may be prepared elsewhere.
 
     Raises:
         FileError: the file cannot be read.
@@ -124,8 +124,8 @@ def costs_in(path: str | PathLike[str], graph: fx.Graph) -> CostModel:
 
 
 def example_inputs(graph_module: fx.GraphModule) -> list[Any]:
-    """Zeros of the shapes that a graph was captured with; numbers as they were. Numbers that are
-    tensors of no dimension are 0.5: some operators refuse a momentum of 0, others divide by it.
+    """Returns zeros with the shapes of a graph's inputs, and numbers as captured. Zero-dimensional
+    floats are 0.5, because some operators refuse a momentum of 0 and others divide by it.
 
     Raises:
         CostTableError: a shape is symbolic.
@@ -167,15 +167,15 @@ def _decides(channel: Channel | None) -> bool:
     return channel is None or channel.group.rank() == 0
 
 
-def _decided(channel: Channel | None, mine: bool) -> bool:
-    """What rank 0 says."""
+def _rank_0_decides(channel: Channel | None, mine: bool) -> bool:
+    """Returns rank 0's decision on every rank."""
     if channel is None:
         return mine
     return bool(channel.exchange({"measure": mine})[0]["measure"])
 
 
-def _spread(channel: Channel | None, model: CostModel | None) -> CostModel:
-    """Rank 0's model, on every rank."""
+def _broadcast_model(channel: Channel | None, model: CostModel | None) -> CostModel:
+    """Returns rank 0's model on every rank."""
     if channel is None:
         assert model is not None
         return model
@@ -184,7 +184,7 @@ def _spread(channel: Channel | None, model: CostModel | None) -> CostModel:
 
 
 def _kept(path: Path, machine: str) -> CostModel | None:
-    """What an earlier calibration of this machine left."""
+    """Returns the saved calibration of this machine, or None."""
     try:
         model = CostModel.load(path)
     except MissingFileError:
@@ -236,30 +236,33 @@ def _measured(
 
 
 def _slowdown(run: Callable[[], float], channel: Channel, table: CollectiveTable) -> float:
-    """By which share compute takes longer while something is sent, without what each collective
-    takes away, whatever its size: in turns with and without, as a mean over the ranks."""
+    """Returns the share by which communication slows compute down, beyond a fixed cost per
+    collective: alternating runs with and without it, averaged over ranks."""
     each = table.overhead[0]
     messages = _messages(channel, table, run())
     ratios = []
     for _ in range(_TURNS):
         before = run()
-        beside, done = _beside(messages, channel.group, run)
+        beside, done = _run_with_all_reduces(messages, channel.group, run)
         ratios.append((beside - done * each) / statistics.fmean([before, run()]))
     everyone = channel.exchange({"ratio": statistics.median(ratios)})
     return max(0.0, statistics.fmean(said["ratio"] for said in everyone) - 1)
 
 
 def _messages(channel: Channel, table: CollectiveTable, compute: float) -> int:
-    """How many all-reduces keep the link busy for longer than the compute takes on any rank."""
+    """Returns the number of all-reduces that keep the link busy longer than the compute of any
+    rank."""
     group = channel.group
     each = table(Collective("all_reduce", _MESSAGE_BYTES, group.size(), group.group_name)).seconds
     wanted = math.ceil(_LONGER * compute / max(each, 1e-6))
     return max(int(said["messages"]) for said in channel.exchange({"messages": wanted}))
 
 
-def _beside(messages: int, group: dist.ProcessGroup, run: Callable[[], float]) -> tuple[float, int]:
-    """What `run` takes beside all-reduces that nobody waits for meanwhile, and how many of these
-    came to an end meanwhile."""
+def _run_with_all_reduces(
+    messages: int, group: dist.ProcessGroup, run: Callable[[], float]
+) -> tuple[float, int]:
+    """Returns the seconds of `run` during asynchronous all-reduces, and how many of these ended
+    meanwhile."""
     # Several may be under way in one tensor: these are zeros, whose sums nobody reads.
     tensors = [torch.zeros(_MESSAGE_BYTES // 4) for _ in range(min(messages, _MOST_TENSORS))]
     dist.barrier(group)
@@ -277,7 +280,8 @@ def _beside(messages: int, group: dist.ProcessGroup, run: Callable[[], float]) -
 def _with_group(
     table: CollectiveTable, group: dist.ProcessGroup, device: torch.device, shares: bool
 ) -> CollectiveTable:
-    """A table that knows the all-reduces of a group, and other collectives by what these show.
+    """Adds the measured all-reduces of a group to a table, and estimates other collectives from
+    them.
 
     Args:
         shares: the threads of a backend share cores with compute.
@@ -295,7 +299,8 @@ def _with_group(
 
 
 def _shares_cores(channel: Channel, device: torch.device) -> bool:
-    """True if the threads of a backend find no core that does not compute, on some rank."""
+    """True if compute threads occupy all cores on some rank, so that a backend's threads must share
+    them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     mine = {"host": platform.node(), "threads": torch.get_num_threads(), "cores": cores}
     everyone = channel.exchange(mine)
@@ -307,9 +312,8 @@ def _shares_cores(channel: Channel, device: torch.device) -> bool:
 def measure_all_reduces(
     group: dist.ProcessGroup, device: torch.device, rounds: int = 7
 ) -> tuple[list[Point], list[Point]]:
-    """Median seconds of all-reduces of `SIZES` bytes, one after another, so that a link saves
-    nothing in between; no size is faster than a smaller one. All ranks of the group have to call
-    it.
+    """Returns the median seconds of all-reduces of `SIZES` bytes, made monotonic in size. They run
+    back to back, so that links save up no burst. All ranks of the group must call it.
 
     Returns:
         Seconds on the clock, and seconds that all threads of this process compute.
@@ -331,8 +335,8 @@ def measure_all_reduces(
 def _burst(
     group: dist.ProcessGroup, device: torch.device, table: CollectiveTable, rounds: int = 5
 ) -> float:
-    """Seconds that a large all-reduce gains where its link has idled before; 0 where that is no
-    more than measurements differ by."""
+    """Returns the seconds that a large all-reduce gains after its link was idle; 0 if within
+    noise."""
     tensor = torch.zeros(SIZES[-1] // 4, device=device)
     times = []
     for _ in range(rounds):
@@ -358,7 +362,7 @@ def _all_reduce_seconds(
 
 
 def _device(inputs: Sequence[Any]) -> torch.device:
-    """Where the inputs are: on a GPU, if one of them is."""
+    """Returns the device of the inputs: a GPU if one of them is on it."""
     devices = {tensor.device for tensor in tensors_in(list(inputs))}
     return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
 

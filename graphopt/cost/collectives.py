@@ -1,4 +1,4 @@
-"""Seconds of a collective: the alpha-beta model, presets, and tables.
+"""Seconds of collectives: the alpha-beta model, presets, and measured tables.
 
 A message of `n` bytes takes ``alpha + n * beta`` between two ranks (Hockney, "The communication
 challenge for MPP", Parallel Computing 1994). What a collective of `p` ranks takes follows from its
@@ -50,7 +50,7 @@ SHARED_LINK = "network"
 
 
 class Collective(NamedTuple):
-    """A collective, by the facts that its time depends on.
+    """The properties of a collective that its time depends on.
 
     Attributes:
         kind: such as ``"all_reduce"``.
@@ -73,7 +73,7 @@ class Collective(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """The time and the share of a link that a collective takes.
+    """The seconds of a collective, and its use of links.
 
     Attributes:
         latency: seconds before anything is on the link.
@@ -94,13 +94,13 @@ class Transfer(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Alone, from start to end."""
+        """The seconds from start to end without contention."""
         return self.latency + self.transfer
 
 
 def collective_of(node: fx.Node, ranks: int | None = None) -> Collective:
-    """The collective that a launch starts; a list of tensors in one call is a collective of the
-    same kind.
+    """Returns the properties of the collective that a launch starts; a call with a list of tensors
+    counts as one.
 
     Args:
         ranks: of its group, where the group itself is not there to be asked (a saved graph).
@@ -120,7 +120,7 @@ def collective_of(node: fx.Node, ranks: int | None = None) -> Collective:
 
 
 def in_one_call(collectives: Sequence[Collective]) -> Collective:
-    """Collectives of one kind and group as one that sends all their tensors.
+    """Combines collectives of one kind and group into one that sends all their tensors.
 
     >>> from graphopt.cost import Collective
     >>> from graphopt.cost.collectives import in_one_call
@@ -146,7 +146,7 @@ def _nbytes(value: object) -> int:
 
 @dataclass(frozen=True)
 class Network:
-    """Collectives by the alpha-beta model.
+    """The seconds of collectives by the alpha-beta model.
 
     Attributes:
         name: of the preset.
@@ -191,7 +191,7 @@ class Network:
 
 
 def _steps_and_passes(collective: Collective) -> tuple[float, float]:
-    """Messages one after another, and how often all bytes go over a rank's link."""
+    """Returns the number of sequential messages, and how often all bytes pass a rank's link."""
     kind, ranks = collective.kind, collective.ranks
     if ranks < 2:
         return 0.0, 0.0
@@ -220,7 +220,8 @@ on cores that compute, and within one machine those of all its ranks."""
 
 @dataclass(frozen=True)
 class CollectiveTable:
-    """Collectives as measured or published: linear between two sizes of one kind and group size.
+    """Measured or published seconds of collectives, linear between two sizes of one kind and group
+    size.
 
     Below the smallest size its time counts, and above the largest the rate of the last two goes on.
 
@@ -262,7 +263,7 @@ class CollectiveTable:
 
 
 def interpolated(points: Sequence[Point], nbytes: int) -> float:
-    """Seconds for `nbytes`, between or beyond the points of a table."""
+    """Returns the seconds for `nbytes`, between or beyond the points of a table."""
     index = bisect_left(points, (nbytes, -1.0))
     if index == 0:
         return points[0][1]
@@ -276,7 +277,7 @@ def interpolated(points: Sequence[Point], nbytes: int) -> float:
 
 
 def fitted(samples: Iterable[Point]) -> tuple[float, float]:
-    """Start-up seconds and seconds per byte that come closest to samples, relative to their times.
+    """Fits start-up seconds and seconds per byte to samples by least relative error.
 
     Least squares with weights; neither is below 0.
     """

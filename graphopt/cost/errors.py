@@ -1,4 +1,4 @@
-"""Errors about costs that were given or saved."""
+"""The error for unusable costs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from graphopt.errors import GraphOptError
 
 
 class CostTableError(GraphOptError, ValueError):
-    """Costs that cannot be used: a damaged file, a name that nobody knows, a negative time.
+    """Costs that cannot be used: a damaged file, an unknown name, a negative time.
 
     >>> from graphopt.cost import CostTableError
     >>> issubclass(CostTableError, graphopt.GraphOptError)

@@ -1,4 +1,4 @@
-"""A test for process groups whose ranks share one machine."""
+"""A test if the ranks of a process group share one machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RANKS_OF_A_HOST = 8
 
 
 def spans_hosts(ranks: int) -> bool:
-    """True if collectives of a group of so many ranks go from machine to machine.
+    """True if collectives of a group with so many ranks cross machines.
 
     A launcher says in `LOCAL_WORLD_SIZE`, as torchrun does, how many ranks it has started on this
     machine. Fewer than all: then groups of all ranks span machines. It is the same on all ranks, be

@@ -1,4 +1,4 @@
-"""`CostModel`: what schedules are decided with."""
+"""`CostModel`: the seconds by which schedules are decided."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _VERSION = 3
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds of operators and of collectives.
+    """The seconds of operators and of collectives.
 
     Attributes:
         compute: seconds that a node computes, such as a `RooflineCost`, an `OperatorTable`, or a
@@ -60,11 +60,11 @@ class CostModel:
         _checked(self.burst, "a burst")
 
     def compute_seconds(self, node: fx.Node) -> float:
-        """Seconds that the device computes for a node."""
+        """Returns the device seconds of a node."""
         return _checked(self.compute(node), f"%{node.name}")
 
     def transfer(self, node: fx.Node, world_size: int | None = None) -> Transfer:
-        """The transfer that the launch of a collective starts.
+        """Returns the transfer that a launch starts.
 
         Args:
             world_size: ranks of its group, where the group is not there to be asked.
@@ -72,7 +72,7 @@ class CostModel:
         return self._asked(collective_of(node, world_size), f"%{node.name}")
 
     def transfer_of(self, collective: Collective) -> Transfer:
-        """The transfer of a collective that is planned.
+        """Returns the transfer of a planned collective.
 
         >>> from graphopt.cost import Collective, CostModel
         >>> CostModel.preset().transfer_of(Collective("all_reduce", 1 << 20, 2, "0")).seconds > 0
@@ -88,7 +88,7 @@ class CostModel:
 
     @classmethod
     def preset(cls, device: str = "cpu", network: str = "ethernet") -> CostModel:
-        """A roofline of `DEVICES` and a network of `NETWORKS`, by name.
+        """Returns a roofline from `DEVICES` with a network from `NETWORKS`, by name.
 
         Raises:
             CostTableError: there is none of that name.
@@ -99,7 +99,7 @@ class CostModel:
         return cls(RooflineCost(DEVICES[device]), NETWORKS[network])
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write costs to a file of JSON; `CostModel.load` brings them back.
+        """Writes the costs to a JSON file, which `CostModel.load` reads.
 
         Raises:
             CostTableError: a part is a function of one's own.
@@ -109,7 +109,7 @@ class CostModel:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> CostModel:
-        """Read what `save` wrote.
+        """Reads a file that `save` wrote.
 
         Raises:
             FileError: the file cannot be read.
@@ -121,7 +121,7 @@ class CostModel:
             raise CostTableError(f"{path}: {error}") from error
 
     def to_text(self) -> str:
-        """As JSON."""
+        """Returns the costs as JSON."""
         content = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -134,7 +134,7 @@ class CostModel:
 
     @classmethod
     def from_text(cls, text: str) -> CostModel:
-        """The model that `to_text` wrote."""
+        """Parses the text of `to_text`."""
         try:
             content = json.loads(text)
             if (content["format"], content["version"]) != (_FORMAT, _VERSION):
@@ -151,7 +151,7 @@ class CostModel:
 
 
 def default_cost_model(graph: fx.Graph) -> CostModel:
-    """Presets by what a graph and its launcher show, the same on every rank and in every run.
+    """Returns presets that fit a graph and its launcher, equal on every rank and in every run.
 
     GPUs of a data sheet where its tensors are on CUDA, else one core; and a network by whether the
     ranks of its largest group share a machine (`graphopt.cost.hosts`).

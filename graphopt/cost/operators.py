@@ -1,4 +1,4 @@
-"""Seconds of operators as measured on a device, by operator and by what it is called with."""
+"""Measured seconds of operators on a device, by operator and arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _LONGEST_KEY = 160
 
 
 def operator_key(node: fx.Node) -> str:
-    """The facts that a call's time depends on, as text: operator, dtypes, shapes, strides, options.
+    """Returns the properties that a call's time depends on, as text: operator, dtypes, shapes,
+    strides, options.
 
     >>> from graphopt.cost import operator_key
     >>> (total,) = graphopt.graph_utils.get_outputs(gm.graph).results
@@ -60,7 +61,7 @@ def _described(value: object) -> str:
 
 @dataclass
 class OperatorTable:
-    """Measured seconds of operators; a roofline for what was not measured.
+    """Measured seconds of operators, with a roofline for those not measured.
 
     Attributes:
         seconds: by `operator_key`.
@@ -87,12 +88,12 @@ class OperatorTable:
         return self._roofline(node) if known is None else known
 
     def lacks(self, graph: fx.Graph) -> bool:
-        """True if a call in a graph was not measured."""
+        """True if some call of a graph was not measured."""
         return any(not is_free(n) and operator_key(n) not in self.seconds for n in graph.nodes)
 
 
 class Measurement:
-    """Runs of a graph node by node, whose seconds are taken.
+    """Timed runs of a graph, node by node.
 
     Collectives run in the first one, which waits for each at once, so that all ranks of their
     groups have to begin together; later ones take what came of them, and measure compute that
@@ -117,7 +118,7 @@ class Measurement:
         self._timing.found.clear()  # the first run loads code and fills caches
 
     def run(self) -> float:
-        """Seconds that all nodes took together in one more run."""
+        """Runs all nodes once more and returns their total seconds."""
         before = self._timing.total
         with torch.no_grad(), torch.random.fork_rng(self._cuda):
             copies = (v.clone() if isinstance(v, torch.Tensor) else v for v in self._inputs)
@@ -125,7 +126,7 @@ class Measurement:
         return self._timing.total - before
 
     def medians(self) -> dict[str, float]:
-        """Seconds of each kind of call in the runs so far."""
+        """Returns the median seconds of each kind of call."""
         return {key: statistics.median(seconds) for key, seconds in self._timing.found.items()}
 
 
@@ -163,8 +164,8 @@ class _Timing(fx.Interpreter):
         return returned if result is None else result
 
     def _prepared(self, n: fx.Node) -> tuple[Callable[[], Any], Any]:
-        """What is to be timed, and its result where it returns none: updates run in place, as they
-        do in a graph in its executable form."""
+        """Returns the function to time, and its result if it returns none; updates are timed in
+        place, as they run in the executable dialect."""
         name = fused_optimizer(n.target)
         results = known_value(n)
         if n in self._in_place and (written := inplace_form(n.target, results)) is not None:
@@ -195,7 +196,7 @@ def _synchronize(node: fx.Node) -> None:
 
 
 def machine_name(device: torch.device) -> str:
-    """The machine that measurements hold for: processor or GPU, threads, release of torch."""
+    """Names the machine that measurements hold for: processor or GPU, threads, release of torch."""
     if device.type == "cuda":
         kind = torch.cuda.get_device_name(device) if torch.cuda.is_available() else "no GPU"
     else:

@@ -1,4 +1,4 @@
-"""Seconds of an operator from what it computes and moves, for graphs of fake tensors.
+"""The roofline model: seconds of an operator from its floating-point operations and bytes.
 
 The roofline model (Williams, Waterman, Patterson, "Roofline: an insightful visual performance model
 for multicore architectures", CACM 2009): an operator takes as long as its arithmetic at the peak
@@ -38,7 +38,7 @@ _LONGEST_UPDATE = 16
 
 @dataclass(frozen=True)
 class Device:
-    """Peak rates of a device.
+    """The peak rates of a device.
 
     Attributes:
         name: for messages.
@@ -68,7 +68,7 @@ class Device:
             raise CostTableError(f"device {self.name!r}: launch_seconds is not less than 0")
 
     def flops_of(self, dtype: torch.dtype) -> float:
-        """Operations per second."""
+        """Returns floating-point operations per second for a dtype."""
         return self.flops.get(dtype, self.flops[torch.float32])
 
 
@@ -101,8 +101,8 @@ Sizes: TypeAlias = dict[fx.Node, tuple[Any, int]]
 
 @dataclass
 class RooflineCost:
-    """Seconds that a node computes on one device, computed once for each node; 0 for inputs, views,
-    Python numbers, launches and waits.
+    """The roofline seconds of nodes on one device, cached by node; 0 for inputs, views, Python
+    numbers, launches and waits.
 
     Attributes:
         device: what computes.
@@ -138,7 +138,7 @@ class RooflineCost:
         return device.launch_seconds + max(computing, moving)
 
     def _flops(self, node: fx.Node) -> float:
-        """As `flops_of`, which equal layers of a model ask for equal calls."""
+        """Returns `flops_of` a node, cached across equal calls."""
         call = _call_of(node)
         if call is None:
             return flops_of(node)
@@ -149,8 +149,8 @@ class RooflineCost:
 
 
 def _call_of(node: fx.Node) -> object | None:
-    """What a call is given, of tensors their shapes; None where it is more than these and plain
-    values."""
+    """Returns a hashable key of a call (target, tensor shapes, plain values), or None if it has
+    other arguments."""
     given: list[object] = [node.target]
     if node.kwargs:
         return None
@@ -168,7 +168,7 @@ def _call_of(node: fx.Node) -> object | None:
 
 
 def is_free(node: fx.Node) -> bool:
-    """True if a node takes the device no time: it moves no data, or others move it."""
+    """True if a node takes no device time: it moves no data, or another node accounts for it."""
     if node.op not in ("call_function", "call_module", "call_method"):
         return True
     known = operator_of(node)
@@ -176,7 +176,7 @@ def is_free(node: fx.Node) -> bool:
         return True
     if known.may_alias:
         if is_operator(node.target, "aten::copy_"):
-            return _stands_already(node)
+            return _vanishes_in_place(node)
         return not known.writes
     if is_operator(node.target, *_FREE):
         return True
@@ -186,15 +186,14 @@ def is_free(node: fx.Node) -> bool:
     return not any(True for _ in tensors_in(value)) and not known.writes
 
 
-def _stands_already(copy: fx.Node) -> bool:
-    """True if a graph in its executable form has no such `copy_`: what is copied is computed from
-    the destination itself, by operators that write in place there."""
+def _vanishes_in_place(copy: fx.Node) -> bool:
+    """True if finalizing removes this `copy_`, because the update is computed in place."""
     return bool(updates_in_place(copy))
 
 
 def updates_in_place(copy: fx.Node) -> list[fx.Node]:
-    """The operators that compute what a `copy_` writes, each from what it overwrites in the
-    executable form; none where that does not begin with the destination."""
+    """Returns the operators between a `copy_`'s destination and its value that finalizing makes
+    in-place; empty if the value does not start from the destination."""
     destination: Any = copy.args[0]
     value: Any = copy.args[1]
     found: list[fx.Node] = []
@@ -208,7 +207,7 @@ def updates_in_place(copy: fx.Node) -> list[fx.Node]:
 
 
 def _overwritten_by(value: Any) -> Any:
-    """What an operator in place overwrites with `value`; None where there is no such operator."""
+    """Returns the argument that the in-place form of `value`'s operator overwrites, or None."""
     if not isinstance(value, fx.Node):
         return None
     path: list[Any] = []
@@ -228,9 +227,9 @@ def _overwritten_by(value: Any) -> Any:
 
 
 def flops_of(node: fx.Node) -> float:
-    """Floating-point operations of a node, by the formulas of torch's flop counter; 0 for operators
-    without a formula, whose time is that of moving their operands, and where sizes are symbols: the
-    graph would hold from then on for the size alone that was asked for."""
+    """Returns a node's floating-point operations by the formulas of torch's flop counter. 0
+    without a formula, where time is bytes moved, and for symbolic sizes, which counting would
+    specialize."""
     formula = _compat.flop_formula(node.target)
     if formula is None or _has_symbolic_shape(node):
         return 0.0
@@ -254,7 +253,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 def _bytes_of(node: fx.Node, sizes: Sizes) -> int:
-    """Bytes of what a node holds, each value counted once: most are read several times."""
+    """Returns the bytes of a node's tensors, cached because most are read several times."""
     value = known_value(node)
     found = sizes.get(node)
     if found is None or found[0] is not value:

@@ -1,4 +1,4 @@
-"""Reading and editing FX graphs: free functions that keep metadata fresh."""
+"""Free functions that read and edit FX graphs and keep metadata up to date."""
 
 from graphopt.graph_utils.cleaning import eliminate_dead_code, is_needed, remove_identities
 from graphopt.graph_utils.inserting import call_function_with_meta, evaluate

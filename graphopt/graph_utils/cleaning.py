@@ -1,4 +1,4 @@
-"""Removing nodes: those that nobody needs, and those that only rename a value."""
+"""Removal of dead nodes, and of nodes that only rename a value."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from graphopt.ir.operators import is_operator, operator_of, written
 
 
 def is_needed(node: fx.Node) -> bool:
-    """True if a node must stay although nobody uses its result: it updates state, other ranks join
-    it, or later random numbers depend on it.
+    """True if a node must stay even without users: it updates state, other ranks join it, or later
+    random numbers depend on it.
 
     >>> from graphopt.graph_utils import find_nodes, is_needed
     >>> [node.name for node in find_nodes(gm.graph, is_needed)][-1]
@@ -23,7 +23,7 @@ def is_needed(node: fx.Node) -> bool:
 
 
 def eliminate_dead_code(graph: fx.Graph) -> int:
-    """Remove nodes without users or effects. Returns how many.
+    """Removes nodes without users or effects, and returns how many.
 
     `fx.Graph.eliminate_dead_code` would remove collectives that other ranks will join.
 
@@ -45,7 +45,7 @@ def eliminate_dead_code(graph: fx.Graph) -> int:
 
 
 def remove_identities(graph: fx.Graph) -> None:
-    """Forward what only renames a value: `detach`, `alias`, and `copy` of the same kind of tensor.
+    """Removes nodes that return their argument: `detach`, `alias`, and copies of the same kind.
 
     Values never change in a functional graph, so that sharing them cannot be seen.
 

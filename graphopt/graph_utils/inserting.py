@@ -1,4 +1,4 @@
-"""Inserting calls, with metadata that says what they give."""
+"""Insertion of calls with computed metadata."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def call_function_with_meta(
     *,
     like: fx.Node | None = None,
 ) -> fx.Node:
-    """Insert a call at the graph's insertion point and compute its `meta["val"]`.
+    """Inserts a call at the graph's insertion point and computes its `meta["val"]`.
 
     Args:
         graph: an active `graph.inserting_before(...)` decides the place.
@@ -72,8 +72,8 @@ def call_function_giving(
     *,
     like: fx.Node,
 ) -> fx.Node:
-    """`call_function_with_meta` where it is known already what the call gives: `value`, made of
-    fake tensors."""
+    """Inserts a call as `call_function_with_meta` does, with the known result `value` (fake
+    tensors) as metadata."""
     node = _inserted(graph, target, args, kwargs, like)
     set_value(node, value)
     return node
@@ -89,12 +89,12 @@ def _inserted(
 
 
 def _value_of_call(graph: fx.Graph, node: fx.Node) -> Any:
-    """As `evaluate`; what is made from no tensor, in the mode of the graph."""
+    """Evaluates a call as `evaluate` does; factories run in the graph's fake mode."""
     return evaluate(cast(Any, node.target), node.args, node.kwargs, _fake_mode(graph))
 
 
 def _refused_call(node: fx.Node, error: Exception) -> str:
-    """What an operator said of its arguments, and what these are."""
+    """Formats an operator's error together with its arguments."""
     reason = str(error).partition("\n")[0] or type(error).__name__
     values = {f"%{source.name}": known_value(source) for source in node.all_input_nodes}
     kinds = [
@@ -108,7 +108,7 @@ def _refused_call(node: fx.Node, error: Exception) -> str:
 
 
 def _fake_mode(graph: fx.Graph) -> Any:
-    """The FakeTensorMode of the first tensor of a graph."""
+    """Returns the FakeTensorMode of the first tensor in a graph."""
     values = (tensors_in(known_value(node)) for node in graph.nodes)
     first = next((found for found in map(list, values) if found), [])
     return _compat.fake_mode_of(first)
@@ -118,7 +118,7 @@ _COMPUTED = frozenset({"val", "tensor_meta", "unbacked_bindings", "eager_input_v
 
 
 def evaluate(target: Callable[..., Any], args: Any, kwargs: Any, mode: Any = None) -> Any:
-    """Result of `target` for nodes' `meta["val"]`: fake tensors, symbolic numbers or nests.
+    """Runs `target` on nodes' `meta["val"]`: fake tensors, symbolic numbers or nests.
 
     Args:
         mode: the FakeTensorMode of what is made from no tensor, as by ``aten.scalar_tensor``.
@@ -141,12 +141,12 @@ def evaluate(target: Callable[..., Any], args: Any, kwargs: Any, mode: Any = Non
         result = target(*values[0], **values[1])
         given = set(map(id, tensors_in(values)))
         if isinstance(result, torch.Tensor):
-            return _of_its_own(result, given)
-        return _compat.tree_map(lambda value: _of_its_own(value, given), result)
+            return _detached(result, given)
+        return _compat.tree_map(lambda value: _detached(value, given), result)
 
 
-def _of_its_own(value: Any, given: Container[int]) -> Any:
-    """A result that is none of the arguments, and needs no gradient."""
+def _detached(value: Any, given: Container[int]) -> Any:
+    """Detaches a result that is an argument or requires grad, so that it is a tensor of its own."""
     if not isinstance(value, torch.Tensor):
         return value
     return _compat.detached(value) if id(value) in given or value.requires_grad else value

@@ -1,4 +1,4 @@
-"""Modes of torch under which graphs are made and run."""
+"""The torch modes under which graphs are made and run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphopt import _compat
 
 
 def without_autocast() -> AbstractContextManager[object]:
-    """Autocast off: casts are nodes of a graph, and must not happen once more around them.
+    """Disables autocast: a graph has its casts as nodes, which must not be cast again.
 
     >>> from graphopt.graph_utils import without_autocast
     >>> with torch.autocast("cpu"), without_autocast():
@@ -28,7 +28,7 @@ def without_autocast() -> AbstractContextManager[object]:
 
 
 def environment() -> tuple[Any, ...]:
-    """Modes of torch that change what operators run.
+    """Returns the torch modes that influence which operators run.
 
     >>> from graphopt.graph_utils import environment
     >>> with torch.no_grad():

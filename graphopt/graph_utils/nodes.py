@@ -8,7 +8,7 @@ from torch import fx
 
 
 def find_nodes(graph: fx.Graph, predicate: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """Nodes for which `predicate` holds, in graph order.
+    """Returns the nodes for which `predicate` holds, in graph order.
 
     >>> from graphopt.graph_utils import find_nodes, is_wait
     >>> find_nodes(gm.graph, is_wait)
@@ -18,12 +18,12 @@ def find_nodes(graph: fx.Graph, predicate: Callable[[fx.Node], bool]) -> list[fx
 
 
 def graph_of(graph: fx.GraphModule | fx.Graph) -> fx.Graph:
-    """The graph of a graph module, or the graph itself."""
+    """Returns the graph of a graph module, or the graph itself."""
     return graph.graph if isinstance(graph, fx.GraphModule) else graph
 
 
 def find_all_descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """All direct and indirect users of `nodes`, without `nodes` themselves and the output.
+    """Returns all direct and indirect users of `nodes`, without `nodes` themselves and the output.
 
     >>> from graphopt.graph_utils import find_all_descendants, find_nodes, is_copy, is_wait
     >>> found = find_all_descendants(find_nodes(gm.graph, is_wait)[:1])
@@ -41,7 +41,7 @@ def find_all_descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def move_before(nodes: Sequence[fx.Node], target: fx.Node) -> None:
-    """Move `nodes` to just before `target`, in the order given.
+    """Moves `nodes` to just before `target`, in the order given.
 
     >>> from graphopt.graph_utils import find_nodes, is_wait, move_before
     >>> waits = find_nodes(gm.graph, is_wait)
@@ -54,7 +54,7 @@ def move_before(nodes: Sequence[fx.Node], target: fx.Node) -> None:
 
 
 def move_after(nodes: Sequence[fx.Node], target: fx.Node) -> None:
-    """Move `nodes` to just after `target`, in the order given.
+    """Moves `nodes` to just after `target`, in the order given.
 
     >>> from graphopt.graph_utils import find_nodes, is_collective, move_after
     >>> first, second = find_nodes(gm.graph, is_collective)
@@ -68,7 +68,7 @@ def move_after(nodes: Sequence[fx.Node], target: fx.Node) -> None:
 
 
 def after_placeholders(node: fx.Node) -> fx.Node:
-    """`node`, or the last placeholder where it is one of them: the place after which to insert.
+    """Returns `node`, or the last placeholder if it is one: the node after which to insert.
 
     >>> from graphopt.graph_utils import after_placeholders
     >>> first = next(iter(gm.graph.nodes))

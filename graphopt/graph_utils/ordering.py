@@ -1,4 +1,4 @@
-"""Orders that change as little as they have to."""
+"""Topological orders that change a given order as little as possible."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from heapq import heapify, heappop, heappush
 
 
 def earliest_order(followers: Mapping[int, Iterable[int]]) -> Iterator[int]:
-    """Numbers, each before its followers, and as far as that allows from small to large (Kahn's
-    algorithm with a heap). Those that are in a circle, or behind one, are left out."""
+    """Yields numbers before their followers, the smallest first where possible (Kahn's algorithm
+    with a heap). Omits those in or behind a cycle."""
     waiting = Counter(follower for found in followers.values() for follower in found)
     ready = [number for number in followers if not waiting[number]]
     heapify(ready)

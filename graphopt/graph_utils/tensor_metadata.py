@@ -14,7 +14,7 @@ from graphopt.ir.metadata import known_value
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors among the leaves of a nest.
+    """Yields the tensors among the leaves of a nest.
 
     >>> from graphopt.graph_utils import tensors_in
     >>> [len(t) for t in tensors_in(([torch.ones(2)], {"other": torch.ones(3)}, 4))]
@@ -32,7 +32,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """True if the elements of a tensor lie side by side in memory, each once.
+    """True if a tensor's elements occupy one contiguous range of memory, each exactly once.
 
     >>> from graphopt.graph_utils import is_dense
     >>> is_dense(torch.ones(2, 3).t()), is_dense(torch.ones(3)[::2])
@@ -49,7 +49,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def lies_apart(tensor: torch.Tensor) -> bool:
-    """True if each element of a tensor has a place of its own in memory, perhaps with gaps.
+    """True if no two elements of a tensor share memory; gaps are allowed.
 
     >>> from graphopt.graph_utils import lies_apart
     >>> lies_apart(torch.ones(4, 3)[:, ::2]), lies_apart(torch.ones(1).expand(3))

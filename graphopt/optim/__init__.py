@@ -1,4 +1,4 @@
-"""Optimizers in a graph: finding them, and dividing them into independent updates."""
+"""Optimizers in a graph: finding them, and splitting them into independent updates."""
 
 from graphopt.optim.blocks import (
     AdamArgs,

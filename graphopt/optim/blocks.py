@@ -1,4 +1,4 @@
-"""Blocks: the nodes of one optimizer, by what they do."""
+"""Optimizer blocks: the nodes of one optimizer, by their role."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Output = fx.Node | None
 
 
 class AdamArgs(NamedTuple):
-    """The list arguments of a fused Adam, one entry per parameter each.
+    """The list arguments of a fused Adam, each with one entry per parameter.
 
     `max_exp_avg_sqs` is empty without amsgrad. Entries of `state_steps` are items of the step
     counter, or the `copy_` of such an item.
@@ -64,13 +64,14 @@ class FusedAdamBlock:
 
     @classmethod
     def from_node(cls, optim_node: fx.Node) -> FusedAdamBlock:
-        """The block around a fused Adam, as the graph has it."""
+        """Returns the block around a fused Adam of the graph."""
         lists = _stored_lists(optim_node)
         return cls(optim_node, *(find_outputs(optim_node, *stored) for stored in lists))
 
     @classmethod
     def with_new_outputs(cls, optim_node: fx.Node) -> FusedAdamBlock:
-        """The block around a new fused Adam: inserts what copies its results back."""
+        """Returns the block around a new fused Adam, after inserting copies of its results into
+        state."""
         graph, after = optim_node.graph, optim_node
         outputs: list[list[Output]] = []
         for position, entries in _stored_lists(optim_node):
@@ -101,7 +102,7 @@ class FusedAdamBlock:
 
     @property
     def copies(self) -> list[fx.Node]:
-        """The outputs that there are."""
+        """The existing copies of results into state."""
         lists = (
             self.param_outputs,
             self.exp_avgs_outputs,
@@ -113,7 +114,7 @@ class FusedAdamBlock:
 
 @dataclass
 class ForeachAddBlock:
-    """The list operator that counts the steps of an optimizer.
+    """The list operator that increments an optimizer's step counts.
 
     Attributes:
         add_node: the `_foreach_add`.
@@ -129,25 +130,26 @@ class ForeachAddBlock:
 
     @classmethod
     def from_node(cls, add_node: fx.Node) -> ForeachAddBlock:
-        """The block around a `_foreach_add`, as the graph has it."""
+        """Returns the block around a `_foreach_add` of the graph."""
         if not is_operator(add_node.target, "aten::_foreach_add"):
             raise OptimizerSplitError(f"not a _foreach_add: {add_node.format_node()}")
         return cls(add_node, find_outputs(add_node, 0, entries_of(add_node, "self")))
 
     @classmethod
     def with_new_outputs(cls, add_node: fx.Node) -> ForeachAddBlock:
-        """The block around a new `_foreach_add`: inserts what copies its results back."""
+        """Returns the block around a new `_foreach_add`, after inserting copies of its results into
+        state."""
         return cls(add_node, _make_outputs(add_node, add_node, entries_of(add_node, "self")))
 
     @property
     def copies(self) -> list[fx.Node]:
-        """The outputs that there are."""
+        """The existing copies of results into state."""
         return [output for output in self.outputs if output is not None]
 
 
 @dataclass
 class ListOptimizerBlock:
-    """Any other optimizer of list operators: another fused one, or several `_foreach_*`.
+    """Any other optimizer made of list operators: another fused one, or several `_foreach_*`.
 
     Attributes:
         nodes: its list operators without the step counter, in graph order.
@@ -171,7 +173,7 @@ class ListOptimizerBlock:
 
 @dataclass
 class FusedOptimizerBlock:
-    """One optimizer of list operators.
+    """One optimizer made of list operators, with its step counter.
 
     Attributes:
         step: what counts its steps; None for an optimizer that does not need the count.
@@ -204,24 +206,24 @@ def _adam_args(node: fx.Node) -> AdamArgs:
 
 
 def _stored_lists(node: fx.Node) -> Iterator[tuple[int, list[fx.Node]]]:
-    """Position among the results, and the entries, of each list that fused Adam updates."""
+    """Yields each list that a fused Adam updates, as its result position and its entries."""
     args = _adam_args(node)
     for position in (0, 2, 3, 4):  # result 1 are the gradients as they were
         yield position, args[position]
 
 
 def entries_of(node: fx.Node, name: str) -> list[fx.Node]:
-    """The nodes in a list argument of a list operator."""
+    """Returns the nodes in a list argument of a list operator."""
     return [entry for entry in argument(node, name) or () if isinstance(entry, fx.Node)]
 
 
 def copy_of(item: fx.Node) -> Output:
-    """The `copy_` that stores `item`."""
+    """Returns the `copy_` that stores `item`, or None."""
     return next((user for user in item.users if is_copy(user) and user.args[1] is item), None)
 
 
 def find_outputs(node: fx.Node, number: int, entries: list[fx.Node]) -> list[Output]:
-    """Per entry of a list operator, the `copy_` that stores its value in result list `number`."""
+    """Returns for each entry the `copy_` that stores its value in result list `number`, or None."""
     call = list_call(node)
     results = call.results(number) if call else {}
     copies = [map(copy_of, results.get(item, ())) for item in range(len(entries))]
@@ -229,7 +231,7 @@ def find_outputs(node: fx.Node, number: int, entries: list[fx.Node]) -> list[Out
 
 
 def _make_outputs(container: fx.Node, after: fx.Node, entries: list[fx.Node]) -> list[Output]:
-    """Insert getitem -> copy_ for each entry, behind `after`."""
+    """Inserts `getitem` and `copy_` for each entry, behind `after`."""
     made: list[Output] = []
     graph = container.graph
     for index, entry in enumerate(entries):
@@ -239,14 +241,14 @@ def _make_outputs(container: fx.Node, after: fx.Node, entries: list[fx.Node]) ->
             )
         with graph.inserting_after(item):
             after = call_function_with_meta(
-                graph, aten.copy_.default, (_state_behind(entry), item), like=container
+                graph, aten.copy_.default, (_placeholder_behind(entry), item), like=container
             )
         made.append(after)
     return made
 
 
-def _state_behind(entry: fx.Node) -> fx.Node:
-    """The state that an entry holds: what is copied over is not the result of a `copy_`."""
+def _placeholder_behind(entry: fx.Node) -> fx.Node:
+    """Returns the placeholder that an entry holds, found behind earlier `copy_` nodes."""
     while is_copy(entry) and isinstance(entry.args[0], fx.Node):
         entry = entry.args[0]
     return entry

@@ -1,4 +1,4 @@
-"""The descendants of gradients: which nodes and entries update the parameters of which gradients.
+"""The descendants of gradients: the nodes and list entries that update the parameters of each set.
 
 Given disjoint sets of gradients, each element of the graph belongs to at most one of them. To a set
 belongs
@@ -28,7 +28,7 @@ MIXED = -2
 
 
 class Descendants:
-    """The elements of a graph by the set of gradients that they belong to. Linear in their number.
+    """Assigns each element of a graph to the set of gradients it serves, in linear time.
 
     Args:
         sets: disjoint sets of nodes that hold gradients.
@@ -56,15 +56,15 @@ class Descendants:
             for gradient in gradients:  # of which two may pick one entry of a list
                 element = self.elements.number[gradient]
                 self._starts[element] = self._join(self._starts.get(element, NONE), index, gradient)
-        self._follow()
-        self._gather()
+        self._assign_dependents()
+        self._assign_exclusive_inputs()
         while self._claim_unread_updates():
-            self._gather()
+            self._assign_exclusive_inputs()
         self._refuse_in_place()
         self.owners = [self._set_of(element) for element in range(len(self.elements))]
 
     def root(self, index: int) -> int:
-        """One set for all that are entangled with set `index`."""
+        """Returns the representative of all sets entangled with set `index`."""
         while self._entangled[index] != index:
             self._entangled[index] = self._entangled[self._entangled[index]]
             index = self._entangled[index]
@@ -75,7 +75,7 @@ class Descendants:
         return found if found < 0 else self.root(found)
 
     def _join(self, a: int, b: int, where: fx.Node) -> int:
-        """Of two sets, `NONE` among them, the one that they become."""
+        """Merges two sets (or `NONE`) and returns the result."""
         if a < 0 or b < 0:
             return max(a, b)
         a, b = self.root(a), self.root(b)
@@ -84,8 +84,8 @@ class Descendants:
             self._entangled[max(a, b)] = min(a, b)
         return min(a, b)
 
-    def _follow(self) -> None:
-        """Assign what depends on gradients."""
+    def _assign_dependents(self) -> None:
+        """Assigns the elements that depend on gradients."""
         sets, starts = self._sets, self._starts
         for element, inputs in enumerate(self.elements.inputs):
             found, node = NONE, self.elements.nodes[element]
@@ -97,8 +97,8 @@ class Descendants:
             if found >= 0 and element in starts:
                 self._join(found, starts[element], node)
 
-    def _gather(self) -> None:
-        """Assign what exists for the elements of one set alone, and the copies of all."""
+    def _assign_exclusive_inputs(self) -> None:
+        """Assigns the elements that only one set reads, and all copies into state."""
         readers = [NONE] * len(self.elements)
         for value in get_outputs(self._graph).results:
             if isinstance(value, fx.Node):
@@ -126,7 +126,7 @@ class Descendants:
         return origin is Origin.STATE or (origin is Origin.CONSTANT and node in self.elements.lists)
 
     def _claim_unread_updates(self) -> bool:
-        """Assign new state that only its `copy_` reads, but whose old value one set reads.
+        """Assigns new state that only its `copy_` reads, but whose old value a set reads.
 
         The copy must not happen before that read.
         """
@@ -157,7 +157,7 @@ class Descendants:
 
 
 def _final_copies(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The copies into state that nothing in the graph reads afterwards."""
+    """Yields the copies into state that nothing in the graph reads afterwards."""
     returned = {value for value in get_outputs(graph).results if isinstance(value, fx.Node)}
     for node in graph.nodes:
         if is_copy(node) and node not in returned and all(u.op == "output" for u in node.users):

@@ -1,4 +1,4 @@
-"""Dependencies of a graph with each entry of a list operator as a vertex of its own.
+"""A dependency graph whose vertices are nodes and single entries of list operators.
 
 `Elements` numbers everything that a graph computes: a node, or one entry of a list operator that
 can be divided. The nodes that pick an entry have the number of that entry. An element only depends
@@ -24,7 +24,7 @@ NONE = -1
 
 
 class Origin(IntEnum):
-    """The origin of an element; of several, the highest."""
+    """The kind of data that an element is computed from; the highest among its inputs."""
 
     CONSTANT = 0
     """Hyperparameters, and state that the graph does not update."""
@@ -35,7 +35,7 @@ class Origin(IntEnum):
 
 
 class Elements:
-    """The elements of one graph and what they depend on.
+    """The elements of one graph, and the elements that each depends on.
 
     Attributes:
         number: of every node but the output; of a list operator, that of its first entry.
@@ -60,24 +60,24 @@ class Elements:
         return len(self.nodes)
 
     def of(self, node: fx.Node) -> range:
-        """The elements that a node computes."""
+        """Returns the elements that a node computes."""
         first, call = self.number[node], self.lists.get(node)
         return range(first, first + (1 if call is None else call.count))
 
     def given(self, element: int) -> list[fx.Node]:
-        """The nodes that an element is given, to read or to overwrite."""
+        """Returns the nodes that an element reads or overwrites."""
         node = self.nodes[element]
         call = self.lists.get(node)
         return node.all_input_nodes if call is None else call.given(element - self.number[node])
 
     def readers(self, node: fx.Node) -> Iterator[int]:
-        """The elements that are given the storage of a node, directly or through views of it."""
+        """Yields the elements that receive a node's storage, directly or through views."""
         for source, reader in reads_through_views(node):
             first, call = self.number[reader], self.lists.get(reader)
             yield from [first] if call is None else [first + item for item in call.readers[source]]
 
     def groups(self, node: fx.Node, owners: Sequence[int]) -> dict[int, list[int]]:
-        """The entries of a list operator by their owner, `NONE` last.
+        """Groups the entries of a list operator by owner, `NONE` last.
 
         Args:
             owners: of each element of the graph.

@@ -1,4 +1,4 @@
-"""Find the optimizers of a graph."""
+"""The search for the optimizers of a graph."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_STEP_DISTANCE = 5
 
 
 def get_fused_optimizer_block(node: fx.Node) -> FusedOptimizerBlock:
-    """The optimizer that a list operator belongs to.
+    """Returns the optimizer that a list operator belongs to.
 
     Args:
         node: a fused optimizer, or one of the `_foreach_*` of an optimizer.
@@ -51,7 +51,7 @@ def get_fused_optimizer_block(node: fx.Node) -> FusedOptimizerBlock:
 
 
 def get_all_fused_optimizer_blocks(gm: fx.GraphModule) -> list[FusedOptimizerBlock]:
-    """Every optimizer of list operators, in graph order. Linear in the number of nodes.
+    """Returns all optimizers made of list operators, in graph order and linear time.
 
     Raises:
         OptimizerSplitError: the step counter of one cannot be found.
@@ -82,7 +82,7 @@ def _fused_block(node: fx.Node) -> FusedOptimizerBlock:
 
 
 def _step_counter(node: fx.Node, steps: Sequence[fx.Node]) -> fx.Node:
-    """Walk back from the step counts that an optimizer reads."""
+    """Returns the operator that increments the step counts which an optimizer reads."""
     level = [steps[0]]
     for _ in range(MAX_STEP_DISTANCE):
         found = next((n for n in level if is_operator(n.target, "aten::_foreach_add")), None)
@@ -96,7 +96,7 @@ def _step_counter(node: fx.Node, steps: Sequence[fx.Node]) -> fx.Node:
 
 
 def _foreach_blocks(graph: fx.Graph) -> Iterator[FusedOptimizerBlock]:
-    """The optimizers that consist of several `_foreach_*` operators that depend on each other."""
+    """Yields the optimizers that consist of several dependent `_foreach_*` operators."""
     slices = _slices(graph)
     if not slices:
         return
@@ -120,7 +120,7 @@ def _foreach_blocks(graph: fx.Graph) -> Iterator[FusedOptimizerBlock]:
 
 
 def _slices(graph: fx.Graph) -> list[list[fx.Node]]:
-    """`_foreach_*` operators and all that depends on them, where connected, in graph order."""
+    """Returns the connected sets of `_foreach_*` operators and their dependents, in graph order."""
     parent: dict[fx.Node, fx.Node] = {}
 
     def root(node: fx.Node) -> fx.Node:
@@ -156,7 +156,7 @@ def _gradients(
 
 
 def _counts_steps(node: fx.Node) -> bool:
-    """True if a `_foreach_add` adds one number to state of no dimension, and stores the sum."""
+    """True if a `_foreach_add` adds one number to zero-dimensional state and stores the sums."""
     if not is_operator(node.target, "aten::_foreach_add"):
         return False
     assert isinstance(node.target, _compat.OpOverload)

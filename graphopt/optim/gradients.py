@@ -1,4 +1,4 @@
-"""Pairs of gradient and parameter in the optimizers of a graph."""
+"""Pairs of gradient and parameter in a graph's optimizers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from graphopt.optim.elements import Elements
 
 
 def gradients_of(gm: fx.GraphModule) -> dict[fx.Node, fx.Node]:
-    """The gradient that the step's optimizer takes for each parameter: averaged and clipped, where
-    the step does that.
+    """Returns the gradient that the optimizer uses for each parameter, after averaging and
+    clipping.
 
     Args:
         gm: a graph in the captured dialect, with fused, foreach or plain optimizers.
@@ -53,7 +53,7 @@ def _updated_parameter(node: fx.Node) -> fx.Node | None:
 def _given(
     elements: Elements, items: dict[int, fx.Node], update: int, parameter: fx.Node
 ) -> Iterator[fx.Node]:
-    """What the optimizer takes from outside for one update, of the shape of the parameter."""
+    """Yields the external inputs of one update that have the shape of the parameter."""
     seen: set[int] = set()
     pending = list(elements.inputs[update])
     while pending:

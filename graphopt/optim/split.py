@@ -1,4 +1,4 @@
-"""Divide optimizers so that the updates for some gradients stand apart from the others."""
+"""Splitting of optimizers, so that some gradients' updates are separate from the others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ part is first."""
 def split_updates(
     gm: fx.GraphModule, gradient_sets: Sequence[Sequence[fx.Node]]
 ) -> list[list[fx.Node]]:
-    """Give each set of gradients updates of its own, and return their nodes.
+    """Splits updates so that each set of gradients has its own, and returns their nodes.
 
     Fused, foreach and plain optimizers, also several of them. The list operators on the way are
     divided; entries that belong to no set stay together. Bitwise, since entries are independent.
@@ -59,7 +59,7 @@ def split_updates(
 def separate(
     graph: fx.Graph, elements: Elements, owners: Sequence[int]
 ) -> dict[int, list[fx.Node]]:
-    """Divide the list operators of a graph whose entries have several owners, and no others.
+    """Splits exactly the list operators whose entries have several owners.
 
     Args:
         elements: of the graph as it is.
@@ -87,7 +87,7 @@ def split_fused_optimizer(
     block: FusedOptimizerBlock,
     split_gradients: Iterable[fx.Node] | Sequence[Iterable[fx.Node]],
 ) -> tuple[FusedOptimizerBlock, ...]:
-    """Replace an optimizer by several, each for some of its gradients. Bitwise.
+    """Splits an optimizer into several, each for a set of gradients, bit for bit the same.
 
     Args:
         gm: its graph is changed.
@@ -114,7 +114,7 @@ def split_fused_optimizer(
     _check_separate(found, block)
     owner = {copy: found.owners[found.elements.number[copy]] for copy in block.optim.copies}
     divided = _divide(gm.graph, found.elements, found.owners, block.nodes)
-    copies = _renew(gm.graph, block.copies)
+    copies = _replace_copies(gm.graph, block.copies)
     blocks: list[FusedOptimizerBlock] = []
     for index, gradients in enumerate(sets):
         parts = {node: by_set[index][0] for node, by_set in divided.items() if index in by_set}
@@ -126,7 +126,7 @@ def split_fused_optimizer(
 def _divide(
     graph: fx.Graph, elements: Elements, owners: Sequence[int], nodes: Iterable[fx.Node]
 ) -> Parts:
-    """Divide those of some list operators whose entries have several owners."""
+    """Splits those of some list operators whose entries have several owners."""
     groups = {node: elements.groups(node, owners) for node in nodes}
     _refuse_late(graph, (node for node, by_owner in groups.items() if len(by_owner) > 1))
     parts: Parts = {}
@@ -138,7 +138,7 @@ def _divide(
 
 
 def _refuse_late(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Refuse to replace nodes that run one iteration late, or before which late nodes run."""
+    """Refuses to replace late nodes and their destinations."""
     if not isinstance(graph, IterGraph):
         return
     destinations = set(graph.late.values())
@@ -206,8 +206,8 @@ def _check_separate(found: Descendants, block: FusedOptimizerBlock) -> None:
             )
 
 
-def _renew(graph: fx.Graph, copies: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Put new copies in the places of old ones, in the output as well."""
+def _replace_copies(graph: fx.Graph, copies: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Replaces copies by new ones at the same places, also in the output."""
     new: dict[fx.Node, fx.Node] = {}
     for copy in copies:
         with graph.inserting_before(copy):
@@ -230,8 +230,8 @@ def _part(
     gradients: set[fx.Node],
     copies: list[fx.Node],
 ) -> FusedOptimizerBlock:
-    """The block of one set after the division. `parts`: the calls that those of the block became
-    for it, those that were its alone included."""
+    """Returns the block of one gradient set after a split. `parts`: the calls that replaced the
+    block's, or that belonged to the set alone."""
     counter = parts.get(block.step.add_node) if block.step else None
     step = None if counter is None else ForeachAddBlock.from_node(counter)
     nodes = [parts[node] for node in block.optim.nodes if node in parts]

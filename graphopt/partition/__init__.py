@@ -1,4 +1,4 @@
-"""Splitting of one graph into a graph of submodules: see docs/partition.md."""
+"""Splits one graph into a graph of submodules; see docs/partition.md."""
 
 from graphopt.partition.assignment import Partition
 from graphopt.partition.ordering import PartitionCycleError

@@ -1,4 +1,4 @@
-"""Assignment of nodes to partitions, and the dependencies between these."""
+"""Assignment of nodes to partitions, and dependencies between partitions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SplitCallback = Callable[[fx.Node], Any]
 
 @dataclass(eq=False)
 class Partition:
-    """Nodes of a graph that become one submodule.
+    """The nodes that become one submodule.
 
     Attributes:
         name: what the split callback returned for its nodes, as text.
@@ -51,12 +51,12 @@ Dependencies = dict[tuple[Partition, Partition], Reason]
 
 
 def is_call(node: fx.Node) -> bool:
-    """True if a node goes into a partition: it is no input, constant or output of the graph."""
+    """True if a node belongs in a partition, since it is no input, constant or output."""
     return node.op in ("call_function", "call_method", "call_module")
 
 
 def assign(graph: fx.Graph, split_callback: SplitCallback, affix: str | None = None) -> Assignment:
-    """Ask for the partition of each call, in graph order. `affix` is for names of submodules."""
+    """Assigns each call to a partition, in graph order. `affix` is for names of submodules."""
     prefix = "submod" if affix is None else f"submod_{affix}"
     partitions: dict[str, Partition] = {}
     taken: set[str] = set()
@@ -77,7 +77,7 @@ def assign(graph: fx.Graph, split_callback: SplitCallback, affix: str | None = N
 
 
 def unique_name(wanted: str, taken: set[str]) -> str:
-    """`wanted` without dots, which separate modules, and numbered where it is taken."""
+    """Returns `wanted` with dots replaced, and numbered if it is taken."""
     base = name = wanted.replace(".", "_")
     number = 0
     while name in taken:
@@ -88,14 +88,14 @@ def unique_name(wanted: str, taken: set[str]) -> str:
 
 
 def distinct(assignment: Assignment) -> list[Partition]:
-    """Partitions by first appearance in the graph."""
+    """Returns the partitions by first appearance in the graph."""
     return list(dict.fromkeys(assignment.values()))
 
 
 def find_dependencies(
     graph: fx.Graph, attributes: Attributes, assignment: Assignment, states: Collection[fx.Node]
 ) -> Dependencies:
-    """The first reason for each pair of partitions of which one has to run before the other.
+    """Returns, for each ordered pair of dependent partitions, the first reason.
 
     `states` begin and end regions, of which every partition has its own.
     """
@@ -115,7 +115,7 @@ def find_dependencies(
 
 
 def merge(assignment: Assignment, groups: Iterable[Collection[Partition]]) -> Assignment:
-    """The assignment with each group made one partition, named as its first member."""
+    """Merges each group into one partition, named like its first member."""
     rank = {partition: index for index, partition in enumerate(distinct(assignment))}
     first = {member: min(group, key=rank.__getitem__) for group in groups for member in group}
     result = {node: first.get(partition, partition) for node, partition in assignment.items()}

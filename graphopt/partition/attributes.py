@@ -1,4 +1,4 @@
-"""Attributes of modules that the targets of nodes name."""
+"""Module attributes that nodes name by their targets."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from graphopt.errors import PartitionError
 
 
 class Attributes:
-    """Finds what nodes name: in the module of the graph, or else in another one."""
+    """Looks up attributes in the graph's module, then in another one."""
 
     def __init__(self, graph_module: fx.GraphModule, root: nn.Module | None) -> None:
         self._owners: list[nn.Module] = [graph_module, *([root] if root is not None else [])]
         self._found: dict[str, Any] = {}
 
     def find(self, node: fx.Node) -> Any:
-        """The module, tensor or other object that a node names.
+        """Returns the module, tensor or other object that a node names.
 
         Raises:
             PartitionError: there is nothing of that name.
@@ -33,7 +33,7 @@ class Attributes:
         return node.op == "get_attr" and isinstance(self.find(node), nn.Module)
 
     def owner(self, path: str) -> nn.Module | None:
-        """The module of that path, or None where something else is there."""
+        """Returns the module at a path, or None if that is something else."""
         found = self._search(path)
         return found if isinstance(found, nn.Module) else None
 

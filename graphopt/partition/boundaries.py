@@ -18,7 +18,7 @@ VALUE_KEYS = ("val", "example_value")
 
 
 class Boundaries:
-    """Collects inputs and outputs, each in the order of first use.
+    """The inputs and outputs of partitions, each in the order of first use.
 
     A partition that reads a tensor with symbolic sizes also takes the placeholders that are these
     sizes, and sizes computed before that it could not read off its inputs.
@@ -41,7 +41,7 @@ class Boundaries:
         self._sizes = _sizes_of(graph)
 
     def find(self, states: Collection[fx.Node]) -> None:
-        """Fill in the inputs, outputs and constants of all partitions.
+        """Computes the inputs, outputs and constants of all partitions.
 
         `states` begin and end regions, of which every partition has its own.
         """
@@ -95,12 +95,12 @@ class Boundaries:
 
 
 def value_of(node: fx.Node) -> Any:
-    """The fake tensor, symbolic number or nest of them that a node computes, or None."""
+    """Returns a node's fake tensor, symbolic number or nest, or None."""
     return next((node.meta[key] for key in VALUE_KEYS if key in node.meta), None)
 
 
 def _sizes_of(graph: fx.Graph) -> dict[Any, fx.Node]:
-    """The first node that is a symbol of sizes."""
+    """Returns the first node that holds each size symbol."""
     found: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         value = value_of(node)
@@ -117,12 +117,12 @@ def _leaves(node: fx.Node) -> Iterator[torch.Tensor | torch.SymInt]:
 
 
 def _symbols(node: fx.Node) -> set[Any]:
-    """Symbols of the sizes of a value."""
+    """Returns the symbols in the sizes of a value."""
     return {symbol for leaf in _leaves(node) for symbol in free_symbols(leaf)}
 
 
 def _plain_sizes(node: fx.Node) -> Iterator[Any]:
-    """Symbols that are a size of a value as they are."""
+    """Yields the sizes of a value that are a single symbol."""
     for leaf in _leaves(node):
         for number in [leaf] if isinstance(leaf, torch.SymInt) else leaf.shape:
             symbol = bound_symbol(number) if isinstance(number, torch.SymInt) else None

@@ -1,4 +1,4 @@
-"""Orders between nodes that no argument shows: updates in place, and random numbers.
+"""Order constraints that no argument shows: updates in place, and random numbers.
 
 y = x.sin()
 x.add_(1)        must not run before y, nor after z
@@ -21,21 +21,21 @@ from graphopt.ir.python_calls import PythonCalls
 
 
 class Reason(NamedTuple):
-    """Why one node runs before another."""
+    """The reason why one node must run before another."""
 
     before: fx.Node
     after: fx.Node
     text: str
 
     def __str__(self) -> str:
-        """In words, with the user's line where it is known."""
+        """Formats the reason, with the user's source line if known."""
         words = f"%{self.after.name} {self.text} %{self.before.name}"
         source = source_line(self.after)
         return words if source is None else f"{words}    from:  {source}"
 
 
 def hazards(graph: fx.Graph, find: Callable[[fx.Node], Any]) -> Iterator[Reason]:
-    """Pairs of calls that have to run in the order of the graph. Linear in the size of the graph.
+    """Yields pairs of calls that must keep their order, in linear time.
 
     In graphs of operator overloads, schemas say what is written and viewed, and which operators are
     random. Above that level names do, and which functions are random is not known.

@@ -1,4 +1,4 @@
-"""The order in which partitions run, and what stands in its way."""
+"""The order in which partitions run, and errors about cycles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphopt.partition.assignment import Dependencies, Partition
 
 
 class PartitionCycleError(PartitionError):
-    """Partitions read from each other, so that none of them can run first.
+    """Partitions depend on each other, so that none of them can run first.
 
     Attributes:
         cycle: names of the partitions, each of which has to run before the next, and the last
@@ -38,7 +38,7 @@ class PartitionCycleError(PartitionError):
 def stable_order(
     partitions: Sequence[Partition], dependencies: Dependencies
 ) -> list[Partition] | None:
-    """Partitions after all that they depend on, and otherwise as given; None if there is a cycle.
+    """Sorts partitions topologically, otherwise as given; None if there is a cycle.
 
     Of the partitions that could run next, the first is taken.
     """
@@ -51,13 +51,13 @@ def stable_order(
 
 
 def cyclic_groups(dependencies: Dependencies) -> list[set[Partition]]:
-    """Largest sets of partitions that all depend on each other."""
+    """Returns the strongly connected components with more than one partition."""
     components = nx.strongly_connected_components(nx.DiGraph(list(dependencies)))
     return [component for component in components if len(component) > 1]
 
 
 def shortest_cycle(partitions: Sequence[Partition], dependencies: Dependencies) -> list[Partition]:
-    """The shortest cycle through the first partition that is in one."""
+    """Returns the shortest cycle through the first partition that is in one."""
     cyclic = {partition for group in cyclic_groups(dependencies) for partition in group}
     start = next(partition for partition in partitions if partition in cyclic)
     followers: dict[Partition, list[Partition]] = {partition: [] for partition in partitions}
@@ -78,7 +78,7 @@ def shortest_cycle(partitions: Sequence[Partition], dependencies: Dependencies) 
 
 
 def check_order(partitions: Sequence[Partition], dependencies: Dependencies) -> None:
-    """Raise unless every partition comes after all that it depends on."""
+    """Raises unless every partition comes after its dependencies."""
     rank = {partition: index for index, partition in enumerate(partitions)}
     for (before, after), reason in dependencies.items():
         if rank[before] > rank[after]:

@@ -1,4 +1,4 @@
-"""The plan of a split: from a callback to partitions in the order in which they run."""
+"""Planning of a split: from a callback to ordered partitions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from graphopt.partition.regions import RegionBounds, find_regions, find_states
 
 @dataclass
 class PartitionPlan:
-    """Partitions in the order in which they run, and whether that is the one asked for."""
+    """Partitions in running order, with a flag if that is the order asked for."""
 
     order: list[Partition]
     regions: RegionBounds
@@ -46,7 +46,7 @@ def make_plan(
     keep_original_order: bool,
     merge_cycles: bool,
 ) -> PartitionPlan:
-    """Assign, order and connect partitions. The graph stays as it is."""
+    """Assigns, orders and connects partitions without changing the graph."""
     states = find_states(graph)
     assignment = assign(graph, split_callback, affix)
     regions = find_regions(assignment, states)
@@ -75,7 +75,7 @@ def _connect(partitions: list[Partition], dependencies: Dependencies) -> None:
 
 
 def partition_graph(m: fx.GraphModule, split_callback: SplitCallback) -> nx.DiGraph:
-    """Partitions and their dependencies, whether they can be ordered or not.
+    """Returns the dependency graph of the partitions, even if it has cycles.
 
     Nodes are names of partitions, in order of first appearance, with the attribute `partition`, a
     `Partition`. An edge leads to a partition that has to run later; its attributes are `reason`,

@@ -1,4 +1,4 @@
-"""Proof that the submodules of a graph do together what it did as one."""
+"""A proof that the submodules of a split graph together compute what it did as one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from graphopt.verify.terms import Terms
 
 
 def check_split(whole: fx.GraphModule, split: fx.GraphModule, attributes: Attributes) -> None:
-    """Show that a graph of submodules does what the graph did.
+    """Proves that a graph of submodules computes what the whole graph did.
 
     The calls of submodules give way to what they do; what comes of it has to make the calls of
     `whole`, each with the same arguments, and in an order that keeps updates in place and random
@@ -66,7 +66,7 @@ def _problems(before: fx.Graph, after: fx.Graph, objects: Objects) -> Iterator[P
 
 
 def _is_known(node: fx.Node) -> bool:
-    """True if terms can say what a node does."""
+    """True if symbolic evaluation supports a node."""
     if node.op == "call_function":
         return isinstance(node.target, _compat.OpOverload) or node.target is operator.getitem
     return node.op != "placeholder" or isinstance(known_value(node), torch.Tensor)

@@ -1,4 +1,4 @@
-"""Autocast, inference-mode and grad-mode regions that partitions cross.
+"""Autocast, inference-mode and grad-mode regions that cross partition boundaries.
 
 The nodes that begin and end them change the state of the thread. A partition that begins inside a
 region enters it first, and one that ends inside leaves it last:
@@ -22,28 +22,28 @@ from graphopt.partition.assignment import Assignment, Partition
 
 @dataclass
 class RegionBounds:
-    """Nodes that begin or end regions, and those to repeat where a partition begins and ends."""
+    """The nodes that begin or end regions, and those to repeat at a partition's begin and end."""
 
     states: frozenset[fx.Node]
     before: dict[Partition, list[fx.Node]] = field(default_factory=dict)
     after: dict[Partition, list[fx.Node]] = field(default_factory=dict)
 
     def nodes_of(self, partition: Partition) -> list[fx.Node]:
-        """All nodes to run for a partition."""
+        """Returns all nodes to run for a partition."""
         if not self.states:
             return partition.nodes
         return [*self.before[partition], *partition.nodes, *self.after[partition]]
 
 
 def find_states(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Nodes that begin or end regions."""
+    """Returns the nodes that begin or end regions."""
     targets = (*EXIT_OF, *EXIT_OF.values(), SET_GRAD_ENABLED)
     found = (graph.find_nodes(op="call_function", target=target) for target in targets)
     return frozenset(node for nodes in found for node in nodes)
 
 
 def find_regions(assignment: Assignment, states: frozenset[fx.Node]) -> RegionBounds:
-    """Regions that partitions cross, and that each partition has to repeat."""
+    """Finds the regions that cross partitions, which each partition must repeat."""
     regions = RegionBounds(states)
     if not states:
         return regions
@@ -65,7 +65,7 @@ def find_regions(assignment: Assignment, states: frozenset[fx.Node]) -> RegionBo
 
 
 def _update(active: list[fx.Node], node: fx.Node) -> None:
-    """Let `active` have what is in effect after `node`, in graph order."""
+    """Updates the active regions after `node`, in graph order."""
     if _sets_grad(node):
         inner = _begin_of_innermost(active)
         active[inner:] = [*(n for n in active[inner:] if not _sets_grad(n)), node]
@@ -81,13 +81,13 @@ def _update(active: list[fx.Node], node: fx.Node) -> None:
 
 
 def _begin_of_innermost(active: list[fx.Node]) -> int:
-    """Where the innermost inference region begins: its end restores the grad mode before it."""
+    """Returns the index of the innermost inference region, whose end restores the grad mode."""
     inside = [i for i, node in enumerate(active) if node.target is ENTER_INFERENCE_MODE]
     return inside[-1] + 1 if inside else 0
 
 
 def _grad_at_end(assignment: Assignment, states: frozenset[fx.Node]) -> fx.Node | None:
-    """The setting of grad mode that the whole graph leaves in effect."""
+    """Returns the grad-mode setting in effect at the end of the graph, or None."""
     active: list[fx.Node] = []
     for node in assignment:
         if node in states:
@@ -96,7 +96,7 @@ def _grad_at_end(assignment: Assignment, states: frozenset[fx.Node]) -> fx.Node 
 
 
 def _setting_outside(active: list[fx.Node]) -> fx.Node | None:
-    """The setting of grad mode in effect outside of all inference regions."""
+    """Returns the grad-mode setting in effect outside all inference regions, or None."""
     for node in active:
         if node.target is ENTER_INFERENCE_MODE:
             return None
@@ -118,12 +118,12 @@ def _sets_grad(node: fx.Node) -> bool:
 
 
 def _exit(node: fx.Node) -> fx.Node | None:
-    """The node that ends what `node` begins."""
+    """Returns the node that ends the region that `node` begins, or None."""
     return next((user for user in node.users if user.target is EXIT_OF.get(node.target)), None)
 
 
 def _check_contiguous(assignment: Assignment) -> None:
-    """Raise unless each partition is one piece of the graph, in increasing order of numbers."""
+    """Raises unless each partition is contiguous in the graph, in increasing order."""
     seen: set[Partition] = set()
     last: Partition | None = None
     for node, partition in assignment.items():
@@ -139,7 +139,7 @@ def _check_contiguous(assignment: Assignment) -> None:
 
 
 def _is_less(a: Partition, b: Partition) -> bool:
-    """By number, where both names are numbers."""
+    """Compares two partitions, as numbers if both names are numbers."""
     try:
         return float(a.name) < float(b.name)
     except ValueError:

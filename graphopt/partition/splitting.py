@@ -1,4 +1,4 @@
-"""`split_module`: one graph → a graph that calls submodules."""
+"""`split_module`: splits one graph into a graph that calls submodules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def split_module(
     on_cycle: Literal["error", "merge"] = "error",
     verify: str | None = None,
 ) -> fx.GraphModule:
-    """Split a graph into submodules, called from a graph of their own.
+    """Splits a graph into submodules, called from a parent graph.
 
     Placeholders and attributes stay in the new graph; each partition `id` becomes the child
     `submod_<id>`, which takes what it reads and returns what is read elsewhere: one value as it is,
@@ -99,7 +99,7 @@ def split_module(
 
 @dataclass(frozen=True)
 class _Style:
-    """What submodules look like: the options of `split_module` of the same names."""
+    """The naming options of `split_module`."""
 
     keep_node_names: bool
     keep_input_names: bool
@@ -109,7 +109,7 @@ class _Style:
 def _build(
     m: fx.GraphModule, attributes: Attributes, plan: PartitionPlan, style: _Style
 ) -> tuple[fx.GraphModule, dict[str, str]]:
-    """The new module, and old qualified names of modules by their new ones."""
+    """Builds the new module. Returns it with a map from new to old qualified names."""
     names: dict[str, str] = {}
     parent = _Parent(m, attributes, style)
     parent.add_inputs()
@@ -134,7 +134,7 @@ def _copy(
     name: str | None,
     target: Any = None,
 ) -> fx.Node:
-    """Append a copy of `node` that reads `values`. `None` as a name: one after what is called."""
+    """Appends a copy of `node` that reads `values`. A `name` of None names it after its target."""
     new = graph.create_node(
         node.op, node.target if target is None else target, (), {}, name, node.type
     )
@@ -153,7 +153,7 @@ def _graph_module(
     children: Mapping[str, nn.Module],
     training: bool,
 ) -> fx.GraphModule:
-    """A module that runs `graph`."""
+    """Returns a module that runs `graph`."""
     # Children come after, for a graph module compiles those that are graph modules once more.
     module = fx.GraphModule({**attributes, **{name: nn.Module() for name in children}}, graph)
     for name, child in children.items():
@@ -163,7 +163,7 @@ def _graph_module(
 
 
 class _Child:
-    """The submodule of one partition."""
+    """The submodule of one partition, under construction."""
 
     def __init__(
         self, m: fx.GraphModule, attributes: Attributes, partition: Partition, style: _Style
@@ -184,7 +184,7 @@ class _Child:
             _copy(node, self._graph, self._values, name=node.name, target=self._adopt(node))
 
     def _adopt(self, node: fx.Node) -> str:
-        """Take over the module that `node` names, and say what it is called here."""
+        """Adds the module that `node` names, and returns its name here."""
         target = str(node.target)
         if target not in self._names:
             self._names[target] = unique_name(target, self._taken)
@@ -204,13 +204,13 @@ class _Child:
         return _graph_module(self._graph, {}, self._modules, self._m.training)
 
     def renamed(self) -> dict[str, str]:
-        """Old qualified names of modules by their new ones."""
+        """Returns the old qualified names of modules by their new ones."""
         prefix = self._partition.submod_name
         return {f"{prefix}.{new}": old for old, new in self._names.items()}
 
 
 class _Parent:
-    """The graph that calls the submodules."""
+    """The graph that calls the submodules, under construction."""
 
     def __init__(self, m: fx.GraphModule, attributes: Attributes, style: _Style) -> None:
         self._m, self._attributes, self._style = m, attributes, style
@@ -269,7 +269,7 @@ class _Parent:
         return result
 
     def _restore_owners(self, target: str, result: fx.GraphModule) -> None:
-        """Let the modules that hold an attribute be like those that hold it in `m`."""
+        """Makes the modules that hold an attribute like those in `m`."""
         value, path = self._read[target], target
         while path:
             path, _, name = path.rpartition(".")

@@ -1,4 +1,4 @@
-"""Places in a graph where a rule's pattern is and its replacement may go."""
+"""The search for places where a rule's pattern occurs and its replacement fits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RANKS = (4, 3, 2, 1, 0)
 
 
 class Rule:
-    """Pattern and replacement, with the traces that were made of them."""
+    """A pattern and its replacement, with their traces for different tensors."""
 
     def __init__(
         self,
@@ -41,8 +41,9 @@ class Rule:
         _check_parameters(self, parameters_of(replacement))
         self._traces: dict[Any, Pattern | Exception] = {}
 
-    def traced(self, side: str, match: Match | _Rough) -> Pattern:
-        """Pattern or replacement for the tensors of a place. Raises what the function raises."""
+    def traced(self, side: str, match: Match | _CandidateBinding) -> Pattern:
+        """Traces the pattern or replacement for the tensors of a place. Raises what the function
+        raises."""
         arguments = {n: _held(match.inputs[n]) for n in self.parameters}
         incoming = [_held(node) for node in match.incoming]
         key = side, *map(_kind_of, [*arguments.values(), *incoming])
@@ -59,8 +60,8 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class _Rough:
-    """What the parameters of a pattern may stand for."""
+class _CandidateBinding:
+    """A candidate binding of a pattern's parameters, not yet checked for these shapes."""
 
     inputs: Mapping[str, Any]
     incoming: tuple[fx.Node, ...]
@@ -69,7 +70,7 @@ class _Rough:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A place where a rule applies, and the replacement that is to stand there."""
+    """A place where a rule applies, with the traced replacement."""
 
     match: Match
     new: Pattern
@@ -89,7 +90,7 @@ def _check_parameters(rule: Rule, others: Mapping[str, bool]) -> None:
 
 
 def _held(value: Any) -> Any:
-    """The fake tensor of a node, without autograd history; or the number itself."""
+    """Returns a node's fake tensor without autograd history, or the number itself."""
     if not isinstance(value, fx.Node):
         return value
     held = known_value(value)
@@ -108,11 +109,15 @@ def _kind_of(value: Any) -> Any:
 def exchanges(
     graph: fx.Graph, rule: Rule, where: Callable[[Match], bool] | None
 ) -> Iterator[Exchange]:
-    """All places where a rule applies that have no node in common, in the order of the graph."""
+    """Yields all places where a rule applies, disjoint and in graph order."""
     taken: set[fx.Node] = set()
     seen: set[tuple[fx.Node, ...]] = set()
     for match in _matches(graph, rule):
-        if match.nodes in seen or not taken.isdisjoint(match.nodes) or not _can_go(graph, match):
+        if (
+            match.nodes in seen
+            or not taken.isdisjoint(match.nodes)
+            or not _is_removable(graph, match)
+        ):
             continue
         seen.add(match.nodes)
         if where is not None and not where(match):
@@ -148,7 +153,7 @@ def _matches(graph: fx.Graph, rule: Rule) -> Iterator[Match]:
             yield match_of(exact, found, exact.numbers)
 
 
-def _rough_matches(graph: fx.Graph, rule: Rule, targets: Targets) -> Iterator[_Rough]:
+def _rough_matches(graph: fx.Graph, rule: Rule, targets: Targets) -> Iterator[_CandidateBinding]:
     seen: set[Any] = set()
     numbers = {
         _stands_for(n): n for n, is_number in enumerate(rule.parameters.values()) if is_number
@@ -165,16 +170,18 @@ def _rough_matches(graph: fx.Graph, rule: Rule, targets: Targets) -> Iterator[_R
             if None in key[:-1] or key in seen:
                 continue
             seen.add(key)
-            yield _Rough(inputs, incoming, (result, bound[result]) if result in bound else None)
+            yield _CandidateBinding(
+                inputs, incoming, (result, bound[result]) if result in bound else None
+            )
 
 
 def _stands_for(number: int) -> float:
-    """A number that nobody writes, in place of one that a pattern leaves open."""
+    """Returns an unlikely number that marks a number parameter in a traced pattern."""
     return 0.7310585786 + number * 2.0**-20
 
 
 def _examples_traced(graph: fx.Graph, rule: Rule) -> Iterator[Pattern]:
-    """The pattern for example tensors, in all variants for which it can be traced."""
+    """Yields the pattern traced for example tensors of each rank and dtype for which that works."""
     values = [value for node in graph.nodes for value in tensors_in(known_value(node))]
     mode = _compat.fake_mode_of(values)
     if mode is None:
@@ -229,8 +236,9 @@ def _example_arguments(
 # ------------------------------------------------------------------------------------- checking
 
 
-def _can_go(graph: fx.Graph, match: Match) -> bool:
-    """True if nobody outside needs what stands within, and all of it runs at one time."""
+def _is_removable(graph: fx.Graph, match: Match) -> bool:
+    """True if no other node reads the inner nodes of a match, and all of them run in the same
+    iteration."""
     nodes, outputs = set(match.nodes), set(match.outputs)
     if not outputs <= nodes or nodes & set(match.inputs.values()):
         return False
@@ -251,7 +259,7 @@ def _communicates(node: fx.Node) -> bool:
 
 
 def needed_for(results: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes among `nodes` from which `results` are computed: the forward side."""
+    """Returns those of `nodes` that `results` depend on: the forward part."""
     within, found = set(nodes), set[fx.Node]()
     pending = list(results)
     while pending:
@@ -279,13 +287,14 @@ def _check_outputs(rule: Rule, match: Match, new: Pattern) -> None:
 
 
 def names_of(rule: Rule, match: Match) -> list[str]:
-    """Names of a place's results and gradients in messages."""
+    """Returns the names of a match's results and gradients, for messages."""
     results = [f"result {index}" for index in range(len(match.results))]
     return [*results, *(f"the gradient of {name}" for name in rule.gradients)]
 
 
 def _is_in_reach(match: Match, new: Pattern) -> bool:
-    """True if each side of the replacement has its inputs where it is to stand."""
+    """True if the inputs of the replacement's forward and backward precede the places where these
+    go."""
     forward = needed_for(new.results, new.calls)
     stands_for = {new.inputs[name]: match.inputs[name] for name in new.inputs}
     stands_for.update(zip(new.incoming, match.incoming, strict=True))

@@ -1,4 +1,4 @@
-"""Matching of a pattern against a graph.
+"""Matching of a pattern graph against a graph.
 
 A search on nodes: it begins at the operator of the pattern that is rarest in the graph, goes to
 arguments and to readers, and takes a step back where two do not agree. It is run twice:
@@ -35,7 +35,7 @@ _COMMUTATIVE = ("aten::add.Tensor", "aten::mul.Tensor")
 
 @dataclass(frozen=True)
 class Match:
-    """One place where a pattern stands.
+    """One occurrence of a pattern.
 
     Attributes:
         inputs: by parameter of the pattern, the node or the number that stands for it.
@@ -58,12 +58,12 @@ class Match:
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
-        """Results, then gradients."""
+        """The results, followed by the gradients."""
         return (*self.results, *self.gradients)
 
 
 class Targets:
-    """The calls of a graph by what they call."""
+    """The calls of a graph, indexed by target."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._nodes: dict[Any, list[fx.Node]] = defaultdict(list)
@@ -72,12 +72,12 @@ class Targets:
                 self._nodes[_kind(node)].append(node)
 
     def like(self, node: fx.Node) -> list[fx.Node]:
-        """Calls of what `node` calls."""
+        """Returns the calls with the same target as `node`."""
         return self._nodes.get(_kind(node), [])
 
 
 class Search:
-    """Finds one pattern.
+    """A search for one pattern.
 
     Args:
         numbers: by the value that stands for a number in the pattern, its name.
@@ -93,7 +93,7 @@ class Search:
         self._calls = calls if exact else [node for node in calls if not _is_copy(node)]
 
     def everywhere(self, targets: Targets) -> Iterator[Binding]:
-        """All places, in graph order of the rarest operator."""
+        """Yields all occurrences, in graph order of the rarest operator."""
         if not self._calls or not all(targets.like(node) for node in self._calls):
             return
         self._targets = targets
@@ -103,12 +103,13 @@ class Search:
             yield from self._extend(order, 0, {rarest: candidate})
 
     def at(self, bound: Binding) -> Binding | None:
-        """The place where some nodes of the pattern stand for nodes that are given."""
+        """Extends a partial binding of pattern nodes to an occurrence, or returns None."""
         order = self._order([node for node in bound if isinstance(node, fx.Node)])
         return next(self._extend(order, 0, dict(bound)), None)
 
     def _order(self, placed: Sequence[fx.Node]) -> list[fx.Node]:
-        """The calls, each next to one before it, arguments first."""
+        """Orders the pattern's calls so that each is connected to an earlier one, arguments
+        first."""
         found = [node for node in placed if node.op == "call_function"]
         near = set(placed)
         for node in placed:
@@ -140,11 +141,11 @@ class Search:
             if isinstance(bound.get(source), fx.Node):
                 readers = self._readers(bound[source])
                 return [r for r in readers if _kind(r) == _kind(node) and r not in taken]
-        return [other for other in self._apart(node, bound) if other not in taken]
+        return [other for other in self._disconnected_candidates(node, bound) if other not in taken]
 
-    def _apart(self, node: fx.Node, bound: Binding) -> list[fx.Node]:
-        """Candidates for a part of the pattern that reads nothing of the rest, as the backward of a
-        linear function does: they come from the same line."""
+    def _disconnected_candidates(self, node: fx.Node, bound: Binding) -> list[fx.Node]:
+        """Returns candidates for a disconnected part of the pattern, such as a linear function's
+        backward: those from the same source line."""
         first = next(found for one, found in bound.items() if isinstance(one, fx.Node))
         line = source_line(first)
         others = [] if self._targets is None else self._targets.like(node)
@@ -163,7 +164,7 @@ class Search:
             yield from self._readers_of_copy(user) if _is_copy(user) else [user]
 
     def _seen(self, node: fx.Node) -> fx.Node:
-        """A node, or what it copies where copies are looked through."""
+        """Returns a node, or the source of a copy where copies are ignored."""
         while not self._exact and _is_copy(node):
             node = node.args[0]  # type: ignore[assignment]
         return node
@@ -214,7 +215,7 @@ class Search:
 
 
 def match_of(pattern: Pattern, bound: Binding, numbers: Mapping[str, Any]) -> Match:
-    """A binding of the exact pattern as a `Match`."""
+    """Converts a binding of the exact pattern to a `Match`."""
     inputs = {name: bound[node] for name, node in pattern.inputs.items()}
     return Match(
         inputs={**inputs, **numbers},
@@ -226,7 +227,7 @@ def match_of(pattern: Pattern, bound: Binding, numbers: Mapping[str, Any]) -> Ma
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """Arguments by name, defaults filled in, dimensions counted from the first."""
+    """Returns a call's arguments by name, with defaults and non-negative dimensions."""
     if not isinstance(node.target, _compat.OpOverload):
         return {**{str(i): value for i, value in enumerate(node.args)}, **node.kwargs}
     found: dict[str, Any] = {}
@@ -249,7 +250,7 @@ def _from_first(node: fx.Node, value: Any) -> Any:
 
 
 def _orders(node: fx.Node, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Arguments, and where the operator does not mind, in the other order."""
+    """Yields a call's arguments, and for commutative operators also the swapped ones."""
     yield given
     if _schema(node) not in _COMMUTATIVE or given.get("alpha", 1) != 1:
         return

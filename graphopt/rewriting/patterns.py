@@ -1,4 +1,4 @@
-"""Patterns and replacements as graphs: a Python function, traced to ATen.
+"""Patterns and replacements: Python functions, traced to ATen graphs.
 
     def pattern(x, w, scale: float):       x, w: placeholders; scale stands for any number
         return (x @ w) * scale             results: [mul]; gradients of x, w: [mm_1, mm_2]
@@ -30,7 +30,7 @@ from graphopt.ir.operators import operator_of
 
 
 class RewriteError(GraphOptError, ValueError):
-    """A pattern or a replacement cannot be used. Nothing was changed.
+    """A pattern or replacement that cannot be used; the graph is unchanged.
 
     >>> from graphopt.rewriting import RewriteError
     >>> try:
@@ -46,7 +46,7 @@ class RewriteError(GraphOptError, ValueError):
 
 @dataclass(frozen=True)
 class Pattern:
-    """A function as a graph.
+    """A traced function: a graph with named inputs, results and gradients.
 
     Attributes:
         graph: placeholders for the tensors and for incoming gradients, then calls.
@@ -66,17 +66,18 @@ class Pattern:
 
     @property
     def calls(self) -> list[fx.Node]:
-        """All calls, in order."""
+        """All calls, in graph order."""
         return [node for node in self.graph.nodes if node.op == "call_function"]
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
-        """Results, then gradients."""
+        """The results, followed by the gradients."""
         return (*self.results, *self.gradients)
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, bool]:
-    """The parameters of a pattern or replacement; True: annotated `float`, a number.
+    """Returns the parameters of a pattern or replacement; True for those annotated `float`, which
+    are numbers.
 
     Raises:
         RewriteError: it is no function, or takes anything but positional parameters.
@@ -97,7 +98,7 @@ def trace(
     gradients: Sequence[str] = (),
     incoming: Sequence[torch.Tensor] | None = None,
 ) -> Pattern:
-    """A function as a graph, for arguments that are fake tensors of one mode, and numbers.
+    """Traces a function for fake tensors of one mode, and numbers.
 
     Args:
         gradients: parameters through which gradients flow: the backward side is traced as well.
@@ -122,7 +123,7 @@ def trace(
 
 
 class _Call:
-    """What is traced: the function, then its backward."""
+    """The function to trace, followed by its backward."""
 
     def __init__(
         self,
@@ -168,7 +169,8 @@ def _tensors(function: Callable[..., Any], returned: Any) -> list[torch.Tensor]:
 
 
 def _functional(traced: fx.GraphModule, mode: Any) -> fx.GraphModule:
-    """The graph without updates in place, as a captured step has them."""
+    """Replaces in-place updates in a traced graph by functional operators, as captured steps have
+    them."""
     if not any(operator_of(node).writes for node in traced.graph.nodes):
         return traced
     inputs = [fake_value(n).detach() for n in traced.graph.find_nodes(op="placeholder")]

@@ -1,4 +1,4 @@
-"""`graphopt.rewrite`: find a pattern, and put a replacement in its place.
+"""`graphopt.rewrite`: replaces every occurrence of a pattern.
 
     t    = t(weight)          pattern(x, w):               t_1 = addmm(bias, x, t)
     mm   = mm(x, t)               return x @ w      ==>
@@ -37,7 +37,7 @@ def rewrite(
     examples: Mapping[str, torch.Tensor | int] | None = None,
     tolerance: float | None = None,
 ) -> int:
-    """Put `replacement` wherever `pattern` stands in a graph.
+    """Replaces each occurrence of `pattern` in a graph by `replacement`.
 
     Both are Python functions of the same parameters, written with whatever torch offers, and are
     traced to ATen for the shapes, strides and dtypes of each place. Parameters are tensors; one
@@ -104,7 +104,7 @@ def _exchange(
     _insert(graph, exchange, made)
     outputs = []
     for was, node in zip(match.outputs, new.outputs, strict=True):
-        output = _as_it_lay(graph, was, made[node])
+        output = _with_layout_of(graph, was, made[node])
         was.replace_all_uses_with(output)
         renamed[was] = output
         outputs.append(output)
@@ -127,7 +127,7 @@ def _exchange(
 
 
 def _insert(graph: fx.Graph, exchange: Exchange, made: dict[fx.Node, fx.Node]) -> None:
-    """Put the calls of the replacement in; `made` has its placeholders, and gets its calls."""
+    """Inserts the replacement's calls; `made` maps its placeholders, and gets its calls."""
     match, new = exchange.match, exchange.new
     forward = needed_for(new.results, new.calls)
     for node in new.calls:
@@ -140,8 +140,8 @@ def _insert(graph: fx.Graph, exchange: Exchange, made: dict[fx.Node, fx.Node]) -
             )
 
 
-def _as_it_lay(graph: fx.Graph, was: fx.Node, now: fx.Node) -> fx.Node:
-    """A value in the layout of another."""
+def _with_layout_of(graph: fx.Graph, was: fx.Node, now: fx.Node) -> fx.Node:
+    """Converts a value to the memory layout of another."""
     held, other = fake_value(was), fake_value(now)
     if held.stride() == other.stride():
         return now

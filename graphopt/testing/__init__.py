@@ -1,4 +1,4 @@
-"""For tests of passes: `check_pass`, ranks without processes, devices that are not there."""
+"""Tools for tests of passes: `check_pass`, simulated ranks, and devices that do not exist."""
 
 from graphopt.testing.checking import TOLERANCE, UPDATE, StepUnderTest, check_pass
 from graphopt.testing.pretended import Pretended, pretended

@@ -1,4 +1,4 @@
-"""`check_pass`: what the test of a pass should look at, in one call."""
+"""`check_pass`: the checks that every pass's test should make, in one call."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_pass(
     after: Passes = (),
     **options: Any,
 ) -> PassRecord:
-    """Test a pass on one training step. Nothing that is passed in changes.
+    """Tests a pass on one training step, without changing its arguments.
 
     The pass runs under a `PassManager`, verification included. The passes of `after` and
     prerequisites that the graph lacks run first, and what they leave is the untouched graph below.
@@ -103,7 +103,7 @@ def check_pass(
 
 
 class StepUnderTest:
-    """A training step, captured once, to test passes on.
+    """A training step, captured once, for tests of several passes.
 
     Args:
         step, args, kwargs: as of `check_pass`. They are not used any more afterwards: a step is
@@ -137,12 +137,12 @@ class StepUnderTest:
 
     @property
     def graph_module(self) -> fx.GraphModule:
-        """A copy of the untouched graph."""
+        """Returns a copy of the untouched graph."""
         return copy.deepcopy(self._untouched)
 
     @property
     def inputs(self) -> list[Any]:
-        """Copies of what it runs on, one value per placeholder."""
+        """Returns copies of the graph's inputs, one per placeholder."""
         return copy.deepcopy(self._inputs)
 
     def check(
@@ -156,7 +156,7 @@ class StepUnderTest:
         after: Passes = (),
         **options: Any,
     ) -> PassRecord:
-        """`check_pass` of one pass."""
+        """Tests one pass as `check_pass` does."""
         discovery.install()
         found = default_registry().get(pass_) if isinstance(pass_, str) else pass_
         untouched, prepared_by = prepared(self._untouched, found, after)
@@ -215,7 +215,7 @@ class StepUnderTest:
         prepared_by: tuple[Any, ...],
         experiment: Experiment,
     ) -> Values:
-        """What the untouched graph does; kept for the next check."""
+        """Runs the untouched graph, with the results cached for the next check."""
         key = iterations, prepared_by, experiment.name, _compat.fake_world_size()
         if key in self._runs:
             return self._runs[key]
@@ -226,7 +226,7 @@ class StepUnderTest:
 
 
 def _changed_nothing(pass_: Pass, record: PassRecord) -> str:
-    """That a check says nothing, and why the pass may have found nothing to do."""
+    """Returns a message that a check is void, and why the pass may have found nothing to do."""
     note = f": {record.note}" if record.note else ""
     return (
         f"{pass_.name} changed nothing in this step{note}\n  hint: give it a step in which it finds"
@@ -254,7 +254,7 @@ def _run_rewritten(
 
 
 def _factor_hint(expected: Values, actual: Values) -> str:
-    """What it may mean that something is a multiple of what it was."""
+    """Returns a hint at the likely mistake if a value is a multiple of the expected one."""
     ranks = _compat.fake_world_size() or 1
     for where, value in expected.items():
         if not isinstance(value.value, torch.Tensor) or not value.value.is_floating_point():
@@ -276,7 +276,7 @@ _NEAR = 0.05
 
 
 def _compare_ranks(expected: Values, actual: Values, name: str) -> None:
-    """What the untouched graph leaves the same on all ranks has to be so still."""
+    """Checks that values equal on all ranks before are still equal."""
     for where, value in expected.items():
         head, _, rank = where.partition(" on rank ")
         first = f"{head} on rank 0"

@@ -1,4 +1,4 @@
-"""Bitwise comparison of the values that a rewritten graph leaves with the untouched graph's."""
+"""Bitwise comparison of a rewritten graph's values with the untouched graph's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Value:
-    """One thing that a run gives.
+    """One value that a run returns or leaves, with its initial value if it is state.
 
     Attributes:
         value: a tensor of its own, or a number.
@@ -25,7 +25,8 @@ class Value:
 
     @property
     def change(self) -> Any:
-        """The value, or how far state went: small updates of large weights are to be right, too."""
+        """The change of state, or the value itself: small updates of large weights must be right,
+        too."""
         if self.start is None or not isinstance(self.value, torch.Tensor):
             return self.value
         return wide(self.value) - wide(self.start)
@@ -35,7 +36,7 @@ Values = Mapping[str, Value]
 
 
 def difference(actual: Value, expected: Value) -> str | None:
-    """How two values differ, in words; None where they are the same bit for bit."""
+    """Describes how two values differ, or returns None if they are equal bit for bit."""
     now, was = actual.value, expected.value
     if not isinstance(was, torch.Tensor):
         return None if now == was else f"{now!r} instead of {was!r}"
@@ -50,23 +51,23 @@ def difference(actual: Value, expected: Value) -> str | None:
 
 
 def other_kind(now: Any, was: torch.Tensor) -> str | None:
-    """That a tensor has another dtype, device or shape."""
+    """Describes a difference in dtype, device or shape, or returns None."""
     kinds = [(str(t.dtype), str(t.device), tuple(t.shape)) for t in (now, was)]
     return f"{kinds[0]} instead of {kinds[1]}" if kinds[0] != kinds[1] else None
 
 
 def same_elements(now: torch.Tensor, was: torch.Tensor) -> torch.Tensor:
-    """Which elements are equal, or both no number."""
+    """Returns a mask of the elements that are equal or both NaN."""
     return (now == was) | ((now != now) & (was != was))
 
 
 def extent(different: torch.Tensor, gap: torch.Tensor) -> str:
-    """How many elements differ, and by how much."""
+    """Describes how many elements differ, and by how much."""
     largest = float(gap.nan_to_num(torch.inf).max())
     count = f"{int(different.sum())} of {different.numel()} elements"
     return f"{count}, the largest difference is {largest:g}"
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in double precision."""
+    """Converts a tensor to double precision."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

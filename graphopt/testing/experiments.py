@@ -1,4 +1,4 @@
-"""Other inputs for a step, in which each of its terms shows by itself.
+"""Modified inputs of a step, each of which makes some term of its computation visible.
 
 One run says little of a pass that changes numerics: a decay that is wrong by 0.2 % moves a weight
 by less than rounding does. So both graphs also run with other data, with each hyperparameter much
@@ -45,7 +45,7 @@ _FACTORS = (4096.0, 16.0)
 
 @dataclass(frozen=True)
 class Experiment:
-    """One set of inputs.
+    """One modified set of inputs, and the comparison it is for.
 
     Attributes:
         name: in words, after "with".
@@ -68,12 +68,12 @@ class Experiment:
 
 
 def as_given(inputs: Sequence[Any]) -> Experiment:
-    """The inputs as they are."""
+    """Returns the experiment with unmodified inputs."""
     return Experiment("the inputs as given", "base", lambda: list(inputs))
 
 
 class Experiments:
-    """Experiments with one step.
+    """All experiments with one step.
 
     Args:
         placeholders: of its graph.
@@ -86,7 +86,7 @@ class Experiments:
         self._inputs = list(inputs)
 
     def __iter__(self) -> Iterator[Experiment]:
-        """All but the base, what rounding does first."""
+        """Yields all experiments but the unmodified one, those that measure rounding first."""
         for level in LEVELS:
             disturbed = partial(self._disturbed, level)
             yield self._new(f"inputs disturbed by {level:g}", "disturbed", disturbed)
@@ -131,16 +131,16 @@ class Experiments:
 
     @property
     def _are_large(self) -> bool:
-        """True if a run takes long enough to have few of them, and samples enough to do so."""
+        """True if the inputs are so large that few runs must do, and offer samples enough."""
         tensors = (v for v in self._inputs if isinstance(v, torch.Tensor))
         return sum(tensor.nbytes for tensor in tensors) > _LARGE_BYTES
 
     def _of_kind(self, kind: str) -> list[int]:
-        """The positions of inputs of one kind."""
+        """Returns the positions of inputs of one kind."""
         return [index for index, other in enumerate(self._kinds) if other == kind]
 
     def _hyperparameters(self) -> dict[str, list[int]]:
-        """The positions of hyperparameters that are not zero, by what they are."""
+        """Returns the positions of nonzero hyperparameters, by role."""
         found: dict[str, list[int]] = {}
         for index in self._of_kind("hyperparameter"):
             if isinstance(self._inputs[index], torch.Tensor) and float(self._inputs[index]) == 0:
@@ -149,12 +149,13 @@ class Experiments:
         return found
 
     def _scaled(self, indices: Sequence[int], factor: float) -> list[Any]:
-        """The inputs, some of them multiplied."""
+        """Returns the inputs with some of them multiplied by `factor`."""
         chosen = set(indices)
         return [v * factor if i in chosen else v for i, v in enumerate(self._inputs)]
 
     def _disturbed(self, level: float, inputs: Sequence[Any] | None = None) -> list[Any]:
-        """The inputs, each float but optimizer state and hyperparameters changed a little."""
+        """Returns the inputs with small noise on all floats except optimizer state and
+        hyperparameters."""
         kept = ("hyperparameter", "optimizer_state")
         generator = torch.Generator().manual_seed(0)
         return [
@@ -163,7 +164,7 @@ class Experiments:
         ]
 
     def _trial(self, number: int) -> list[Any]:
-        """Other data: floats multiplied by numbers around one, integers of the batch rolled."""
+        """Returns other data: floats times random numbers around one, batch integers rolled."""
         generator = torch.Generator().manual_seed(number)
         return [
             _other(v, kind, number, generator)
@@ -171,7 +172,8 @@ class Experiments:
         ]
 
     def _fresh(self, state: Sequence[int], number: int, level: float = 0.0) -> list[Any]:
-        """Other data, state and decay zero: state becomes what gradients make of it."""
+        """Returns other data with optimizer state and weight decay zero, so that state depends on
+        gradients alone."""
         made = self._trial(number)
         made = self._disturbed(level, made) if level else made
         for index in (*state, *self._hyperparameters().get("weight_decay", ())):
@@ -179,7 +181,7 @@ class Experiments:
         return made
 
     def _large(self, state: Sequence[int]) -> list[Any]:
-        """Large state, of which no two elements are alike."""
+        """Returns the inputs with large optimizer state, all elements different."""
         made, generator = list(self._inputs), torch.Generator().manual_seed(0)
         for index in state:
             value = made[index]
@@ -188,7 +190,8 @@ class Experiments:
         return made
 
     def _with_zeros(self, state: Sequence[int]) -> list[Any]:
-        """The state zero, and half of each parameter and example: 0 / 0 shows here."""
+        """Returns the inputs with zero state and half of each parameter and example zero, to reveal
+        0 / 0."""
         made = self._scaled(state, 0.0)
         for index in (*self._of_kind("user_input"), *self._of_kind("parameter")):
             value = made[index]
@@ -225,7 +228,8 @@ def _is_float(value: Any) -> bool:
 
 
 def _role(name: str) -> str:
-    """`weight_decay` of `optimizer_param_groups_0_weight_decay`."""
+    """Returns a hyperparameter's role: `weight_decay` for
+    `optimizer_param_groups_0_weight_decay`."""
     _, groups, rest = name.partition("param_groups_")
     return rest.partition("_")[2] if groups else name
 

@@ -1,4 +1,4 @@
-"""The factor by which a tensor is multiplied, as far as the noise of rounding shows it.
+"""Statistical tests for a wrong factor or offset that rounding noise would hide.
 
 Rounding moves each element by an amount of its own, about as often up as down. A mistake (a factor
 of 1.002 in a decay) moves all alike. So the mean of the ratios of elements, now to before, is
@@ -50,7 +50,7 @@ Runs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Factor(NamedTuple):
-    """A factor that was measured.
+    """A measured factor between expected and actual values, with its tolerance.
 
     Attributes:
         value: the mean of the ratios.
@@ -66,7 +66,7 @@ class Factor(NamedTuple):
 
     @property
     def is_one(self) -> bool:
-        """True if rounding explains how far the factor is from one."""
+        """True if rounding explains the factor's distance from one."""
         return abs(self.value - 1) <= self.allowed
 
     def __str__(self) -> str:
@@ -77,8 +77,8 @@ class Factor(NamedTuple):
 
 
 def problem_of_runs(pairs: Runs, *, with_state: bool = True) -> str | None:
-    """How the runs of a rewritten graph are more than a rounding away from those of the untouched
-    one; None where they are not.
+    """Describes how runs of a rewritten graph differ beyond rounding from the untouched one, or
+    returns None.
 
     Args:
         with_state: what is no gradient alone: values of all sizes, which noise does not reach.
@@ -97,15 +97,15 @@ def problem_of_runs(pairs: Runs, *, with_state: bool = True) -> str | None:
     if added is not None and not added.is_one:
         part = f"{added.value - 1:.2g} times their median size"
         return f"to all elements {part} is added (allowed is {added.allowed:.1e})"
-    apart = _apart(pairs)
+    apart = _relative_difference(pairs)
     if apart > _APART:
         what = f"{apart:.2g} times its size away from what it was over all runs"
         return f"it is {what}; allowed is {_APART:g}"
     return None
 
 
-def _apart(pairs: Runs) -> float:
-    """The size of the difference of what was and what is, in several runs, in proportion."""
+def _relative_difference(pairs: Runs) -> float:
+    """Returns the norm of the difference over several runs, relative to the expected values."""
     was, now = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     used = was.isfinite() & now.isfinite()
     size = float(was[used].norm())
@@ -113,7 +113,7 @@ def _apart(pairs: Runs) -> float:
 
 
 def _blocks(pairs: Runs) -> Iterator[Runs]:
-    """The elements of several runs, first those of the first rows: rows may be wrong alone."""
+    """Yields the runs restricted to blocks of rows, since single blocks may be wrong."""
     if pairs[0][0].numel() < _BLOCKS**2:
         return
     parts = [(was.chunk(_BLOCKS), now.chunk(_BLOCKS)) for was, now in pairs]
@@ -124,7 +124,8 @@ def _blocks(pairs: Runs) -> Iterator[Runs]:
 def measured(
     pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], more: float = 0.0
 ) -> Factor | None:
-    """The factor between what was and what is, of several runs; None where it cannot be told.
+    """Measures the factor between expected and actual values of several runs; None if there are too
+    few.
 
     Args:
         pairs: (was, now), flat and in double precision.
@@ -155,8 +156,8 @@ def measured(
 
 
 def between_runs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """How far the factor of one run may be from that of all: what rounding does to a norm, all
-    elements have in common in a run. It is nothing where a mistake alone makes the factor."""
+    """Returns the tolerance for factors that vary between runs, as rounding of a norm affects all
+    elements of a run alike. A real mistake gives the same factor in each."""
     found = [factor.value for pair in pairs if (factor := measured([pair])) is not None]
     if len(found) < _FEWEST:
         return 0.0
@@ -164,8 +165,8 @@ def between_runs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
 
 
 def offset(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Factor | None:
-    """What is added to all elements of a tensor of both signs, in units of their median size, one
-    and more; None where it cannot be told. Rounding to the nearest adds to none."""
+    """Measures a constant added to all elements, in units of their median size, plus one. None if
+    the signs are too uneven or the values too few; rounding to nearest adds none."""
     found = [scaled for was, now in pairs if (scaled := _scaled(was, now)) is not None]
     if not found:
         return None
@@ -180,8 +181,8 @@ def offset(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Factor | None:
 
 
 def _scaled(was: torch.Tensor, now: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Both in units of the median size, so that runs weigh alike; elements that are nothing are
-    left out. Numbers by themselves stay what they are: they would all be one."""
+    """Scales both tensors by the expected median size and drops zeros; None if nothing is left.
+    Single numbers are not scaled."""
     used = was.isfinite() & (was != 0)
     if not bool(used.any()):
         return None
@@ -191,15 +192,15 @@ def _scaled(was: torch.Tensor, now: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def _clusters(was: torch.Tensor) -> torch.Tensor:
-    """A number for each element, equal for elements of nearly the same value."""
+    """Numbers the elements so that nearly equal values share a number and count as one sample."""
     keys = (was.abs().log() * _PER_UNIT).round() * 2 + (was > 0)
     numbers: torch.Tensor = keys.unique(return_inverse=True)[1]
     return numbers
 
 
 def _critical(freedom: float) -> float:
-    """How many standard errors a mean is away by chance once in ten million times, nearly: what
-    Student's t says."""
+    """Approximates Student's t: the standard errors that a mean exceeds by chance once in ten
+    million times."""
     return float(5.5 + 1200 * freedom**-2.27)
 
 
@@ -207,7 +208,7 @@ _ROUGHLY, _MOST = 0.1, 0.9
 
 
 def typical(was: torch.Tensor, now: torch.Tensor) -> float | None:
-    """The factor, other than one, that nine of ten elements share nearly; None if there is none."""
+    """Returns the factor, other than one, that nine of ten elements nearly share, or None."""
     was, now = was.flatten(), now.flatten()
     large = was.abs() > 0.01 * was.abs().max() if was.numel() else was.bool()
     if not bool(large.any()):

@@ -1,4 +1,4 @@
-"""How much rounding may change what a step gives: as much as inputs that are disturbed a little."""
+"""The rounding tolerance of a step, measured as its response to slightly disturbed inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROUNDING_ALONE = 0.1
 
 
 class Noise:
-    """How much disturbed inputs change what the untouched graph gives.
+    """The response of the untouched graph to disturbed inputs, at several levels.
 
     Attributes:
         of: by tensor, the largest change in proportion to the largest element, at the chosen level.
@@ -36,7 +36,7 @@ class Noise:
         self.smallest: dict[str, float] = {}
 
     def add(self, expected: Values, disturbed: Values) -> None:
-        """Take in a run with inputs that are disturbed more than the last."""
+        """Adds a run with inputs disturbed more than in the last one."""
         found = {}
         for where, value in expected.items():
             if isinstance(value.value, torch.Tensor) and value.value.numel():
@@ -45,15 +45,16 @@ class Noise:
         self._levels.append(found)
 
     def add_fresh(self, disturbed: Values) -> None:
-        """Take in a run with no state whose inputs are disturbed least."""
+        """Adds a run without optimizer state whose inputs are disturbed least."""
         for where, value in disturbed.items():
             expected = self.fresh.get(where)
             if expected is not None and _proportion(expected, value) > ROUNDING_ALONE:
                 self.rounding.add(where)
 
     def choose(self, expected: Values, actual: Values) -> None:
-        """Choose the smallest level that half of the tensors scatter by, or the largest. A few
-        tensors, which a mistake may change alone, choose between the smallest two."""
+        """Chooses the smallest level that explains the scatter of half of the tensors, else the
+        largest. With few tensors, which one mistake may dominate, only the two smallest are
+        considered."""
         gaps = {
             where: float((wide(actual[where].change) - wide(value.change)).abs().median())
             for where, value in expected.items()
@@ -70,7 +71,8 @@ class Noise:
 
 
 def _proportion(was: Value, now: Value) -> float:
-    """The largest difference between the changes of a tensor, in proportion to the largest."""
+    """Returns the largest difference between two changes of a tensor, relative to the largest
+    change."""
     if not isinstance(was.value, torch.Tensor) or not was.value.numel():
         return 0.0
     size = largest(was.change)
@@ -79,5 +81,5 @@ def _proportion(was: Value, now: Value) -> float:
 
 
 def largest(tensor: Any) -> float:
-    """The largest size of an element; zero where there is none."""
+    """Returns the largest absolute value of an element; zero for empty tensors."""
     return float(wide(tensor).abs().nan_to_num(0.0).max()) if tensor.numel() else 0.0

@@ -1,4 +1,4 @@
-"""Comparison of a rewritten graph's values with the untouched graph's, but for rounding.
+"""Comparison of a rewritten graph's values with the untouched graph's, up to rounding.
 
 Rounding is what a pass may add that declares `changes_numerics`: it sends bfloat16, or adds up in
 another order. It may not change by which factor anything goes into a result or a piece of state:
@@ -47,7 +47,7 @@ _SAMPLE = 4096
 
 
 class _Sampled(NamedTuple):
-    """Some elements of a value, wide."""
+    """A sample of a value's elements, in double precision."""
 
     end: torch.Tensor
     change: torch.Tensor
@@ -55,7 +55,7 @@ class _Sampled(NamedTuple):
 
     @property
     def seen(self) -> torch.Tensor:
-        """Changes that are more than rounding; the rest is zero."""
+        """The changes that exceed rounding; all others are zero."""
         large = self.change.abs() > _SEEN * self.last_bits * self.end.abs()
         return self.change.where(large, 0.0)
 
@@ -66,7 +66,7 @@ def numeric_problems(
     run_rewritten: Callable[[Experiment], Values],
     base: tuple[Values, Values],
 ) -> Iterator[tuple[str, str]]:
-    """The values that are not what they were but for rounding, each with how they differ.
+    """Yields (name, description) of each value that differs by more than rounding.
 
     Args:
         base: what both graphs give for the inputs as they are.
@@ -94,8 +94,8 @@ def numeric_problems(
 def _finite(
     experiment: Experiment, run: Callable[[Experiment], Values], base: Values
 ) -> tuple[Experiment, Values | None]:
-    """The experiment, or the next best, with what the untouched graph makes of its inputs; nothing
-    where that fails, or is not finite though it was."""
+    """Runs an experiment or its next best substitute. The values are None if none runs with finite
+    results."""
     chosen: Experiment | None = experiment
     while chosen is not None:
         try:
@@ -120,14 +120,14 @@ class _NumericComparison:
     def compare(
         self, experiment: Experiment, expected: Values, actual: Values
     ) -> Iterator[tuple[str, str]]:
-        """The values that are not what they were, each with how they differ."""
+        """Yields (name, description) of the values that differ in one experiment."""
         for where, value in expected.items():
             problem = self._compare(where, experiment, value, actual[where])
             if problem is not None:
                 yield where, problem
 
     def conclusions(self) -> Iterator[tuple[str, str]]:
-        """As `compare`, of all runs with several batches together."""
+        """Yields (name, description) of the values that differ over all batches together."""
         for (where, fresh), pairs in self._pairs.items():
             if fresh and where in self.noise.rounding:
                 continue
@@ -229,7 +229,7 @@ class _NumericComparison:
         return often * (TOLERANCE + _NOISE * noise) * largest(was.change) + rounding
 
     def _kept(self, was: Value, now: Value) -> str | None:
-        """The problem of state that needs all bits of a float32 and has fewer now."""
+        """Describes float32 state whose new values fit into fewer bits, or returns None."""
         if was.start is None or was.kind not in ("parameter", "optimizer_state"):
             return None
         if was.value.dtype != torch.float32 or not bool(was.start.any()):
@@ -245,8 +245,8 @@ def _fits(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _multiplied(was: _Sampled, now: _Sampled) -> str | None:
-    """The problem of rounding errors that are all multiplied by the same: rounding does not do so.
-    Those that are lost, as small numbers are in few bits, are nothing."""
+    """Describes a common factor in values that are mostly rounding error, or returns None; lost
+    small values are allowed."""
     if was.change.numel() < _ENOUGH:
         return None
     large = was.change.abs() > 0.01 * was.change.abs().max()
@@ -265,7 +265,7 @@ _ENOUGH = 8
 
 
 def _sampled(value: Value) -> _Sampled:
-    """Some elements, the same of each tensor of that size."""
+    """Samples a value's elements, the same positions for all tensors of that size."""
     change, end = wide(value.change).flatten(), wide(value.value).flatten()
     last_bits = 0.0 if value.start is None else torch.finfo(value.value.dtype).eps
     if end.numel() <= _SAMPLE:
@@ -281,7 +281,7 @@ def _last_bits(tensor: torch.Tensor) -> float:
 
 
 def _real(value: Value) -> Value:
-    """Complex numbers as pairs of real ones."""
+    """Converts complex numbers to pairs of real ones."""
     start = None if value.start is None else torch.view_as_real(value.start)
     return Value(torch.view_as_real(value.value.resolve_conj()), start, value.kind)
 

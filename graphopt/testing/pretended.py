@@ -1,4 +1,4 @@
-"""Devices and ranks that are not there: prepare a step for a cluster on a laptop.
+"""Simulated devices and ranks, for preparing a step for a cluster on a laptop.
 
 torch's own tools reach half of the way: a fake tensor may say that it is on a GPU, but autograd,
 autocast and the choice of attention's kernels ask for the device. Here a process is started in
@@ -26,7 +26,7 @@ from graphopt.testing.absent.library import built, torch_libraries
 
 @dataclass(frozen=True)
 class Pretended:
-    """Runs functions and scripts with a device and ranks that are not there; see `pretended`.
+    """Runs functions and scripts with a device and ranks that do not exist; see `pretended`.
 
     Attributes:
         capability: the compute capability of the device.
@@ -41,7 +41,7 @@ class Pretended:
     ranks: int = 1
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function in a fresh process.
+        """Calls a function in a fresh process.
 
         Args:
             function: it, its arguments and what it returns go through pickle. All tensors that it
@@ -64,7 +64,7 @@ class Pretended:
         return self._run({"preparation": preparation, "call": call})
 
     def script(self, path: str | Path, *arguments: str) -> None:
-        """Run a script as ``python path arguments…`` in a fresh process; see `run`."""
+        """Runs a script as ``python path arguments…`` in a fresh process; see `run`."""
         self._run({"script": str(path), "arguments": list(arguments)})
 
     def _run(self, job: dict[str, Any]) -> Any:
@@ -91,7 +91,7 @@ def _received(succeeded: bool, result: Any) -> Any:
 
 
 def pretended(device: str, ranks: int = 1) -> Pretended:
-    """A device, and ranks, that are not there.
+    """Returns an environment with a device, and ranks, that do not exist.
 
     Args:
         device: ``"cuda:90"``: CUDA of compute capability 9.0, as for `compile_triton`.

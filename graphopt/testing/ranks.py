@@ -1,4 +1,4 @@
-"""`fake_ranks`: several ranks in one process, whose collectives exchange values."""
+"""`fake_ranks`: several simulated ranks in one process, whose collectives exchange values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graphopt.replicas import Lockstep, ReplicatedStep
 
 @dataclass(frozen=True)
 class FakeRanks:
-    """The ranks of `fake_ranks`.
+    """The simulated ranks of `fake_ranks`.
 
     Attributes:
         size: how many there are.
@@ -34,7 +34,7 @@ class FakeRanks:
     size: int
 
     def run(self, graph_module: fx.GraphModule, inputs: Sequence[Sequence[Any]]) -> list[Any]:
-        """Run one iteration of a graph on all ranks, late work included.
+        """Runs one iteration of a graph on all ranks, late work included.
 
         Args:
             inputs: for each rank one value per placeholder; ranks share no tensor. Tensors that the
@@ -53,7 +53,7 @@ class FakeRanks:
 
 @contextmanager
 def fake_ranks(count: int) -> Iterator[FakeRanks]:
-    """While active, this process is rank 0 of `count`, for passes that deal with communication.
+    """A context in which this process is rank 0 of `count`, for passes on communication.
 
     `graphopt.capture` captures what rank 0 of so many ranks runs. `check_pass` runs a graph for all
     of them, node by node: every replica has data and random numbers of its own, and collectives
@@ -106,7 +106,7 @@ def fake_ranks(count: int) -> Iterator[FakeRanks]:
 
 
 def inputs_of_rank(nodes: Sequence[fx.Node], values: Sequence[Any], rank: int) -> list[Any]:
-    """Copies of the inputs of rank 0, as `rank` may have them.
+    """Returns the inputs of rank 0 changed to what `rank` would have.
 
     Parameters, optimizer state and hyperparameters are the same on all ranks. Batches are others of
     the same range: floats are scaled, and rolled as integers are. Buffers and gradients that live
@@ -127,7 +127,7 @@ def _is_writable(tensor: torch.Tensor) -> bool:
 
 
 def _make_own(value: torch.Tensor, kind: str | None, rank: int) -> None:
-    """Let a tensor of rank 0 be one of `rank`."""
+    """Changes a tensor of rank 0 to what `rank` would have."""
     if kind not in _DIFFER or value.dtype == torch.bool:
         return
     if kind in ("user_input", None):

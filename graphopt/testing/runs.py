@@ -1,4 +1,4 @@
-"""Run a graph as a test does: on copies of the inputs, on one rank or on several."""
+"""Runs of a graph in a test: on copies of the inputs, on one rank or on several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SEED = 0
 
 
 def run(graph_module: fx.GraphModule, inputs: Sequence[Any], iterations: int) -> dict[str, Value]:
-    """Everything that `iterations` calls return and leave behind, by description.
+    """Returns everything that `iterations` calls return and leave behind, by description.
 
     In `fake_ranks` the graph runs for all ranks.
 
@@ -40,7 +40,7 @@ def run(graph_module: fx.GraphModule, inputs: Sequence[Any], iterations: int) ->
 
 
 def _own(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy, if the graph has constants that a run might change, such as generators."""
+    """Copies a module if its graph has constants that a run might change, such as generators."""
     if any(node.op in ("get_attr", "call_module") for node in graph_module.graph.nodes):
         return copy.deepcopy(graph_module)
     return graph_module
@@ -81,7 +81,7 @@ def _call(module: fx.GraphModule, values: Sequence[Any], last: bool) -> Any:
 
 
 def _kept(value: Any) -> Any:
-    """A copy: what is returned may be state, which the next iteration updates."""
+    """Copies a returned value, which may be state that the next iteration updates."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -91,7 +91,7 @@ def _state(start: Any, node: fx.Node) -> torch.Tensor | None:
 
 
 def _next(value: Any, node: fx.Node) -> Any:
-    """An input of the next iteration."""
+    """Returns an input of the next iteration."""
     kind = input_kind(node)
     if kind == "hyperparameter":
         return value * 0.9

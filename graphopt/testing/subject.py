@@ -1,4 +1,4 @@
-"""The graph that a check of a pass begins with, and inputs to run it on."""
+"""The graph that a check of a pass starts from, and the inputs to run it on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def graph_and_inputs(
 def prepared(
     untouched: fx.GraphModule, pass_: Pass, after: Passes
 ) -> tuple[fx.GraphModule, tuple[Any, ...]]:
-    """Returns the graph that a pass is given, and what tells it from others of the same step.
+    """Returns the graph that a pass is given, and a key that distinguishes it from others of the
+    same step.
 
     Args:
         after: a pipeline that runs on a copy of `untouched` first; prerequisites that are still
@@ -66,8 +67,8 @@ def prepared(
 
 
 def _works_on_arguments(call: Call) -> bool:
-    """True if a step has optimizers, and all their parameters are of modules, among its arguments:
-    copies of these are all that it changes."""
+    """True if a step changes only its arguments: it has optimizers whose parameters all belong to
+    modules among them."""
     leaves = call.leaves
     own = {id(p) for at in call.modules for p in leaves[at].parameters()}
     own |= {id(leaves[at]) for at in call.tensors}
@@ -76,8 +77,8 @@ def _works_on_arguments(call: Call) -> bool:
 
 
 def _after_one_step(call: Call) -> Call:
-    """The same call of copies on which the step has run once; the call itself, if that has made
-    neither optimizer state nor gradients that stay."""
+    """Returns the call on copies after one step. Returns the call itself if the step made no
+    optimizer state or lasting gradients."""
     args, kwargs = copy.deepcopy(call.given)
     following = Call(call.fn, args, kwargs)
     with torch.random.fork_rng():
@@ -88,7 +89,8 @@ def _after_one_step(call: Call) -> Call:
 
 
 def _missing_prerequisites(pass_: Pass, applied: Sequence[str]) -> list[Pass]:
-    """Prerequisites of a pass that were not applied yet, with their own, first to last."""
+    """Returns the prerequisites of a pass, transitively, that were not yet applied, first to
+    last."""
     registry = default_registry()
     missing: dict[str, Pass] = {}
     pending = list(pass_.prerequisites)

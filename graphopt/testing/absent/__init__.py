@@ -1,4 +1,4 @@
-"""The process in which a device is believed to be there; see `graphopt.testing.pretended`.
+"""A helper process in which torch believes a device exists; see `graphopt.testing.pretended`.
 
 `cuda.cpp` is what torch has to be told before it is imported, `library` builds it, `bootstrap` is
 the script that the process runs.

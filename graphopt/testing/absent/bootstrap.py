@@ -1,4 +1,4 @@
-"""A process in which torch believes in a device: `python bootstrap.py JOB RESULT`.
+"""Entry point of the process with a simulated device: `python bootstrap.py JOB RESULT`.
 
 It is a script and no module, since nothing may import torch before the library is loaded.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def main(job_file: str, result_file: str) -> None:
-    """Run the job in one file, and write what it gives to another."""
+    """Runs the job in one file, and writes its result to another."""
     with open(job_file, "rb") as file:
         job: dict[str, Any] = pickle.load(file)
     for library in job["libraries"]:

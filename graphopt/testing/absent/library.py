@@ -1,4 +1,4 @@
-"""Build the library that makes torch believe in a device, once for each version of torch."""
+"""Builds the native library that simulates a device, once per version of torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMPILERS = ("c++", "g++", "clang++")
 
 
 def built() -> Path:
-    """The library, from the cache where it has been built before.
+    """Returns the library, built at its first use and cached.
 
     Raises:
         PretendError: there is no C++ compiler, or it failed.
@@ -32,7 +32,7 @@ def built() -> Path:
 
 
 def torch_libraries() -> list[Path]:
-    """Libraries that have to be loaded before it."""
+    """Returns the torch libraries that must be loaded before it."""
     folder = _torch() / "lib"
     return [folder / "libc10.so", folder / "libtorch_cpu.so"]
 

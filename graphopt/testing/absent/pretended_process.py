@@ -1,4 +1,4 @@
-"""Work of the process with the pretended device, once torch is imported."""
+"""The main function of the process with a simulated device, after torch is imported."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from graphopt._compat import absent
 
 
 def run(job: dict[str, Any]) -> Any:
-    """Call the function, or run the script, of a job: all tensors are fake, of all ranks there is
-    the first."""
+    """Runs a job's function or script with fake tensors, as rank 0 of all ranks."""
     absent.believe(job["capability"])
     if job["ranks"] > 1:
         _compat.start_fake_group(job["ranks"])
