@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 import graphopt
+from gloo import Pool
 from test_decisions import assert_alike, finish
 
 
@@ -212,3 +213,41 @@ def test_spectral_norm_by_hand(times: int) -> None:
         return [*losses, *(tensor.detach() for tensor in (*model.parameters(), *model.buffers()))]
 
     assert_alike(trained(True), trained(False))
+
+
+class Moving(nn.Module):
+    """Keeps a moving average in a buffer, which it replaces or updates."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.replaces, self.linear = replaces, nn.Linear(4, 4)
+        self.register_buffer("average", torch.zeros(4))
+        self.average: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.linear(x)
+        new = self.average * 0.9 + h.detach().mean(0) * 0.1
+        if self.replaces:
+            self.average = new
+        else:
+            self.average.copy_(new)
+        return h + self.average
+
+
+def _moving(rank: int) -> tuple[str, list[list[float]]]:
+    """What is said where a buffer is replaced on several ranks, and what the cure leaves."""
+    models = [Moving(True), Moving(False)]
+    optimizers = [torch.optim.SGD(model.linear.parameters(), lr=0.05) for model in models]
+    x = torch.full((6, 4), 1.0 + rank)
+    with pytest.raises(graphopt.CaptureError) as refused:
+        graphopt.compile(step)(models[0], optimizers[0], x)
+    cured = graphopt.compile(step)
+    for _ in range(3):
+        cured(models[1], optimizers[1], x)
+    return str(refused.value), [p.flatten().tolist() for p in models[1].parameters()]
+
+
+def test_a_buffer_that_is_replaced_on_several_ranks_is_refused_with_a_cure(two_ranks: Pool) -> None:
+    (said, one), (_, other) = two_ranks.run(_moving)
+    assert "it replaces average" in said and "buffer.copy_(new)" in said
+    assert one == other

@@ -340,10 +340,8 @@ class StepRun:
         """Say what the results of the graph are for. Returns the results."""
         marked = list(marks.changes())
         counted = held.counted(self.finder)
-        replacing = Replacing(
-            self._call, self._inputs, traced, self.outside, self.finder, self._alone
-        )
-        replacing.finish()
+        replacing = Replacing(self._call, self.outside, self.finder, self._alone)
+        replacing.finish(self._inputs, traced)
         held.note_counted(self.finder, self.outside.used_counts)
         rebinding = ran.rebinding
         recipes = Recipes(
@@ -355,7 +353,6 @@ class StepRun:
         told = {(id(each.table), each.key): each for each in ran.told if each.is_told}
         left = (told.get((id(each.table), each.key), each) for each in held.left())
         signature = self.signature = collector.collect(ran, left, counted)
-        replacing.check_left(recipes.left_by(signature))
         left_in = (leaf for each in signature.attributes for leaf in leaves_of(each.recipe))
         pin_left(self.outside, left_in)
         signature.attributes += collector.attributes(marked)

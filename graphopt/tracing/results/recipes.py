@@ -4,7 +4,7 @@ left."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from graphopt.tracing.results.signature import (
     Live,
     Nested,
     Recipe,
-    Signature,
     View,
 )
 from graphopt.tracing.scalars.host_numbers import is_host_number, scalar_of_numpy
@@ -123,18 +122,6 @@ class Recipes:
     def computed(self, tensors: Mapping[int, torch.Tensor]) -> dict[int, Computed]:
         """Adds results to the graph, and returns their recipes by key."""
         return {key: self._result(tensor) for key, tensor in sorted(tensors.items())}
-
-    def left_by(self, signature: Signature) -> Iterator[torch.Tensor]:
-        """The traced tensors that a step returns or stores elsewhere than where it found
-        them."""
-        for recipe in signature.recipes():
-            recipe = recipe.of if isinstance(recipe, View) else recipe
-            if isinstance(recipe, Live):
-                yield self._stand_ins[recipe]
-            elif isinstance(recipe, Computed):
-                value = self.results[recipe.index]
-                if isinstance(value, torch.Tensor):
-                    yield value
 
     def _of_tensor(self, tensor: torch.Tensor) -> Recipe:
         live = self._live.get(id(tensor))
