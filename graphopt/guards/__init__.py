@@ -1,4 +1,4 @@
-"""Guards: what a captured graph has read, and the one check per call whether that is still so.
+"""Guards: records of what a captured graph has read, and one check per call that it is unchanged.
 
 `make_fx` specializes a graph without saying on what. `Guards` (`guards.py`) holds all of it, one
 file for each sort of thing: arguments and numbers, modules, tensors, optimizers and their state,

@@ -1,5 +1,5 @@
-"""Guards on the arguments of a call: where its tensors and constants stand, their kinds and values,
-and which of them are the same."""
+"""Guards on the arguments of a call: the positions, kinds and values of tensors and constants, and
+which arguments are the same object."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphopt.tracing.interception.nests import containers_in
 
 
 class ArgumentGuards:
-    """What a graph is specialized on about arguments, but modules and optimizers.
+    """The facts about arguments, except modules and optimizers, that a graph is specialized on.
 
     Args:
         tensors: know which storages the model has.
@@ -61,21 +61,21 @@ class ArgumentGuards:
         ]
 
     def same_structure(self, call: Call) -> bool:
-        """Whether arguments of the same sorts stand at the same positions."""
+        """True if arguments of the same sorts stand at the same positions."""
         same = call.treespec is self._treespec or call.treespec == self._treespec
         same = same and call.objects.structure == self._objects
         return same and _positions(call) == self._positions
 
     def constant_mismatch(self, call: Call) -> str | None:
-        """The first constant that has become another one."""
+        """Returns a description of the first constant that changed, or None."""
         for value, position in zip(self._constants, call.constants, strict=True):
             if position not in self._found_anew and not same_constant(call.leaves[position], value):
                 return f"argument {call.names[position]} became {call.leaves[position]!r}"
         return None
 
     def shape_mismatch(self, call: Call) -> str | None:
-        """The first tensor that is of another kind than captured, or is not what the step finds
-        elsewhere as well."""
+        """Describes the first tensor of another kind than captured, or that differs from the one
+        the step finds elsewhere; None if all fit."""
         for position, tensor in self._outside:
             if call.leaves[position] is not tensor():
                 return f"argument {call.names[position]} is no longer what the step finds elsewhere"
@@ -92,14 +92,15 @@ class ArgumentGuards:
         return None
 
     def identity_mismatch(self, call: Call) -> str | None:
-        """The first tensor of a module that is an argument, where another one is given now."""
+        """Describes the first argument that was a module's tensor and is now another one, or
+        returns None."""
         for position, entry in self._shared:
             if call.leaves[position] is not entry.live():
                 return f"argument {call.names[position]} is another tensor"
         return None
 
     def same_objects(self, call: Call) -> bool:
-        """Whether a call is given the same objects, besides tensors and plain values."""
+        """True if a call has the same objects as arguments, besides tensors and plain values."""
         if call.constants != self._positions[3]:
             return False
         given = zip(self._constants, call.constants, strict=True)
@@ -114,15 +115,16 @@ def _positions(call: Call) -> tuple[list[Any], ...]:
 
 
 def _same_containers(call: Call) -> list[int]:
-    """For each list and dictionary among the arguments the first of them that it is."""
+    """Returns for each list and dictionary argument the index of the first one that is the same
+    object."""
     first: dict[int, int] = {}
     found = (container for _, container in containers_in(*call.given))
     return [first.setdefault(id(each), number) for number, each in enumerate(found)]
 
 
 def _aliases(call: Call, module_storages: frozenset[int]) -> tuple[int, ...]:
-    """For each tensor argument the first position of the same tensor, of the same storage, and
-    whether a module has its storage."""
+    """Returns for each tensor argument the first position of the same tensor and of the same
+    storage, and if a module shares the storage."""
     first: dict[Any, int] = {}
     found = []
     for position in call.tensors:

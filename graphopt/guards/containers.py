@@ -1,4 +1,4 @@
-"""Whole dictionaries and lists compared with what was in them: all of them at once, in C.
+"""Comparison of whole dictionaries and lists with their former contents, all at once in C.
 
     gc.get_referents(a, b, c)     all objects in three containers, as one flat list
     identities(objects)           which objects these are, as bytes that are compared as such
@@ -24,7 +24,7 @@ _ATTRIBUTES = attrgetter("__dict__")
 
 
 class NotedContainer(NamedTuple):
-    """A container with what was in it.
+    """A container with its recorded contents.
 
     Attributes:
         size: how many items it had.
@@ -39,7 +39,7 @@ class NotedContainer(NamedTuple):
 
     @classmethod
     def of(cls, container: Container) -> NotedContainer:
-        """What is in a container now."""
+        """Records the present contents of a container."""
         if not isinstance(container, dict):
             items = list.copy(container)
             return cls(container, len(items), [], items)
@@ -49,14 +49,14 @@ class NotedContainer(NamedTuple):
         return cls(container, len(keys), [], list(chain.from_iterable(dict.items(container))))
 
     def holds(self) -> bool:
-        """Whether the same is in it."""
+        """True if the contents are unchanged."""
         _, size, names, objects = NotedContainer.of(self.container)
         same = identities(objects) == identities(self.objects)
         return same and size == self.size and names == self.names
 
     def as_collected(self) -> NotedContainer | None:
-        """The same, with the objects as the garbage collector finds them in it; None where it finds
-        others, as it may in the dictionary of an object's attributes."""
+        """Returns the record in the order of `gc.get_referents`. None if that finds other objects,
+        as it may in an object's `__dict__`."""
         if type(self.container) not in _PLAIN:
             return None
         found = gc.get_referents(self.container)
@@ -65,7 +65,7 @@ class NotedContainer(NamedTuple):
         return self._replace(objects=found) if now in known else None
 
     def _orders(self, before: list[Any]) -> Iterator[list[Any]]:
-        """The objects in the orders in which the garbage collector may find them."""
+        """Yields the objects in the orders in which `gc.get_referents` may find them."""
         yield [*before, *self.objects]
         if isinstance(self.container, list):
             yield self.objects[::-1]
@@ -75,7 +75,7 @@ class NotedContainer(NamedTuple):
 
 
 class WholeContainers:
-    """Very many containers with what was in them. All of that is kept alive."""
+    """Many containers with their recorded contents, which it keeps alive."""
 
     def __init__(self, noted: Iterable[NotedContainer]) -> None:
         collected: list[NotedContainer] = []
@@ -100,7 +100,7 @@ class WholeContainers:
         self._identities = identities(self._objects)
 
     def hold(self) -> bool:
-        """Whether each has in it what it had."""
+        """True if the contents of all containers are unchanged."""
         objects = gc.get_referents(*self._collected)
         if self._tables:
             objects += chain.from_iterable(map(dict.values, self._tables))
@@ -113,7 +113,7 @@ class WholeContainers:
 
 
 class NotedModules(NamedTuple):
-    """A dictionary of modules, or None, with what a module is: its class and its attributes."""
+    """A dictionary of modules (or None) with each module's class and `__dict__`."""
 
     table: dict[str, Any]
     names: list[str]
@@ -122,20 +122,20 @@ class NotedModules(NamedTuple):
 
     @classmethod
     def of(cls, table: dict[str, Any]) -> NotedModules:
-        """What is in a dictionary now. No module is kept alive by it."""
+        """Records the present contents of a dictionary, without keeping its modules alive."""
         modules = list(table.values())
         attributes = [getattr(module, "__dict__", None) for module in modules]
         return cls(table, list(table), list(map(type, modules)), attributes)
 
     def holds(self) -> bool:
-        """Whether the same is in it."""
+        """True if the dictionary has the same modules."""
         _, names, classes, attributes = NotedModules.of(self.table)
         same = identities(classes) == identities(self.classes) and names == self.names
         return same and identities(attributes) == identities(self.attributes)
 
 
 class WholeModules:
-    """Very many dictionaries of modules with what was in them."""
+    """Many dictionaries of modules with their recorded contents."""
 
     def __init__(self, noted: Iterable[NotedModules]) -> None:
         noted = list(noted)
@@ -149,7 +149,7 @@ class WholeModules:
         self._attributes = identities(value for each in noted for value in each.attributes)
 
     def hold(self) -> bool:
-        """Whether each has in it what it had."""
+        """True if all dictionaries have the same modules."""
         modules = list(chain.from_iterable(map(dict.values, self._tables)))
         return (
             list(map(len, self._tables)) == self._sizes

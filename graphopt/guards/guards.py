@@ -1,4 +1,4 @@
-"""When a captured graph may be used again, and if not, why not.
+"""The guards of one captured graph: may it be used again, and if not, why not.
 
 `make_fx` specializes without saying on what. These guards hold everything a step is specialized
 on: the arguments, the modules, the optimizers' settings and state, numbers, and torch's modes.
@@ -29,7 +29,7 @@ from graphopt.tracing.results.signature import Signature
 
 
 class Guards:
-    """Everything one captured graph depends on.
+    """All facts that one captured graph depends on.
 
     Args:
         mode: how the step communicates.
@@ -98,15 +98,15 @@ class Guards:
         return self._states.values
 
     def alive(self) -> bool:
-        """Whether the modules still exist."""
+        """True if the captured modules still exist."""
         return all(root() is not None for root, _ in self._roots)
 
     def may_fit(self) -> bool:
-        """Whether everything that this rank's step has read still exists, as far as it must."""
+        """True if the objects that this rank's step needs still exist."""
         return self.alive() and (self._outside is None or self._outside.alive)
 
     def fit(self, call: Call, mode: tuple[Any, ...]) -> bool:
-        """Whether nothing has changed: whether the graph may be used for a call."""
+        """True if the graph may be used for a call, because all facts hold."""
         known = self._together.unchanged()
         fits = (
             self.structure_mismatch(call, mode, known) is None
@@ -120,7 +120,7 @@ class Guards:
     def structure_mismatch(
         self, call: Call, mode: tuple[Any, ...], known: Collection[object] = ()
     ) -> str | None:
-        """The first thing that all ranks see alike and that is no longer as captured.
+        """Describes the first changed fact that all ranks see alike, or returns None.
 
         Args:
             mode: how the step communicates.
@@ -131,7 +131,7 @@ class Guards:
     def structure_mismatches(
         self, call: Call, mode: tuple[Any, ...], known: Collection[object] = ()
     ) -> Iterator[str]:
-        """All such things, where they can be told apart."""
+        """Yields descriptions of all such changes, as far as they can be separated."""
         extended = call.using(self.besides)
         if extended is None:
             yield "a module or an optimizer that it used besides its arguments is gone"
@@ -158,11 +158,11 @@ class Guards:
                 yield reason
 
     def same_structure(self, call: Call) -> bool:
-        """Whether arguments of the same sorts stand at the same places."""
+        """True if arguments of the same sorts stand at the same positions."""
         return self._arguments.same_structure(call.using(self.besides) or call)
 
     def local_mismatch(self, call: Call, known: Collection[object] = ()) -> str | None:
-        """The first thing that may differ on this rank alone and is no longer as captured.
+        """Describes the first changed fact that may differ on this rank alone, or returns None.
 
         Args:
             known: guards that hold.
@@ -182,8 +182,8 @@ class Guards:
         yield self._arguments.identity_mismatch(call)
 
     def _changed_outside(self, call: Call) -> str | None:
-        """The first change outside the arguments, and in objects among them that are taken apart,
-        of which nothing is kept alive."""
+        """Describes the first change outside the arguments, or in objects of the call that are
+        captured attribute by attribute, or returns None."""
         assert self._outside is not None
         if not call.objects.roots:
             return next(self._outside.mismatches(call.leaves), None)
@@ -192,7 +192,8 @@ class Guards:
 
     @contextmanager
     def _taken_apart(self, call: Call) -> Iterator[None]:
-        """While active, the objects of a call that are taken apart are where guards find them."""
+        """A context in which the call's attribute-wise captured objects are where guards look for
+        them."""
         call.fill(self._slot)
         try:
             yield
@@ -200,35 +201,36 @@ class Guards:
             self._slot.clear()
 
     def shape_mismatch(self, call: Call) -> str | None:
-        """The first tensor argument that is of another kind than captured."""
+        """Describes the first tensor argument of another kind than captured, or returns None."""
         return self._arguments.shape_mismatch(call.using(self.besides) or call)
 
     def counted_for(self, call: Call) -> list[CarriedPlace]:
-        """Places in which the step counts, where a call is given the same objects."""
+        """Returns the places where the step increments a counter, if the call has the same
+        objects."""
         return [e for e in self.besides.carried if e.counted] if self._are_same(call) else []
 
     def _are_same(self, call: Call) -> bool:
-        """Whether a call is given the same objects."""
+        """True if a call has the same objects as arguments."""
         return self._arguments.same_objects(call.using(self.besides) or call)
 
     def numbers_of(self, call: Call) -> list[Any]:
-        """The hyperparameters of a call that fits, in order."""
+        """Returns the hyperparameters of a call that fits, in order."""
         return self._numbers.of(call)
 
 
 def _looked_at_elsewhere(
     attributes: dict[str, Any], placed: dict[int, set[str]], assigned: dict[int, set[str]]
 ) -> set[str]:
-    """Attributes of an optimizer whose numbers the graph takes, and objects and containers in whose
-    place the step leaves others, which are guarded as other places are."""
+    """Returns the optimizer attributes that other guards cover: numbers that are inputs, and
+    objects that the step replaces."""
     left = assigned.get(id(attributes), set())
     objects = {key for key in left if not is_plain(attributes.get(key))}
     return objects | placed.get(id(attributes), set())
 
 
 def _assigned(signature: Signature) -> dict[int, set[str]]:
-    """The attributes that the step itself sets, by the dictionary (its id) that holds them, and
-    containers that it fills."""
+    """Maps the id of each `__dict__` to the attributes that the step sets in it, and to containers
+    that it fills."""
     assigned: dict[int, set[str]] = {}
     for result in signature.attributes:
         assigned.setdefault(id(result.attributes), set()).add(result.name)
@@ -238,8 +240,8 @@ def _assigned(signature: Signature) -> dict[int, set[str]]:
 
 
 def _placed(inputs: Inputs, besides: ImplicitInputs) -> dict[int, set[str]]:
-    """The attributes whose numbers and arrays a graph takes, by the dictionary (its id) that holds
-    them."""
+    """Maps the id of each `__dict__` to the attributes whose numbers and arrays are inputs of the
+    graph."""
     placed: dict[int, set[str]] = {}
     numbers = (each for each in inputs.hyperparameters if isinstance(each, PlacedNumber))
     places = [each.place for each in numbers]

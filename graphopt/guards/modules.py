@@ -25,7 +25,7 @@ _OF_HOOKS = frozenset(
 
 
 class ModeChange(NamedTuple):
-    """The mode of a module that a step sets.
+    """A training mode that the step sets on a module.
 
     Attributes:
         attributes: of the module.
@@ -38,12 +38,12 @@ class ModeChange(NamedTuple):
     after: bool
 
     def make(self) -> None:
-        """Set the mode."""
+        """Sets the mode."""
         self.attributes["training"] = self.after
 
 
 class ModuleGuards:
-    """All modules of a step. They are looked at one by one only where something may have changed.
+    """Guards on all modules of a step. Single modules are checked only if a joint check fails.
 
     Args:
         modules: what each guard is made of.
@@ -63,7 +63,7 @@ class ModuleGuards:
         self.unchanged: StateSnapshot | None = self._snapshot()
 
     def mismatches(self) -> Iterator[str]:
-        """What has changed."""
+        """Yields descriptions of what has changed."""
         if self.unchanged is not None and self.unchanged.holds():
             return
         modes = self._before if self._as_before() else {}
@@ -73,14 +73,14 @@ class ModuleGuards:
         yield from reasons
 
     def forget(self) -> None:
-        """Keep nothing alive, whoever looks at them together with others."""
+        """Drops all snapshots, so that nothing is kept alive."""
         self._guards = []
         if self.unchanged is not None:
             self.unchanged.forget()
             self.unchanged = None
 
     def _as_before(self) -> bool:
-        """Whether all modes that the step sets are those of before it."""
+        """True if all modes that the step sets are as they were before it."""
         return all(
             guard.attributes["training"] is self._before.get(id(guard.attributes), guard.training)
             for guard in self._guards
@@ -94,8 +94,8 @@ class ModuleGuards:
 
 
 class ModuleGuard:
-    """One module: mode, hooks, registered tensors by identity, plain attributes by value, others by
-    identity.
+    """Guard on one module: mode, hooks, registered tensors by identity, plain attributes by value,
+    others by identity.
 
     Args:
         assigned: attributes that the step itself sets: a new object in one of them is its own.
@@ -145,7 +145,7 @@ class ModuleGuard:
         self.count = len(self.attributes)
 
     def mismatch(self, training: bool | None = None) -> str | None:
-        """What of the module is no longer as captured; None where nothing is.
+        """Describes what changed about the module, or returns None.
 
         Args:
             training: the mode that it has to be in; None: that in which it was captured.
@@ -187,7 +187,7 @@ class ModuleGuard:
         return None
 
     def describe(self, snapshot: StateSnapshot) -> None:
-        """Say what `mismatch` looks at, as it is now, where nothing has changed."""
+        """Adds the present state that `mismatch` checks to a snapshot."""
         attributes = self.attributes
         looked_at = {key: attributes[key] for key in attributes if key in _OF_TORCH}
         looked_at.update((key, attributes[key]) for key, _, _ in self.others)
@@ -210,7 +210,8 @@ class ModuleGuard:
 
 
 def _see(table: dict[str, Any], looked_at: dict[str, Any], snapshot: StateSnapshot) -> None:
-    """Say what has to be in a dictionary, some of whose items may be others in each call."""
+    """Adds a dictionary's required contents to a snapshot, except items that may vary from call to
+    call."""
     if len(looked_at) == len(table):
         snapshot.has_items(table)
         return

@@ -1,4 +1,5 @@
-"""Guards on the numbers that a graph takes: their types, and what the step has asked of them."""
+"""Guards on numbers that are inputs: their types, and the conditions that the step tested on
+them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from graphopt.tracing.scalars.host_numbers import EXACT
 
 
 class NumberGuards:
-    """The hyperparameters of a step."""
+    """Guards on the hyperparameters of a step."""
 
     def __init__(self, call: Call, inputs: Inputs) -> None:
         self._inputs = inputs
@@ -20,14 +21,15 @@ class NumberGuards:
         self._read: tuple[weakref.ref[Call], list[Any]] | None = None
 
     def of(self, call: Call) -> list[Any]:
-        """The hyperparameters of a call that fits, in order."""
+        """Returns the hyperparameters of a call that fits, in order."""
         found, self._read = self._read, None
         if found is not None and found[0]() is call:  # another thread may have asked since
             return found[1]
         return [number.read(call) for number in self._inputs.hyperparameters]
 
     def mismatch(self, call: Call) -> str | None:
-        """The first number that is of another kind, or no longer as the step has asked."""
+        """Describes the first number of another type, or for which a tested condition changed, or
+        returns None."""
         numbers = self._inputs.hyperparameters
         values = [number.read(call) for number in numbers]
         self._read = weakref.ref(call), values
@@ -40,7 +42,7 @@ class NumberGuards:
         return self._changed_answer(values)
 
     def _changed_answer(self, values: list[Any]) -> str | None:
-        """The first number of which a condition no longer holds."""
+        """Describes the first number of which a condition no longer holds, or returns None."""
         broken = self._inputs.conditions.broken(values)
         return None if broken is None else self._said(broken, values)
 
@@ -56,5 +58,5 @@ def _are_floats(value: object, kind: type) -> bool:
 
 
 def _called(number: Any) -> str:
-    """What a message calls a number."""
+    """Returns the name of a number in messages."""
     return f"argument {number.fqn}" if isinstance(number, ArgumentNumber) else str(number.fqn)

@@ -17,8 +17,8 @@ from graphopt.tracing.optimizers.optimizer_state import entries_at, is_nest, val
 
 
 class StateGuards:
-    """The optimizer state of a step: which entries there are, and of which kind. It is read again
-    only where something may have changed.
+    """Guards on a step's optimizer state: the entries and their kinds. It is read again only if
+    something may have changed.
 
     Args:
         tensors: know which storages the model has.
@@ -36,7 +36,7 @@ class StateGuards:
         self._tables, self.unchanged = _state_of(call)
 
     def mismatch(self, call: Call, known: bool = False) -> str | None:
-        """What has changed, if anything; `values` are those of the call otherwise.
+        """Describes what changed, or returns None and stores the call's state in `values`.
 
         Args:
             known: `unchanged` holds.
@@ -50,7 +50,7 @@ class StateGuards:
         return None
 
     def _refresh(self, call: Call, known: bool) -> str | None:
-        """Read the values; tensors seen before are known to fit."""
+        """Reads the values again; tensors seen before are known to fit."""
         if (known or self.unchanged.holds()) and all(map(is_, _tables(call), self._tables)):
             return None
         if _state_entries(call) != self._entries:
@@ -71,7 +71,7 @@ class StateGuards:
 
 
 def _tables(call: Call) -> list[dict[Any, Any]]:
-    """The state of each optimizer, by parameter."""
+    """Returns the state of each optimizer, by parameter."""
     return [optimizer.state for optimizer in call.optimizer_objects()]
 
 
@@ -86,7 +86,7 @@ def _state_of(call: Call) -> tuple[list[dict[Any, Any]], StateSnapshot]:
 
 
 def _see_entries(entries: Any, snapshot: StateSnapshot) -> None:
-    """Note what stands in the state, and in lists and dictionaries there."""
+    """Adds optimizer state, with its lists and dictionaries, to a snapshot."""
     if not isinstance(entries, tuple):
         snapshot.has_items(entries)
     for value in entries.values() if isinstance(entries, dict) else entries:
@@ -95,7 +95,7 @@ def _see_entries(entries: Any, snapshot: StateSnapshot) -> None:
 
 
 def _state_entries(call: Call) -> list[Any]:
-    """Per parameter the keys of its optimizer state, with values where these are no tensors."""
+    """Returns per parameter the keys of its optimizer state, with values that are no tensors."""
     return [
         tuple(
             key if isinstance(value, torch.Tensor) else (key, _known(value))
@@ -107,7 +107,8 @@ def _state_entries(call: Call) -> list[Any]:
 
 
 def _known(value: Any) -> Any:
-    """What a graph is specialized on about an entry of optimizer state that is no tensor."""
+    """Returns the facts about a non-tensor entry of optimizer state that a graph is specialized
+    on."""
     if not is_nest(value):
         return type(value) if is_exact(value) else value
     leaves, spec = _compat.tree_flatten(value)

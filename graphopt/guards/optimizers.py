@@ -27,8 +27,8 @@ _OF_OPTIMIZERS = frozenset(
 
 
 class OptimizerGuard:
-    """One optimizer: groups, members, settings that are not scheduled, and hooks. It is looked at
-    piece by piece only where something may have changed.
+    """Guard on one optimizer: groups, parameters, unscheduled settings and hooks. Details are
+    checked only if something may have changed.
 
     Args:
         counts: settings that the step itself counts up.
@@ -55,7 +55,7 @@ class OptimizerGuard:
         self._see(optimizer)
 
     def mismatch(self, optimizer: Optimizer, known: bool = False) -> str | None:
-        """What has changed, if anything.
+        """Describes what changed, or returns None.
 
         Args:
             known: `unchanged` holds.
@@ -88,12 +88,12 @@ class OptimizerGuard:
         return None
 
     def _attributes(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Attributes, hooks and functions that stand for methods included."""
+        """Returns the attributes to compare, hooks and functions in place of methods included."""
         of = vars(optimizer).items()
         return {key: _identity(value) for key, value in of if key not in self._passed_over}
 
     def _see(self, optimizer: Optimizer) -> None:
-        """Note what `_change` looks at, as it is now, where nothing has changed."""
+        """Takes a snapshot of the state that `_change` compares."""
         attributes, self.unchanged = vars(optimizer), StateSnapshot()
         self._varying: list[tuple[dict[str, Any], str]] = []
         self._seen = weakref.ref(optimizer), attributes
@@ -122,7 +122,7 @@ class OptimizerGuard:
                 self.unchanged.has_object(group, key, value)
 
     def _is_seen(self, optimizer: Optimizer) -> bool:
-        """Whether it is the one that was looked at last, and scheduled numbers are numbers."""
+        """True if it is the optimizer checked last, and scheduled settings still are numbers."""
         reference, attributes = self._seen
         if reference() is not optimizer or type(optimizer) is not self.type:
             return False
@@ -140,7 +140,7 @@ _NUMBER = object()
 
 
 class _ByValue:
-    """A value that is compared by value."""
+    """A setting that is compared by value."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -152,7 +152,8 @@ class _ByValue:
 
 
 class _Reference:
-    """An object, by identity. It is kept alive only where nothing else can be told of its end."""
+    """An object that is compared by identity, kept alive only if weak references to it are
+    impossible."""
 
     def __init__(self, value: Any) -> None:
         self._get: Callable[[], Any]
@@ -171,7 +172,7 @@ class _Reference:
 
 
 def _identity(value: Any) -> Any:
-    """What stands for a value; for hooks, what they contain."""
+    """Returns the key by which a value is compared; for hooks, their contents."""
     if is_plain(value):
         return _ByValue(value)
     if isinstance(value, dict):
@@ -191,7 +192,7 @@ def _of(value: Any) -> _ByValue | _Reference:
 
 
 def _settings(group: dict[str, Any], counts: frozenset[str]) -> dict[str, Any]:
-    """Settings of a group that the graph is specialized on; scheduled numbers by kind only.
+    """Returns the group settings that the graph is specialized on; scheduled numbers by type only.
 
     Bookkeeping of schedulers (`initial_lr`, `max_lr`, …) is not read by optimizers.
     """
@@ -207,7 +208,7 @@ def _settings(group: dict[str, Any], counts: frozenset[str]) -> dict[str, Any]:
 
 
 def _varies(key: str, value: Any, counts: frozenset[str]) -> bool:
-    """Whether a graph is specialized on the kind of a setting alone."""
+    """True if a graph is specialized only on the type of a setting."""
     return key in SCHEDULED or (key in counts and is_number(value))
 
 
@@ -218,7 +219,8 @@ def _kind(key: str, value: Any) -> Any:
 
 
 def _scheduled(value: Any) -> Any:
-    """A number's value is an input of the graph; of what else stands there it is specialized."""
+    """Returns the key of a scheduled setting: the type for numbers, which are inputs, else the
+    value."""
     if is_number(value):
         return _NUMBER
     return _of(value)

@@ -1,4 +1,4 @@
-"""Whether everything that a step read outside its arguments is still as it was.
+"""Guards on everything that a step read outside its arguments.
 
 Asked before every call of a step, so the usual answer is a snapshot's, in C over all places of one
 kind, of some tens of nanoseconds for each. Only where that finds another object are the places
@@ -24,8 +24,8 @@ from graphopt.tracing.outside.record import Record
 
 
 class OutsideGuard:
-    """Holds what a record holds. Neither the objects read nor their owners are kept alive by it:
-    where one of them is gone that no place leads to, the guard never fits again.
+    """A guard on the reads in a record. It keeps neither the objects nor their owners alive; if one
+    is gone that no place leads to, it never fits again.
 
     Args:
         changed: objects outside in which the graph changes something: the same in each call.
@@ -58,7 +58,7 @@ class OutsideGuard:
         self._places = prepared(self._entries)
 
     def _unfollowed(self, record: Record) -> list[tuple[str, torch.nn.Module]]:
-        """The modules in whose place no others may be."""
+        """Returns the modules that may not be replaced by others."""
         modules = [module for _, module in record.modules.values()]
         within: set[int] = set()
         self._described: list[tuple[str, GuardedObject]] = []
@@ -77,17 +77,17 @@ class OutsideGuard:
 
     @property
     def alive(self) -> bool:
-        """Whether it may fit again."""
+        """True if the guard may fit again."""
         return self._gone is None
 
     @property
     def unchanged(self) -> StateSnapshot | None:
-        """What there was when it was looked at last, but for `modules`; None where that is found in
-        other objects in each call, and where something had changed."""
+        """The snapshot of the last check, without `modules`. None after a change, and if the
+        objects vary from call to call."""
         return None if self.given or self._described else self._places
 
     def tensors(self, given: Iterable[Any]) -> Iterator[torch.Tensor]:
-        """The tensors that the step has found, but for those in `given`, its arguments."""
+        """Yields the tensors that the step found, except its arguments `given`."""
         own = {id(self._given), *map(id, given)}
         for entry in self._entries:
             value = None if entry.held is None else entry.held.get()
@@ -95,7 +95,7 @@ class OutsideGuard:
                 yield value
 
     def mismatches(self, leaves: Sequence[Any]) -> Iterator[str]:
-        """What has changed: the path to it, the values, and the line that read it.
+        """Yields descriptions of changes: the path, both values, and the line that read it.
 
         Args:
             leaves: the arguments of the call.
@@ -111,7 +111,7 @@ class OutsideGuard:
 
     @contextmanager
     def _called_with(self, leaves: Sequence[Any]) -> Iterator[None]:
-        """While active, the arguments of a call are where the guard looks for them."""
+        """A context in which a call's arguments are where the guard looks for them."""
         self._given.update((position, leaves[position]) for position in self.given)
         try:
             yield
@@ -133,7 +133,7 @@ class OutsideGuard:
         self._places = prepared(self._entries)
 
     def lost(self, held: GuardedObject) -> None:
-        """An object is gone. Another may take its place, if a place leads to it."""
+        """Records that an object is gone; another may replace it if a place leads to that."""
         if held in self._followed and held.followed:
             self._let_go()
             for each in self._followed:
@@ -146,13 +146,13 @@ class OutsideGuard:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Keep alive nothing of what the entries look at."""
+        """Drops all references that keep guarded objects alive."""
         if self._places is not None:
             self._places.forget()
             self._places = None
 
     def drop(self, reason: str) -> None:
-        """Let go of everything."""
+        """Releases all objects for good."""
         self._gone = reason
         self._let_go()
         self._entries, self._owners, self._described = [], [], []
@@ -162,7 +162,7 @@ class OutsideGuard:
 
 
 class _TellsOfLostModule:
-    """Tells a guard that a module it needs is gone."""
+    """A weak-reference callback that tells a guard that a needed module is gone."""
 
     def __init__(self, guard: OutsideGuard, reason: str) -> None:
         self._guard, self._reason = weakref.ref(guard), reason
@@ -174,7 +174,7 @@ class _TellsOfLostModule:
 
 
 class _TellsOfLostObject:
-    """Tells a guard that an object it looks at is gone."""
+    """A weak-reference callback that tells a guard that a guarded object is gone."""
 
     def __init__(self, guard: OutsideGuard) -> None:
         self._guard = weakref.ref(guard)
@@ -186,7 +186,7 @@ class _TellsOfLostObject:
 
 
 class _Entries:
-    """Makes the entries of a record; each object is held once, however many places lead to it."""
+    """Builds a guard's entries from a record, with one holder for each object."""
 
     def __init__(self, record: Record, gone: Callable[[GuardedObject], None]) -> None:
         self._record, self._gone = record, gone
@@ -224,14 +224,15 @@ class _Entries:
 
 
 class _Following:
-    """Finds every place again, from the first to the last, and objects that stand for others."""
+    """Reads every guarded place again, in order, and finds the objects that replaced former
+    ones."""
 
     def __init__(self) -> None:
         self._found: dict[GuardedObject, Any] = {}
         self._values: list[Any] = []
 
     def change(self, entry: GuardedPlace) -> str | None:
-        """What has changed at a place, if anything."""
+        """Describes what changed at a place, or returns None."""
         holder = self._object(entry.holder)
         line = f"{entry.line.file}:{entry.line.line}"
         if holder is MISSING:
@@ -243,8 +244,8 @@ class _Following:
         return f"{entry.path}: {shown(entry.expected())} -> {shown(now)}, read at {line}"
 
     def meeting(self, changed: Set[GuardedObject]) -> str | None:
-        """Which objects that were two are one by now, if any, where the step changes one after the
-        other.
+        """Describes two guarded objects that became one while the step changes one of them, or
+        returns None.
 
         Args:
             changed: objects in whose places it does; containers need not be among them.
@@ -261,13 +262,13 @@ class _Following:
         return None
 
     def settle(self, entries: Sequence[GuardedPlace]) -> None:
-        """All that was found is what is expected from now on."""
+        """Makes the values found the expected ones."""
         self.take()
         for entry, value in zip(entries, self._values, strict=True):
             entry.found(value)
 
     def take(self) -> None:
-        """The objects that were found are those that stand for the ones before."""
+        """Makes the objects found the guarded ones."""
         for held, value in self._found.items():
             if held.owner is None and held.get() is not value:
                 held.take(value)
@@ -289,7 +290,7 @@ class _Following:
 
 
 def _settled(read: Read) -> Read:
-    """Functions that have stand-ins while a step is traced are themselves again."""
+    """Replaces a tracing stand-in by the function that it stands for."""
     if callable(read.value):
         return read._replace(value=read.place.now())
     return read
@@ -300,7 +301,7 @@ def _assigned(record: Record, module: torch.nn.Module) -> set[str]:
 
 
 def shown(value: Any) -> str:
-    """A value in a message."""
+    """Formats a value for messages."""
     if value is MISSING:
         return "nothing"
     text = repr(value) if is_value(value) else f"<{type(value).__name__}>"

@@ -1,4 +1,4 @@
-"""Very many places and what they have to hold, as one snapshot."""
+"""Conversion of many guarded places to one snapshot, which is fast to compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _PLAIN = (dict, list, tuple)
 
 
 def prepared(entries: Iterable[GuardedPlace]) -> StateSnapshot:
-    """What has to be at all entries. It keeps alive what they look at."""
+    """Returns a snapshot of all entries that is fast to compare; it keeps the entries' objects
+    alive."""
     snapshot = StateSnapshot()
     for entry in entries:
         if not _described(entry, entry.holder.get(), snapshot):
@@ -23,7 +24,7 @@ def prepared(entries: Iterable[GuardedPlace]) -> StateSnapshot:
 
 
 def _described(entry: GuardedPlace, holder: Any, snapshot: StateSnapshot) -> bool:
-    """Say what has to be at an entry, where a snapshot has words for it."""
+    """Adds an entry to a snapshot. Returns False if a snapshot cannot express it."""
     if entry.kind in ("item", "class"):
         return _item_described(entry, holder, snapshot)
     if entry.kind == "attribute":
@@ -92,12 +93,12 @@ def _cell_described(entry: GuardedPlace, holder: Any, snapshot: StateSnapshot) -
 
 
 def _is_computed(entry: GuardedPlace) -> bool:
-    """Whether an attribute is another object each time it is read, as `code.co_varnames` is, so
-    that only its value can be compared."""
+    """True if an attribute gives a new object at each read, as `code.co_varnames` does, so that
+    only its value is comparable."""
     holder = entry.holder.get()
     return OutsidePlace(entry.kind, holder, entry.key).now() is not entry.expected()
 
 
 def _is_part(entry: GuardedPlace) -> bool:
-    """Whether what is there is found as a part of another object."""
+    """True if the object at a place is reached through another guarded object."""
     return entry.held is not None and entry.held.owner is not None

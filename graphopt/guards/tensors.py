@@ -1,5 +1,5 @@
-"""Guards on the parameters, buffers and tensor attributes of modules: identity of those that cannot
-be inputs, gradients, attributes that a program has set on them, and which share storage."""
+"""Guards on modules' parameters, buffers and tensor attributes: identity of those that are no
+inputs, gradients, user-set attributes, and shared storage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from graphopt.tracing.tensors.lost_history import accumulates
 
 
 class TensorGuards:
-    """The module tensors of a step; what is registered is looked at by `object_guards`."""
+    """Guards on the module tensors of a step; registered ones are checked by `ModuleGuard`."""
 
     def __init__(self, call: Call, inputs: Inputs) -> None:
         self._inputs = inputs
@@ -46,8 +46,8 @@ class TensorGuards:
         self._gradients = self._gradients_now()
 
     def _note_marks(self) -> None:
-        """Note the attributes of tensors. The dictionaries themselves: to ask a late parameter for
-        its own would be a use of it."""
+        """Records the user-set attributes of tensors, by their `__dict__`: reading a lazy
+        parameter's attribute would be a use of it."""
         marks = [(entry, vars(entry.tensor)) for entry in self._inputs.module_tensors]
         inside = {(id(owner), key) for _, (owner, key), _ in self._rebindable}
         self._marked = [
@@ -58,13 +58,13 @@ class TensorGuards:
         self._unmarked = [attributes for _, attributes in marks if not attributes]
 
     def storages(self) -> frozenset[int]:
-        """The storages of all module tensors; some get others in each call."""
+        """The storages of all module tensors; some have others in each call."""
         if not self._moving:
             return self._fixed_storages
         return self._fixed_storages | {_compat.storage_key(h.live()) for h in self._moving}
 
     def gradient_mismatch(self) -> str | None:
-        """The first gradient that has come or gone."""
+        """Describes the first gradient that was added or removed, or returns None."""
         now = self._gradients_now()
         if now == self._gradients:
             return None
@@ -73,7 +73,7 @@ class TensorGuards:
         return f"{self._parameters[index].fqn}.grad {what}"
 
     def mismatch(self, call: Call) -> str | None:
-        """The first tensor that is no longer as captured."""
+        """Describes the first tensor that changed, or returns None."""
         for entry, (owner, key), kind in self._rebindable:
             tensor = owner.get(key)
             if not isinstance(tensor, torch.Tensor) or tensor_kind(tensor) != kind:
@@ -97,7 +97,7 @@ class TensorGuards:
         return None
 
     def _gradients_now(self) -> list[bool]:
-        """For each parameter, and each tensor like one, whether it has a gradient."""
+        """Returns for each parameter, and each tensor used like one, True if it has a gradient."""
         there = [gradient is not None for gradient in map(_GRADIENT, self._same_parameters)]
         for owner, key in self._other_parameters:
             tensor = owner.get(key)
@@ -112,7 +112,7 @@ _INPUT: Any = object()
 
 
 def _layout(holder: Storage) -> list[int]:
-    """Where the members of a storage lie: their offsets, -1 for one that has left it."""
+    """Returns the offsets of a storage's members; -1 for one that moved to another storage."""
     first = _compat.storage_key(holder.members[0].live())
     return [
         int(tensor.storage_offset()) if _compat.storage_key(tensor) == first else -1
@@ -121,7 +121,7 @@ def _layout(holder: Storage) -> list[int]:
 
 
 def _same_marks(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Whether a tensor has the attributes that a program had set on it."""
+    """True if a tensor has the same user-set attributes."""
     return now.keys() == before.keys() and all(
         value is _INPUT or now[name] is value or same_constant(now[name], value)
         for name, value in before.items()
@@ -131,7 +131,8 @@ def _same_marks(now: dict[str, Any], before: dict[str, Any]) -> bool:
 def _attribute_slots(
     call: Call, inputs: Inputs
 ) -> Iterator[tuple[ModuleTensor, MutableMapping[str, Any], str]]:
-    """Attributes, other than parameters and buffers, whose tensor has other places, too."""
+    """Yields attributes, other than parameters and buffers, whose tensor is also found
+    elsewhere."""
     registered = {
         id(table) for _, module in call.named_submodules() for table in _compat.own_tables(module)
     }
@@ -142,7 +143,7 @@ def _attribute_slots(
 
 
 def _sharing(call: Call, inputs: Inputs) -> list[int]:
-    """Which tensors share storage, some of which may be others in each call."""
+    """Returns for each tensor the index of the first one with the same storage."""
     tensors = [entry.live() for entry in inputs.module_tensors]
     tensors += [call.leaves[position] for position in inputs.user]
     first: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Whether very many objects are still as they were, asked once before each call of a step.
+"""Snapshots of very many objects, compared at once before each call of a step.
 
     what there was                      how it is compared with what is there
     ─────────────────────────────────   ────────────────────────────────────────────────────────────
@@ -42,7 +42,7 @@ _MATCHES = 3
 
 
 class StateSnapshot:
-    """What was there, to be compared with what is there.
+    """A snapshot of values at many places, for comparison with the present ones.
 
     Keeps alive the containers, and what `has` is told of, until it is told to `forget`.
     """
@@ -92,7 +92,7 @@ class StateSnapshot:
 
     @classmethod
     def joined(cls, parts: Iterable[StateSnapshot]) -> StateSnapshot:
-        """All that is in several snapshots, as one; it forgets when one of them does."""
+        """Joins several snapshots into one, which is forgotten as soon as one of them is."""
         new = cls()
         for part in parts:
             part._joined = new
@@ -104,7 +104,7 @@ class StateSnapshot:
         return (each for each in vars(self).values() if isinstance(each, list))
 
     def forget(self) -> None:
-        """Keep nothing alive. It holds no more."""
+        """Drops all references; from then on `holds` is False."""
         self._whole, self._matches = None, ()
         for each in self._lists():
             each.clear()
@@ -113,13 +113,14 @@ class StateSnapshot:
             self._joined.forget()
 
     def has(self, container: Any, key: Any, value: object) -> None:
-        """`value` is at `key`."""
+        """Adds a condition: `value` is at `key`."""
         self._containers.append(container)
         self._keys.append(key)
         self._values.append(value)
 
     def has_object(self, container: Container, key: Any, value: object) -> None:
-        """`value` is at `key`; it is kept alive only where it is plain, or has no references."""
+        """Adds a condition: `value` is at `key`. It is kept alive only if it is plain or not weakly
+        referable."""
         if not is_plain(value):
             try:
                 self.has_referred(container, key, weakref.ref(value))
@@ -130,34 +131,34 @@ class StateSnapshot:
         self.has(container, key, value)
 
     def has_referred(self, container: Any, key: Any, reference: Callable[[], Any]) -> None:
-        """What `reference` gives is at `key`."""
+        """Adds a condition: the target of `reference` is at `key`."""
         self._referring.append(container)
         self._referred.append(key)
         self._references.append(reference)
 
     def has_key(self, container: Any, key: Any, there: bool) -> None:
-        """Whether something is at `key`."""
+        """Adds a condition: `key` is present, or absent."""
         self._asked.append(container)
         self._asked_keys.append(key)
         self._there.append(there)
 
     def has_class(self, holder: Callable[[], Any], kind: type) -> None:
-        """What `holder` gives is of this very class."""
+        """Adds a condition: the object that `holder` returns has exactly this class."""
         self._typed.append(holder)
         self._types.append(kind)
 
     def has_cell(self, cell: CellType, value: object) -> None:
-        """`value` is in a variable of a closure."""
+        """Adds a condition: a closure variable holds `value`."""
         self._cells.append(cell)
         self._cell_values.append(value)
 
     def has_cell_referred(self, cell: CellType, reference: Callable[[], Any]) -> None:
-        """What `reference` gives is in a variable of a closure."""
+        """Adds a condition: a closure variable holds the target of `reference`."""
         self._referring_cells.append(cell)
         self._cell_references.append(reference)
 
     def has_attribute_of(self, owner: object, name: str, value: object) -> None:
-        """`value` is an attribute of an object to which there are no weak references."""
+        """Adds a condition: an object without weak references has `value` as an attribute."""
         self._owners.append(owner)
         self._owned_names.append(name)
         self._owned_values.append(value)
@@ -165,14 +166,14 @@ class StateSnapshot:
     def has_attribute_of_referred(
         self, owner: object, name: str, reference: Callable[[], Any]
     ) -> None:
-        """What `reference` gives is an attribute of an object to which there are no weak
-        references."""
+        """Adds a condition: an object without weak references has the target of `reference` as an
+        attribute."""
         self._referring_owners.append(owner)
         self._names_of_references.append(name)
         self._owned_references.append(reference)
 
     def has_attribute(self, holder: Callable[[], Any], name: str, value: object) -> None:
-        """`value` is an attribute of what `holder` gives."""
+        """Adds a condition: the object that `holder` returns has `value` as an attribute."""
         self._holders.append(holder)
         self._attribute_names.append(name)
         self._attribute_values.append(value)
@@ -180,39 +181,41 @@ class StateSnapshot:
     def has_attribute_referred(
         self, holder: Callable[[], Any], name: str, reference: Callable[[], Any]
     ) -> None:
-        """What `reference` gives is an attribute of what `holder` gives."""
+        """Adds a condition: the object that `holder` returns has the target of `reference` as an
+        attribute."""
         self._referring_holders.append(holder)
         self._referred_names.append(name)
         self._referred_values.append(reference)
 
     def also(self, check: Callable[[], bool]) -> None:
-        """A condition of its own holds."""
+        """Adds a custom condition."""
         self._checks.append(check)
 
     def has_objects(self, table: dict[Any, Any]) -> None:
-        """The table has these keys, and `has_object` of each."""
+        """Adds conditions: the table has these keys, and `has_object` of each."""
         self.has_keys(table)
         for key, value in table.items():
             self.has_object(table, key, value)
 
     def has_items(self, container: Container) -> None:
-        """The container has these items, and no others."""
+        """Adds a condition: the container has exactly its present items."""
         if container:
             self._noted.append(NotedContainer.of(container))
         else:
             self._empty.append(container)
 
     def has_size(self, container: Sized) -> None:
-        """The container has as many items as now."""
+        """Adds a condition: the container has its present length."""
         self.has_length(container, len(container))
 
     def has_length(self, container: Sized, length: int) -> None:
-        """The container has so many items."""
+        """Adds a condition: the container has this length."""
         self._sized.append(container)
         self._sizes.append(length)
 
     def has_keys(self, table: dict[Any, Any]) -> None:
-        """The table has these keys; what is there does not matter, and is not kept alive."""
+        """Adds a condition: the table has its present keys, with any values, which are not kept
+        alive."""
         if not table:
             self._empty.append(table)
             return
@@ -220,14 +223,14 @@ class StateSnapshot:
         self._named.append((table, tuple(table)))
 
     def has_modules(self, table: dict[str, Any]) -> None:
-        """The table has these modules, or None, and no others; they are not kept alive."""
+        """Adds a condition: the table has exactly its present modules, which are not kept alive."""
         if table:
             self._noted_modules.append(NotedModules.of(table))
         else:
             self._empty.append(table)
 
     def has_kind(self, tensor: torch.Tensor) -> None:
-        """The tensor is of this kind, and has these gradient hooks."""
+        """Adds a condition: the tensor has its present kind and gradient hooks."""
         self._tensors.append(tensor)
         kinds, strides = kinds_of([tensor])
         self._kinds += kinds
@@ -235,7 +238,7 @@ class StateSnapshot:
         self._hooks.append(_compat.hooks_of(tensor))
 
     def holds(self) -> bool:
-        """Whether all that is so."""
+        """True if all conditions hold."""
         try:
             items = map(getitem, self._containers, self._keys)
             return (
@@ -308,13 +311,12 @@ def _never() -> bool:
 
 
 def body_of(module: nn.Module | None) -> Body:
-    """What a module is without its name: its class and its attributes, which are the same objects
-    as long as it is the same module. They do not keep the module alive."""
+    """Returns a module's class and `__dict__`, which identify it without keeping it alive."""
     return None if module is None else (type(module), vars(module))
 
 
 def is_body(module: nn.Module | None, body: Body) -> bool:
-    """Whether a module has this class, and these very attributes."""
+    """True if a module has this class and this `__dict__` object."""
     if module is None or body is None:
         return module is None and body is None
     return type(module) is body[0] and vars(module) is body[1]
@@ -325,16 +327,16 @@ _MOST_CHANGES = 3
 
 
 class HasSnapshot(Protocol):
-    """A guard that knows what there was when it was looked at last."""
+    """A guard that offers a snapshot of its last successful check."""
 
     @property
     def unchanged(self) -> StateSnapshot | None:
-        """It holds where this does; None where it has to be looked at."""
+        """A snapshot under which the guard holds, or None if it must be checked in detail."""
 
 
 class Together:
-    """The snapshots of several guards as one, which takes a fraction of the time of one after
-    another. Guards that see changes again and again are not among them."""
+    """The snapshots of several guards joined into one, which is much faster to compare. Guards that
+    change repeatedly are left out."""
 
     def __init__(self, guards: Sequence[HasSnapshot]) -> None:
         self._changes: dict[HasSnapshot, int] = dict.fromkeys(guards, 0)
@@ -342,14 +344,13 @@ class Together:
         self._joined: StateSnapshot | None = None
 
     def unchanged(self) -> Collection[HasSnapshot]:
-        """Guards that hold, as far as that is known; others have to be looked at."""
+        """Returns the guards known to hold; the others must be checked in detail."""
         if self._joined is None or not self._joined.holds():
             return ()
         return self._seen
 
     def note(self) -> None:
-        """All guards have been looked at, and hold: what they have seen is looked at together from
-        now on."""
+        """Records that all guards hold, and joins their snapshots for the next call."""
         for guard, before in self._seen.items():
             self._changes[guard] += guard.unchanged is not before
         self._seen = {

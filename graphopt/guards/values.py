@@ -1,4 +1,4 @@
-"""Values that guards hold, and how they are compared with what is there now."""
+"""Kinds and values that guards record, and their comparison with the present ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WITH_STRIDES = (torch.strided, torch.sparse_coo)
 
 
 def tensor_kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a graph is specialized on about a tensor."""
+    """Returns the facts about a tensor that a graph is specialized on."""
     special = special_class(tensor) or kind_of_history(tensor)
     if tensor.is_nested:
         return (None, None, tensor.layout, tensor.dtype, tensor.device, None, special)
@@ -33,27 +33,28 @@ def tensor_kind(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def gradient_kind(tensor: torch.Tensor) -> Any:
-    """What a graph is specialized on about the gradient of a tensor that is an argument: None where
-    it has none, and where none can be computed; its kind; or that the tensor is no leaf."""
+    """Returns the facts about a tensor argument's gradient that a graph is specialized on: None if
+    there is none, its kind, or that the tensor is no leaf."""
     if not tensor.is_leaf:
         return "computed"
     return None if tensor.grad is None else (tensor_kind(tensor.grad), tensor.grad.is_leaf)
 
 
 def kinds_of(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
-    """What `tensor_kind` says of each, in other order, in half of its time."""
+    """Returns the facts of `tensor_kind` for many tensors, column by column, in half the time."""
     return list(map(_KIND, tensors)), list(map(_STRIDE, tensors))
 
 
 def items(value: object) -> list[Any] | None:
-    """What a list or dictionary contains, to compare with later."""
+    """Returns the contents of a list or dictionary, for later comparison; None for other
+    objects."""
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     return list(value) if isinstance(value, list) else None
 
 
 def same_items(before: list[Any], container: object) -> bool:
-    """Whether a container holds the objects or constants that it held."""
+    """True if a container holds the same objects or equal constants as before."""
     now = items(container)
     if now is None or len(now) != len(before):
         return False
@@ -61,26 +62,27 @@ def same_items(before: list[Any], container: object) -> bool:
 
 
 def same_constant(a: Any, b: Any) -> bool:
-    """Whether two values are one object, or plain constants of one type that are equal."""
+    """True if two values are one object, or equal plain constants of one type."""
     return same_value(a, b, is_plain)
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is compared by value; all others are by identity."""
+    """True if a value is compared by value, as plain constants are; others go by identity."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(is_plain, value))
     return isinstance(value, _PLAIN)
 
 
 def change(kind: tuple[Any, ...] | None, now: Any) -> str:
-    """How a tensor differs from the kind that it was, in brackets; empty where it is none now."""
+    """Formats a tensor's difference from its former kind, in brackets; empty if it is no tensor
+    now."""
     if kind is None or not isinstance(now, torch.Tensor) or tensor_kind(now) == kind:
         return ""
     return f" ({describe(kind, tensor_kind(now))})"
 
 
 def describe(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
-    """The first difference between two kinds of tensors, as text."""
+    """Formats the first difference between two kinds of tensors."""
     names = ("shape", "stride", "layout", "dtype", "device", "requires_grad", "class")
     differing = _differing(names, before, now)
     name, old, new = next(differing)

@@ -1,2 +1,1 @@
-"""Operators that torch computes otherwise under a trace than in eager code: each is given the
-form that has eager's bits."""
+"""Replacements for operators that torch computes differently under a trace, with eager's bits."""

@@ -1,5 +1,5 @@
-"""BatchNorm whose averages move by a number of the trace, as `BatchNorm2d(momentum=None)`, which
-divides by how many batches it has seen.
+"""BatchNorm with a computed momentum, such as `BatchNorm2d(momentum=None)`, which divides by the
+number of batches.
 
 The kernels take a Python float, into which a number of the trace cannot be converted. They are
 called with a plain one, and the nodes that record them get what is computed in each call.
@@ -25,7 +25,7 @@ _PLAIN = 0.4375
 
 
 def takes(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a torch function, or the operator of a node, is a BatchNorm with such a number."""
+    """True if a torch function or a node's operator is a BatchNorm with a symbolic momentum."""
     if not any(isinstance(value, torch.SymFloat) for value in (*args, *kwargs.values())):
         return False
     return func in _FUNCTIONS or _position(func) is not None
@@ -34,7 +34,7 @@ def takes(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 def call_with_symbol(
     tracer: Any, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """`func(*args, **kwargs)`, where one of the arguments is such a number."""
+    """Calls a BatchNorm whose momentum is symbolic, and records the symbol in its nodes."""
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.SymFloat)]
     node = _compat.node_of(tracer, given[0])
     last = next(iter(reversed(tracer.graph.nodes)))
@@ -51,7 +51,7 @@ def _plain(value: Any) -> Any:
 
 
 def _give(kernel: fx.Node, factor: fx.Node | None) -> None:
-    """Let a node take the number where it takes the plain one."""
+    """Replaces the placeholder momentum of a node by the computed one."""
     position = _position(kernel.target)
     if position is None:
         return
@@ -63,7 +63,7 @@ def _give(kernel: fx.Node, factor: fx.Node | None) -> None:
 
 
 def _position(target: Any) -> int | None:
-    """Where an operator takes the number; None where it takes none."""
+    """Returns the position of an operator's momentum argument, or None."""
     if not isinstance(target, _compat.OpOverload) or "batch_norm" not in _compat.operator_name(
         target
     ):

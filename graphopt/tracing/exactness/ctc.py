@@ -1,4 +1,4 @@
-"""The mean of CTC losses whose lengths are plain numbers, of which torch makes a tensor unseen.
+"""The mean of CTC losses with plain target lengths, which torch turns into an untraced tensor.
 
     ctc_loss(log_probs, targets, [12, 11], [4, 3])
         ==>  (ctc_loss(…, reduction="none") / torch.tensor([4, 3]).clamp_min(1)).mean()
@@ -22,7 +22,7 @@ _MEAN = 1
 def mean_by_numbers(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Callable[[], Tensor] | None:
-    """What computes a CTC loss; None where torch itself can."""
+    """Returns a function that computes the CTC loss, or None if torch's own can be traced."""
     if function is not functional.ctc_loss and function is not torch.ctc_loss:
         return None
     names = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction",

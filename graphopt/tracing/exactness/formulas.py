@@ -1,4 +1,4 @@
-"""Gradients whose formulas in autograd ask whether anybody traces, computed as in eager code.
+"""Gradients whose autograd formulas depend on tracing, computed by eager code's formulas.
 
 Some formulas look at values, or write in place, but not for tensors that are traced: there they
 take another way, which adds in another order, or loses a NaN or the sign of a zero.
@@ -32,8 +32,8 @@ _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 
 def _define(name: str, arguments: str, rerun: Callable[..., Tensor]) -> Any:
-    """An operator of the gradient of a result and `arguments`, that gives the gradient of the one
-    whose position it is told at last.
+    """Defines an operator that returns the gradient of `rerun`'s result with respect to the
+    argument at `position`.
 
     Args:
         rerun: what gives the result, of these arguments and of its dtype.
@@ -119,7 +119,7 @@ CROSS_ENTROPY = _define(
 
 
 class _Again(NamedTuple):
-    """How gradients are computed again.
+    """The recomputation of a gradient by its eager formula.
 
     Attributes:
         operator: by what.
@@ -148,7 +148,8 @@ def _of_cumprod(function: Any, gradient: Tensor) -> _Again:
 
 
 def _of_det(function: Any, gradient: Tensor) -> _Again | None:
-    """Only where it is differentiated further, where no operator takes its place."""
+    """Returns a recomputation only for gradients that are differentiated further, which is
+    refused."""
     return _Again(None, (), (), differs_twice=True) if torch.is_grad_enabled() else None
 
 
@@ -160,7 +161,8 @@ def _of_filled(function: Any, gradient: Tensor) -> _Again | None:
 
 
 def _of_selected(name: str) -> Callable[[Any, Tensor], _Again | None]:
-    """The largest element and the like, where it is one of all and not of each row."""
+    """Returns a recomputation for reductions such as `max` over all elements, not over a
+    dimension."""
 
     def again(function: Any, gradient: Tensor) -> _Again | None:
         if hasattr(function, "_saved_dim") or not hasattr(function, "_saved_self"):
@@ -182,7 +184,8 @@ def _of_householder(function: Any, gradient: Tensor) -> _Again:
 
 
 def _of_cross_entropy(function: Any, gradient: Tensor) -> _Again | None:
-    """Only where the tensors are of several dtypes, of which writing in place keeps one."""
+    """Returns a recomputation only for mixed dtypes, where the eager formula's in-place update
+    keeps one."""
     logits, target = function._saved_self, function._saved_target
     weights = function._saved_weight, function._saved_pos_weight
     if len({each.dtype for each in (logits, target, *weights) if each is not None}) == 1:
@@ -192,7 +195,7 @@ def _of_cross_entropy(function: Any, gradient: Tensor) -> _Again | None:
 
 
 def _signed(number: int) -> int:
-    """A dimension that torch gives as a number without a sign."""
+    """Converts a dimension from torch's unsigned form."""
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
@@ -217,7 +220,7 @@ _FORMULAS: dict[str, Callable[[Any, Tensor], _Again | None]] = {
 
 @contextmanager
 def as_in_eager() -> Iterator[None]:
-    """While active, backwards of the step compute gradients as they do where nobody traces.
+    """A context in which backwards of the traced step use eager code's gradient formulas.
 
     Raises:
         CaptureError: the step differentiates a gradient whose formula would differ.
@@ -243,21 +246,22 @@ def as_in_eager() -> Iterator[None]:
 
 
 class _Unpacked:
-    """What is unpacked while one function runs, which not all hooks give twice."""
+    """A cache of saved tensors while one autograd function runs, since some hooks unpack only
+    once."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Any]] | None = None
 
     def begin(self, gradients: Any) -> None:
-        """From now on, what is unpacked is kept."""
+        """Starts caching unpacked tensors."""
         self._known = {}
 
     def end(self) -> None:
-        """Forget it."""
+        """Drops the cache."""
         self._known = None
 
     def kept(self, unpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """`unpack`, which is asked once."""
+        """Wraps `unpack` so that each saved tensor is unpacked once."""
 
         def unpack_once(packed: Any) -> Any:
             if self._known is None:
@@ -270,7 +274,7 @@ class _Unpacked:
 
 
 def _behind(functions: Iterable[Any]) -> list[Any]:
-    """The functions that a backward may come to."""
+    """Returns all autograd functions reachable by a backward."""
     known: dict[Any, None] = {}
     waiting = list(functions)
     while waiting:
@@ -284,7 +288,7 @@ def _behind(functions: Iterable[Any]) -> list[Any]:
 def _replacing(
     function: Any, formula: Callable[[Any, Tensor], _Again | None], unpacked: _Unpacked
 ) -> Callable[[Any, Any], tuple[Any, ...] | None]:
-    """What autograd asks when `function` has computed its gradients."""
+    """Returns an autograd hook that replaces the gradients of `function`."""
 
     def replace(gradients: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
         try:
@@ -308,7 +312,7 @@ def _replacing(
 
 
 def _computed(again: _Again, gradient: Tensor, former: Any, position: int | None) -> Any:
-    """A gradient in the place of what the function gives; itself where that is right."""
+    """Returns the recomputed gradient, or `former` if that is already right."""
     if former is None or position is None:
         return former
     return again.operator(gradient, *again.args, position).to(former.dtype)

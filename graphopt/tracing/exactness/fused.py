@@ -21,13 +21,13 @@ FUNCTIONS = {getattr(torch, f"{name}_") for name in FUSED_OPTIMIZERS}
 
 
 def take_tensor_lr(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with a scheduled learning rate replaced by its tensor."""
+    """Replaces a scheduled learning rate among the arguments by its tensor."""
     lr = kwargs.get("lr")
     return {**kwargs, "lr": lr.tensor} if isinstance(lr, ScheduledFloat) else kwargs
 
 
 def call_with_symbols(tracer: Any, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """`op(*args, **kwargs)` where keyword arguments of type float may be symbolic."""
+    """Calls an operator whose float keyword arguments may be symbolic."""
     symbols = {key: value for key, value in kwargs.items() if isinstance(value, torch.SymFloat)}
     result = op(*args, **{**kwargs, **dict.fromkeys(symbols, 0.5)})
     if symbols:

@@ -1,4 +1,4 @@
-"""oneDNN's kernel of recurrent layers, as a node of a graph.
+"""oneDNN's kernel for recurrent layers, as one node of a graph.
 
 The kernel asks whether autograd is on: only then it keeps what its backward needs, and it rounds
 otherwise where it does not. A graph runs with autograd off. So a node that is recorded while
@@ -29,7 +29,7 @@ _library = torch.library.Library("graphopt", "FRAGMENT")
 
 
 def _define(name: str, operator: Any, kernel: Callable[..., Any], rule: Callable[..., Any]) -> Any:
-    """An operator like one of ATen's, with another kernel."""
+    """Defines an operator with the schema of an ATen operator and another kernel."""
     _library.define(
         name + str(_compat.schema_of(operator)).removeprefix(_compat.operator_name(operator))
     )
@@ -49,7 +49,7 @@ def _layer_backward(*args: Any) -> Any:
 
 
 def is_on_cudnn(function: Any, args: Sequence[Any]) -> bool:
-    """Whether a torch function is a recurrent layer that cuDNN would run."""
+    """True if a torch function is a recurrent layer that cuDNN would run."""
     if getattr(function, "__name__", "") not in KERNELS or not isinstance(args[0], torch.Tensor):
         return False
     backend = torch.backends.cudnn
@@ -57,8 +57,8 @@ def is_on_cudnn(function: Any, args: Sequence[Any]) -> bool:
 
 
 def takes_as_padded(data: torch.Tensor, sizes: Sequence[int], states: Sequence[Any]) -> bool:
-    """Whether torch gives an LSTM's packed sequences to oneDNN, which it does where all have one
-    length, where it gives it those that are not packed.
+    """True if torch runs an LSTM on packed sequences by oneDNN: if all have one length, and oneDNN
+    would run the unpacked ones.
 
     Args:
         data: the rows of all steps.
@@ -77,7 +77,7 @@ _OF_ONEDNN = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 @functools.cache
 def _packed_by_onednn() -> bool:
-    """Whether this torch does so, as what it does without a graph shows."""
+    """True if this version of torch does so, as found by running it once without a graph."""
     with _compat.without_modes(), torch.enable_grad():
         rows, state = torch.zeros(1, 1, requires_grad=True), torch.zeros(1, 1, 1)
         weights = [torch.zeros(4, 1)] * 2
@@ -96,7 +96,7 @@ def _behind(function: Any) -> Iterator[Any]:
 
 
 def refused(function: Any) -> CaptureError:
-    """cuDNN takes all weights as one buffer, which is looked for in their memory when it runs."""
+    """Returns the error for cuDNN, which needs all weights in one buffer of memory when it runs."""
     return CaptureError(
         f"it runs a recurrent layer ({function.__name__}) by cuDNN, which keeps its weights in"
         " memory of its own",
@@ -107,7 +107,7 @@ def refused(function: Any) -> CaptureError:
 
 
 def distinct(results: Any) -> Any:
-    """Results of the backward, each in memory of its own."""
+    """Copies results of the backward that share memory."""
     known: set[int] = set()
     found = []
     for gradient in results:
@@ -137,7 +137,7 @@ LAYER_BACKWARD = _define("rnn_layer_backward", BACKWARD, _layer_backward, _layer
 
 
 def recorded(target: Any) -> Any:
-    """What stands in a trace for an operator that is recorded now; itself for nearly all."""
+    """Returns the operator to record in place of another; usually itself."""
     if target is torch.ops.aten.mkldnn_rnn_layer.default and torch.is_grad_enabled():
         return LAYER
     return LAYER_BACKWARD if target is BACKWARD else target

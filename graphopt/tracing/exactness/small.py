@@ -1,4 +1,4 @@
-"""What operators give for small tensors, by their kernels alone.
+"""Operator results on small CPU tensors, found by running the kernels alone.
 
 A shape rule that torch has written in Python calls a dozen other operators, each with a shape rule
 of its own. To run the kernel on scratch tensors (`scratch`) takes a fraction of that, and is right
@@ -26,8 +26,8 @@ _LARGEST_AT_ONCE = 1 << 20
 
 
 def small_results(call: Call, elementwise: bool) -> Any | None:
-    """What the real kernel of `call` returns where all tensors are small and on the CPU: no shape
-    rule has to be asked.
+    """Returns the real kernel's result layouts if all tensors are small and on the CPU, without any
+    shape rule.
 
     Args:
         elementwise: as in `true_results`.
@@ -48,7 +48,7 @@ def small_results(call: Call, elementwise: bool) -> Any | None:
 
 
 def _most_elements(call: Call, given: list[Layout], elementwise: bool) -> int:
-    """At least as many as the results have."""
+    """Returns an upper bound of the results' number of elements."""
     if elementwise:
         dimensions = zip_longest(*(reversed(layout.shape) for layout in given), fillvalue=1)
         return math.prod(map(max, dimensions)) * len(given)  # one result for each entry of lists
@@ -64,7 +64,8 @@ def _most_elements(call: Call, given: list[Layout], elementwise: bool) -> int:
 
 
 def _size(layout: Layout) -> int:
-    """Elements of a tensor, those of expanded dimensions among them, or of its storage."""
+    """Returns a tensor's number of elements, expanded ones included, or that of its storage if
+    larger."""
     return max(layout.span, math.prod(layout.shape))
 
 
@@ -100,7 +101,7 @@ arguments."""
 
 
 def _fresh(call: Call, make: Callable[[Layout], torch.Tensor]) -> Any | None:
-    """What a kernel returns, if each of its tensors alone fills memory that is of nobody else."""
+    """Returns a kernel's result layouts if each result fills memory of its own, or None."""
     known: set[int] = set()
 
     def noted(layout: Layout) -> torch.Tensor:

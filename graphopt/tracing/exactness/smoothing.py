@@ -1,4 +1,4 @@
-"""The mean of a smoothed cross entropy with weights, as eager code computes it.
+"""The mean of label-smoothed, weighted cross entropy, computed as in eager code.
 
 It is divided by the sum of the weights of all targets but those that are ignored. Torch leaves
 these out, but where it is traced it adds zeros for them, and so in another order.
@@ -36,7 +36,7 @@ torch.library.register_fake("graphopt_eager::sum_without", _shape, lib=_library)
 
 
 def is_weighted(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function of torch is a cross entropy that may be divided by a sum of weights."""
+    """True if a torch function is a cross entropy that may divide by a sum of weights."""
     if function is not functional.cross_entropy:
         return False
     target = args[1] if len(args) > 1 else kwargs.get("target")
@@ -46,7 +46,7 @@ def is_weighted(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def left_out(node: fx.Node) -> None:
-    """Let a new node that adds weights, some of which are zero by a mask, leave these out."""
+    """Removes weights zeroed by a mask from a node that sums weights, as eager code does."""
     masked = _argument(node, "aten::sum")
     if masked is not None and _argument(masked, "aten::masked_fill_", "aten::gather") is not None:
         node.target = torch.ops.graphopt_eager.sum_without.default
@@ -54,7 +54,7 @@ def left_out(node: fx.Node) -> None:
 
 
 def _argument(node: fx.Node, name: str, of: str | None = None) -> fx.Node | None:
-    """The first argument of an operator, which is a result of another; None where it is not so."""
+    """Returns the first argument of an operator if it is the result of operator `of`, or None."""
     first = node.args[0] if node.args and is_operator(node.target, name) else None
     if not isinstance(first, fx.Node):
         return None

@@ -1,4 +1,4 @@
-"""Singular values and eigenvalues without vectors, as eager code computes them.
+"""Singular values and eigenvalues without vectors, computed as in eager code.
 
 torch computes vectors as well where a gradient may be asked for, or where it is traced; without
 them LAPACK takes another way, which rounds otherwise.
@@ -31,7 +31,7 @@ _OF_VALUES = frozenset(
 
 
 def gives_values_alone(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function of torch computes no vectors in eager code."""
+    """True if a torch function computes no vectors in eager code."""
     if getattr(function, "__name__", "").removeprefix("linalg_") not in _OF_VALUES:
         return False
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
@@ -41,14 +41,14 @@ def gives_values_alone(function: Any, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def alone(function: Any) -> Any:
-    """What computes the values alone: an operator where there is one, or else the function, whose
-    nodes are to be `without_vectors`."""
+    """Returns a function that computes only the values: an operator, or the function itself if its
+    nodes are changed by `without_vectors`."""
     is_general = function is torch.linalg.eigvals
     return torch.ops.aten._linalg_eigvals.default if is_general else function
 
 
 def without_vectors(node: fx.Node) -> None:
-    """Let a new node compute no vectors."""
+    """Changes a new node so that it computes no vectors."""
     defaults = _WITHOUT_VECTORS.get(node.target)
     if defaults is not None:
         node.args = (*node.args[:2], *defaults[len(node.args[:2]) :])

@@ -1,4 +1,4 @@
-"""Kernels that write running statistics although their schemas deny it, written functionally.
+"""Functional forms of kernels that update running statistics although their schemas deny it.
 
 cuDNN's BatchNorm updates the statistics that it is given, and MIOpen's does. In a graph without
 declared writes such an update would happen wherever the kernel runs: before an assumption that then
@@ -22,7 +22,8 @@ _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 
 class _Kernel(NamedTuple):
-    """
+    """A kernel that updates running statistics.
+
     Attributes:
         functional: returns what the kernel does, and after it the statistics.
         positions: of the statistics among the arguments.
@@ -62,7 +63,8 @@ KERNELS = {
 
 
 def written_functionally(target: Any, args: Any, kwargs: dict[str, Any]) -> Any | None:
-    """What such a kernel returns, with the statistics updated by a `copy_` each.
+    """Calls the functional form of such a kernel and updates each statistic by a `copy_`; None for
+    other operators.
 
     Args:
         target: of a node of a raw trace.

@@ -1,5 +1,4 @@
-"""From the raw trace, with its updates in place, to the functional graph of the captured
-dialect.
+"""Functionalization: rewrites the raw trace, with updates in place, to the captured dialect.
 
 What is functional in the trace is copied; memory that is only written as a whole is followed from
 write to write (`whole_writes`); all else runs under torch's functionalization (`interpreter`).

@@ -1,4 +1,4 @@
-"""What the program holds of a step's tensors and settings under other names.
+"""Aliases that the program holds of a step's tensors and settings.
 
     weights = model.weight.detach().numpy()       an array in the memory of a parameter
     group = optimizer.param_groups[0]             a parameter group
@@ -22,7 +22,7 @@ from graphopt.tracing.refusals import HostWork
 
 
 class Aliases:
-    """The real tensors and tables of one trace.
+    """The real tensors and parameter-group tables of one trace.
 
     Args:
         call: before stand-ins are put into its optimizers.
@@ -33,8 +33,8 @@ class Aliases:
         self._groups = _groups(call)
 
     def watch(self, record: Record, call: Call) -> None:
-        """Let the step find the stand-ins of groups, and refuse that it reads an array in the
-        memory of a tensor that it works on.
+        """Replaces groups that the step reads by their stand-ins, and refuses reads of arrays in a
+        traced tensor's memory.
 
         Args:
             call: with stand-ins in its optimizers.
@@ -51,7 +51,7 @@ class Aliases:
 
 
 def meets(array: Any, tensor: torch.Tensor) -> bool:
-    """Whether an array and the storage of a tensor have memory in common."""
+    """True if an array and the storage of a tensor share memory."""
     if tensor.device.type != "cpu" or _compat.is_fake(tensor):
         return False
     if not hasattr(array, "__array_interface__") or not array.size:

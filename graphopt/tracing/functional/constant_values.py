@@ -1,4 +1,4 @@
-"""The values of nodes that depend on no input: sizes that depend on them are known at once.
+"""Values of nodes that depend on no input, so that sizes computed from them are known.
 
 torch.unique_consecutive(torch.tensor([8, 8, 4]))    has two elements, in every call
 """
@@ -19,7 +19,7 @@ from graphopt.tracing.functional.values import copied_constant
 
 
 class ConstantValues:
-    """Of one trace, computed as far as they are asked for, on the CPU.
+    """The constant values of one trace, computed on the CPU on demand.
 
     Args:
         tracer: records the step.
@@ -33,8 +33,8 @@ class ConstantValues:
         self._overwritten = False
 
     def laid_out_like(self, wanted: fx.Node) -> Any | None:
-        """Something with the sizes that a node gives in every call, and an integer that it gives;
-        None where that is not known.
+        """Returns an example of a node's value with its constant sizes, or its integer; None if
+        these are not constant.
 
         Args:
             wanted: is being recorded: the last node, which has no fake value yet.
@@ -86,7 +86,7 @@ _SIZED_BY_REST = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.masked_s
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether a node gives the same for the same."""
+    """True if a node's result depends on nothing but its arguments."""
     if node.op == "get_attr" or node.target is getitem:
         return True
     if not isinstance(node.target, _compat.OpOverload) or node.target.namespace != "aten":
@@ -96,7 +96,7 @@ def _is_constant(node: fx.Node) -> bool:
 
 
 def _is_alike_anywhere(value: Any) -> bool:
-    """Whether the CPU computes the same: other devices round numbers otherwise."""
+    """True if the CPU computes the same bits as other devices, as it does for integers."""
     if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
         return True
     return not (value.is_floating_point() or value.is_complex())

@@ -1,4 +1,4 @@
-"""From the raw trace to the captured dialect: no mutation but `copy_` into placeholders.
+"""Functionalization of the raw trace: no mutation but `copy_` into placeholders.
 
 The raw graph runs once more, under torch's functionalization, which rewrites every in-place
 operator and every write through a view as new values; what an input holds in the end is then copied
@@ -70,7 +70,7 @@ class Functional:
 
 
 def functionalize(raw: RawTrace) -> Functional:
-    """Rewrite a raw trace functionally, in the output convention of the captured dialect."""
+    """Rewrites a raw trace functionally, in the output convention of the captured dialect."""
     _drop_profiling(raw.graph_module.graph)
     updated: list[int] = []
 
@@ -111,8 +111,8 @@ def functionalize(raw: RawTrace) -> Functional:
 
 
 def _tag_arithmetic(graph: fx.Graph) -> None:
-    """Arithmetic of sizes and of integers that were read is recorded when it is used, perhaps as a
-    result: it belongs to what it computes with."""
+    """Tags arithmetic of sizes and integers like its operands, since it is recorded only when
+    used."""
     for node in graph.nodes:
         if node.op == "call_function" and phase_of(node) is None:
             for source in node.all_input_nodes[:1]:
@@ -135,7 +135,7 @@ def _drop_profiling(graph: fx.Graph) -> None:
 
 
 def _write_back(graph: fx.Graph, raw: RawTrace, updated: Sequence[int]) -> None:
-    """Append `copy_` into each updated input and set `output((results, updates, carried))`."""
+    """Appends `copy_` into each updated input, and the output `((results, updates, carried))`."""
     placeholders = graph.find_nodes(op="placeholder")
     output = get_output(graph)
     values = list(cast(Any, output.args[0]))
@@ -160,7 +160,7 @@ def _write_back(graph: fx.Graph, raw: RawTrace, updated: Sequence[int]) -> None:
 
 
 def _last_write(raw: RawTrace, position: int) -> fx.Node | None:
-    """The last node of a trace that is seen to write to an input."""
+    """Returns the last node of a trace that writes to an input, or None."""
     placeholder = raw.graph_module.graph.find_nodes(op="placeholder")[position]
     base = _compat.storage_key(fake_value(placeholder))
 
@@ -173,7 +173,7 @@ def _last_write(raw: RawTrace, position: int) -> fx.Node | None:
 
 
 def _is_all_of(value: fx.Node, source: fx.Node) -> bool:
-    """Whether a value is `source` itself, perhaps through views that in the end change nothing."""
+    """True if a value is `source` itself, or a chain of views that ends in the same layout."""
     base = value
     while base is not source:
         viewed = base.args[0] if base.op == "call_function" and is_pure_view(base) else None
@@ -184,7 +184,7 @@ def _is_all_of(value: fx.Node, source: fx.Node) -> bool:
 
 
 def _shows_the_same(view: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether a view of all of `base` has its elements at its places."""
+    """True if a view of all of `base` has its elements at the same positions."""
     if view.layout is not torch.strided or base.layout is not torch.strided:
         return False
     ours, theirs = (
@@ -195,7 +195,7 @@ def _shows_the_same(view: torch.Tensor, base: torch.Tensor) -> bool:
 
 
 def _place_updates(graph: fx.Graph) -> None:
-    """Move each `copy_` up to the last read of what it overwrites, or the value it writes."""
+    """Moves each `copy_` up behind the last read of its destination and behind its value."""
     position = {node: index for index, node in enumerate(graph.nodes)}
     updates = get_outputs(graph).updates
     for copy in updates:
@@ -208,8 +208,8 @@ def _place_updates(graph: fx.Graph) -> None:
 
 
 def name_placeholders(graph: fx.Graph, inputs: Sequence[tuple[str, str]]) -> list[str]:
-    """Name placeholders after the `(kind, qualified name)` of their inputs, and note both in their
-    metadata; returns the identifiers chosen."""
+    """Names placeholders after the `(kind, qualified name)` of their inputs and records both as
+    metadata. Returns the chosen identifiers."""
     taken: set[str] = set()
     chosen = []
     placeholders = graph.find_nodes(op="placeholder")

@@ -1,4 +1,4 @@
-"""The raw graph, run once more so that its operators are recorded in their functional form."""
+"""An interpreter of the raw graph that records its operators in functional form."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _OF_NUMBERS = frozenset(numbers.ARITHMETIC) | PYTHON_FUNCTIONS
 
 
 class Copied(NamedTuple):
-    """The value of a node that stands in the new graph as it does in the trace."""
+    """A node that is the same in the functional graph as in the trace."""
 
     node: fx.Node
 
 
 @dataclass
 class WholeStorage:
-    """Memory that is only written as a whole.
+    """A storage that is only ever written as a whole.
 
     Attributes:
         nodes: those of the trace whose values are all of it.
@@ -60,7 +60,7 @@ class WholeStorage:
 
 
 class RawGraphRunner(fx.Interpreter):
-    """Runs the raw graph; new nodes take over the tags of the raw node that is running.
+    """Interprets the raw graph; new nodes get the tags of the raw node that runs.
 
     What torch's functionalization would call as it is, is copied without being run: what it gives
     is known from the trace, and is wrapped when somebody may write to it.
@@ -85,7 +85,7 @@ class RawGraphRunner(fx.Interpreter):
         return value
 
     def finals(self) -> list[Any]:
-        """What the inputs hold in the end; None for one that has not been written to."""
+        """Returns the final values of the inputs; None for those not written."""
         return [self._final(*each) for each in self._inputs]
 
     def _final(self, node: fx.Node, flat: Any, value: Any) -> Any:
@@ -120,7 +120,7 @@ class RawGraphRunner(fx.Interpreter):
         return is_item and isinstance(self.env[n.args[0]], Copied)  # type: ignore[index]
 
     def _recorded(self, source: fx.Node) -> fx.Node:
-        """The node of the new graph that computes the value of a node of the trace."""
+        """Returns the functional graph's node for the value of a raw node."""
         value, traced = self.env[source], known_value(source)
         if not isinstance(value, Copied):
             keep_strides(value, traced)
@@ -132,20 +132,21 @@ class RawGraphRunner(fx.Interpreter):
         return self.env[source].node  # type: ignore[no-any-return]
 
     def _bare(self, source: fx.Node) -> Any:
-        """The value of a node of the trace, with its strides, for operators to work on."""
+        """Returns a raw node's traced value with its strides, for operators to work on."""
         node = self._recorded(source)
         copied = isinstance(self.env[source], Copied)
         return known_result(self._tracer, node) if copied else self.env[source]
 
     def _prepare(self, source: fx.Node, bare: bool) -> None:
-        """Let a value be what is needed to run a node: bare or wrapped, with its strides."""
+        """Converts a value to the form needed by the next node, bare or wrapped, with its
+        strides."""
         if isinstance(self.env[source], Copied):
             value = self._bare(source)
             self.env[source] = value if bare else _compat.tree_map(_wrapped, value)
         keep_strides(self.env[source], known_value(source))
 
     def _write(self, n: fx.Node, functional: Any) -> Any:
-        """Run an operator that writes to whole storages, and let these be what it computes."""
+        """Runs an operator that writes whole storages, and replaces their values by its results."""
         args, kwargs = fx.map_arg((n.args, dict(n.kwargs)), self._bare)
         args, kwargs = _compat.tree_map(_compat.from_functional, (args, kwargs))
         name = fused_optimizer(n.target)
@@ -160,7 +161,7 @@ class RawGraphRunner(fx.Interpreter):
         return self.env[n.args[0]] if isinstance(n.args[0], fx.Node) else None
 
     def _put_each(self, target: Any, value: Any) -> None:
-        """As `_put`, of a list as well."""
+        """Replaces the value of a node, or of each node in a list."""
         if isinstance(target, fx.Node):
             self._put(target, value)
             return
@@ -168,7 +169,7 @@ class RawGraphRunner(fx.Interpreter):
             self._put(each, entry)
 
     def _put(self, target: fx.Node, value: torch.Tensor) -> None:
-        """Let a value be what all nodes have that are all of a storage."""
+        """Replaces the value of all nodes that are the whole of one storage."""
         dtype = known_value(target).dtype
         if value.dtype != dtype:
             value = aten._to_copy.default(value, dtype=dtype)
@@ -181,7 +182,8 @@ class RawGraphRunner(fx.Interpreter):
                 self.env[each] = storage.now
 
     def _sizes_of(self, node: fx.Node) -> AbstractContextManager[None]:
-        """Gives what a node has the sizes that it was traced with."""
+        """Returns a context in which a node's data-dependent results get the sizes that were
+        traced."""
         if SIZED not in node.meta:
             return nullcontext()
         return _compat.sizes_given(
@@ -189,7 +191,7 @@ class RawGraphRunner(fx.Interpreter):
         )
 
     def tag(self, node: fx.Node) -> None:
-        """Let a node say what the node of the trace says that is running."""
+        """Copies the metadata of the running raw node to a new node."""
         source = self._running
         if source is not None and source.op == "output":
             # A view that is returned, made anew of what its base has become.
@@ -241,13 +243,14 @@ class RawGraphRunner(fx.Interpreter):
         return self.call_function(target, args, kwargs)
 
     def _update_each(self, target: Any, args: Any, kwargs: Any) -> None:
-        """A list operator that rounds in place as the operators do that it calls for entries."""
+        """Runs a list operator entry by entry, since its in-place form rounds as the single
+        operators do."""
         for inplace_operator, given in _each_entry(target, args, kwargs):
             named = {"value": given[3]} if len(given) > 3 else {}
             self.call_function(inplace_operator, tuple(given[:3]), named)
 
     def _update_lists(self, target: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """A fused optimizer: its functional form, and the results copied into its lists."""
+        """Runs a fused optimizer's functional form, and copies the results into its lists."""
         name = fused_optimizer(target)
         assert name is not None
         functional = getattr(getattr(aten, name), _compat.overload_name(target))
@@ -260,8 +263,8 @@ class RawGraphRunner(fx.Interpreter):
 
 
 def _written_functionally(form: FunctionalForm, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operator of the program's by its functional form, and what it writes copied to where it
-    writes that."""
+    """Runs a custom operator's functional form, and copies what it writes to the written
+    arguments."""
     fresh, contents = form.split(form.functional(*args, **kwargs))
     for position, content in zip(form.written, contents, strict=True):
         old = form.given(args, kwargs, position)
@@ -276,8 +279,8 @@ def _written_functionally(form: FunctionalForm, args: Any, kwargs: dict[str, Any
 
 
 def _each_entry(target: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """The in-place operator that a list operator calls for each entry on CPUs, with its
-    arguments."""
+    """Yields the in-place operator, with its arguments, that a list operator calls for each entry
+    on CPUs."""
     given = [
         *args,
         *(kwargs[a.name] for a in _compat.schema_of(target).arguments if a.name in kwargs),

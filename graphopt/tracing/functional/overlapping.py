@@ -1,4 +1,4 @@
-"""Operators that write to memory of which they read other parts.
+"""Refusal of operators that write to memory of which they also read other parts.
 
     a[:, :-1] = a[:, 1:]      eager moves the columns one by one: what is read is not written yet
     a[:, 1:] = a[:, :-1]      eager writes the first column into all others
@@ -30,8 +30,8 @@ _UNTRIED = "where eager code may see what it has written already"
 
 
 def refuse_overlapping(node: fx.Node) -> None:
-    """Refuse an operator that writes to a part of what it reads, where eager code refuses it too,
-    or computes something else than of copies.
+    """Refuses an operator that writes to part of what it reads, if eager code refuses it or
+    computes another result than on copies.
 
     Raises:
         CaptureError: naming the line.
@@ -49,7 +49,7 @@ def refuse_overlapping(node: fx.Node) -> None:
 
 
 def _overlap(changed: list[Any], read: Any) -> bool:
-    """Whether something is changed that is read elsewhere in memory, in part."""
+    """True if a written tensor partly overlaps a read one."""
     places: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
     for each in read:
         if _has_memory(each):
@@ -77,7 +77,7 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _tried(node: fx.Node) -> str | None:
-    """How eager code differs from a graph; None where it does not."""
+    """Describes how eager code differs from a graph in a test run, or returns None."""
     values = {each: known_value(each) for each in node.all_input_nodes}
     sizes = {
         _compat.storage_key(value): value.untyped_storage().nbytes()
@@ -117,14 +117,14 @@ def _clone(value: Any) -> Any:
 
 
 class _Memory:
-    """Storages as large as those of the step, with the same numbers whenever they are made."""
+    """Storages of the same sizes as the step's, filled with reproducible numbers."""
 
     def __init__(self, sizes: dict[int, int]) -> None:
         self._sizes = sizes
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def tensor(self, value: Any) -> Any:
-        """What stands for a value of the step."""
+        """Returns the test tensor for a value of the step."""
         if not _has_memory(value):
             return value
         key = _compat.storage_key(value)

@@ -1,4 +1,4 @@
-"""What is asked of each node of a trace before it is written functionally."""
+"""Checks of each traced node before it is functionalized."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ aten = torch.ops.aten
 
 @contextmanager
 def explained_at(node: fx.Node) -> Iterator[None]:
-    """While active, an operator that torch cannot write functionally is refused with its line."""
+    """A context in which an operator that torch cannot functionalize is refused with its source
+    line."""
     try:
         yield
     except GraphOptError:
@@ -42,7 +43,7 @@ def explained_at(node: fx.Node) -> Iterator[None]:
 
 
 def refuse_unusual_writes(node: fx.Node) -> None:
-    """Refuse in-place operators that no copy into an input can stand for.
+    """Refuses in-place operators that no copy into an input can represent.
 
     One is a change of an argument's own shape or strides. Another is writing to an expanded
     tensor, some elements of which are one in memory, or to a part of one: eager refuses most such
@@ -64,7 +65,8 @@ def refuse_unusual_writes(node: fx.Node) -> None:
 
 
 def expanded_write(node: fx.Node) -> CaptureError:
-    """The refusal of a step in which `node` writes to a tensor whose elements share memory."""
+    """Returns the error for a step in which `node` writes to a tensor whose elements share
+    memory."""
     return CaptureError(
         f"it writes to an expanded tensor, elements of which share memory ({node.target})",
         location=str(source_line(node)),
@@ -73,7 +75,7 @@ def expanded_write(node: fx.Node) -> CaptureError:
 
 
 def _refuse_entries_in_order(node: fx.Node) -> None:
-    """Refuse a list operator whose entries depend on what its other entries write."""
+    """Refuses a list operator whose entries read what its other entries write."""
     call = list_call(node) if operator_of(node).writes else None
     if call is None:
         return
@@ -98,8 +100,8 @@ def _refuse_entries_in_order(node: fx.Node) -> None:
 
 
 def _refuse_given_twice(node: fx.Node) -> None:
-    """Refuse an operator of the program's that writes to memory which another argument shows as
-    well: nothing says in which order its kernel reads and writes."""
+    """Refuses a custom operator that writes to memory which another argument shares, since the
+    order of its kernel's accesses is unknown."""
     given = [each for each in _compat.tree_leaves((node.args, node.kwargs)) if _is_strided(each)]
     for target in filter(_is_strided, written(node)):
         changed = known_value(target)
@@ -138,7 +140,7 @@ def _refuse_reshaped_input(node: fx.Node) -> None:
 
 
 def is_expanded(tensor: Any) -> bool:
-    """Whether a value is a tensor with several elements in one place of memory."""
+    """True if a value is a tensor with several elements at one address."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         return False
     if not tensor.numel():
@@ -147,7 +149,7 @@ def is_expanded(tensor: Any) -> bool:
 
 
 def keep_strides(wrapper: Any, traced: Any) -> None:
-    """Let a value have the strides that it has in the trace, which are eager's.
+    """Gives a value the strides that it has in the trace, which are eager's.
 
     What functionalization makes of a tensor that was written to may be dense where the tensor has
     gaps, or contiguous where it is transposed. Kernels that go through memory then round otherwise
@@ -159,14 +161,14 @@ def keep_strides(wrapper: Any, traced: Any) -> None:
 
 
 def has_strides_of(value: Any, traced: Any) -> bool:
-    """Whether a value lies as it does in the trace, or may lie otherwise."""
+    """True if a value has the traced strides, or its strides do not matter."""
     if not isinstance(traced, torch.Tensor) or traced.layout is not torch.strided:
         return True
     return is_expanded(traced) or bool(value.stride() == traced.stride())
 
 
 def with_strides(value: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
-    """A copy of a value that lies as it does in the trace."""
+    """Copies a value to the traced memory layout."""
     strided = aten.new_empty_strided.default(value, list(traced.shape), list(traced.stride()))
     copy: torch.Tensor = aten.copy.default(strided, value)
     return copy

@@ -1,4 +1,4 @@
-"""Results that lie in memory of their own in eager code do so in the functional graph.
+"""Clones of results, so that those with memory of their own in eager code have it in the graph.
 
     gradient.copy_(flat[0:6])      ──▶   a view of `flat`   ──▶   a clone of that view
 
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 def keep_apart(raw: fx.Graph, graph: fx.Graph) -> None:
-    """Clone results that share memory with an input or another result, and did not in the trace.
+    """Clones results that share memory with an input or another result, but did not in the trace.
 
     Args:
         raw: the trace, whose values lie where eager's do; its results come first in `graph`.
@@ -57,7 +57,7 @@ def keep_apart(raw: fx.Graph, graph: fx.Graph) -> None:
 
 
 def _memory(node: object) -> int | None:
-    """Where a traced tensor lies; None for what is none, or has no memory to share."""
+    """Returns the storage of a traced tensor; None for other values and tensors without memory."""
     value = known_value(node) if isinstance(node, fx.Node) else None
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
@@ -65,7 +65,7 @@ def _memory(node: object) -> int | None:
 
 
 def _cloned(graph: fx.Graph, node: fx.Node, traced: fx.Node) -> fx.Node:
-    """A clone behind all else, with the strides that the trace has."""
+    """Appends a clone with the traced strides to the graph."""
     strides = fake_value(traced).stride()
     with graph.inserting_before(get_output(graph)):
         for options in ({}, {"memory_format": torch.contiguous_format}):

@@ -1,4 +1,4 @@
-"""Give every traced node its phase, the user's line, the module path and a provenance record."""
+"""Tags of traced nodes: phase, the user's source line, module path and provenance."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Tagger:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """While active, the nodes that are created belong to a phase."""
+        """A context in which created nodes belong to a phase."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -46,7 +46,8 @@ class Tagger:
 
     @contextmanager
     def sending(self, *names: str) -> Iterator[None]:
-        """While active, nodes belong to the communication of the parameters or buffers named."""
+        """A context in which created nodes belong to the communication of the named parameters or
+        buffers."""
         before, self.sends = self.sends, names
         try:
             with self.during("communication"):
@@ -55,7 +56,7 @@ class Tagger:
             self.sends = before
 
     def tag(self, node: fx.Node) -> None:
-        """Say of a new node where it comes from."""
+        """Records the origin of a new node."""
         if self.rewritten is not None:
             self.rewritten(node)
         set_provenance(node, ("capture",))
@@ -89,8 +90,8 @@ class Tagger:
 
 @contextmanager
 def tagged(tracer: Any, tag: Callable[[fx.Node], None]) -> Iterator[None]:
-    """While active, `tag` is called with every node that `tracer` creates, and operators that code
-    cannot name, or that ask whether autograd is on, are replaced by those that it can."""
+    """A context in which `tag` is called for every node that `tracer` creates, and operators that
+    generated code cannot call are replaced."""
     create = tracer.create_node
 
     def create_and_tag(*args: Any, **kwargs: Any) -> fx.Node:

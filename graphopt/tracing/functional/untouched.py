@@ -1,4 +1,4 @@
-"""Which operators of a trace are functional already, and which may write to something."""
+"""Classification of traced operators: functional already, or possibly writing."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _OF_NUMBERS = frozenset(numbers.ARITHMETIC) | PYTHON_FUNCTIONS | {operator.pow}
 
 
 def is_functional(node: fx.Node) -> bool:
-    """Whether functionalization would call the operator of a node as it is, where it is no view of
-    memory that is written to, and all its sizes are known."""
+    """True if functionalization would leave a node's operator as it is, unless it is a view of
+    written memory or has unknown sizes."""
     if node.op != "call_function" or not has_value(node) or SIZED in node.meta:
         return False
     if not is_sized(known_value(node)) or _has_integers(node):
@@ -37,13 +37,13 @@ def is_functional(node: fx.Node) -> bool:
 
 
 def _has_integers(node: fx.Node) -> bool:
-    """Whether a node takes integers or truths that are computed."""
+    """True if a node takes computed integers or booleans."""
     kinds = (torch.SymInt, torch.SymBool)
     return any(isinstance(known_value(source), kinds) for source in node.all_input_nodes)
 
 
 def perhaps_written(node: fx.Node) -> Sequence[fx.Node]:
-    """What a node writes to; anything that it takes where it may do so in secret, as batch norm
+    """Returns what a node writes; all of its inputs if it may write secretly, as batch norm
     does."""
     if node.op != "call_function" or node.target is operator.getitem:
         return ()

@@ -1,4 +1,4 @@
-"""The values that the nodes of a trace have in this call, on copies of what lives."""
+"""Values of traced nodes in the capturing call, computed on copies of the live tensors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from graphopt.tracing.ranks.uniformity import depends_on, reached_by
 
 
 class Values:
-    """The values that the nodes of a trace have in this call, computed as far as they are asked
-    for. Nothing that lives is changed."""
+    """The values of traced nodes in the capturing call, computed on demand without changing live
+    tensors."""
 
     def __init__(self, tracer: Any, live: Sequence[torch.Tensor]) -> None:
         self._tracer, self._inputs = tracer, live
@@ -34,7 +34,7 @@ class Values:
         self._draws_unread = False
 
     def of(self, wanted: Any) -> Any:
-        """The value of a node.
+        """Returns the value of a node.
 
         Raises:
             CaptureError: it depends on a setting that a scheduler of the step has changed.
@@ -47,7 +47,7 @@ class Values:
         return self._values[wanted]
 
     def _is_unread(self, node: fx.Node) -> bool:
-        """Whether a node depends on such a setting."""
+        """True if a node depends on a setting that a scheduler of the step has changed."""
         after = self._draws_unread and draws(node)
         if not after and not depends_on(node, self._unread):
             return False
@@ -83,7 +83,7 @@ class Values:
         return target(*args, **kwargs)
 
     def _use(self, generator: torch.Generator) -> None:
-        """Put a generator back when this is over."""
+        """Switches a generator to the trace's state; its live state is restored later."""
         if generator not in self._live:
             self._live[generator] = generator.get_state()
             if generator in self._generators:
@@ -91,7 +91,7 @@ class Values:
 
     @contextmanager
     def _generators_aside(self) -> Iterator[None]:
-        """While active, generators are where the nodes that ran before have left them."""
+        """A context in which generators have the state that earlier nodes left."""
         self._live: dict[torch.Generator, torch.Tensor] = {}
         try:
             yield
@@ -102,9 +102,8 @@ class Values:
 
 
 class ValuesBeforeCollectives(Values):
-    """Of a trace that collectives are part of: values that depend on none of them are known, others
-    are what they would be if all ranks had what this one has. What is computed of values of which
-    each rank has rows is not known at all, and is left out.
+    """Values of a trace with collectives. Behind a collective they assume that all ranks sent this
+    rank's values; values computed from sharded rows are unknown.
 
     Attributes:
         launched: collectives stand before what has been asked for.
@@ -118,7 +117,7 @@ class ValuesBeforeCollectives(Values):
         self.launched = False
 
     def of(self, wanted: Any) -> Any:
-        """The value of a node.
+        """Returns the value of a node.
 
         Raises:
             CaptureError: it depends on what each rank has rows of.
@@ -133,12 +132,12 @@ class ValuesBeforeCollectives(Values):
         return super().of(wanted)
 
     def knows(self, wanted: Any) -> bool:
-        """Whether the value of a node is one of them."""
+        """True if the value of a node depends on no collective."""
         self._compute()
         return wanted not in self._unknown
 
     def needs_rows(self, wanted: Any) -> bool:
-        """Whether a node depends on what each rank has rows of, which nobody has computed."""
+        """True if a node depends on sharded rows, so that its value is unknown."""
         self._compute()
         return wanted in self._of_rows
 
@@ -147,7 +146,7 @@ class ValuesBeforeCollectives(Values):
         return super()._is_unread(node)
 
     def _is_left_out(self, node: fx.Node) -> bool:
-        """Whether a node needs what each rank has rows of, or draws after one that does."""
+        """True if a node depends on sharded rows, or draws random numbers after one that does."""
         if node.op == "placeholder":
             found = is_dtensor(self._inputs[self._taken])
             self._taken += found
@@ -168,7 +167,7 @@ class ValuesBeforeCollectives(Values):
         return self._of_own(node) if communicates else super().computed(node)
 
     def _of_own(self, node: fx.Node) -> Any:
-        """What a collective would give if all ranks sent what this one sends."""
+        """Returns the result of a collective if all ranks sent this rank's value."""
         given: Any = fx.map_arg(node.args, self._values.__getitem__)
         sent, *options = given
         if isinstance(sent, (list, tuple)):
@@ -181,10 +180,10 @@ class ValuesBeforeCollectives(Values):
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:
-    """The same values in other memory, laid out alike where that is dense."""
+    """Copies a tensor, with its layout if that is dense."""
     return value.detach().clone()
 
 
 def copied_constant(value: Any) -> Any:
-    """What a trace keeps as an attribute of its graph, in other memory."""
+    """Copies a constant attribute of a trace's graph."""
     return _copy(value) if isinstance(value, torch.Tensor) else value

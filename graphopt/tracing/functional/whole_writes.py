@@ -1,4 +1,4 @@
-"""Who writes to which memory in a trace, and which of its nodes the captured dialect has as well.
+"""Analysis of a trace's writes: which nodes the functional graph can keep unchanged.
 
 Most of a trace is functional already. An operator that makes new tensors is, whoever writes to them
 later; a view is where nobody in the whole trace writes to its memory. And where memory is only ever
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 class WholeWrites:
-    """The writes of a graph as it was traced.
+    """The writes of a traced graph.
 
     Attributes:
         whole: nodes whose values are all of a storage that is only written as a whole, with that
@@ -54,7 +54,7 @@ class WholeWrites:
         self.whole = {node: s for node, s in self.whole.items() if s not in self._refused}
 
     def copied(self, node: fx.Node) -> bool:
-        """Whether a node is the same one in the captured dialect."""
+        """True if the functional graph has the same node."""
         if not is_functional(node):
             return False
         view = isinstance(node.target, _compat.OpOverload) and node.target.is_view
@@ -65,7 +65,8 @@ class WholeWrites:
         return not self._count[storage] or (count == 0 and storage not in self._refused)
 
     def functional_form(self, node: fx.Node) -> Callable[..., Any] | None:
-        """The operator that computes what a node writes, where all of that are whole storages."""
+        """Returns the operator that computes what a node writes, if it writes whole storages only,
+        or None."""
         functional = functional_form(node)
         if functional is None or not all(target in self.whole for target in written(node)):
             return None
@@ -90,7 +91,7 @@ class WholeWrites:
             self._note_result(node, follows)
 
     def _refuse_parts_of_lists(self) -> None:
-        """An operator on lists writes all of its entries in one way."""
+        """Excludes all entries of a list operator if one of them is excluded."""
         before = -1
         while len(self._refused) > before:
             before = len(self._refused)
@@ -100,7 +101,7 @@ class WholeWrites:
                     self._refused |= storages
 
     def _note_result(self, node: fx.Node, follows: bool) -> None:
-        """Note where the tensors lie that a node computes.
+        """Records the storages of the tensors that a node computes.
 
         Args:
             follows: they are known for views, or what the node writes to.
@@ -125,8 +126,8 @@ def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def functional_form(node: fx.Node) -> Callable[..., Any] | None:
-    """The operator that computes what a node writes to all of its arguments of one kind; None where
-    there is more to it."""
+    """Returns the operator that computes all that a node writes, or None if it has other
+    effects."""
     if node.op != "call_function" or not isinstance(node.target, _compat.OpOverload):
         return None
     target, name = node.target, _compat.operator_name(node.target)

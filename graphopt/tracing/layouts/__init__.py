@@ -1,1 +1,1 @@
-"""How tensors lie in memory: the strides that kernels give, where shape rules say others."""
+"""Memory layouts of traced tensors: the strides of real kernels where shape rules are wrong."""

@@ -1,4 +1,4 @@
-"""How tensors lie in memory, and nests of arguments and results that say so of their tensors."""
+"""Descriptions of arguments and results in which each tensor is replaced by its memory layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphopt import _compat
 
 
 class Layout(NamedTuple):
-    """What a tensor is, but for its values. Sizes and strides in elements."""
+    """The metadata of a tensor: everything but its values. Sizes and strides are in elements."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -20,7 +20,7 @@ class Layout(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Elements of storage from the first to the last."""
+        """The number of storage elements from the first to the last."""
         if 0 in self.shape:
             return 0
         pairs = zip(self.shape, self.strides, strict=True)
@@ -28,7 +28,7 @@ class Layout(NamedTuple):
 
 
 class Items(NamedTuple):
-    """A list, tuple or dictionary in an operator's arguments or results."""
+    """The description of a list, tuple or dictionary among arguments or results."""
 
     kind: type
     keys: tuple[str, ...]
@@ -36,14 +36,14 @@ class Items(NamedTuple):
 
 
 class PlainArgument(NamedTuple):
-    """Any other argument. The type tells 1 from 1.0 and True."""
+    """The description of any other argument, with its type to distinguish 1, 1.0 and True."""
 
     kind: type
     value: Any
 
 
 def map_layouts(described: Any, function: Callable[[Any], Any]) -> Any:
-    """`described` with every `Layout` and `PlainArgument` replaced."""
+    """Replaces every `Layout` and `PlainArgument` of a description by `function` of it."""
     if isinstance(described, Items):
         values = tuple(map_layouts(value, function) for value in described.values)
         return described._replace(values=values)
@@ -51,7 +51,7 @@ def map_layouts(described: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def leaves(described: Any) -> Iterator[Any]:
-    """Every `Layout` and `PlainArgument`, in order."""
+    """Yields every `Layout` and `PlainArgument` of a description, in order."""
     if isinstance(described, Items):
         for value in described.values:
             yield from leaves(value)
@@ -60,14 +60,14 @@ def leaves(described: Any) -> Iterator[Any]:
 
 
 def layouts(*described: Any) -> list[Layout]:
-    """The layouts of all tensors of which nests of descriptions speak."""
+    """Returns the layouts of all tensors in descriptions."""
     return [leaf for one in described for leaf in leaves(one) if isinstance(leaf, Layout)]
 
 
 def restride(
     shape: tuple[int, ...], strides: tuple[int, ...], sizes: tuple[int, ...], *, gaps: bool = True
 ) -> tuple[int, ...] | None:
-    """Strides for a tensor of other `sizes` whose elements lie in memory like those of a tensor.
+    """Returns strides for other `sizes` with the same order of dimensions in memory, or None.
 
     Dimensions keep their order, a gap stays a gap (twice as wide as it need be) and an expanded
     dimension expanded.
@@ -96,7 +96,7 @@ def restride(
 
 
 def described(value: Any) -> Any:
-    """`value` with tensors as `Layout`s.
+    """Describes a value: replaces its tensors by `Layout`s.
 
     Raises:
         TypeError: it holds what is no plain value: symbolic numbers, tensors without strides.

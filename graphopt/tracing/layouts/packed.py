@@ -21,7 +21,7 @@ _PACK, _PAD = "_pack_padded_sequence", "_pad_packed_sequence"
 
 
 class Packing:
-    """What one trace knows of packed sequences.
+    """The known lengths of one trace's packed sequences.
 
     Args:
         values: gives the integers that a tensor holds in this call, which the graph assumes.
@@ -32,14 +32,14 @@ class Packing:
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def takes(self, function: Any, args: Sequence[Any]) -> bool:
-        """Whether a torch function reads lengths."""
+        """True if a torch function reads sequence lengths."""
         name = getattr(function, "__name__", "")
         if name in recurrent.KERNELS:  # the packed form has the sizes of its batches second
             return len(args) > 2 and isinstance(args[1], torch.Tensor) and args[1].dim() == 1
         return name in (_PACK, _PAD)
 
     def call(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """`function(*args, **kwargs)`.
+        """Calls a torch function that reads sequence lengths.
 
         Raises:
             CaptureError: the lengths cannot be known.
@@ -100,7 +100,7 @@ class Packing:
         return traced
 
     def _real(self, batch_sizes: torch.Tensor) -> torch.Tensor:
-        """Sizes of batches as a tensor whose memory a kernel can read."""
+        """Returns batch sizes as a real tensor, whose memory a kernel can read."""
         known = self._known.get(id(batch_sizes))
         if known is not None:
             return known[1]
@@ -112,7 +112,8 @@ class Packing:
 def _of_equal_lengths(
     function: Any, data: torch.Tensor, steps: int, others: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """What torch's kernel does with sequences of one length: as with those that are not packed."""
+    """Runs a recurrent layer on packed sequences of one length as on unpacked ones, as torch's
+    kernel does."""
     batch = data.shape[0] // steps
     padded, (given, *others) = data.reshape(steps, batch, data.shape[1]), others
     begun = [each.view(each.shape[0], batch, each.shape[2]) for each in given]  # plain sizes
@@ -121,7 +122,7 @@ def _of_equal_lengths(
 
 
 def _check_lengths(lengths: Sequence[int], x: torch.Tensor, batch_first: bool) -> None:
-    """What torch's kernel checks."""
+    """Makes the checks of torch's kernel."""
     batch, steps = (x.shape[0], x.shape[1]) if batch_first else (x.shape[1], x.shape[0])
     if len(lengths) != batch:
         raise RuntimeError(
@@ -141,7 +142,8 @@ def _check_lengths(lengths: Sequence[int], x: torch.Tensor, batch_first: bool) -
 
 
 class _Pack(torch.autograd.Function):
-    """The first rows of each step, one after another. Gradients are copied back, not summed."""
+    """An autograd function that concatenates the first rows of each step; gradients are copied
+    back, not summed."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Inputs that are parts of one storage, as gradients are that a program has cut from one tensor.
+"""Inputs that share one storage, such as gradients that a program has cut from one tensor.
 
     flat = torch.cat([p.grad.flatten() for p in parameters])
     for p, part in zip(parameters, flat.split(sizes)):
@@ -25,7 +25,7 @@ _SHARING = ("user_input", "hyperparameter")
 
 
 def refuse_overlaps(kinds: Iterable[tuple[Kind, str]], values: Sequence[torch.Tensor]) -> None:
-    """Refuse a step with two inputs over one place.
+    """Refuses a step with two inputs that overlap in memory.
 
     Args:
         kinds: kind and name of each input.
@@ -48,8 +48,8 @@ def refuse_overlaps(kinds: Iterable[tuple[Kind, str]], values: Sequence[torch.Te
 def of_their_own(
     kinds: Iterable[tuple[Kind, str]], values: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """What inputs are traced as: themselves, or for parts of a storage of which another one is an
-    input, tensors laid out alike in storage of their own."""
+    """Returns the tensors to trace: inputs that share storage with another one are replaced by
+    copies in their own."""
     owners: dict[int, str] = {}
 
     def is_part(kind: Kind, fqn: str, tensor: torch.Tensor) -> bool:
@@ -68,8 +68,8 @@ _MANY = 1_000_000
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors in one storage, with elements, have a byte in common; large ones whose
-    elements lie between each other's count as such."""
+    """True if two tensors of one storage share a byte. Large interleaved ones count as
+    overlapping."""
     first, second = _bytes_of(one), _bytes_of(other)
     if first.start >= second.stop or second.start >= first.stop:
         return False
@@ -80,14 +80,14 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> range:
-    """Where the elements of a tensor lie in its storage, from the first to the last."""
+    """Returns the range of bytes that a tensor spans in its storage."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     first, size = tensor.storage_offset(), tensor.element_size()
     return range(first * size, (first + last + 1) * size)
 
 
 def _elements_of(tensor: torch.Tensor) -> set[int]:
-    """The numbers in its storage of the elements of a tensor."""
+    """Returns the storage positions of a tensor's elements."""
     found = {int(tensor.storage_offset())}
     for count, stride in zip(tensor.shape, tensor.stride(), strict=True):
         found = {start + step * stride for start in found for step in range(count)}
@@ -95,7 +95,7 @@ def _elements_of(tensor: torch.Tensor) -> set[int]:
 
 
 def _alike(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor at the same place of another storage, with other values."""
+    """Returns an uninitialised tensor with the same layout in a new storage."""
     with torch.no_grad():
         length = tensor.untyped_storage().nbytes() // tensor.element_size()
         memory = tensor.new_empty(length).untyped_storage()

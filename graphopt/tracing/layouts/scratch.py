@@ -1,4 +1,4 @@
-"""Run the real kernel of an operator on scratch tensors, to see what layout it gives its results.
+"""Runs of an operator's real kernel on scratch tensors, to find the layout of its results.
 
 Shape rules (meta kernels) are written apart from kernels, and some of them are wrong about strides.
 Nothing of what runs here can be seen afterwards: the tensors are the kernel's own, the generators
@@ -43,7 +43,7 @@ Call = tuple[Any, Items, Items]
 
 
 def true_results(call: Call, expected: Any, elementwise: bool) -> Any | None:
-    """What the real kernel of `call` returns.
+    """Returns the layouts of the real kernel's results for a described call.
 
     Args:
         expected: what the shape rule says.
@@ -63,7 +63,7 @@ def true_results(call: Call, expected: Any, elementwise: bool) -> Any | None:
 
 
 def _shrinkings(call: Call, expected: Any, elementwise: bool) -> Iterator[Mapping[int, int]]:
-    """Sizes that stand for others, the more cautious first; never the whole list is needed."""
+    """Yields substitutions of small sizes for large ones, the most cautious first."""
     given = layouts(*call[1:])
     found = sorted({size for layout in given for size in layout.shape})
     if elementwise:
@@ -97,14 +97,14 @@ def _true_results_at(
 
 
 def _elements(shrunk: Call, expected: Any, sizes: Mapping[int, int]) -> int:
-    """Of arguments and results, the latter as if they had no gaps."""
+    """Returns the total elements of a call's arguments and (gapless) results."""
     shapes = [[sizes.get(size, size) for size in layout.shape] for layout in layouts(expected)]
     given = sum(layout.span for layout in layouts(*shrunk[1:]))
     return given + sum(math.prod(shape) for shape in shapes)
 
 
 def _shrunk(call: Call, sizes: Mapping[int, int]) -> Call | None:
-    """`call` with other sizes; None where a layout has no small likeness."""
+    """Returns the call with substituted sizes, or None if a layout cannot be shrunk."""
     if not sizes:
         return call
     failed = False
@@ -125,7 +125,7 @@ def _shrunk(call: Call, sizes: Mapping[int, int]) -> Call | None:
 
 
 def _agrees(shrunk: Call, expected: Any, sizes: Mapping[int, int]) -> bool:
-    """Whether the shape rule says of the small call what it says of the real one."""
+    """True if the shape rule gives the small call the same layouts as the real one."""
     with _compat.plain_fake_mode():
         found = called(shrunk, _empty)
     if found is None:
@@ -142,7 +142,7 @@ def _agrees(shrunk: Call, expected: Any, sizes: Mapping[int, int]) -> bool:
 
 
 def _enlarged(found: Any, expected: Any, sizes: Mapping[int, int]) -> Any | None:
-    """What was found at the small sizes, at the real ones."""
+    """Converts layouts found at the small sizes to the real ones, or returns None."""
     if not sizes:
         return found
     ours, theirs = list(leaves(found)), list(leaves(expected))
@@ -164,7 +164,8 @@ def _enlarged(found: Any, expected: Any, sizes: Mapping[int, int]) -> Any | None
 
 
 def _run(call: Call) -> Any | None:
-    """What the real kernel returns; tried with values of two kinds, some of which it may refuse."""
+    """Runs the real kernel on values of two kinds, since it may refuse one, and describes its
+    results."""
     for fill in (halves, identities):
         found = called(call, fill)
         if found is not None:
@@ -177,7 +178,7 @@ def called(
     make: Callable[[Layout], torch.Tensor],
     look: Callable[[Any], Any | None] = described,
 ) -> Any | None:
-    """What a call gives on tensors made for it, as `look` sees it; None where it raises."""
+    """Runs a call on tensors made for it and returns `look` of the result, or None if it raises."""
     try:
         args, kwargs = _built(call[1], make), _built(call[2], make)
         return look(call[0](*args, **kwargs))
@@ -203,13 +204,13 @@ def _empty(layout: Layout) -> torch.Tensor:
 
 
 def halves(layout: Layout) -> torch.Tensor:
-    """Every number 0.5: positive, a probability; every integer 0: an index."""
+    """Returns a tensor of 0.5 (a valid probability), or of integers 0 (a valid index)."""
     floating = layout.dtype.is_floating_point or layout.dtype.is_complex
     return _fill(_empty(layout), 0.5 if floating else 0)
 
 
 def identities(layout: Layout) -> torch.Tensor:
-    """Matrices that can be inverted; integers that can be divided by."""
+    """Returns invertible matrices, or integers valid as divisors."""
     tensor = _fill(_empty(layout), 0 if len(layout.shape) > 1 else 1)
     if len(layout.shape) > 1 and 0 not in layout.strides:
         tensor.diagonal(dim1=-2, dim2=-1).fill_(1)
@@ -222,18 +223,18 @@ def _fill(tensor: torch.Tensor, value: float) -> torch.Tensor:
 
 
 def _storage(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements of the storage of a tensor, expanded ones once."""
+    """Returns all elements of a tensor's storage, expanded ones once."""
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _is_here(device: torch.device) -> bool:
-    """Whether kernels of a device can run, and its generators be put back."""
+    """True if kernels of a device can run here, and its generators be restored."""
     return device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
 
 
 @contextmanager
 def _unseen(given: list[Layout]) -> Iterator[None]:
-    """While active, nobody records what runs, and generators are put back at the end."""
+    """A context in which nothing is recorded, and generators are restored at the end."""
     devices = {layout.device.index or 0 for layout in given if layout.device.type == "cuda"}
     generators = torch.random.fork_rng(sorted(devices))
     with unrecorded(), generators:
@@ -242,6 +243,6 @@ def _unseen(given: list[Layout]) -> Iterator[None]:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """While active, operators run as they do outside of all traces."""
+    """A context in which operators run outside of all traces."""
     with _compat.without_modes(), torch.no_grad(), without_autocast():
         yield

@@ -23,7 +23,7 @@ _COUNTING = ("aten::_nnz", "aten::is_coalesced", "aten::values", "aten::indices"
 
 
 def refuse_entries(function: Any, args: Any) -> None:
-    """Refuse a torch function that looks at the entries of a sparse tensor.
+    """Refuses a torch function that reads the entries of a sparse tensor.
 
     Raises:
         CaptureError: it does.
@@ -35,7 +35,7 @@ def refuse_entries(function: Any, args: Any) -> None:
 
 
 def refuse_counts(graph: fx.Graph) -> None:
-    """Refuse a trace in which torch itself has looked at how many entries there are.
+    """Refuses a trace in which torch read the number of entries of a sparse tensor.
 
     Raises:
         CaptureError: it has.

@@ -1,4 +1,4 @@
-"""The strides that kernels give, in place of those that shape rules say.
+"""Correction of traced tensors' strides to those that real kernels give.
 
 While a step is traced, each distinct operator, with the types and layouts of its arguments, is run
 once on scratch tensors (`scratch`). What its shape rule has said is corrected before anybody reads
@@ -54,7 +54,7 @@ _NOT_CHECKED = frozenset(
 
 
 def corrected(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """`result`, fake tensors that the shape rule of `func` has made, with the kernel's strides."""
+    """Returns the fake tensors `result` with the strides that the kernel of `func` gives."""
     if func is recurrent.BACKWARD:
         return recurrent.distinct(result)
     if not _is_checked(func) or _is_plain(func, args, kwargs):
@@ -77,9 +77,8 @@ def corrected(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
 
 
 def known(mode: Any, func: Any, args: Any, kwargs: Any) -> Any | None:
-    """What an operator gives for small tensors, by its kernel alone (`small`). Its
-    shape rule is a program in Python, which may call a dozen other operators. What kernels of whole
-    layers give, of which torch has no rule (`fast_path`).
+    """Returns an operator's results without its slow shape rule: by the kernel alone for small
+    tensors (`small`), or for whole layers without a rule (`fast_path`). None for other operators.
 
     Returns:
         Fake tensors of `mode`; None where the shape rule has to be asked.
@@ -109,7 +108,7 @@ def _has_slow_rule(func: Any) -> bool:
 
 
 def _made(mode: Any, found: Any) -> Any:
-    """Fake tensors that are laid out as `found` says, in its lists and tuples."""
+    """Returns fake tensors with the layouts in `found`, in the same nest."""
     if isinstance(found, Items):
         return found.kind(_made(mode, each) for each in found.values)
     if not isinstance(found, Layout):
@@ -124,7 +123,7 @@ def _is_plain_number(size: object) -> bool:
 
 @lru_cache(maxsize=4096)
 def _is_checked(func: Any) -> bool:
-    """Whether an operator makes new tensors from tensors."""
+    """True if an operator makes new tensors from tensors."""
     if not isinstance(func, _compat.OpOverload) or func.namespace in _NOT_CHECKED:
         return False
     if func in _VIEWS:
@@ -139,9 +138,8 @@ def _is_checked(func: Any) -> bool:
 
 
 def _reads_opaque_memory(schema: Any) -> bool:
-    """Whether a kernel takes memory in a form of its own, which another has to have written: what
-    a library keeps for the backward, states of generators that it reads on the CPU. Given anything
-    else, it may end the process."""
+    """True if a kernel takes memory in a private format, such as a library's saved state, so that
+    any other contents may crash the process."""
     names = [argument.name for argument in schema.arguments]
     opaque = ("workspace", "reserve", "philox", "rng_state")
     return any(part in name for part in opaque for name in names) or any(
@@ -150,8 +148,8 @@ def _reads_opaque_memory(schema: Any) -> bool:
 
 
 def _is_plain(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operator goes element by element over contiguous tensors of one shape, of which
-    its result is another; or joins vectors of one type."""
+    """True if an operator is elementwise on contiguous tensors of one shape, or concatenates
+    vectors of one dtype."""
     if kwargs:
         return False
     if func is _JOIN:
@@ -183,8 +181,8 @@ def _is_vector(value: torch.Tensor) -> bool:
 
 
 def _is_harmless(layout: Layout) -> bool:
-    """Whether a kernel of somebody else's may be given any values: those of integers may be places
-    in memory."""
+    """True if a custom kernel may be given any values: integers, which may be positions in memory,
+    may not."""
     return layout.dtype.is_floating_point or layout.dtype.is_complex
 
 
@@ -194,7 +192,7 @@ def _is_elementwise(func: Any) -> bool:
 
 
 def _settings() -> tuple[Any, ...]:
-    """Settings that may decide which kernel runs."""
+    """Returns the global settings that may decide which kernel runs."""
     return (
         bool(torch.backends.mkldnn.enabled),
         bool(torch.backends.cudnn.enabled),
@@ -205,7 +203,7 @@ def _settings() -> tuple[Any, ...]:
 
 @lru_cache(maxsize=1 << 14)
 def _true_results(call: Call, expected: Any, settings: tuple[Any, ...]) -> Any | None:
-    """What the kernel of `call` returns: a function of its arguments, and so kept for ever."""
+    """Returns the layouts of the kernel's results, cached forever by the described call."""
     del settings  # they are part of the question, and hold while it is answered
     return scratch.true_results(call, expected, _is_elementwise(call[0]))
 
@@ -217,7 +215,7 @@ def _small_results(call: Call, settings: tuple[Any, ...]) -> Any | None:
 
 
 def _with_layouts(result: Any, found: Any) -> Any:
-    """Fake tensors like `result`, laid out as `found` says."""
+    """Returns fake tensors like `result` with the layouts `found`."""
     values, nest = _compat.tree_flatten(result)
     true = list(leaves(found))
     if len(true) != len(values):

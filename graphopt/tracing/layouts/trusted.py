@@ -1,4 +1,4 @@
-"""What kernels take on trust: shapes that neither they nor their shape rules look at.
+"""Shape checks that neither kernels nor shape rules make, so that bad shapes would corrupt memory.
 
 A kernel that is given others reads or writes memory that is not its own, and may end the process.
 """
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def check(func: Any, args: Any, kwargs: Any) -> None:
-    """Before an operator, whose kernel may run.
+    """Checks an operator's arguments before its kernel may run.
 
     Raises:
         RuntimeError: tensors that do not belong together are given to a fused optimizer, or to the
@@ -37,7 +37,8 @@ def check(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _check_entries(func: Any, given: Mapping[str, Any]) -> None:
-    """The tensors of each entry are of one shape; kernels write as far as the first one reaches."""
+    """Refuses list entries of different shapes, since kernels write as many elements as the first
+    has."""
     lists = {n: v for n, v in given.items() if isinstance(v, (list, tuple)) and v}
     if any(_compat.has_symbolic_shape(tensor) for each in lists.values() for tensor in each):
         return
@@ -52,7 +53,8 @@ def _check_entries(func: Any, given: Mapping[str, Any]) -> None:
 
 
 def _check_batch_norm(func: Any, given: Mapping[str, Any]) -> None:
-    """There is one statistic for each channel: of the batch in training, else of the buffers."""
+    """Refuses a number of statistics other than that of channels: the batch's in training, else the
+    buffers'."""
     train = given["train"] if "train" in given else given["update"]
     saved = ("save_mean", "save_invstd" if "save_invstd" in given else "save_var")
     channels = given["input"].shape[1]
@@ -61,7 +63,7 @@ def _check_batch_norm(func: Any, given: Mapping[str, Any]) -> None:
 
 
 def _check_layer_norm(func: Any, given: Mapping[str, Any]) -> None:
-    """There is one statistic for each place that is normalized alone."""
+    """Refuses a number of statistics other than that of separately normalized rows."""
     shape = given["input"].shape
     places = math.prod(shape[: len(shape) - len(given["normalized_shape"])])
     for name in ("mean", "rstd"):
@@ -69,7 +71,7 @@ def _check_layer_norm(func: Any, given: Mapping[str, Any]) -> None:
 
 
 def _check_output(func: Any, given: Mapping[str, Any]) -> None:
-    """What the forward has returned is of the gradient's shape."""
+    """Refuses a saved forward result of another shape than the gradient."""
     _check_numbers(func, "output", given["output"], given["grad_output"].numel())
 
 
