@@ -19,7 +19,7 @@ from graphopt.ir.views import is_only_view, view_tail
 from graphopt.iter_graph import IterGraph
 
 MAX_WAIT_DISTANCE = 5
-"""How many nodes a wait may be away from its launch: one for the item of a coalesced collective."""
+"""The most nodes between a launch and its wait, such as the item of a coalesced collective."""
 
 
 @dataclass

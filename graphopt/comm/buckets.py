@@ -28,14 +28,14 @@ from graphopt.ir.metadata import fake_value, is_launch_kept, known_value, set_ph
 from graphopt.ir.operators import argument, calls_of, writers
 
 ALIGNMENT_BYTES = 64
-"""Parts of what is sent begin at multiples of it."""
+"""The alignment of a bucket's members in bytes."""
 
 BESIDE = 4
-"""One bucket is filled beside gradients of so many times its limit that are sent alone."""
+"""A bucket stays open while large gradients of this multiple of its limit are sent alone."""
 
 WORTH_A_COPY = 2**22
-"""Bytes up to which a gradient that could be sent alone is copied into the bucket beside it, when
-that closes: one collective more takes longer."""
+"""The size in bytes up to which a large gradient is copied into the bucket before that closes,
+since another collective would take longer."""
 
 
 def communicating(

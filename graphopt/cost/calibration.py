@@ -39,7 +39,7 @@ from graphopt.runtime.places import cache_folder, place
 logger = logging.getLogger("graphopt")
 
 SIZES = (2**12, 2**16, 2**18, 2**20, 2**22)
-"""Bytes of the all-reduces that are measured."""
+"""The sizes of the measured all-reduces in bytes."""
 _RUNS = 5
 _TURNS = 5
 _MESSAGE_BYTES = 2**20

@@ -40,13 +40,13 @@ from graphopt.graph_utils import tensors_in
 from graphopt.ir.metadata import known_value
 
 Point = tuple[int, float]
-"""Bytes, and the seconds that a collective of so many took."""
+"""(bytes, seconds) of a collective."""
 
 _SEVERAL = "_coalesced"
-"""How the names end of collectives that send several tensors."""
+"""The name suffix of collectives that send several tensors."""
 
 SHARED_LINK = "network"
-"""The link that all groups take where nothing else is said."""
+"""The default link, which all groups share."""
 
 
 class Collective(NamedTuple):

@@ -7,7 +7,7 @@ import os
 import torch.distributed as dist
 
 RANKS_OF_A_HOST = 8
-"""As many ranks as commonly share a machine, where no launcher says how many do."""
+"""The assumed number of ranks per machine, if no launcher says it."""
 
 
 def spans_hosts(ranks: int) -> bool:

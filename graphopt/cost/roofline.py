@@ -30,10 +30,10 @@ TERA = 1e12
 GIGA = 1e9
 
 _FREE = ("aten::_unsafe_view", "aten::detach", "aten::alias")
-"""Operators that only make another view, beside those whose schema says so."""
+"""Further operators that only make a view, although their schema does not say so."""
 
 _LONGEST_UPDATE = 16
-"""Operators of an optimizer from a state to what it becomes."""
+"""The most operators between a state and its new value."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ DEVICES: Mapping[str, Device] = {
 
 
 Sizes: TypeAlias = dict[fx.Node, tuple[Any, int]]
-"""By node, its value and the bytes of that."""
+"""For each node, its value and the value's bytes."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ _OF_HOOKS = frozenset(
     {"_forward_hooks_with_kwargs", "_forward_hooks_always_called",
      "_forward_pre_hooks_with_kwargs"}
 )  # fmt: skip
-"""Tables of torch's in which hooks are marked that stand in others, under keys of their own."""
+"""Torch's tables that mark hooks of other tables, under keys of their own."""
 
 
 class ModeChange(NamedTuple):

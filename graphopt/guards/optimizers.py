@@ -136,7 +136,7 @@ class OptimizerGuard:
 
 
 _NUMBER = object()
-"""Stands for any number."""
+"""A placeholder that stands for any number."""
 
 
 class _ByValue:

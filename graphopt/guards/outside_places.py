@@ -10,7 +10,7 @@ from graphopt.tracing.outside.held import GuardedPlace
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
 
 _PLAIN = (dict, list, tuple)
-"""Containers whose `[]` does nothing else."""
+"""Containers whose `[]` has no side effects."""
 
 
 def prepared(entries: Iterable[GuardedPlace]) -> StateSnapshot:

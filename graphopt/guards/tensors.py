@@ -108,7 +108,7 @@ class TensorGuards:
 _GRADIENT = attrgetter("grad")
 
 _INPUT: Any = object()
-"""Stands for an attribute of a parameter that is an input, which may be another in each call."""
+"""A placeholder for a parameter's attribute that is an input and may vary from call to call."""
 
 
 def _layout(holder: Storage) -> list[int]:

@@ -38,7 +38,8 @@ from graphopt.guards.values import is_plain, kinds_of
 Body = tuple[type, dict[str, Any]] | None
 
 _MATCHES = 3
-"""States of the same tensors, such as with an update in flight and without, that are known."""
+"""The number of remembered states of the same tensors, such as with and without an update in
+flight."""
 
 
 class StateSnapshot:
@@ -323,7 +324,7 @@ def is_body(module: nn.Module | None, body: Body) -> bool:
 
 
 _MOST_CHANGES = 3
-"""Snapshots of one guard that are joined to those of others before it is left to itself."""
+"""The number of changes after which a guard is no longer joined with others."""
 
 
 class HasSnapshot(Protocol):

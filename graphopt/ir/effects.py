@@ -193,4 +193,4 @@ class Effects:
 
 
 _key = _compat.storage_key_of_value
-"""Of a storage: a number, which no node is."""
+"""Returns the key of a tensor's storage: a number, which no node equals."""

@@ -18,7 +18,7 @@ WAITS = (f"{COLLECTIVE_NAMESPACE}::wait_tensor", WAIT_FOR_SEVERAL)
 
 
 MARKERS = ("graphopt::reduce_gradient", "graphopt::sync_buffers")
-"""What a capture writes where communication belongs; see `graphopt.parallel.markers`."""
+"""Markers that a capture writes where communication belongs; see `graphopt.parallel.markers`."""
 
 
 def _aten(*names: str) -> frozenset[str]:
@@ -57,7 +57,7 @@ UNDECLARED_ALIASES = {
         _aten("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"), (3, 4)
     ),
 }
-"""Positions of the arguments whose memory a result may share, against what the schema says."""
+"""Positions of arguments whose memory a result may share, although the schema denies it."""
 
 MAY_COPY = (
     _UNDECLARED_MAY_COPY
@@ -71,7 +71,7 @@ MAY_COPY = (
 """Operators that return their argument, a view of it, or something else."""
 
 DROPOUTS = _aten("alpha_dropout", "dropout", "feature_alpha_dropout", "feature_dropout")
-"""Operators that return their argument where they drop nothing, and only there."""
+"""Operators that return their argument itself exactly if they drop nothing."""
 
 ONE_TENSOR_TWICE = _aten(
     "mkldnn_rnn_layer_backward",
@@ -83,7 +83,7 @@ ONE_TENSOR_TWICE = _aten(
 """Operators that may return one tensor as several of their results."""
 
 COPIES = _aten("copy_")
-"""Operators that do not read the argument that they write: all of it is replaced."""
+"""Operators that do not read the argument that they write, because they replace all of it."""
 
 FUSED_OPTIMIZERS: dict[str, tuple[int, ...]] = {
     "_fused_adam": (0, 2, 3, 4),
@@ -141,7 +141,8 @@ def written_where(name: str) -> Mapping[int, str]:
 
 
 WORKSPACES = {"aten::mkldnn_rnn_layer_backward": (22,)}
-"""Positions of arguments that a kernel computes in: what stands there afterwards means nothing."""
+"""Positions of arguments that a kernel uses as scratch memory and leaves with meaningless
+contents."""
 
 UNDECLARED_WRITES = {
     **dict.fromkeys(_collective("irecv"), (0,)),
@@ -150,10 +151,10 @@ UNDECLARED_WRITES = {
         _aten("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"), (3, 4)
     ),
 }
-"""Positions of arguments that are written, against what the schema says."""
+"""Positions of arguments that are written, although the schema denies it."""
 
 LISTED_FAMILIES = ("aten::_foreach_", "aten::_fused_")
-"""Beginnings of the names of operators that apply one computation to each entry of lists."""
+"""Name prefixes of operators that apply one computation to each entry of lists."""
 
 
 class CollectiveKind(NamedTuple):
@@ -176,7 +177,8 @@ COLLECTIVE_KINDS = {
     "broadcast": CollectiveKind(copies=True, by_element=True, same_on_all=True),
     "all_gather_into_tensor": CollectiveKind(same_on_all=True),
 }
-"""By the name without the marks of variants. Of a kind without a row nothing of this holds."""
+"""The kinds of collectives, by operator name without variant suffixes. A kind without a row has
+none of these properties."""
 
 
 def collective_kind(name: str) -> CollectiveKind:
@@ -199,13 +201,14 @@ METADATA_ONLY = _aten(
     *("empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones"),
     *("new_zeros", "ones_like", "zeros_like"),
 )
-"""Operators that read the shape, dtype and device of their argument alone."""
+"""Operators that read only the shape, dtype and device of their argument."""
 
 TWINS = _aten(
     *("bernoulli", "copy", "fill", "index_add", "index_copy", "index_put", "masked_fill"),
     *("scatter", "scatter_add", "zero"),
 ) | _collective("all_reduce", "broadcast")
-"""Operators, besides pointwise and list ones, whose in-place form computes the same bits."""
+"""Further operators, besides pointwise and list ones, whose in-place form computes the same
+bits."""
 
 HALF, COMPLEX = "half precision", "complex"
 
@@ -220,8 +223,8 @@ ROUNDS_IN_PLACE = {
     "aten::true_divide_.Scalar": (COMPLEX,),
     "aten::true_divide_.Tensor": (COMPLEX,),
 }
-"""In-place operators, by name and overload, that round numbers of some kinds otherwise than their
-functional forms: a number by which half precision is multiplied is rounded first."""
+"""In-place operators, by name and overload, with the dtypes that they round differently than their
+functional forms: they round a scalar factor to half precision first."""
 
 LISTS_ROUND_IN_PLACE = {
     **dict.fromkeys(
@@ -236,7 +239,8 @@ LISTS_ROUND_IN_PLACE = {
         )
     },
 }
-"""The same of list operators, on CPUs, where they call the in-place operator of each entry."""
+"""In-place list operators with that difference, on CPUs, where they call the in-place operator for
+each entry."""
 
 MAY_RAISE = _aten(
     *("_functional_assert_async", "_functional_assert_scalar", "_functional_sym_constrain_range"),
@@ -267,6 +271,5 @@ MAY_RAISE = _aten(
     *("linalg_lu_solve", "linalg_pinv", "linalg_solve", "lu_unpack"),
     *("_linalg_solve_ex", "linalg_svd", "_linalg_svd", "_linalg_check_errors"),
 )
-"""Operators that raise for some values of their arguments, or end the process: positions that are
-not there, numbers that nothing can be divided by or that are no probability, matrices that have no
-inverse. A name with an overload speaks of that alone."""
+"""Operators that raise or crash for some values: indices out of range, zero divisors, invalid
+probabilities, singular matrices. A name with an overload stands for that overload alone."""

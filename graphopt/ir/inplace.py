@@ -55,14 +55,14 @@ _ROUNDING = tuple(
     attrgetter(f"{name}.default" if "." not in name else name)(aten)
     for name in (known.removeprefix("aten::") for known in ROUNDS_IN_PLACE)
 )
-"""Operators that round some kinds of numbers otherwise than their functional forms."""
+"""Operators that round some dtypes differently than their functional forms."""
 
 ROUNDING = frozenset(_ROUNDING) - frozenset(_COMPUTING)
-"""Those whose forms here stand for nothing else."""
+"""Those of them that have a form here for no other reason."""
 
 _NAMESPACE = "graphopt_inplace"
 _WITHOUT_FUNCTIONAL = (aten.polygamma_.default,)
-"""Operators that torch itself does not write functionally."""
+"""Operators that torch does not functionalize."""
 
 _library = torch.library.Library(_NAMESPACE, "DEF")
 
@@ -121,7 +121,7 @@ def _define_random_from() -> _compat.OpOverload:
 
 
 CALLABLE = {_RANDOM_FROM: _define_random_from()}
-"""What stands in graphs for operators whose overloads are named by a Python keyword."""
+"""Replacements in graphs for operators whose overload name is a Python keyword."""
 
 _FUNCTIONAL = {
     CALLABLE.get(inplace, inplace): _define(inplace)

@@ -26,10 +26,10 @@ CARRIED = "carried"
 """The kind of a placeholder that takes a value from the last iteration."""
 
 OF_TRACE = (PHASE, SOURCE, MODULES, PROVENANCE, SENT)
-"""What a trace says of each node that it makes."""
+"""The metadata keys that a trace sets on each node."""
 
 OF_CALL = (PHASE, SOURCE, LATE_GROUP)
-"""What the call of a part of a graph takes over from the first node of that part."""
+"""The metadata keys that the call of an outlined part copies from the part's first node."""
 
 STATE_KINDS = frozenset({"parameter", "buffer", "optimizer_state"})
 """Kinds of placeholders that are the same live tensors in each call."""

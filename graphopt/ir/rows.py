@@ -23,7 +23,7 @@ from functools import cached_property
 from itertools import pairwise
 
 ALIGNED = 64
-"""Elements between two cuts."""
+"""The multiple of elements at which tensors are cut."""
 
 
 @dataclass(frozen=True)

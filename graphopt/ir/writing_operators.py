@@ -31,7 +31,7 @@ _OF_TORCH = frozenset(
 )
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _MARK = re.compile(r"Tensor\([^)]*\)")
-"""A tensor in the text of a schema, with what it says of its memory."""
+"""Matches a tensor with an alias annotation in a schema's text."""
 
 
 class FunctionalForm(NamedTuple):

@@ -22,7 +22,7 @@ logger = logging.getLogger("graphopt")
 Transform = Callable[[fx.GraphModule], fx.GraphModule]
 
 _notebook_view: Callable[[fx.GraphModule], str] | None = None
-"""How notebooks show a graph: pages are made several layers above, by who registers here."""
+"""The function that renders graphs in notebooks, registered by a higher layer."""
 
 DERIVED = "derived"
 """Metadata of a derived graph: "setup", "main", "drain" or "cleanup"."""

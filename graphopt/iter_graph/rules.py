@@ -20,8 +20,8 @@ from graphopt.ir.metadata import STATE_KINDS, input_kind, is_held, is_returned, 
 from graphopt.ir.placement import placement_of
 
 LIVE_STATE = STATE_KINDS | {None}
-"""Kinds of placeholders that may be updated late, because whoever reads them between steps is seen.
-None: the graph was made by hand and does not say."""
+"""Kinds of placeholders that may be updated late, since reads of them between steps are noticed.
+None: a hand-made graph without kinds."""
 
 
 def why_now(state: fx.Node) -> str | None:

@@ -24,7 +24,7 @@ from graphopt.verify.problems import describe
 from graphopt.verify.trial import DIFFERENT
 
 _SHOWN = 4
-"""Problems that are shown besides the first."""
+"""The number of problems shown after the first."""
 
 
 def refusal(

@@ -27,10 +27,11 @@ from graphopt.verify.inlining import graph_of_part
 from graphopt.verify.module_constants import attribute
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-"""The tables of a module with what runs when it is called, besides its graph."""
+"""The tables of a module's forward hooks."""
 
 _CAPTURE_KEYS = (KIND, NAME, PLACEMENT, HELD, HELD_SOMEWHERE, RETURNED, WRITES)
-"""Metadata of inputs, and of calls of modules, which says who holds them or writes to them."""
+"""Metadata of inputs and submodule calls that only the capture may set: who holds or writes
+them."""
 
 _KINDS = {"get_attr": "constant", "call_module": "part"}
 

@@ -13,7 +13,7 @@ from graphopt.errors import PassDefinitionError, PipelineSyntaxError
 from graphopt.manager.names import suggestion
 
 REQUIRED: Any = inspect.Parameter.empty
-"""Default of an option that has none."""
+"""The default of an option that must be given."""
 
 
 class PassArgumentError(PipelineSyntaxError, TypeError):

@@ -16,7 +16,7 @@ from graphopt.manager.literals import literal
 from graphopt.readable.columns import readable_bytes
 
 META_KEY = "graphopt_passes"
-"""Where `gm.meta` holds the list of records."""
+"""The key in `gm.meta` of the list of records."""
 
 
 class Counts(NamedTuple):

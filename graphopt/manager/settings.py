@@ -18,7 +18,7 @@ from graphopt.runtime import places
 logger = logging.getLogger("graphopt")
 
 _DIGITS = 9
-"""Of a number of passes."""
+"""The most digits of a number of passes."""
 
 LEVELS = ("off", "dependencies", "equivalence")
 

@@ -24,8 +24,8 @@ from graphopt.verify.metadata import GivenArgument
 _TABLES = ("_modules", "_parameters", "_buffers", *HOOKS)
 
 _PLAIN = (bool, int, float, str)
-"""Types of metadata that are compared by value; all others by identity, since to compare tensors
-would compute."""
+"""Types of metadata compared by value; others are compared by identity, since comparing tensors
+computes."""
 
 
 class NodeRecord(NamedTuple):

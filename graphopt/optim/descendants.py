@@ -24,7 +24,7 @@ from graphopt.optim.elements import NONE, Elements, Origin
 from graphopt.optim.errors import OptimizerSplitError
 
 MIXED = -2
-"""Who reads an element: several sets, or something of no set."""
+"""The owner of an element that several sets read, or something outside all sets."""
 
 
 class Descendants:

@@ -20,7 +20,7 @@ from graphopt.ir.reads import values_read
 from graphopt.ir.views import reads_through_views
 
 NONE = -1
-"""No owner."""
+"""The owner of elements that belong to no set."""
 
 
 class Origin(IntEnum):

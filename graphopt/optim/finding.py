@@ -26,7 +26,7 @@ from graphopt.optim.elements import Elements, Origin
 from graphopt.optim.errors import OptimizerSplitError
 
 MAX_STEP_DISTANCE = 5
-"""How many nodes may stand between a fused optimizer and its step counter."""
+"""The most nodes between a fused optimizer and its step counter."""
 
 
 def get_fused_optimizer_block(node: fx.Node) -> FusedOptimizerBlock:

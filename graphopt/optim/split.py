@@ -21,8 +21,7 @@ from graphopt.optim.elements import NONE, Elements
 from graphopt.optim.errors import OptimizerSplitError
 
 Parts = dict[fx.Node, dict[int, list[fx.Node]]]
-"""By list operator and owner: its part, and what holds the results of one that was divided. The
-part is first."""
+"""For each list operator and owner: the new call, followed by the nodes that hold its results."""
 
 
 def split_updates(

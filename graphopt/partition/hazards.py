@@ -56,4 +56,4 @@ _TEXTS = {
     "WAR": "overwrites what is read by",
     "WAW": "updates what is updated by",
 }
-"""How a later access of a storage is said to follow an earlier one."""
+"""The description of each kind of hazard."""

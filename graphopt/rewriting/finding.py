@@ -19,7 +19,7 @@ from graphopt.rewriting.matching import Match, Search, Targets, match_of
 from graphopt.rewriting.patterns import Pattern, RewriteError, parameters_of, trace
 
 _SIZE = 4
-"""Of each dimension of example tensors."""
+"""The size of each dimension of example tensors."""
 
 _RANKS = (4, 3, 2, 1, 0)
 

@@ -26,7 +26,7 @@ from graphopt.rewriting.patterns import Pattern
 from graphopt.verify.call_terms import parameters
 
 Binding = dict[Any, Any]
-"""Node of the pattern, or name of a number, -> what stands for it in the graph."""
+"""Pattern node, or name of a number -> the matched node or number of the graph."""
 
 _VIEWS = ("aten::view", "aten::_unsafe_view", "aten::reshape")
 _DIMENSIONS = frozenset({"dim", "dim0", "dim1", "dims"})

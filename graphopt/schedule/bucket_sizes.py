@@ -16,7 +16,7 @@ MEGABYTE = 2**20
 FIRST_BUCKET_BYTES = MEGABYTE
 SMALLEST_BUCKET_BYTES = MEGABYTE // 4
 HUGE = 4
-"""A gradient so many times as large as a bucket does not count where the size of one is chosen."""
+"""Gradients larger than this multiple of a bucket are ignored when the bucket size is chosen."""
 
 
 def bucket_limits(

@@ -43,7 +43,7 @@ _OF_SEVERAL = {
         ("reduce_op", "group_size", "group_name"),
     ),
 }
-"""The operator that sends several tensors, and the arguments that it has beside these."""
+"""The operator for several tensors, and its further arguments, for each operator for one."""
 
 BucketKind = tuple[Hashable, ...]
 

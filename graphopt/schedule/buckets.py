@@ -41,7 +41,7 @@ from graphopt.schedule.tables import MOST_PREPARATION, ancestors
 Buckets = tuple[tuple[fx.Node, ...], ...]
 
 _GAIN = 1e-6
-"""Share of their times that two have to gain by being one."""
+"""The relative gain in time from which two messages are joined."""
 
 
 class Window(NamedTuple):

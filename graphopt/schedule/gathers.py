@@ -34,7 +34,8 @@ from graphopt.schedule.emitting import Emitter
 from graphopt.schedule.order import Schedule
 
 LAG = 2 / 3
-"""The share of the gradients' bytes that is scattered before what arrived is updated."""
+"""The share of the gradients' bytes that is scattered before the parameters of arrived gradients
+are updated."""
 
 
 @dataclass(eq=False)

@@ -27,7 +27,7 @@ EXPOSED = 0.6
 DistributedDataParallel where they share the machine as well, fewer hide less of a slow link."""
 
 MOST = 64
-"""Collectives, however cheap they are: of a model so large the buckets are limited by bytes."""
+"""The largest number of collectives; larger models have their buckets limited by bytes."""
 
 
 def collectives_by_cost(

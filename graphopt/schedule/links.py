@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from graphopt.schedule.program import Message
 
 CAPACITY = 1.0
-"""Of each link: one message alone transfers at rate 1."""
+"""The capacity of each link: a single message transfers at rate 1."""
 
 
 HandedOn = dict[tuple[str, str], float]
-"""``("group", name)`` -> seconds that it has not sent, ``("link", name)`` -> what it has saved."""
+"""``("group", name)`` -> seconds of unsent backlog, ``("link", name)`` -> saved burst seconds."""
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class Links:
         self._queues: dict[str, deque[MessageInFlight]] = {}
         self._rates: dict[tuple[tuple[str, ...], ...], list[float]] = {}
         self.busy = 0
-        """How many groups have something under way."""
+        """The number of groups with messages in transfer."""
 
     def launch(self, flight: MessageInFlight) -> None:
         """Appends a message to its group's queue."""

@@ -13,11 +13,11 @@ from graphopt.schedule.program import Message
 from graphopt.schedule.tables import ProgramTables
 
 MOST_PASSED = 48
-"""Nodes that may be passed over at once, for one that need not wait."""
+"""The most waiting nodes passed over for one that need not wait."""
 
 
 _AT_ONCE = 1e-12
-"""Seconds: for messages whose links are idle now."""
+"""Seconds of look-ahead for messages whose links are idle now."""
 
 
 class ListPolicy(NamedTuple):

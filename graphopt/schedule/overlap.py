@@ -50,27 +50,26 @@ from graphopt.schedule.simulator import steady_seconds
 from graphopt.schedule.tables import ProgramTables
 
 POLICIES = (ListPolicy(0.0, True), ListPolicy(0.06, True))
-"""What is tried, until an order is close to its bound."""
+"""The policies tried, in order, until an order is close to its bound."""
 FRUGAL = ListPolicy(0.0, False)
-"""What is tried as well where memory is short."""
+"""An additional policy for short memory."""
 SHARES = (0.2, 0.05)
-"""Of the time of a bucket that starting it takes: what is tried."""
+"""Launch costs as shares of a bucket's time, tried for choosing bucket sizes."""
 # fmt: off
 _LEVELS = (
     1.02, 1.05, 1.08, 1.1, 1.12, 1.14, 1.17, 1.2, 1.25, 1.3, 1.4, 1.5, 1.75, 2.0, 3.0, 5.0,
 )
 # fmt: on
-"""Times what the given order holds: how much memory is tried, where so much is allowed; beyond that
-eight times, and twice as much again and again."""
+"""Memory limits tried, as multiples of the given order's peak, up to the limit allowed; then eight
+times that, doubled again and again."""
 _RESERVES = (0, 1.5, 4)
-"""Where an order holds more than it may, the next has so many times the excess less room for what
-is made early."""
+"""Multiples of an order's memory excess by which the next attempt lowers its limit."""
 _ATTEMPTS = 4
-"""How often buckets are given up because too much is held."""
+"""The number of times that buckets are dropped because memory is exceeded."""
 _CLOSE = 1.01
-"""Of the bound: an order that is so close ends the search."""
+"""The search ends at an order within this factor of the bound."""
 _GAIN = 1e-6
-"""Share of a step that an order has to gain to be worth it."""
+"""The share of a step by which an order must be faster to be used."""
 
 
 def overlap_schedule(

@@ -14,7 +14,7 @@ from graphopt.readable.html_page import lanes_page
 from graphopt.schedule.simulated_step import CollectiveSlot, ComputeSlot, SimulatedStep
 
 _MOST_BLOCKS = 3000
-"""Blocks of compute in a page; more would be narrower than a pixel."""
+"""The most compute blocks on a page; more would be narrower than a pixel."""
 _NAMES_SHOWN = 4
 
 

@@ -26,7 +26,7 @@ from graphopt.schedule.gathers import is_gather
 from graphopt.schedule.order import Schedule
 
 AHEAD = 2
-"""Buckets that are under way, or there, before their first use."""
+"""The number of buckets gathered ahead of their first use."""
 
 _PHASES = ("forward", "backward")
 

@@ -22,7 +22,7 @@ from graphopt.schedule.timeline import Timeline
 
 MOST_ITERATIONS = 24
 SAME = 1e-9
-"""Relative difference of the times of two iterations that count as alike."""
+"""The relative difference up to which two iterations' times count as equal."""
 
 
 def simulate(
@@ -174,8 +174,8 @@ class _Machine:
     before: dict[Message, MessageInFlight] = field(default_factory=dict)
     current: dict[Message, MessageInFlight] = field(default_factory=dict)
     slack: dict[str, float] = field(default_factory=dict)
-    """By group, how much later its messages could have arrived in the last iteration before a wait
-    had noticed."""
+    """For each group, the seconds by which its messages could have arrived later in the last
+    iteration without delaying a wait."""
 
     def iterate(self, actions: list[Action]) -> None:
         """Runs one iteration."""

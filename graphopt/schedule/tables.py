@@ -16,11 +16,11 @@ from graphopt.schedule.constraints import Predecessors
 from graphopt.schedule.program import Message, Program, Storages, touched_storages
 
 MOST_PREPARATION = 64
-"""Nodes that a launch may need beside the inputs of the step and still go ahead of its place."""
+"""The most nodes that a launch may need and still be moved ahead of its place."""
 
 _OFF_PATH = 0.25
-"""A node is off the path where what has to follow it takes no more than this share of the compute
-that stands behind it."""
+"""A node is off the critical path if the work that depends on it takes at most this share of the
+remaining compute."""
 
 
 class ProgramTables:

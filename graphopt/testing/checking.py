@@ -26,7 +26,7 @@ from graphopt.testing.runs import run
 from graphopt.testing.subject import Passes, graph_and_inputs, prepared
 
 UPDATE = "GRAPHOPT_UPDATE_GOLDEN"
-"""Set to 1, this environment variable lets `check_pass` write golden files."""
+"""The environment variable that, set to 1, makes `check_pass` write golden files."""
 
 _ITERATIONS = 3
 
@@ -272,7 +272,8 @@ def _factor_hint(expected: Values, actual: Values) -> str:
 
 
 _NEAR = 0.05
-"""How far a factor may be from one that has a meaning."""
+"""The relative distance within which a factor is taken for a meaningful one, such as the number of
+ranks."""
 
 
 def _compare_ranks(expected: Values, actual: Values, name: str) -> None:

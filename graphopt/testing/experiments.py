@@ -35,12 +35,12 @@ TRIALS = 4
 
 _LARGE_BYTES = 1 << 28
 LEVELS = (2.0**-9, 2.0**-7, 2.0**-5, 2.0**-3)
-"""How much inputs are disturbed, relative: as a bfloat16 is rounded, …, as two bits are."""
+"""Relative sizes of the noise on inputs, from bfloat16 rounding upwards."""
 
 _STATE_FACTOR = 2.0**20
 _TINY = 2.0**-10
 _FACTORS = (4096.0, 16.0)
-"""How many times as large a hyperparameter is: the first with which the step stays finite."""
+"""Factors for a hyperparameter; the largest with a finite result is used."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class Experiments:
 
 
 _SPREADS = {"parameter": 0.1, "gradient": 0.3, "user_input": 0.3, None: 0.3}
-"""How far from one the numbers are with which inputs are multiplied in a trial."""
+"""Relative standard deviation, by kind of input, of the random factors in a trial."""
 
 
 def _other(value: Any, kind: str | None, number: int, generator: torch.Generator) -> Any:

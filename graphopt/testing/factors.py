@@ -14,36 +14,34 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 FLOOR = 5e-4
-"""How far from one a factor may be, however exactly it is known."""
+"""The tolerance of a factor, however precisely it was measured."""
 
 _MOST_ALLOWED = 0.25
-"""However much ratios scatter, and however few they are."""
+"""The largest tolerance of a factor, however uncertain it is."""
 
 _FEWEST = 3
-"""Independent values of which the mean says something."""
+"""The least number of independent values for a mean."""
 
 _PER_UNIT = 1000
-"""Elements whose sizes differ by less than this part are no independent values: rounding treats
-them alike."""
+"""Values within this relative resolution count as one sample, since rounding treats them alike."""
 
 
 _RUNS = 4.0
-"""Standard deviations of the factors of single runs by which a factor may be away from one."""
+"""The tolerance for factors that vary between runs, in standard deviations."""
 
 _MANY, _MOSTLY, _OFFSET = 16, 0.5, 0.01
-"""Independent values from which a mean difference is known; how much of them may have one sign, if
-a difference is to be told from a factor; and how large it may be, in units of the median."""
+"""The least independent values for an offset; the largest imbalance of signs with which an offset
+differs from a factor; and its tolerance, in medians."""
 
 _TOO_FAR, _MOST_OF_WILD = 1.0, 0.9
-"""Elements that scatter by more than their size have a sign rather than a factor, for a maximum may
-be another one; and how far from one the mean may be then."""
+"""The relative scatter from which only the sign of values is compared (the argmax may have
+changed), and the tolerance then."""
 
 _BLOCKS = 8
-"""Parts in which the rows of a tensor are looked at for themselves."""
+"""The number of blocks of rows that are tested separately."""
 
 _APART = 0.5
-"""How far a tensor may be from what it was, over all runs and in proportion to its size: noise that
-is larger does not excuse another value."""
+"""The largest relative difference over all runs, however large the noise is."""
 
 Runs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 """(was, now) of several runs, flat and in double precision."""

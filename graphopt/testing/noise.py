@@ -9,13 +9,13 @@ import torch
 from graphopt.testing.comparing import Value, Values, other_kind, wide
 
 _ALIKE = 0.5
-"""How much a tensor may scatter in proportion to noise of the same level."""
+"""The scatter relative to a noise level up to which that level explains it."""
 
 _FEW = 4
-"""Tensors, below which they do not choose among all levels."""
+"""The number of tensors from which all levels are considered."""
 
 ROUNDING_ALONE = 0.1
-"""A tensor that a small disturbance changes by this much, in proportion, is rounding errors."""
+"""The relative response to the smallest noise from which a tensor counts as rounding error."""
 
 
 class Noise:

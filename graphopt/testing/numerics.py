@@ -25,23 +25,21 @@ from graphopt.testing.factors import Runs, between_runs, measured, problem_of_ru
 from graphopt.testing.noise import ROUNDING_ALONE, Noise, largest
 
 TOLERANCE = 1e-2
-"""Of passes that change numerics: what each element may differ by, in proportion to the largest in
-its tensor (of state: to the largest change). As much is allowed besides as noise makes, of a level
-at which half of the tensors scatter as much as with the pass."""
+"""The tolerance of an element for passes that change numerics, relative to its tensor's largest
+element (for state, largest change). The response to noise is added."""
 
 _NOISE, _OTHER_DATA = 12, 3
-"""How often more than by noise a tensor may change; and how often more with data that noise was not
-measured with."""
+"""The multiple of the measured noise that a tensor may change by, and a further factor for data on
+which noise was not measured."""
 
 _GREW, _SCATTER = 100.0, 5e-3
-"""How much more than usual a change has to be for gradients to be nothing beside it; and how much
-it may scatter then."""
+"""The growth of a change from which gradients are negligible, and the scatter allowed then."""
 
 _NOTHING = 1e-3
-"""State that becomes so much smaller than it usually changes by is what rounding makes of zeros."""
+"""State that shrinks below this share of its usual change is rounding error of zeros."""
 
 _SEEN = 32
-"""How many last bits an element has to change by for the change to be measured."""
+"""The number of last bits by which an element must change to be measured."""
 
 _SAMPLE = 4096
 
@@ -261,7 +259,7 @@ def _multiplied(was: _Sampled, now: _Sampled) -> str | None:
 
 
 _ENOUGH = 8
-"""Elements that hardly have one factor in common by chance."""
+"""The least number of elements whose common factor is no coincidence."""
 
 
 def _sampled(value: Value) -> _Sampled:

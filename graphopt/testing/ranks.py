@@ -137,4 +137,4 @@ def _make_own(value: torch.Tensor, kind: str | None, rank: int) -> None:
 
 
 _DIFFER = ("user_input", "buffer", "gradient", None)
-"""Kinds of inputs of which ranks have their own; None: of a graph made by hand."""
+"""Kinds of inputs that differ between ranks; None: inputs of a hand-made graph."""

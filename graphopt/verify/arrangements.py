@@ -178,7 +178,8 @@ def _one_number(terms: Terms, row: Row) -> int | None:
 
 
 Arranged = tuple[list[list[Row]], Callable[[list[Row]], Row]]
-"""Of each part that was arranged the elements, for all operands; and what arranges parts so."""
+"""For each rearranged part, its elements in all operands; and the function that rearranges such
+parts."""
 
 
 def arranged_alike(terms: Terms, runs: Sequence[Segment]) -> Arranged | None:

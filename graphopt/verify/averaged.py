@@ -123,9 +123,8 @@ def _call(graph: fx.Graph, marker: fx.Node, target: Any, *args: Any, form: Any =
 Definition = Callable[[fx.Graph], fx.Graph]
 
 MEANINGS: Mapping[str, Definition] = {"averaged": averaged, "sharded": averaged}
-"""By the name under which a kind of parallelism says what it makes of markers. What a "sharded"
-graph is compared with is the same; it is read for all ranks together (`graphopt.verify.sharded`).
-"""
+"""The definition of markers by the name that a kind of parallelism gives. For "sharded" it is the
+same, but the graph is read for all ranks together (`graphopt.verify.sharded`)."""
 
 
 def sharing_problems(

@@ -149,7 +149,7 @@ CALLED = {
     aten._foreach_maximum.List: CalledForEntry(aten.maximum.default, {}, True),
     aten._foreach_minimum.List: CalledForEntry(aten.minimum.default, {}, True),
 }
-"""List operators that call another one for each entry."""
+"""List operators that equal a call of another operator for each entry."""
 
 
 @cache

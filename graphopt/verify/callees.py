@@ -15,10 +15,10 @@ from graphopt.verify.call_terms import target_name
 from graphopt.verify.functional import is_standard, standard_form
 
 OF_STORAGE = ("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
-"""Operators that read elements of a storage besides those of their argument."""
+"""Operators that read elements of a storage beyond those of their argument."""
 
 NAMESPACES = ("aten", "prims", "prim", COLLECTIVE_NAMESPACE, "graphopt", "graphopt_shards")
-"""Where operators are of which `MAY_RAISE` speaks; those of the program may raise at any time."""
+"""The namespaces that `MAY_RAISE` covers; operators of any other may raise at any time."""
 
 
 class Callee(NamedTuple):

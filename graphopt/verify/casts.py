@@ -56,7 +56,7 @@ def _cast(terms: Terms, run: Segment, cast: _Cast) -> Iterable[Segment]:
 
 
 _EXACT = {canonical(value): int(value) for value in (0, 1, 0.0, 1.0, False, True)}
-"""Numbers, as they stand in keys, that ordinary dtypes have."""
+"""Numbers that all ordinary dtypes represent exactly, as keys have them."""
 
 _ORDINARY = {
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -75,8 +75,8 @@ _WIDER = {
     torch.float16: {torch.float32, torch.float64},
     torch.bfloat16: {torch.float32, torch.float64},
 }
-"""By dtype: those that have all of its numbers, so that what is cast on was not rounded. Not those
-of float32, whose smallest numbers a processor may be set to flush."""
+"""For each dtype, those that represent all of its numbers, so that a cast does not round. float32
+is excluded as a source: processors may be set to flush its smallest numbers."""
 
 _DTYPES = {str(dtype): dtype for dtype in _ORDINARY}
 

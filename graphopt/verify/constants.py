@@ -25,7 +25,7 @@ from graphopt.verify.terms import ScalarValue, TensorValue, Terms, canonical, wh
 (_CONSTANTS,) = (axiom for axiom in AXIOMS if axiom.name == "constants")
 
 Makers = dict[fx.Node, set[fx.Node]]
-"""By node: those that made constants which some of its elements are, or are computed from alone."""
+"""For each node, the makers of the constants that it consists of or is computed from."""
 
 
 def sent_constants(graph: fx.Graph) -> dict[fx.Node, bool]:

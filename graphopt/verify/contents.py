@@ -29,7 +29,7 @@ from graphopt.verify.terms import (
 )
 
 View = Callable[[fx.Node, Any], Any]
-"""What a node that is a view gives of another value of its first argument."""
+"""(view node, value of its first argument) -> value of the view."""
 
 
 class CannotWriteError(Exception):

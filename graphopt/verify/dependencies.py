@@ -32,7 +32,7 @@ from graphopt.verify.reach import CHUNK, labelled, missing, numbers
 from graphopt.verify.sides import Side, SinkPlace
 
 _NAMED = 3
-"""How many lost sources of one reader are named."""
+"""The number of lost sources that are named for one reader."""
 
 
 def check_dependencies(

@@ -28,7 +28,7 @@ BY_ELEMENT = tuple(
         *("bitwise_not", "logical_and", "logical_or", "logical_not"),
     )
 )
-"""The operators that give the same bits of an element wherever it stands."""
+"""Operators that give the same bits for an element wherever it stands in a tensor."""
 
 
 class ComputedElement(NamedTuple):
@@ -89,7 +89,7 @@ def elementwise(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
 
 
 _NEUTRAL = ("alpha", "rounding_mode")
-"""Arguments that change nothing where the rule holds, and that not all overloads have."""
+"""Arguments without effect where the rule holds, and which not all overloads have."""
 
 _COMMUTING = {
     f"aten.{name}"

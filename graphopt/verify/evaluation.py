@@ -42,7 +42,7 @@ from graphopt.verify.terms import Pending, TensorValue, Terms, canonical, storag
 from graphopt.verify.updating import Updates
 
 _PERHAPS_VIEWS = ("aten::reshape", "aten::flatten", "aten::contiguous", "aten::to")
-"""Operators that give a view of their argument or a copy, as its strides have it."""
+"""Operators that return a view or a copy of their argument, depending on its strides."""
 
 
 def evaluate_graph(

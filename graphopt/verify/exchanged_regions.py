@@ -27,10 +27,10 @@ logger = logging.getLogger("graphopt")
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 _TOLERANCE = 3e-2
-"""Of smaller floating types."""
+"""The relative tolerance for smaller floating dtypes."""
 
 _LARGEST = 2**25
-"""Elements of the largest value of a part that is run."""
+"""The most elements that a value may have in a part that is run."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ EXCHANGES = "all_to_all_single"
 
 _SHARE, _MEANT = "this rank's", "meant for this rank"
 _MOST = 1024
-"""Ranks of a group: each is an operand."""
+"""The most ranks of a group, since each of them is an operand."""
 
 
 def parts(kind: tuple[Any, ...], sent: TensorValue) -> int | None:

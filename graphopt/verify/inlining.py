@@ -10,7 +10,7 @@ from torch import fx, nn
 from graphopt.verify.module_constants import attribute, same_object
 
 BOXED_CALL = "call_boxed"
-"""The method by which a compiled region is called with a list of its inputs."""
+"""The method of compiled regions that takes a list of inputs."""
 
 
 def source_of(owner: Any, path: str) -> fx.GraphModule | None:

@@ -11,7 +11,7 @@ from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import operator_of
 
 Signature = tuple[str, ...]
-"""A collective without its tensors: what it does, how it reduces or from where, and the group."""
+"""A collective without its tensors: kind, reduction or source rank, and group."""
 
 
 def signature_of(launch: fx.Node) -> Signature:

@@ -14,7 +14,7 @@ from graphopt.ranks.spmd import launch_part
 from graphopt.verify.problems import Problem
 
 _IN_PLACE = re.compile(r"_\.(?=\w+$)")
-"""Ends the name of an operator that updates its argument."""
+"""Matches the underscore at the end of an in-place operator's name."""
 
 
 class Launch(NamedTuple):

@@ -17,7 +17,7 @@ from graphopt.ir.metadata import fake_value, known_value
 from graphopt.verify.call_terms import named, parameters
 
 Evaluated = Callable[[Any, dict[str, Any], dict[str, Any]], Iterator[Any]]
-"""(operator, arguments of all entries by name, lists by name) -> what it gives for each entry."""
+"""(operator, arguments of all entries by name, lists by name) -> result metadata of each entry."""
 
 
 def entries_of(node: fx.Node, evaluated: Evaluated) -> Iterator[tuple[Any, Any]]:

@@ -43,7 +43,7 @@ _PURE = {
     )
     for name in names
 }
-"""Functions of Python's, and those of torch's for numbers, that do nothing but give a value."""
+"""Functions of Python and of torch (for numbers) without side effects."""
 _HINT = "insert nodes with graphopt.graph_utils.call_function_with_meta"
 _DATA_DEPENDENT = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
@@ -56,8 +56,8 @@ class GivenArgument:
 
 
 Former = Callable[[fx.Node], Any]
-"""What a node called, and the arguments that it had, positional and by name, with what was given in
-place of nodes."""
+"""node -> its former target, positional and keyword arguments, with former values in place of
+nodes."""
 
 
 class KindsOfResults:

@@ -8,7 +8,7 @@ from graphopt.verify.flow import Flow
 from graphopt.verify.labels import Labels
 
 CHUNK = 8192
-"""Sources that are followed at a time. Bits for all of them would be quadratic memory."""
+"""The number of sources followed at a time: bits for all at once would take quadratic memory."""
 
 _MASK = (1 << CHUNK) - 1
 

@@ -16,10 +16,10 @@ from torch import fx
 from graphopt.ir.metadata import known_value
 
 Same = Callable[[fx.Node, Any], bool]
-"""Whether a node stands for what was in its place."""
+"""(node, recorded argument) -> True if the node stands for that argument."""
 
 _FEW = 3
-"""Calls of one name that are kept: those of a step, and those of its late work in flight."""
+"""The number of remembered calls per name: a step's, and those of its late work in flight."""
 
 
 class RecalledCall(NamedTuple):

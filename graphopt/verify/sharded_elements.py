@@ -27,7 +27,7 @@ aten = torch.ops.aten
 _KEEP_ELEMENTS = frozenset({aten.clone.default, aten._to_copy.default, aten.alias.default})
 _REDUCING_LISTS = ("aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum")
 _SAME_INPUTS = frozenset({"parameter", "optimizer_state", "hyperparameter"})
-"""Kinds of inputs that all ranks have alike, where they have them whole."""
+"""Kinds of inputs that are equal on all ranks, if not sharded."""
 
 
 class NotOfBlocksError(Exception):

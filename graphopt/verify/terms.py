@@ -252,4 +252,4 @@ def canonical(value: Any) -> Any:
 
 
 Origins = dict[int, fx.Node]
-"""The first node of one graph that gave a term."""
+"""The first node of one graph that made each term."""

@@ -27,7 +27,7 @@ from graphopt.verify.forked_process import EndedError, run_in_fork
 
 TRIALS = 8
 DIFFERENT = "different on random inputs"
-"""Begins a verdict that random inputs tell two graphs apart."""
+"""The start of a verdict that random inputs tell two graphs apart."""
 
 _ITERATIONS = 2
 _MOST_SECONDS = 5.0

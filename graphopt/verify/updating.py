@@ -28,7 +28,7 @@ from graphopt.verify.reading import Reading
 from graphopt.verify.terms import TensorValue, Terms, tensor_value
 
 Applied = Callable[[fx.Node, Any, dict[str, Any]], Any]
-"""(node, operator, arguments by name) -> what the call gives."""
+"""(node, operator, arguments by name) -> value of the call."""
 
 
 class Updates:

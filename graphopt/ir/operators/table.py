@@ -129,12 +129,11 @@ def row(target: Any) -> Operator:
 
 
 _ROWS: dict[int, Operator] = {id(operator.getitem): _GETITEM}
-"""Rows made so far, by the identity of their targets: to hash an `OpOverload` runs Python code. All
-but those of calls of functions are names, and have no row."""
+"""The rows made so far, by the identity of their targets, since hashing an `OpOverload` runs Python
+code. Targets of other node kinds are names, and have no row."""
 
 _TARGETS: list[_compat.OpOverload] = []
-"""The targets of these rows, held, since another object may have the identity of one that is gone.
-"""
+"""References to the targets of these rows, so that their identities are not reused."""
 
 
 _ROUNDS = ROUNDS_IN_PLACE | LISTS_ROUND_IN_PLACE

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from graphopt import _compat
 
 _FACTORS = ("momentum", "exponential_average_factor")
-"""What kernels call the number."""
+"""The names of the momentum argument in kernels."""
 
 _FUNCTIONS = frozenset({F.batch_norm, torch.batch_norm})
 _PLAIN = 0.4375
-"""Stands for the number while a kernel is recorded; it decides nothing."""
+"""A plain momentum used while a kernel is recorded; it influences nothing."""
 
 
 def takes(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:

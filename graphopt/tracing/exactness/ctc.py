@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 _MEAN = 1
-"""How torch's operator calls the reduction."""
+"""The number of the "mean" reduction in torch's operator."""
 
 
 def mean_by_numbers(

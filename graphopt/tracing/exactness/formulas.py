@@ -212,7 +212,7 @@ _FORMULAS: dict[str, Callable[[Any, Tensor], _Again | None]] = {
     "LinalgHouseholderProductBackward": _of_householder,
     "BinaryCrossEntropyWithLogitsBackward": _of_cross_entropy,
 }
-"""By the name of a function of autograd, without its number."""
+"""The recomputation of gradients by autograd function name, without its number."""
 
 
 # ---------------------------------------------------------------------------- in a trace

@@ -129,11 +129,11 @@ LAYER = _define(
     _layer,
     torch.ops.aten.mkldnn_rnn_layer.default,
 )
-"""What `aten.mkldnn_rnn_layer` is in a graph."""
+"""The operator that stands for `aten.mkldnn_rnn_layer` in a graph."""
 
 BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 LAYER_BACKWARD = _define("rnn_layer_backward", BACKWARD, _layer_backward, _layer_backward)
-"""What `aten.mkldnn_rnn_layer_backward` is in a graph."""
+"""The operator that stands for `aten.mkldnn_rnn_layer_backward` in a graph."""
 
 
 def recorded(target: Any) -> Any:

@@ -22,7 +22,7 @@ from graphopt.tracing.layouts.scratch import SMALL, Call, called, halves, identi
 aten = torch.ops.aten
 
 _LARGEST_AT_ONCE = 1 << 20
-"""Elements that a result may have where a kernel is run instead of a shape rule."""
+"""The most elements of results for which a kernel is run instead of a shape rule."""
 
 
 def small_results(call: Call, elementwise: bool) -> Any | None:

@@ -18,7 +18,7 @@ from torch import fx
 from graphopt import _compat
 
 OPERATORS = ("aten::_linalg_svd", "aten::_linalg_eigh")
-"""What gives vectors or not, by the last of its arguments that are given by position."""
+"""Operators whose last positional argument says if vectors are computed."""
 
 _WITHOUT_VECTORS: dict[Any, tuple[Any, ...]] = {
     torch.ops.aten._linalg_svd.default: (None, False, False),

@@ -82,7 +82,7 @@ class ConstantValues:
 
 
 _SIZED_BY_REST = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default})
-"""Operators of which the first argument decides no size by what it holds."""
+"""Operators whose result sizes do not depend on the first argument's values."""
 
 
 def _is_constant(node: fx.Node) -> bool:

@@ -24,7 +24,7 @@ from graphopt.ir.metadata import known_value, source_line
 from graphopt.tracing.layouts.parts_of_storage import overlap
 
 _MANY = 1 << 28
-"""Bytes of memory with which an operator is tried."""
+"""The most bytes of memory with which an operator is tried."""
 
 _UNTRIED = "where eager code may see what it has written already"
 

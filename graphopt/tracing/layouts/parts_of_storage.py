@@ -64,7 +64,7 @@ def of_their_own(
 
 
 _MANY = 1_000_000
-"""Elements of two tensors that are compared one by one."""
+"""The most elements of two tensors that are compared one by one."""
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -29,13 +29,15 @@ from graphopt.tracing.layouts.layouts import (
 )
 
 SMALL = 1 << 16
-"""Elements of arguments and results up to which scratch tensors have the real sizes at once."""
+"""The most elements of arguments and results for which scratch tensors have the real sizes at
+once."""
 
 LARGEST = 1 << 24
-"""Elements above which no kernel is run."""
+"""The most elements with which a kernel is run."""
 
 _KEPT = 8
-"""Sizes up to which a size may mean something else (of a kernel, a group, a list) and stays."""
+"""The largest size that is never shrunk, since it may mean something else (a kernel, a group, a
+list)."""
 
 
 Call = tuple[Any, Items, Items]

@@ -42,7 +42,7 @@ _LIKE_ELEMENTWISE = frozenset(
 """Operators without the tag that compute each element from one of each operand, or from none."""
 
 _VIEWS = frozenset({torch.ops.aten.view.default})
-"""Views that may have other strides than their shape rule says, where a size is 0 or 1."""
+"""Views whose strides may differ from their shape rule if a size is 0 or 1."""
 
 _JOIN = torch.ops.aten.cat.default
 

@@ -87,4 +87,4 @@ _BACKWARDS: dict[Any, Callable[[Any, Mapping[str, Any]], None]] = {
     aten.native_layer_norm_backward.default: _check_layer_norm,
     aten._log_softmax_backward_data.default: _check_output,
 }
-"""Backwards that index what their forwards have saved without a look at its size."""
+"""Backwards that index saved tensors without checking their sizes."""
