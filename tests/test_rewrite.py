@@ -198,14 +198,24 @@ def half_the_gradient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: floa
     ("masking", "pattern", "replacement", "message"),
     [
         ("", dropped, fused_dropped, None),
-        ("", dropped, other_share, r"result 0 of what stands for dropped differs on random"),
+        ("", dropped, other_share, r"result 0 of the replacement of dropped differs on random"),
         ("", dropped, without_dropout, r"the random numbers of %bernoulli are not drawn any more"),
         ("", dropped, dropped_twice, r"draws random numbers that were not drawn before"),
         ("fill", dropped_and_masked, fused_masked, None),
         ("fill", dropped_and_masked, turned_round, r"differs on random inputs"),
         ("learned", biased, fused_biased, None),
-        ("learned", biased, scaled_bias, r"the gradient of mask of what stands for biased differs"),
-        ("learned", biased, half_the_gradient, r"the gradient of mask of what stands for biased"),
+        (
+            "learned",
+            biased,
+            scaled_bias,
+            r"the gradient of mask of the replacement of biased differs",
+        ),
+        (
+            "learned",
+            biased,
+            half_the_gradient,
+            r"the gradient of mask of the replacement of biased",
+        ),
         ("learned", biased, bias_cut_off, r"no gradient flows to 'mask' in bias_cut_off"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -389,7 +399,9 @@ def test_wrong_gradients_are_refused() -> None:
         return graphopt.rewrite(gm, half, wrong, gradients=["x"])
 
     gm = captured(linear_step, *linear_arguments())
-    with pytest.raises(graphopt.VerificationError, match=r"the gradient of x of what stands for"):
+    with pytest.raises(
+        graphopt.VerificationError, match=r"the gradient of x of the replacement of"
+    ):
         declared(pass_, changes_numerics=True)(gm)
 
 

@@ -266,12 +266,12 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (
         attention_without_scale,
         NUMERICS,
-        r"result 0 of what stands for attention differs on random inputs by [0-9.]+, where",
+        r"result 0 of the replacement of attention differs on random inputs by [0-9.]+, where",
     ),
     (
         attention_causal,
         NUMERICS,
-        r"result 0 of what stands for attention differs on random inputs by [0-9.]+, where",
+        r"result 0 of the replacement of attention differs on random inputs by [0-9.]+, where",
     ),
     (
         attention_undeclared,

@@ -78,7 +78,7 @@ class ArgumentGuards:
         the step finds elsewhere; None if all fit."""
         for position, tensor in self._outside:
             if call.leaves[position] is not tensor():
-                return f"argument {call.names[position]} is no longer what the step finds elsewhere"
+                return f"argument {call.names[position]} is no longer the tensor found elsewhere"
         for position, kind, gradient in self._user:
             now = tensor_kind(call.leaves[position])
             if now != kind:
@@ -86,9 +86,9 @@ class ArgumentGuards:
             if gradient_kind(call.leaves[position]) != gradient:
                 return f"the gradient of argument {call.names[position]} came, went or changed"
         if _aliases(call, self._tensors.storages()) != self._aliases:
-            return "which tensor arguments are the same changed"
+            return "tensor arguments that were one object differ, or the reverse"
         if self._same and _same_containers(call) != self._same:
-            return "which lists and dictionaries are the same changed"
+            return "lists or dictionaries that were one object differ, or the reverse"
         return None
 
     def identity_mismatch(self, call: Call) -> str | None:

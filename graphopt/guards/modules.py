@@ -179,7 +179,7 @@ class ModuleGuard:
             if now is not value and not same_constant(now, value):
                 return f"{self.name}.{key} became {now!r}"
             if contents is not None and not same_items(contents, now):
-                return f"what {self.name}.{key} contains changed"
+                return f"the contents of {self.name}.{key} changed"
         if len(attributes) != self.count:
             return f"attributes of {self.name} were added or removed"
         if tuple(tuple(attributes[table]) for table in _HOOKS) != self.hooks:

@@ -258,7 +258,7 @@ class _Following:
                 continue
             other = seen.setdefault(id(value), held)
             if other is not held and (type(value) in CONTAINERS or changed & {held, other}):
-                return f"a {type(value).__name__} that the step reads in two places was two before"
+                return f"a {type(value).__name__} read in two places was two objects before"
         return None
 
     def settle(self, entries: Sequence[GuardedPlace]) -> None:

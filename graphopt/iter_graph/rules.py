@@ -27,7 +27,7 @@ None: a hand-made graph without kinds."""
 def why_now(state: fx.Node) -> str | None:
     """Returns the reason why a state cannot be updated in the next iteration, or None."""
     if is_held(state):
-        return f"{_named(state)}, which is held where its use is not seen"
+        return f"{_named(state)}, to which other code refers, so that its uses are unknown"
     return why_now_everywhere(state)
 
 
@@ -39,7 +39,7 @@ def why_now_everywhere(state: fx.Node) -> str | None:
     if is_returned(state):
         return f"{_named(state)}, which the step returns"
     if placement_of(state).rows is not None:
-        return f"{_named(state)}, of which a DTensor has rows: its use is not seen"
+        return f"{_named(state)}, of which a DTensor has rows: its uses are unknown"
     return None
 
 

@@ -182,7 +182,7 @@ class _NumericComparison:
         factor = measured([(old[seen], new[seen])], self._between_runs(where))
         if factor is None or factor.is_one:
             return None
-        return f"what it changes by with {experiment.name} is {factor}"
+        return f"its response to {experiment.name} is {factor}"
 
     def _between_runs(self, where: str) -> float:
         if where not in self._runs:

@@ -147,7 +147,7 @@ def sharing_problems(
     """
     definition = MEANINGS.get(meaning)
     if definition is None:
-        logger.info("what ranks share is not compared: its meaning is not defined")
+        logger.info("values shared between ranks are not checked: their meaning has no definition")
         return
     if meaning == "sharded":
         yield from _problems_of_sharded(definition(marked), marked, shared.graph, axes)
@@ -156,7 +156,7 @@ def sharing_problems(
     if report.decidable:
         yield from report.problems
     else:
-        logger.info("what ranks share is not compared: %s", report.problems[0].message)
+        logger.info("values shared between ranks are not checked: %s", report.problems[0].message)
 
 
 def _problems_of_sharded(

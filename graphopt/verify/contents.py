@@ -142,9 +142,11 @@ class Contents:
             return self.current[node]
         base = self._base.get(node)
         if base is None and node in self._taken:
-            raise NotDecidedError("an operator before it has taken its storage", node)
+            raise NotDecidedError(
+                "an earlier operator has used its storage as scratch memory", node
+            )
         if base is None:
-            raise NotDecidedError("it may share the storage of what was updated", node)
+            raise NotDecidedError("it may share the storage of a tensor that was updated", node)
         value = self.read(base)
         if node not in self._same:
             value = self._view(node, value)
@@ -165,7 +167,9 @@ class Contents:
         if owner in self.possible:
             raise NotDecidedError("it may share the storage of one of several arguments", owner)
         if owner in self._taken:
-            raise NotDecidedError("an operator before it has taken its storage", node)
+            raise NotDecidedError(
+                "an earlier operator has used its storage as scratch memory", node
+            )
         held = value if owner is node else self._with_part(owner, node, value)
         self._written[owner] = None
         self._forget_aliases(owner)

@@ -224,7 +224,7 @@ class _Evaluator:
     def _unknown(self, node: fx.Node) -> Any:
         unknown = self._unknowns[node]
         if not all(self._contents.has(source) for source in unknown.inputs):
-            raise NotDecidedError("it stands before what it was computed from", node)
+            raise NotDecidedError("it stands before its inputs", node)
         arguments = tuple(self._read(source) for source in unknown.inputs)
         return fresh(self._terms, (*unknown.key, canonical(arguments)), fake_value(unknown.like))
 
@@ -259,13 +259,13 @@ class _Evaluator:
     def _view(self, node: fx.Node, value: Any) -> Any:
         """Evaluates a view again for a new value of its first argument."""
         if node in self._unknowns:
-            raise NotDecidedError("what it may be a view of was updated", node)
+            raise NotDecidedError("a tensor of which it may be a view was updated", node)
         if node.target is operator.getitem:
             return self._picked(node, value)
         if not isinstance(node.target, _compat.OpOverload):
             raise NotDecidedError("its storage was updated", node)
         if _compat.operator_name(node.target) in _PERHAPS_VIEWS:
-            raise NotDecidedError("it may be a view of what was updated, or a copy", node)
+            raise NotDecidedError("it may be a view of an updated tensor, or a copy", node)
         arguments = self._reading.arguments(node)
         arguments[next(iter(arguments))] = value
         return self._applied(node, node.target, arguments)
@@ -294,7 +294,7 @@ class _Evaluator:
         if traits.collective:
             return self._communication.launched(node)
         if self._callees.of(node, node.target).writes_unseen:
-            raise NotDecidedError("it updates arguments of which its schema does not speak", node)
+            raise NotDecidedError("it updates arguments that its schema does not declare", node)
         return self._call_with_workspaces(node) if traits.workspaces else self._call(node)
 
     def _call_user_operator(self, node: fx.Node, form: FunctionalForm) -> Any:

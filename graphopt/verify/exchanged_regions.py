@@ -82,9 +82,9 @@ class RewrittenRegions:
         for was, now in zip(place.before, place.after, strict=True):
             if was not in self._old:
                 self._problem = self._problem or Problem(
-                    f"%{now.name}: {place.pattern} was rewritten in what the same pass had made",
+                    f"%{now.name}: {place.pattern} was rewritten within nodes of the same pass",
                     (now,),
-                    hint="make two passes of the two rewrites",
+                    hint="put the two rewrites into two passes",
                 )
                 return
             self._old[now] = self._old[was]
@@ -112,7 +112,7 @@ class RewrittenRegions:
         for place, before, after in self._pairs:
             if len(before.inputs) != len(after.inputs):
                 yield Problem(
-                    f"{place.pattern} reads what the pass itself has made", place.after[:1]
+                    f"{place.pattern} reads nodes that the pass itself has made", place.after[:1]
                 )
                 continue
             yield from _laid_out_otherwise(place, before, after)
@@ -120,7 +120,7 @@ class RewrittenRegions:
             for part in parts:
                 if isinstance(part, fx.Node):
                     yield Problem(
-                        f"what stands for {place.pattern} reads %{part.name}, which it did not",
+                        f"the replacement of {place.pattern} reads %{part.name} besides its inputs",
                         (place.after[0], part),
                     )
             graphs = [part for part in parts if isinstance(part, fx.Graph)]
@@ -150,7 +150,9 @@ def _laid_out_otherwise(place: RewrittenPlace, before: Region, after: Region) ->
         if list(map(layout_of, tensors_in(fake_value(was)))) != list(
             map(layout_of, tensors_in(fake_value(now)))
         ):
-            yield Problem(f"what stands for {place.pattern} gives another kind of tensor", (now,))
+            yield Problem(
+                f"the replacement of {place.pattern} gives another kind of tensor", (now,)
+            )
 
 
 def _between(outputs: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> set[fx.Node]:
@@ -216,7 +218,7 @@ def _compared(place: RewrittenPlace, before: fx.Graph, after: fx.Graph) -> Itera
         gap, size = _largest_gap(was, now)
         if not gap <= allowed * size:
             yield Problem(
-                f"{name} of what stands for {place.pattern} differs on random inputs by"
+                f"{name} of the replacement of {place.pattern} differs on random inputs by"
                 f" {gap:.3g}, where the largest element is {size:.3g}",
                 (output,),
                 hint=f"the tolerance is {allowed:g} of that; graphopt.rewrite(…, tolerance=…) sets"

@@ -275,7 +275,7 @@ class _Reading:
         if isinstance(several, (list, tuple)) and rounds_a_list_in_place(node.target, several):
             found = None
         if found is None:
-            self._wrong(f"%{node.name} gives no bits that an operator gives out of place", (node,))
+            self._wrong(f"%{node.name} computes bits that no functional operator gives", (node,))
         return found
 
     def _item(self, copy: fx.Node, path: tuple[int, ...], like: fx.Node) -> fx.Node:

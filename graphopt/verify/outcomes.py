@@ -46,7 +46,9 @@ def error_problems(old: Evaluation, new: Evaluation) -> Iterator[Problem]:
     for key, node in new.may_raise.items():
         if key not in old.may_raise:
             message = f"%{node.name} raises an error for some values, which nothing did before"
-            yield Problem(message, (node,), "compute of the same values what was computed of them")
+            yield Problem(
+                message, (node,), "compute from the same values what was computed from them before"
+            )
 
 
 def reorders_sums(old: Evaluation, new: Evaluation) -> bool:
@@ -76,7 +78,7 @@ def value_problems(
         yield Problem(f"{where}random numbers are drawn by other calls, or in another order")
     remaining = iter(new.effects)
     if not all(effect in remaining for effect in old.effects):
-        yield Problem(f"{where}the host does not see what it saw, or not in that order")
+        yield Problem(f"{where}calls on the host are missing, changed, or in another order")
     for effect in dict.fromkeys(new.effects):
         if effect not in old.effects and not effect[1].startswith("graphopt."):
             hint = "graphopt.host.insert_callback calls a function with values of every step"

@@ -104,19 +104,21 @@ class _Match:
         elif is_operator(node.target, "aten::alias", "aten::clone"):
             self._known[node] = self._known[node.all_input_nodes[0]]
         else:
-            yield Problem("it makes a call that the whole does not make there", (node,))
+            yield Problem("it makes a call that the undivided graph does not make there", (node,))
 
     def _ends(self, output: fx.Node, key: Any) -> Iterator[Problem]:
         if key != self._returned:
-            yield Problem("it returns something else than the whole", (output,))
+            yield Problem("it returns something else than the undivided graph", (output,))
         if self._context.state() != self._at_end:
-            yield Problem("it leaves autocast or grad mode otherwise than the whole", (output,))
+            yield Problem(
+                "it leaves autocast or grad mode otherwise than the undivided graph", (output,)
+            )
 
     def unmatched(self) -> Iterator[Problem]:
         """Yields a problem for each call that was not matched."""
         for calls in self._left.values():
             for node in calls:
-                yield Problem("a call of the whole is not made", (node,))
+                yield Problem("a call of the undivided graph is missing", (node,))
 
     def _key(self, node: fx.Node, earlier: Sequence[fx.Node]) -> Any:
         arguments = _written((node.args, node.kwargs), self._known)

@@ -80,13 +80,17 @@ class _AllRanksTranslation(ComputedBlocks):
         results, _, carried = cast(Any, output.args[0])
         for node in [*results, *carried]:
             if isinstance(node, fx.Node) and self._is_partial(node):
-                raise NotOfBlocksError(f"%{node.name} is returned, of which ranks hold rows", node)
+                raise NotOfBlocksError(
+                    f"%{node.name} is returned, though each rank holds rows of it", node
+                )
         self._new.node_copy(output, self._copies.__getitem__)
 
     def _copy(self, node: fx.Node) -> None:
         for source in node.all_input_nodes:
             if self._is_partial(source):
-                raise NotOfBlocksError(f"%{node.name} reads what only this rank holds", node)
+                raise NotOfBlocksError(
+                    f"%{node.name} reads a value of which each rank holds rows", node
+                )
         self._copies[node] = self._new.node_copy(node, self._copies.__getitem__)
         self._note_same(node)
 
@@ -137,7 +141,9 @@ class _AllRanksTranslation(ComputedBlocks):
         """Copies an assumption, which may depend only on values that all ranks have."""
         for source in node.all_input_nodes:
             if self._is_partial(source) and source.op != "placeholder":
-                raise NotOfBlocksError(f"%{node.name} decides by what only this rank holds", node)
+                raise NotOfBlocksError(
+                    f"%{node.name} decides by a value of which each rank holds rows", node
+                )
         self._copies[node] = self._new.node_copy(node, self._copies.__getitem__)
 
     def _pick(self, node: fx.Node) -> None:
@@ -163,13 +169,13 @@ class _AllRanksTranslation(ComputedBlocks):
     def _window(self, node: fx.Node) -> None:
         source, starts, length, group = cast(Any, node.args)
         if source not in self._same or group != self._group:
-            raise NotOfBlocksError(f"%{source.name} need not be the same on all ranks", node)
+            raise NotOfBlocksError(f"%{source.name} may differ between ranks", node)
         self._blocks[node] = self._windows(self._copies[source], starts, length, node)
 
     def _owned(self, node: fx.Node) -> None:
         source, offsets, lengths, size, group = cast(Any, node.args)
         if source not in self._blocks or group != self._group:
-            raise NotOfBlocksError(f"%{source.name} is nothing that ranks hold rows of", node)
+            raise NotOfBlocksError(f"%{source.name} is not sharded into rows", node)
         blocks = self._blocks[source]
         length = fake_value(source).numel()
         parts = []
@@ -215,7 +221,7 @@ class _AllRanksTranslation(ComputedBlocks):
 
     def _check_size(self, node: fx.Node) -> None:
         if argument(node, "group_size") != self._ranks:
-            raise NotOfBlocksError(f"%{node.name} speaks of another number of ranks", node)
+            raise NotOfBlocksError(f"%{node.name} has another number of ranks than the mesh", node)
 
     def _scattered(self, node: fx.Node, sent: fx.Node, how: str) -> None:
         """Replaces a scattered reduction by the reduction of the whole value."""
@@ -230,7 +236,9 @@ class _AllRanksTranslation(ComputedBlocks):
     def _summed(self, node: fx.Node) -> None:
         source, ranks = cast(Any, node.args)
         if source not in self._exchanged or ranks != self._ranks:
-            raise NotOfBlocksError(f"%{source.name} is nothing that all ranks have sent", node)
+            raise NotOfBlocksError(
+                f"%{source.name} is not the result of an exchange of all ranks", node
+            )
         self._scattered(node, self._exchanged[source], "sum")
 
     def _write(self, node: fx.Node) -> None:
@@ -239,7 +247,7 @@ class _AllRanksTranslation(ComputedBlocks):
         destination, value = cast(tuple[fx.Node, fx.Node], node.args[:2])
         shards = self._cut.get(destination)
         if shards is None or value not in self._blocks:
-            raise NotOfBlocksError(f"%{node.name} copies between rows and a whole", node)
+            raise NotOfBlocksError(f"%{node.name} copies between rows and a whole tensor", node)
         blocks = self._blocks[value]
         if not shards.is_even:
             first = itertools.count(0, shards.length)
@@ -259,7 +267,7 @@ class _AllRanksTranslation(ComputedBlocks):
         """Replaces the norm of a rank's rows by the norm of the whole tensor."""
         order = norm_order(node)
         if order is None:
-            raise NotOfBlocksError(f"%{node.name} is no norm that rows have parts of", node)
+            raise NotOfBlocksError(f"%{node.name} is no norm that can be combined from rows", node)
         args = fx.node.map_arg(node.args, self._of_all)
         self._copies[node] = new = self._make(node, node.target, *args, **node.kwargs)
         if is_operator(node.target, "aten::_foreach_norm"):
@@ -274,7 +282,9 @@ class _AllRanksTranslation(ComputedBlocks):
         """Translates a step that combines the norms of rows into the norm of a whole tensor."""
         found = combined_norm(node, self._norms)
         if found is None:
-            raise NotOfBlocksError(f"%{node.name} reads the norm of rows as that of a whole", node)
+            raise NotOfBlocksError(
+                f"%{node.name} reads the norm of rows as that of a whole tensor", node
+            )
         if isinstance(found, fx.Node):
             self._copies[node] = found
             self._same.add(node)

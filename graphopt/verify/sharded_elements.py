@@ -109,7 +109,9 @@ class ComputedBlocks:
             return
         self._check_operands(node, node.all_input_nodes, fake_value(node))
         if not _is_elementwise(node):
-            raise NotOfBlocksError(f"%{node.name} reads what only this rank holds", node)
+            raise NotOfBlocksError(
+                f"%{node.name} reads a value of which each rank holds rows", node
+            )
         length = fake_value(node).numel()
         if length % ALIGNED == 0:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._of_all)
@@ -162,14 +164,14 @@ class ComputedBlocks:
         of_rows = [source for source in given if source in self._blocks]
         shapes = {tuple(fake_value(source).shape) for source in of_rows}
         if len(shapes) != 1 or tuple(getattr(value, "shape", ())) not in shapes:
-            raise NotOfBlocksError(f"%{node.name} reads rows that are cut otherwise", node)
+            raise NotOfBlocksError(f"%{node.name} combines rows that are cut differently", node)
         for source in given:
             if source in self._blocks:
                 continue
             if not _is_number(source):
-                raise NotOfBlocksError(f"%{node.name} reads rows beside the whole", node)
+                raise NotOfBlocksError(f"%{node.name} combines rows with a whole tensor", node)
             if source not in self._same:
-                text = f"%{node.name} reads %{source.name}, which ranks need not have alike"
+                text = f"%{node.name} reads %{source.name}, which may differ between ranks"
                 raise NotOfBlocksError(text, node)
 
     def _compute_entries(self, node: fx.Node) -> None:

@@ -120,7 +120,7 @@ class StageProof:
         try:
             problems, self._known = self._proof.compare_derived(step, graphs)
         except NotDecidedError as error:
-            logger.info("what is derived from the step is not compared: %s", error)
+            logger.info("the graphs derived from the step are not checked: %s", error)
             return []
         return problems
 
@@ -140,9 +140,9 @@ class StageProof:
             return self._by_terms(name, before, after)
         except NotDecidedError as error:
             if finalized:
-                logger.info("of the graph %s dependencies are compared: %s", name, error)
+                logger.info("the graph %s is checked for its dependencies only: %s", name, error)
                 return _lost(before, after.graph)
-            logger.info("the graph %s is not compared: %s", name, error)
+            logger.info("the graph %s is not checked: %s", name, error)
             return []
 
     def _by_terms(self, name: str, before: fx.Graph, after: fx.GraphModule) -> list[Problem]:

@@ -61,7 +61,7 @@ class Updates:
             arguments = self._reading.arguments(node)
             before, source = arguments["self"], arguments["src"]
             if arguments["non_blocking"]:
-                raise NotDecidedError("it copies while the host goes on", node)
+                raise NotDecidedError("it copies asynchronously (non_blocking=True)", node)
         value = _copied(self._terms, before, source, destination)
         if value is None:
             self._reading.refuse_pending(node)
@@ -152,7 +152,7 @@ class Updates:
             mine = there[destination]
             others = [other for other, indices in there.items() if indices != mine]
             if len(mine) > 1 or any(self._contents.overlap(destination, n) for n in others):
-                raise NotDecidedError("one entry of its lists writes what another one has", node)
+                raise NotDecidedError("one entry of its lists writes memory of another one", node)
 
     def _in_place_collective(self, node: fx.Node) -> Any:
         """Evaluates an in-place collective, which may write at any time until its wait."""

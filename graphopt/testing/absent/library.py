@@ -55,7 +55,7 @@ def _build(library: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise PretendError(
-                f"{command[0]} could not build what makes torch believe in a device:\n"
+                f"{command[0]} could not build the library that simulates a device:\n"
                 + done.stderr.strip()[-2000:],
                 hint="it needs a compiler of C++20: g++ 11 or clang 14, or set CXX to one",
             )

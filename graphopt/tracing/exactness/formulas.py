@@ -324,5 +324,5 @@ def _differentiated_twice(function: Any) -> CaptureError:
         f"it differentiates a gradient of {name.lower()} further, which torch computes by the"
         " values that it finds",
         location=current_location(),
-        hint="leave out create_graph=True, or write the function in terms of others",
+        hint="leave out create_graph=True, or write the function with other operators",
     )
