@@ -57,7 +57,7 @@ def fallbacks() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-class Run(NamedTuple):
+class TrainingRun(NamedTuple):
     """The result of a training: final parameters, and losses when returned and at the end."""
 
     parameters: list[Tensor]
@@ -65,7 +65,7 @@ class Run(NamedTuple):
     read: list[float]
 
 
-def train(variant: str, device: str, dropout: float, dtype: torch.dtype) -> Run:
+def train(variant: str, device: str, dropout: float, dtype: torch.dtype) -> TrainingRun:
     """Trains a small GPT for five steps at falling learning rates, with a new seed in the
     middle."""
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def train(variant: str, device: str, dropout: float, dtype: torch.dtype) -> Run:
     if variant != "eager":
         step = graphopt.compile(train_step, **options(variant))
     generator = torch.Generator().manual_seed(1)
-    run = Run([], [], [])
+    run = TrainingRun([], [], [])
     for number in range(STEPS):
         tokens = torch.randint(GPT_ALPHABET, (8, GPT_LENGTH + 1), generator=generator).to(device)
         if number in (0, 3):

@@ -29,7 +29,7 @@ import graphopt
 WARM_UP_CALLS = 5
 
 
-class Timed(graphopt.TrainStep):
+class TimedStep(graphopt.TrainStep):
     """Records the seconds of each call until the captured graph takes over: wall clock and CPU."""
 
     def __init__(self, step: Callable[..., Any]) -> None:
@@ -90,7 +90,7 @@ def measure(parameters: int, values: int, calls: int) -> Figures:
     """Measures the milliseconds of each call after the first ones."""
     model = Tiny(parameters)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    step = Timed(step_reading(values))
+    step = TimedStep(step_reading(values))
     for _ in range(WARM_UP_CALLS + calls):
         step(model, optimizer, torch.ones(1, 2))
     step.flush()

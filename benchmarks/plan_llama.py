@@ -41,7 +41,7 @@ def step(model: Any, optimizer: Any, words: Tensor, following: Tensor) -> Tensor
     return loss
 
 
-class Watch:
+class Stopwatch:
     """A stopwatch of CPU seconds, by name of the work."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ def planned(options: Figures) -> Figures:
     from graphopt.verify.equivalence import Proof
 
     arguments = _arguments(options)
-    watch, kind = Watch(), graphopt.ZeRO(stage=options["stage"])
+    watch, kind = Stopwatch(), graphopt.ZeRO(stage=options["stage"])
     captured = capture_call(Call(step, arguments, {}), communication_for(kind), lasts=True)
     watch.took("capture")
     gm = captured.graph_module

@@ -21,7 +21,7 @@ from graphopt.lowering.prepare import ChannelsLast, PreparedRegion, can_change_l
 from graphopt.lowering.updates import FUSED_UPDATE
 
 
-class Kind(NamedTuple):
+class InputKind(NamedTuple):
     """The properties of an input that compiled code relies on: shape, strides, dtype, device."""
 
     dtype: torch.dtype
@@ -35,11 +35,11 @@ class Kind(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
-NUMBER = Kind(torch.float64, (), (), torch.device("cpu"))
+NUMBER = InputKind(torch.float64, (), (), torch.device("cpu"))
 """Stands for a number that the graph computes."""
 
 
-def number_dtypes(body: fx.Graph, kinds: Sequence[Kind]) -> dict[int, torch.dtype]:
+def number_dtypes(body: fx.Graph, kinds: Sequence[InputKind]) -> dict[int, torch.dtype]:
     """The dtype in which each number enters compiled code: the precision of the computation.
 
     Code that converts them for each element is several times slower. ATen's optimizers take Python
@@ -59,12 +59,12 @@ def number_dtypes(body: fx.Graph, kinds: Sequence[Kind]) -> dict[int, torch.dtyp
     }
 
 
-def kind_of(value: torch.Tensor | float | torch.SymFloat) -> Kind:
+def kind_of(value: torch.Tensor | float | torch.SymFloat) -> InputKind:
     """The kind of a region's input; an integer counts as a float."""
     if not isinstance(value, torch.Tensor):
         assert isinstance(value, (int, float, torch.SymFloat))
         return NUMBER
-    return Kind(value.dtype, value.shape, value.stride(), value.device, value.is_neg())
+    return InputKind(value.dtype, value.shape, value.stride(), value.device, value.is_neg())
 
 
 _COMPILING = threading.RLock()
@@ -101,7 +101,7 @@ class Options:
 
 
 def compile_body(
-    body: fx.GraphModule, kinds: Sequence[Kind], options: Options
+    body: fx.GraphModule, kinds: Sequence[InputKind], options: Options
 ) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
     """Compiles a region's graph for given kinds of inputs.
 

@@ -52,7 +52,7 @@ _OTHER_OVERLOADS = {
 
 
 @dataclass(frozen=True)
-class Number:
+class GraphNumber:
     """A number computed by the graph, held in a 0-dim tensor."""
 
     tensor: torch.Tensor
@@ -98,7 +98,7 @@ def written_out(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     """Computes a list operator entry by entry, with tensors in place of numbers.
 
     Args:
-        target: a list operator, or one that is given a `Number`.
+        target: a list operator, or one that is given a `GraphNumber`.
     """
     name = _name(target)
     if not name.startswith("_foreach_"):
@@ -116,8 +116,8 @@ def _item(value: Any, index: int) -> Any:
 
 def _one(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     dtype = _result_dtype(args)
-    args = [v.like(dtype) if isinstance(v, Number) else v for v in args]
-    kwargs = {k: v.like(dtype) if isinstance(v, Number) else v for k, v in kwargs.items()}
+    args = [v.like(dtype) if isinstance(v, GraphNumber) else v for v in args]
+    kwargs = {k: v.like(dtype) if isinstance(v, GraphNumber) else v for k, v in kwargs.items()}
     result = (
         _RULES[name](*args, **kwargs) if name in _RULES else getattr(aten, name)(*args, **kwargs)
     )
@@ -126,9 +126,9 @@ def _one(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _result_dtype(args: Sequence[Any]) -> torch.dtype:
     """The result dtype of operators on these operands, numbers counting as Python floats."""
-    operands = [v for v in args if isinstance(v, (torch.Tensor, Number, int, float))]
+    operands = [v for v in args if isinstance(v, (torch.Tensor, GraphNumber, int, float))]
     other: Any = operands[1] if len(operands) > 1 else operands[0]
-    return torch.result_type(args[0], 1.5 if isinstance(other, Number) else other)
+    return torch.result_type(args[0], 1.5 if isinstance(other, GraphNumber) else other)
 
 
 def _add(x: torch.Tensor, other: Any, alpha: Any = 1) -> Any:

@@ -17,7 +17,7 @@ from graphopt import _compat
 from graphopt.graph_utils import get_output, is_operator
 from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import is_fused_optimizer
-from graphopt.lowering.number_arguments import Number, is_listed, written_out
+from graphopt.lowering.number_arguments import GraphNumber, is_listed, written_out
 from graphopt.lowering.updates import call_update, gradients
 
 aten = torch.ops.aten
@@ -58,7 +58,7 @@ class PreparedRegion(fx.Interpreter):
     def placeholder(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = super().placeholder(target, args, kwargs)
         is_number = isinstance(known_value(self._node), torch.SymFloat)
-        return Number(value) if is_number else value
+        return GraphNumber(value) if is_number else value
 
     def run_node(self, n: fx.Node) -> Any:
         self._node = n
@@ -77,7 +77,7 @@ class PreparedRegion(fx.Interpreter):
         if (
             is_listed(self._node)
             or _has_factor(self._node)
-            or any(isinstance(leaf, Number) for leaf in leaves)
+            or any(isinstance(leaf, GraphNumber) for leaf in leaves)
         ):
             return written_out(target, args, kwargs)
         return super().call_function(target, args, kwargs)

@@ -41,7 +41,7 @@ RegionPredicate = Callable[[list[fx.Node]], bool]
 
 
 @dataclass(frozen=True)
-class Break:
+class UncompiledNode:
     """A node that stays outside compiled regions, with the reason."""
 
     node: str
@@ -60,7 +60,7 @@ class Regions:
     """
 
     nodes: list[list[fx.Node]] = field(default_factory=list)
-    breaks: list[Break] = field(default_factory=list)
+    breaks: list[UncompiledNode] = field(default_factory=list)
     free: set[fx.Node] = field(default_factory=set)
 
     def log(self) -> None:
@@ -109,7 +109,7 @@ def mark_regions(
         found.nodes.append(nodes)
     for node, reason in reasons.items():
         if reason is not None and not is_item(node) and node not in found.free:
-            found.breaks.append(Break(node.name, str(node.target), reason))
+            found.breaks.append(UncompiledNode(node.name, str(node.target), reason))
     return found
 
 

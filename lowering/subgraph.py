@@ -13,7 +13,7 @@ from graphopt import _compat
 from graphopt._compat.inductor import Compiled
 from graphopt.errors import LoweringError
 from graphopt.graph_utils import tensors_in, written
-from graphopt.lowering.compiler import Kind, Options, compile_body, kind_of, number_dtypes
+from graphopt.lowering.compiler import InputKind, Options, compile_body, kind_of, number_dtypes
 
 logger = logging.getLogger("graphopt")
 
@@ -54,8 +54,8 @@ class LoweredSubgraph(nn.Module):
         self._written = _written_inputs(body.graph)
         self._warned = False
         self._eager = _CheckedCode(self._run_eagerly, [])
-        self._compiled: dict[tuple[Kind, ...], Compiled] = {}
-        self._current: tuple[tuple[Kind, ...], Compiled] | None = None
+        self._compiled: dict[tuple[InputKind, ...], Compiled] = {}
+        self._current: tuple[tuple[InputKind, ...], Compiled] | None = None
 
     @property
     def is_compiled(self) -> bool:
@@ -85,7 +85,7 @@ class LoweredSubgraph(nn.Module):
         with torch.profiler.record_function(tag or self._name):
             return current[1](args)
 
-    def _for_kinds(self, kinds: tuple[Kind, ...]) -> Compiled:
+    def _for_kinds(self, kinds: tuple[InputKind, ...]) -> Compiled:
         if kinds in self._compiled:
             return self._compiled[kinds]
         if self.failure is not None or any(kind.negated for kind in kinds):

@@ -23,7 +23,7 @@ from graphopt.ir.entries import list_call
 from graphopt.ir.families import FUSED_OPTIMIZERS
 from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import argument, fused_optimizer, is_copy
-from graphopt.lowering.number_arguments import Number
+from graphopt.lowering.number_arguments import GraphNumber
 
 _library = torch.library.Library("graphopt", "FRAGMENT")
 _library.define(
@@ -124,7 +124,7 @@ def call_update(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tup
     def noted(value: Any, kind: str) -> Any:
         if isinstance(value, (list, tuple)):
             return [noted(entry, kind) for entry in value]
-        if isinstance(value, Number):
+        if isinstance(value, GraphNumber):
             kind, value = "numbers", value.like(torch.float64)
         if not isinstance(value, torch.Tensor):
             return value

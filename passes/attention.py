@@ -54,7 +54,7 @@ def fuse_attention(gm: fx.GraphModule) -> int:
                 found += rewrite(
                     gm,
                     variant,
-                    _Fused(variant),
+                    _FusedAttention(variant),
                     where=_can_be_fused,
                     gradients=gradients,
                     examples=examples,
@@ -77,7 +77,7 @@ def _can_be_fused(match: Match) -> bool:
 
 
 @dataclass(frozen=True)
-class _WrittenOut:
+class _WrittenOutAttention:
     """One way of writing attention with single operators.
 
     Attributes:
@@ -115,10 +115,10 @@ class _WrittenOut:
 
 
 @dataclass(frozen=True)
-class _Fused:
+class _FusedAttention:
     """The same attention as one operator."""
 
-    written_out: _WrittenOut
+    written_out: _WrittenOutAttention
 
     @property
     def __signature__(self) -> Signature:
@@ -141,7 +141,7 @@ _MASKS: dict[str, dict[str, Any]] = {
     "fill": {"mask": torch.empty(4, 4, dtype=torch.bool, device="meta")},
 }
 _VARIANTS = [
-    _WrittenOut(scaling, masking)
+    _WrittenOutAttention(scaling, masking)
     for scaling in ("scores *", "scores /", "q *", "q /", "")
     for masking in _MASK_PARAMETERS
 ]

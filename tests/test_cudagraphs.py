@@ -18,7 +18,7 @@ from graphopt.lowering.boxed import box_calls
 from graphopt.lowering.compiler import Options
 from graphopt.lowering.cudagraphs import CudaGraphs
 from graphopt.lowering.cudagraphs.pieces import InputTransfer
-from graphopt.lowering.cudagraphs.replay import CudaGraphPiece, Input, Pools
+from graphopt.lowering.cudagraphs.replay import CudaGraphPiece, PieceInput, Pools
 from graphopt.lowering.subgraph import LoweredSubgraph
 from graphopt.stages import default_pipeline
 from sketch import Sketch, one_rank
@@ -189,7 +189,7 @@ def piece_of(
     return CudaGraphPiece(
         body(program, *examples),
         "cudagraph_0",
-        [Input(name, way, name in written) for name, way in ways.items()],
+        [PieceInput(name, way, name in written) for name, way in ways.items()],
         [leaving],
         position=0,
         device=torch.device("cpu"),
@@ -270,7 +270,7 @@ def test_another_number_is_recorded_anew() -> None:
     piece = CudaGraphPiece(
         _scaled(),
         "cudagraph_0",
-        [Input("w", InputTransfer.STATIC), Input("number", InputTransfer.NUMBER)],
+        [PieceInput("w", InputTransfer.STATIC), PieceInput("number", InputTransfer.NUMBER)],
         [True],
         position=0,
         device=torch.device("cpu"),

@@ -17,7 +17,7 @@ from cudagraphs_emulation import Training
 from graphopt._compat import make_fx
 from graphopt.lowering.cudagraphs.pieces import InputTransfer
 from graphopt.lowering.cudagraphs.recorder import CudaRecorder
-from graphopt.lowering.cudagraphs.replay import CudaGraphPiece, Input, Pools
+from graphopt.lowering.cudagraphs.replay import CudaGraphPiece, PieceInput, Pools
 from graphopt.stages import default_pipeline
 from steps import step_with_own_averages
 from zoo import MODELS, OPTIMIZERS, train_step
@@ -38,7 +38,8 @@ def piece_of(
 ) -> CudaGraphPiece:
     recorder = CudaRecorder()
     inputs = [
-        Input(f"input_{index}", way, way is InputTransfer.STATIC) for index, way in enumerate(ways)
+        PieceInput(f"input_{index}", way, way is InputTransfer.STATIC)
+        for index, way in enumerate(ways)
     ]
     module = make_fx(program)(*examples)
     returned = next(iter(reversed(module.graph.nodes))).args[0]
@@ -127,7 +128,7 @@ def test_a_learning_rate_may_change_right_after_the_call() -> None:
     piece = CudaGraphPiece(
         make_fx(lambda x, lr: [x * lr])(x, lr.to(DEVICE)),
         "cudagraph_0",
-        [Input("x", InputTransfer.STATIC), Input("lr", InputTransfer.SCALAR)],
+        [PieceInput("x", InputTransfer.STATIC), PieceInput("lr", InputTransfer.SCALAR)],
         [True],
         position=0,
         device=DEVICE,

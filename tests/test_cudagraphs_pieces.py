@@ -14,7 +14,7 @@ from graphopt._compat import cuda
 from graphopt.errors import LoweringError
 from graphopt.ir.inplace import uninitialised_like
 from graphopt.lowering.cudagraphs.pieces import InputTransfer
-from graphopt.lowering.cudagraphs.replay import Input, PieceInputs, copy_of
+from graphopt.lowering.cudagraphs.replay import PieceInput, PieceInputs, copy_of
 
 aten = torch.ops.aten
 
@@ -244,7 +244,7 @@ def test_a_value_of_an_earlier_piece_may_be_updated_unless_it_leaves() -> None:
 
 
 def inputs_of(**ways: InputTransfer) -> PieceInputs:
-    return PieceInputs([Input(name, way) for name, way in ways.items()], CPU)
+    return PieceInputs([PieceInput(name, way) for name, way in ways.items()], CPU)
 
 
 def test_a_static_input_is_read_where_it_is_and_others_from_a_buffer() -> None:
@@ -344,7 +344,11 @@ def test_a_tensor_on_another_device_is_refused(way: InputTransfer) -> None:
 
 def test_only_what_is_not_updated_is_copied_once_its_address_changed_twice() -> None:
     inputs = PieceInputs(
-        [Input("w", InputTransfer.STATIC, written=True), Input("x", InputTransfer.STATIC)], CPU
+        [
+            PieceInput("w", InputTransfer.STATIC, written=True),
+            PieceInput("x", InputTransfer.STATIC),
+        ],
+        CPU,
     )
     kept = [[torch.ones(2), torch.ones(2)] for _ in range(4)]
     inputs.bind(kept[0])

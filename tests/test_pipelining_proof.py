@@ -22,7 +22,7 @@ from graphopt.pipelining.pipe.backward import add_gradients, stage_backward
 from graphopt.pipelining.pipe.placement import module_of, stage_nodes
 from graphopt.pipelining.pipe.proof import check_backward
 from graphopt.pipelining.stage import building as building_module
-from graphopt.pipelining.stage.accumulating import Gradients
+from graphopt.pipelining.stage.accumulating import GradientUpdate
 from graphopt.pipelining.stage.compiled import CompiledStage
 from graphopt.pipelining.stage.crossing import Crossing, find_crossing
 from graphopt.pipelining.stage.division import StageDivision
@@ -36,7 +36,7 @@ from stage_cases import BOUNDARIES, problem
 
 aten = torch.ops.aten
 
-MODES = [Gradients.SET, Gradients.ADD, Gradients.AVERAGE]
+MODES = [GradientUpdate.SET, GradientUpdate.ADD, GradientUpdate.AVERAGE]
 KEYS: list[tuple[Any, ...]] = [
     ("evaluation",),
     ("forward",),
@@ -188,36 +188,36 @@ def shift_positions(graph: StageGraph) -> None:
 
 EDITS: dict[str, tuple[str, int, str, Edit, list[tuple[Any, ...]]]] = {
     "kept for another slot": (
-        "mlp", 1, "forward", swap_kept, [("forward",), ("backward", Gradients.SET)],
+        "mlp", 1, "forward", swap_kept, [("forward",), ("backward", GradientUpdate.SET)],
     ),
     "taken from another slot": (
-        "gpt", 1, "backward", swap_slots, [("forward",), ("backward", Gradients.SET)],
+        "gpt", 1, "backward", swap_slots, [("forward",), ("backward", GradientUpdate.SET)],
     ),
     "taken from another slot later": (
         "gpt", 1, "weight_backward", swap_slots,
-        [("forward",), ("input_backward",), ("weight_backward", Gradients.ADD)],
+        [("forward",), ("input_backward",), ("weight_backward", GradientUpdate.ADD)],
     ),
     "a contribution is dropped": (
-        "mlp", 1, "backward", drop_an_update, [("forward",), ("backward", Gradients.ADD)],
+        "mlp", 1, "backward", drop_an_update, [("forward",), ("backward", GradientUpdate.ADD)],
     ),
     "a contribution is dropped later": (
         "mlp", 1, "weight_backward", drop_an_update,
-        [("forward",), ("input_backward",), ("weight_backward", Gradients.ADD)],
+        [("forward",), ("input_backward",), ("weight_backward", GradientUpdate.ADD)],
     ),
     "gradients of one another": (
         "tied replicated", 0, "backward", swap_carried,
-        [("forward",), ("backward", Gradients.SET)],
+        [("forward",), ("backward", GradientUpdate.SET)],
     ),
     "an update of a buffer is dropped": ("buffers", 1, "forward", drop_an_update, [("forward",)]),
     "an update in evaluation is dropped": (
         "buffers", 1, "evaluation", drop_an_update, [("evaluation",)],
     ),
     "scaled forward": ("mlp", 0, "forward", halve, [("forward",)]),
-    "scaled backward": ("mlp", 1, "backward", halve, [("forward",), ("backward", Gradients.ADD)]),
+    "scaled backward": ("mlp", 1, "backward", halve, [("forward",), ("backward", GradientUpdate.ADD)]),
     "scaled gradients of inputs": (
         "mlp", 1, "input_backward", halve, [("forward",), ("input_backward",)],
     ),
-    "scaled average": ("mlp", 1, "average", halve, [("forward",), ("backward", Gradients.AVERAGE)]),
+    "scaled average": ("mlp", 1, "average", halve, [("forward",), ("backward", GradientUpdate.AVERAGE)]),
     "other arguments": ("mlp", 1, "forward", shift_positions, [("forward",)]),
 }  # fmt: skip
 
@@ -237,8 +237,8 @@ def test_a_spoilt_graph_is_refused(
 def test_one_graph_may_not_stand_for_another(averaging: None, monkeypatch: Any) -> None:
     """A first microbatch must not add, a later one must, and only the last one averages."""
     made = StageDivision.backward
-    others = {Gradients.SET: Gradients.ADD, Gradients.ADD: Gradients.AVERAGE}
-    others[Gradients.AVERAGE] = Gradients.ADD
+    others = {GradientUpdate.SET: GradientUpdate.ADD, GradientUpdate.ADD: GradientUpdate.AVERAGE}
+    others[GradientUpdate.AVERAGE] = GradientUpdate.ADD
     monkeypatch.setattr(StageDivision, "backward", lambda self, how: made(self, others[how]))
     for how in MODES:
         refused(averaged("mlp", 1), ("forward",), ("backward", how))
@@ -251,7 +251,7 @@ def test_the_backward_of_another_stage_is_refused(averaging: None, monkeypatch: 
         StageDivision.backward,
     )
     monkeypatch.setattr(StageDivision, "backward", lambda self, how: made(other, how))
-    assert "pipeline stage 2" in refused(stage, ("forward",), ("backward", Gradients.ADD))
+    assert "pipeline stage 2" in refused(stage, ("forward",), ("backward", GradientUpdate.ADD))
 
 
 class Counted(nn.Module):
@@ -283,7 +283,7 @@ def test_a_stale_buffer_is_refused(spoil: str | None, monkeypatch: pytest.Monkey
         monkeypatch.setattr(StageDivision, "_as_it_is", lambda self, node: node)
     elif spoil == "read again":
         monkeypatch.setattr(StageDivision, "_cross", only_computed)
-    keys: list[tuple[Any, ...]] = [("forward",), ("backward", Gradients.SET)]
+    keys: list[tuple[Any, ...]] = [("forward",), ("backward", GradientUpdate.SET)]
     stage = counting()
     if spoil is None:
         for key in keys:

@@ -173,7 +173,7 @@ def test_a_stage_is_built_from_a_module_and_info(name: str, wrapped: bool) -> No
     info = pipe.info()
     modules = [pipe.get_stage_module(index) for index in range(3)]
     stages = [
-        build_stage(Calling(module) if wrapped else module, index, info, "cpu")
+        build_stage(CallingConvention(module) if wrapped else module, index, info, "cpu")
         for index, module in enumerate(modules)
     ]
     schedule = torch_pipelining.ScheduleInterleavedZeroBubble(
@@ -186,7 +186,7 @@ def test_a_stage_is_built_from_a_module_and_info(name: str, wrapped: bool) -> No
         torch.testing.assert_close(gradients[parameter_name], expected)
 
 
-class Calling(nn.Module):
+class CallingConvention(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
@@ -205,7 +205,7 @@ def test_what_build_stage_refuses() -> None:
     with pytest.raises(PartitionError, match=r"what pipe.info\(\) returns, not 3"):
         build_stage(module, 0, 3, "cpu")
     with pytest.raises(PartitionError, match="held by several stages"):
-        build_stage(Calling(module), 0, info, "cpu")
+        build_stage(CallingConvention(module), 0, info, "cpu")
     replica = nn.parallel.DistributedDataParallel(module)
     with pytest.raises(PartitionError, match="compile\\(parallel=DataParallel"):
         build_stage(replica, 0, info, "cpu")

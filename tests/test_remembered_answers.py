@@ -128,13 +128,13 @@ def test_the_graphs_are_those_of_torch(name: str, torchs_own_way: Callable[[], N
 
 @pytest.fixture
 def forgotten() -> Iterator[None]:
-    questions.answer_to.cache_clear()
+    questions.known_results.cache_clear()
     yield
-    questions.answer_to.cache_clear()
+    questions.known_results.cache_clear()
 
 
 def _asked() -> int:
-    return questions.answer_to.cache_info().misses
+    return questions.known_results.cache_info().misses
 
 
 def _loss(model: nn.Module, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch.utils import _pytree
 
 from graphopt._compat.classes import is_made_by_statement
-from graphopt._compat.identity import Itself
+from graphopt._compat.identity import ByIdentity
 
 _OWN_STATE = ("__reduce__", "__reduce_ex__", "__del__", "__new__")
 """Methods of a class that may make more of its objects than their attributes."""
@@ -32,25 +32,25 @@ _PLAIN_PACKAGES = ("torch.distributions.",)
 """Of these, those whose classes are nothing else."""
 
 
-class _Kind(NamedTuple):
+class _ObjectRecipe(NamedTuple):
     """The recipe to rebuild an object from its parts: `make(parts, *known)`."""
 
     make: Callable[..., Any]
     known: tuple[Any, ...]
 
 
-class _Parts:
+class _FlattenedObject:
     """The pytree container in place of an object that is to be flattened."""
 
-    def __init__(self, values: list[Any], kind: _Kind) -> None:
+    def __init__(self, values: list[Any], kind: _ObjectRecipe) -> None:
         self.values, self.kind = values, kind
 
 
-def _made(values: Iterable[Any], kind: _Kind) -> Any:
+def _made(values: Iterable[Any], kind: _ObjectRecipe) -> Any:
     return kind.make(list(values), *kind.known)
 
 
-_pytree.register_pytree_node(_Parts, lambda parts: (parts.values, parts.kind), _made)
+_pytree.register_pytree_node(_FlattenedObject, lambda parts: (parts.values, parts.kind), _made)
 
 
 def open_object(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
@@ -60,24 +60,24 @@ def open_object(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | No
     if found is None:
         return None
     values, kind = found
-    return values, lambda parts: _Parts(parts, kind)
+    return values, lambda parts: _FlattenedObject(parts, kind)
 
 
-def _opened(value: Any) -> tuple[list[Any], _Kind] | None:
+def _opened(value: Any) -> tuple[list[Any], _ObjectRecipe] | None:
     kind = type(value)
     if kind is set:
-        return list(value), _Kind(set, ())
+        return list(value), _ObjectRecipe(set, ())
     if kind is types.FunctionType:
         return _opened_function(value)
     if kind is Counter:
-        return [*value, *value.values()], _Kind(_counter, ())
+        return [*value, *value.values()], _ObjectRecipe(_counter, ())
     if kind is bytearray:
-        return [], _Kind(_bytes, (bytes(value),))
+        return [], _ObjectRecipe(_bytes, (bytes(value),))
     if kind is array.array:
-        return [], _Kind(_array, (value.typecode, value.tobytes()))
+        return [], _ObjectRecipe(_array, (value.typecode, value.tobytes()))
     if _is_array(value):
         known = (value.dtype, value.shape, value.tobytes("A"), value.flags.fnc)
-        return [], _Kind(_array_of_numpy, known)
+        return [], _ObjectRecipe(_array_of_numpy, known)
     return _opened_object(value)
 
 
@@ -86,7 +86,7 @@ def _counter(parts: list[Any]) -> Any:
     return Counter(dict(zip(parts[:half], parts[half:], strict=True)))
 
 
-def _opened_function(value: types.FunctionType) -> tuple[list[Any], _Kind] | None:
+def _opened_function(value: types.FunctionType) -> tuple[list[Any], _ObjectRecipe] | None:
     if value.__dict__:
         return None
     cells = value.__closure__ or ()
@@ -96,15 +96,15 @@ def _opened_function(value: types.FunctionType) -> tuple[list[Any], _Kind] | Non
         return None
     known = (
         value.__code__,
-        Itself(value.__globals__),
+        ByIdentity(value.__globals__),
         value.__name__,
         value.__qualname__,
         len(held),
     )
-    return [*held, value.__defaults__, value.__kwdefaults__], _Kind(_function, known)
+    return [*held, value.__defaults__, value.__kwdefaults__], _ObjectRecipe(_function, known)
 
 
-def _opened_object(value: Any) -> tuple[list[Any], _Kind] | None:
+def _opened_object(value: Any) -> tuple[list[Any], _ObjectRecipe] | None:
     kind = type(value)
     base = _base_of(kind)
     if kind is base or not all(each in (object, base) or _is_plain(each) for each in kind.__mro__):
@@ -115,7 +115,7 @@ def _opened_object(value: Any) -> tuple[list[Any], _Kind] | None:
     names = None if own is value else tuple(own)
     slots = tuple(name for name in _slots(kind) if hasattr(value, name))
     values = [*held, *(own[name] for name in names or ()), *(getattr(value, n) for n in slots)]
-    return values, _Kind(_object, (kind, keys, len(held), names, slots))
+    return values, _ObjectRecipe(_object, (kind, keys, len(held), names, slots))
 
 
 def _is_plain(kind: type) -> bool:
@@ -143,7 +143,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _function(
-    values: list[Any], code: types.CodeType, names: Itself, name: str, qualified: str, held: int
+    values: list[Any], code: types.CodeType, names: ByIdentity, name: str, qualified: str, held: int
 ) -> Any:
     cells = tuple(map(types.CellType, values[:held]))
     function = types.FunctionType(code, names.value, name, values[held], cells)

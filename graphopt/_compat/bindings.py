@@ -165,7 +165,7 @@ def _candidates(target: Any) -> Iterator[Callable[..., Any]]:
 _Call = tuple[Any, Sequence[Any], dict[str, Any]]
 
 
-class _Dispatched(TorchDispatchMode):
+class _DispatchRecorder(TorchDispatchMode):
     """A dispatch mode that records operators without running them."""
 
     def __init__(self, result: Kind) -> None:
@@ -185,7 +185,7 @@ class _Dispatched(TorchDispatchMode):
 def _dispatched(function: Any, given: Any, result: Kind) -> _Call | None:
     """The one operator that a function dispatches, or None if there is not exactly one."""
     args, kwargs = given
-    seen = _Dispatched(result)
+    seen = _DispatchRecorder(result)
     try:
         with torch._C.DisableTorchFunction(), torch.no_grad(), seen:
             function(*args, **kwargs)

@@ -14,7 +14,7 @@ import torch
 
 from graphopt._compat.threads import is_of_trace
 from graphopt._compat.trees import tree_leaves
-from graphopt._compat.written import Writes
+from graphopt._compat.written import WriteCounts
 
 Correction = Callable[[Any, Any, Any, Any], Any]
 """From operator, arguments, keyword arguments and what its shape rule says to the true result."""
@@ -57,7 +57,7 @@ def new_fake_mode(
 
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
-            self.writes = Writes()
+            self.writes = WriteCounts()
 
         def dispatch(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})

@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from typing import Any
 
 
-class Itself:
+class ByIdentity:
     """A wrapper that is equal only for the same object, and keeps it alive."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Itself) and self.value is other.value
+        return isinstance(other, ByIdentity) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)

@@ -27,17 +27,17 @@ class _GivenTensor(NamedTuple):
     position: int
 
 
-class _Fresh(NamedTuple):
+class _NewTensor(NamedTuple):
     """A result in new memory, or in that of an argument."""
 
     kind: Kind
     shares: int | None
 
 
-_Result: TypeAlias = _GivenTensor | _Fresh | None
+_Result: TypeAlias = _GivenTensor | _NewTensor | None
 
 
-class Answer:
+class KnownResults:
     """The cached results of an operator for arguments of given kinds.
 
     Attributes:
@@ -55,16 +55,16 @@ class Answer:
 
 
 @lru_cache(maxsize=1 << 14)
-def answer_to(question: tuple[Any, ...]) -> Answer:
+def known_results(question: tuple[Any, ...]) -> KnownResults:
     """The cache entry of an operator call, kept for later captures."""
-    return Answer()
+    return KnownResults()
 
 
 class _UnknownError(Exception):
     """The call cannot be cached and goes through torch."""
 
 
-class Question:
+class OperatorCall:
     """An operator call, as the key into the cache of results.
 
     Attributes:
@@ -84,10 +84,10 @@ class Question:
         self.key: tuple[Any, ...] = ()
 
     @staticmethod
-    def of(tracer: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Question | None:
+    def of(tracer: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> OperatorCall | None:
         """The cache key of a call, or None if its result does not follow from the kinds of its
         arguments."""
-        question = Question(tracer, func)
+        question = OperatorCall(tracer, func)
         try:
             question._args = tuple([question._argument(value) for value in args])
             question._kwargs = {name: question._named(name, kwargs[name]) for name in kwargs}
@@ -139,7 +139,7 @@ class Question:
         node: fx.Node = slot.force().node
         return node
 
-    def learn(self, answer: Answer, result: Any) -> None:
+    def learn(self, answer: KnownResults, result: Any) -> None:
         """Stores the operator's result in the cache."""
         answer.asked = True
         several = type(result) is list or type(result) is tuple
@@ -164,10 +164,10 @@ class Question:
         shares = [i for i, tensor in enumerate(self._tensors) if _storage(tensor) == storage]
         if not shares:
             own = result.untyped_storage().nbytes() == _bytes(kind)
-            return _Fresh(kind, None) if own else _NOTHING
-        return _Fresh(kind, shares[0]) if len(shares) == 1 else _NOTHING
+            return _NewTensor(kind, None) if own else _NOTHING
+        return _NewTensor(kind, shares[0]) if len(shares) == 1 else _NOTHING
 
-    def answered(self, answer: Answer, func: Any) -> Any:
+    def answered(self, answer: KnownResults, func: Any) -> Any:
         """The cached result of the operator, recorded in the graph."""
         assert answer.results is not None
         made = [self._made(result) for result in answer.results]
@@ -237,7 +237,7 @@ def _storage(tensor: torch.Tensor) -> int:
 def _share(results: Sequence[Any], found: Sequence[_Result]) -> bool:
     """True if two results share a storage that no argument has."""
     pairs = zip(results, found, strict=True)
-    storages = [_storage(one) for one, f in pairs if isinstance(f, _Fresh) and f.shares is None]
+    storages = [_storage(one) for one, f in pairs if isinstance(f, _NewTensor) and f.shares is None]
     return len(set(storages)) < len(storages)
 
 

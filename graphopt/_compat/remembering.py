@@ -30,7 +30,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.traceback import has_preserved_node_meta
 
-from graphopt._compat.questions import Question, answer_to
+from graphopt._compat.questions import OperatorCall, known_results
 from graphopt._compat.written import count_writes
 
 aten = torch.ops.aten
@@ -77,10 +77,10 @@ class RememberingMode(ProxyTorchDispatchMode):
         question = None
         if _is_remembered(func) and func not in _decompositions(self):
             with torch._C.DisableTorchFunction():
-                question = Question.of(self.tracer, func, args, kwargs or {})
+                question = OperatorCall.of(self.tracer, func, args, kwargs or {})
         if question is None or has_preserved_node_meta():
             return super().__torch_dispatch__(func, types, args, kwargs)
-        answer = answer_to(question.key)
+        answer = known_results(question.key)
         if answer.results is not None:
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 return question.answered(answer, func)

@@ -26,7 +26,7 @@ ONE_VALUE = tree_flatten(None)[1]
 """The structure of a value that is no container."""
 
 
-class _Fields:
+class _FlattenedDataclass:
     """The pytree container in place of a dataclass object."""
 
     def __init__(self, of: object) -> None:
@@ -44,7 +44,9 @@ def _made_anew(values: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> 
     return new
 
 
-_pytree.register_pytree_node(_Fields, lambda f: (f.values, (f.kind, f.names)), _made_anew)
+_pytree.register_pytree_node(
+    _FlattenedDataclass, lambda f: (f.values, (f.kind, f.names)), _made_anew
+)
 
 
 class Applied:
@@ -142,7 +144,7 @@ def _open_fields(value: Any, open_other: Callable[[Any], _Nest | None]) -> _Nest
     """The children of a dataclass object, or of another by the given function."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return open_other(value)
-    fields = _Fields(value)
+    fields = _FlattenedDataclass(value)
 
     def filled(values: list[Any]) -> Any:
         fields.values = values

@@ -134,7 +134,7 @@ def modes_checked() -> Iterator[None]:
 @contextmanager
 def _looked_at(kinds: list[type]) -> Iterator[None]:
     """While active, operators show whether modes of these classes change anything."""
-    below, above = _Below(), None
+    below, above = _OperatorsOfUserModes(), None
     with ExitStack() as stack:
         modes = _modes_of_operators()
         for _ in modes:
@@ -143,12 +143,12 @@ def _looked_at(kinds: list[type]) -> Iterator[None]:
             for mode in modes:
                 _push_mode(mode)
                 inside.callback(_pop_mode)
-            above = inside.enter_context(_Above(below))
+            above = inside.enter_context(_OperatorsOfGraph(below))
             yield
     (_CHANGE if above.changed else _ONLY_LOOK).update(kinds)
 
 
-class _Below(TorchDispatchMode):
+class _OperatorsOfUserModes(TorchDispatchMode):
     """A mode below the user's modes that records the operators that they call.
 
     Attributes:
@@ -167,14 +167,14 @@ class _Below(TorchDispatchMode):
         return result
 
 
-class _Above(TorchDispatchMode):
+class _OperatorsOfGraph(TorchDispatchMode):
     """A mode above the user's modes that compares its operators and results with theirs.
 
     Attributes:
         changed: whether one of them has given anything else.
     """
 
-    def __init__(self, below: _Below) -> None:
+    def __init__(self, below: _OperatorsOfUserModes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.below, self.changed = below, False
 

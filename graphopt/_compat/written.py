@@ -30,7 +30,7 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(torch._C.TensorBase.untyped_storage(tensor)._cdata)
 
 
-class Writes:
+class WriteCounts:
     """A counter of writes to each storage of a mode's fake tensors."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ def count_writes(func: Any, args: Any, kwargs: Any) -> None:
     for tensor in _written(func, args, kwargs):
         if func._schema.name.startswith(_COUNTED_BY_KERNELS):
             torch.autograd.graph.increment_version(tensor)
-        writes: Writes | None = getattr(tensor.fake_mode, "writes", None)
+        writes: WriteCounts | None = getattr(tensor.fake_mode, "writes", None)
         if writes is not None:
             writes.add(tensor)
 

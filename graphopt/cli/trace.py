@@ -75,10 +75,10 @@ def trace(
 
     The exit status is 2 when the schedule or the pipe cannot be used.
     """
-    from graphopt.commands.trace import Request, run_trace
+    from graphopt.commands.trace import TraceArguments, run_trace
 
     run_trace(
-        Request(
+        TraceArguments(
             pipe=pipe,
             schedule=schedule,
             microbatches=microbatches,

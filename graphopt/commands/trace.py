@@ -36,7 +36,7 @@ _FORWARD, _BACKWARD = (1.0,), (2.0,)
 
 
 @dataclass(frozen=True)
-class Request:
+class TraceArguments:
     """The command line arguments of `graphopt trace`.
 
     Attributes:
@@ -68,7 +68,7 @@ class SchedulePicture:
     reason: str = ""
 
 
-def run_trace(request: Request) -> None:
+def run_trace(request: TraceArguments) -> None:
     """Prints the figures of the schedules, and writes their pictures."""
     console = Console()
     with reported("trace"):
@@ -87,7 +87,7 @@ def run_trace(request: Request) -> None:
         console.print(f"saved: {request.out}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _check(request: Request) -> None:
+def _check(request: TraceArguments) -> None:
     if request.pipe is not None and (request.forward or request.backward):
         raise GraphOptError(
             "--forward and --backward do not go with a pipe: its stages are measured"
@@ -96,14 +96,14 @@ def _check(request: Request) -> None:
         raise GraphOptError("--ranks and --stages do not go with a file of actions: it has its own")
 
 
-def _is_file(request: Request) -> bool:
+def _is_file(request: TraceArguments) -> bool:
     return request.schedule.endswith(".csv")
 
 
 # ---------------------------------------------------------------------------- predicted
 
 
-def _predicted(request: Request) -> list[SchedulePicture]:
+def _predicted(request: TraceArguments) -> list[SchedulePicture]:
     durations = _Durations(request)
     if _is_file(request):
         order = ScheduleOrder.from_csv(request.schedule)
@@ -117,7 +117,7 @@ def _predicted(request: Request) -> list[SchedulePicture]:
 
 
 def _named_or_reason(
-    kind: ScheduleKind, durations: _Durations, request: Request
+    kind: ScheduleKind, durations: _Durations, request: TraceArguments
 ) -> SchedulePicture:
     try:
         return _named(kind, durations, request)
@@ -125,13 +125,15 @@ def _named_or_reason(
         return SchedulePicture(kind.name, reason=str(error))
 
 
-def _named(kind: ScheduleKind, durations: _Durations, request: Request) -> SchedulePicture:
+def _named(kind: ScheduleKind, durations: _Durations, request: TraceArguments) -> SchedulePicture:
     ranks, stages = _layout(kind, request.ranks, durations.stages)
     order = ScheduleOrder.named(kind.name, ranks, stages, request.microbatches)
     return _row(order, durations.of(ranks, stages), request)
 
 
-def _row(order: ScheduleOrder, durations: StageDurations, request: Request) -> SchedulePicture:
+def _row(
+    order: ScheduleOrder, durations: StageDurations, request: TraceArguments
+) -> SchedulePicture:
     picture = predict_schedule(order, durations, transfer=request.transfer)
     return SchedulePicture(order.name, order.num_stages, picture)
 
@@ -155,7 +157,7 @@ class _Durations:
         stages: how many there must be, None where that is free.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: TraceArguments) -> None:
         self._request = request
         self._source = None if request.pipe is None else PipeSource(request.pipe)
         self._known: dict[tuple[int, int], StageDurations] = {}

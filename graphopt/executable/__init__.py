@@ -51,27 +51,30 @@ def finalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph.output(graph.graph_copy(graph_module.graph, {}))
     result = _compat.lazy_graph_module(graph_module, graph)
     batch_small_operators(result.graph)
-    _Reuse(result.graph).run()
+    _StorageReuse(result.graph).run()
     result.graph.lint()
     result.recompile()
     return result
 
 
-class _Arguments(NamedTuple):
+class _ReadCounts(NamedTuple):
     """The number of reads of each node, and of each alias class, by an operator."""
 
     nodes: Counter[fx.Node]
     storages: Counter[object]
 
 
-class _Reuse:
+class _StorageReuse:
     """Rewrites one graph to update in place and reuse storage; see the module's docstring."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
         self._effects = Effects(graph)
         self._outputs = get_outputs(graph)
-        self._counted: tuple[fx.Node | None, _Arguments] = (None, _Arguments(Counter(), Counter()))
+        self._counted: tuple[fx.Node | None, _ReadCounts] = (
+            None,
+            _ReadCounts(Counter(), Counter()),
+        )
         self._finals = {copy.args[1]: copy.args[0] for copy in self._outputs.updates}
 
     def run(self) -> None:
@@ -132,12 +135,12 @@ class _Reuse:
             return False  # the user would get the live tensor, which the next step overwrites
         return same_kind(owner, source) and any(self._becomes(r, owner) for r in results)
 
-    def _arguments(self, node: fx.Node) -> _Arguments:
+    def _arguments(self, node: fx.Node) -> _ReadCounts:
         """The arguments of `node`, counted once for all queries."""
         if self._counted[0] is not node:
             leaves = _compat.tree_leaves((node.args, node.kwargs))
             nodes = Counter(leaf for leaf in leaves if isinstance(leaf, fx.Node))
-            self._counted = node, _Arguments(nodes, Counter(map(self._effects.key, nodes)))
+            self._counted = node, _ReadCounts(nodes, Counter(map(self._effects.key, nodes)))
         return self._counted[1]
 
     def _becomes(self, value: fx.Node, owner: fx.Node) -> bool:

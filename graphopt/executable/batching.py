@@ -45,7 +45,7 @@ _DTYPES = frozenset({torch.float32, torch.float64})
 """In other ones, and for some operators, lists are rounded otherwise."""
 
 
-class _Form(NamedTuple):
+class _ListForm(NamedTuple):
     """The list form of an operator.
 
     Attributes:
@@ -112,7 +112,7 @@ def _with_launches_in_order(graph: fx.Graph, before: Predecessors) -> Predecesso
     return before
 
 
-def _form_of(node: fx.Node) -> _Form | None:
+def _form_of(node: fx.Node) -> _ListForm | None:
     """The list form of a small optimizer operator; None for all other nodes."""
     if node.op != "call_function" or phase_of(node) != "optimizer" or not node.users:
         return None
@@ -133,21 +133,21 @@ def _is_small(value: torch.Tensor) -> bool:
     return value.nbytes <= SMALL_BYTES
 
 
-def _written_on_lists(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _Form | None:
+def _written_on_lists(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> _ListForm | None:
     if target in _UNARY and len(args) == 1 and not kwargs:
-        return _Form(_UNARY[target], (args[0],))
+        return _ListForm(_UNARY[target], (args[0],))
     if target is aten.lerp.Scalar and len(args) == 3 and not kwargs:
-        return _Form(aten._foreach_lerp.ScalarList, (args[0], args[1]), (args[2],))
+        return _ListForm(aten._foreach_lerp.ScalarList, (args[0], args[1]), (args[2],))
     if target in _OF_THREE and len(args) == 3 and kwargs.keys() <= {"value"}:
-        return _Form(_OF_THREE[target], tuple(args), (kwargs.get("value", 1),))
+        return _ListForm(_OF_THREE[target], tuple(args), (kwargs.get("value", 1),))
     if target not in _OF_TWO or len(args) != 2 or not kwargs.keys() <= {"alpha"}:
         return None
     if target is aten.sub.Tensor and any(isinstance(v, fx.Node) for v in kwargs.values()):
         return None  # on lists, its shape rule asks whether the factor is 1
     of_tensors, of_numbers = _OF_TWO[target]
     if isinstance(args[1], fx.Node) and isinstance(known_value(args[1]), torch.Tensor):
-        return _Form(of_tensors, (args[0], args[1]), scale=tuple(kwargs.values()))
-    return None if kwargs or of_numbers is None else _Form(of_numbers, (args[0],), (args[1],))
+        return _ListForm(of_tensors, (args[0], args[1]), scale=tuple(kwargs.values()))
+    return None if kwargs or of_numbers is None else _ListForm(of_numbers, (args[0],), (args[1],))
 
 
 def _is_like(node: Any, value: torch.Tensor) -> bool:
@@ -168,7 +168,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _levels(
-    graph: fx.Graph, before: Predecessors, forms: dict[fx.Node, _Form]
+    graph: fx.Graph, before: Predecessors, forms: dict[fx.Node, _ListForm]
 ) -> dict[fx.Node, int]:
     """The largest number of `forms` on any path to each node."""
     levels: dict[fx.Node, int] = {}
@@ -177,7 +177,7 @@ def _levels(
     return levels
 
 
-def _lists(forms: dict[fx.Node, _Form], levels: dict[fx.Node, int]) -> Iterator[list[fx.Node]]:
+def _lists(forms: dict[fx.Node, _ListForm], levels: dict[fx.Node, int]) -> Iterator[list[fx.Node]]:
     """The groups of at least two nodes that become one list operator."""
     alike: dict[Any, list[fx.Node]] = {}
     for node, form in forms.items():

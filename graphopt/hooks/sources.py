@@ -58,7 +58,7 @@ def source_digest(function: Callable[..., Any]) -> str | None:
     """
     if _elsewhere(function.__module__):
         return f"{function.__module__}.{function.__qualname__}"
-    loaded, texts = _Loaded(), _SourceFiles(function.__module__)
+    loaded, texts = _LoadedCode(), _SourceFiles(function.__module__)
     known = loaded.add(function)
     reason = loaded.changed
     if reason is None and not known:
@@ -79,7 +79,7 @@ def _elsewhere(module: str) -> bool:
     return module != "__main__" and module.partition(".")[0] in _ELSEWHERE
 
 
-class _Loaded:
+class _LoadedCode:
     """The loaded functions of a digest: their code, and the plain values that they use.
 
     Attributes:

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from graphopt import _compat
-from graphopt._compat.identity import Itself
+from graphopt._compat.identity import ByIdentity
 from graphopt.host import host_calls
 from graphopt.ir.metadata import (
     HELD,
@@ -190,9 +190,9 @@ def _content_of(gm: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
     """Returns what identifies an attribute's content: the object and, for tensors, the version."""
     found = attribute(gm, node)
     if isinstance(found, torch.Tensor):
-        return Itself(found), _compat.version_of(found)
+        return ByIdentity(found), _compat.version_of(found)
     part = graph_of_part(found)
     if part is None:
-        return (Itself(found),)
+        return (ByIdentity(found),)
     inner = tuple(_content_of(part, n) for n in _attributes_read(part))
-    return Itself(found), str(part.graph), inner
+    return ByIdentity(found), str(part.graph), inner

@@ -14,10 +14,10 @@ from graphopt.errors import SpmdMismatchError
 from graphopt.ranks.failed_runs import said_explained
 from graphopt.ranks.failures import reasons
 
-_made: WeakKeyDictionary[dist.ProcessGroup, Questions] = WeakKeyDictionary()
+_made: WeakKeyDictionary[dist.ProcessGroup, RankVotes] = WeakKeyDictionary()
 
 
-class Questions:
+class RankVotes:
     """The channel of a group's votes; all ranks make it at once.
 
     Args:
@@ -25,7 +25,7 @@ class Questions:
     """
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, name: str) -> Questions:
+    def of(cls, group: dist.ProcessGroup, name: str) -> RankVotes:
         """The channel of a group and name, made by all ranks when it is first needed."""
         if group not in _made:
             _made[group] = cls(group, name)

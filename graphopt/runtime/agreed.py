@@ -15,7 +15,7 @@ from graphopt.guards.guards import Guards
 from graphopt.host.assumptions import Answer
 from graphopt.host.votes import Agreement, Votes
 from graphopt.parallel import OverRanks
-from graphopt.ranks.host_questions import Questions
+from graphopt.ranks.host_questions import RankVotes
 from graphopt.ranks.independent_ranks import ranks_together
 from graphopt.ranks.spmd import DECIDE_ALIKE, collective_plan, plan_lines
 from graphopt.ranks.unused import UnusedParameters
@@ -122,7 +122,7 @@ class Agreed:
     unused: UnusedParameters
     plans: Plans
     held: frozenset[str]
-    questions: Questions | None
+    questions: RankVotes | None
     asks: bool
     number: int
     votes: Votes

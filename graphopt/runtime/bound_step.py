@@ -225,7 +225,7 @@ class BoundStep:
                 has none; None where it has failed.
 
         Returns:
-            As of `Questions.end`: how all ranks begin the call once more; None where they do not.
+            As of `RankVotes.end`: how all ranks begin the call once more; None where they do not.
         """
         agreed = self.agreed
         if agreed is None or agreed.questions is None or not agreed.agreement.alone:

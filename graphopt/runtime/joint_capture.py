@@ -21,7 +21,7 @@ from graphopt.host.votes import Agreement, Votes
 from graphopt.manager import records_of
 from graphopt.parallel import OverRanks
 from graphopt.ranks.buffer_groups import make_group_of_buffers
-from graphopt.ranks.host_questions import Questions
+from graphopt.ranks.host_questions import RankVotes
 from graphopt.ranks.meeting import Channel
 from graphopt.ranks.spmd import FREEZE, check_same, check_same_plans, merged_order, plan_lines
 from graphopt.ranks.unused import UnusedParameters
@@ -247,7 +247,7 @@ class _Together(Ranks):
         self.agreement = Agreement.of_all([theirs["callbacks"] for theirs in everyone])
         asking = self._sync and any(theirs["asks"] for theirs in everyone)
         group = self._parallel.everyone
-        self._questions = Questions.of(group, everyone[0]["channel"]) if asking else None
+        self._questions = RankVotes.of(group, everyone[0]["channel"]) if asking else None
 
     def ready(self, captured: CapturedStep) -> None:
         self._meeting.exchange({"ready": True}, patient=True)
@@ -357,7 +357,7 @@ class JointCapture:
         """Broadcasts initial values of a call's modules."""
         self._joined.join(call, parallel, uneven=self.uneven)
 
-    def asking(self, call: Call, mode: tuple[Any, ...]) -> Questions | None:
+    def asking(self, call: Call, mode: tuple[Any, ...]) -> RankVotes | None:
         """The vote on having a graph that all ranks take in each call, or None if they take
         none."""
         return next((a.questions for a in self._matching(call, mode) if a.asks), None)

@@ -38,7 +38,7 @@ from graphopt.lowering.cudagraphs.pieces import (
     with_calls,
 )
 from graphopt.lowering.cudagraphs.recorder import CudaRecorder, Recordable, Recorder
-from graphopt.lowering.cudagraphs.replay import CudaGraphPiece, Input, Pools
+from graphopt.lowering.cudagraphs.replay import CudaGraphPiece, PieceInput, Pools
 from graphopt.lowering.log import log_left_out
 
 logger = logging.getLogger("graphopt")
@@ -113,7 +113,7 @@ def _module(
     return CudaGraphPiece(
         body.module(gm),
         name,
-        [Input(node.name, way, node in piece.written) for node, way in piece.inputs.items()],
+        [PieceInput(node.name, way, node in piece.written) for node, way in piece.inputs.items()],
         [output in piece.leaving for output in body.outputs],
         position=position,
         device=piece.device,

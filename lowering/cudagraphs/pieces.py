@@ -99,7 +99,7 @@ def find_pieces(
     """
     reasons = dict(_reasons(graph, module_of, recordable))
     while True:
-        scan = _Scan(graph, module_of, recordable, min_ops, dict(reasons))
+        scan = _PieceScan(graph, module_of, recordable, min_ops, dict(reasons))
         found = scan.run()
         crossing = {node for piece in found.pieces for node in _crossing(piece)}
         if not crossing:
@@ -148,7 +148,7 @@ def _crossing(piece: Piece) -> Iterator[fx.Node]:
                 yield node
 
 
-class _Scan:
+class _PieceScan:
     """One walk over a graph that collects nodes into a piece until something ends it."""
 
     def __init__(

@@ -16,14 +16,14 @@ from torch import fx, nn
 from graphopt._compat import cuda
 from graphopt.errors import LoweringError
 from graphopt.ir.inplace import uninitialised_like
-from graphopt.lowering.compiler import Kind, kind_of
+from graphopt.lowering.compiler import InputKind, kind_of
 from graphopt.lowering.cudagraphs.pieces import InputTransfer
 from graphopt.lowering.cudagraphs.recorder import DeviceRecording, Recorder
 
 _CHANGES_BEFORE_COPYING = 2
 
 
-class Input(NamedTuple):
+class PieceInput(NamedTuple):
     """One input of a piece: its name, and the way in which the recording gets it.
 
     Attributes:
@@ -48,7 +48,7 @@ class PieceInputs:
         device: of the piece.
     """
 
-    def __init__(self, inputs: Sequence[Input], device: torch.device) -> None:
+    def __init__(self, inputs: Sequence[PieceInput], device: torch.device) -> None:
         self._inputs = list(inputs)
         self._device = device
         self._buffers: dict[int, torch.Tensor] = {}
@@ -116,7 +116,7 @@ class PieceInputs:
             buffer.untyped_storage().data_ptr() == storage for buffer in self._buffers.values()
         )
 
-    def kinds(self, bound: Values) -> tuple[Kind, ...]:
+    def kinds(self, bound: Values) -> tuple[InputKind, ...]:
         """The kinds of the inputs, which compiled code in the piece depends on."""
         return tuple(kind_of(value) for value in bound if isinstance(value, torch.Tensor))
 
@@ -254,7 +254,7 @@ class CudaGraphPiece(nn.Module):
         self,
         body: fx.GraphModule,
         name: str,
-        inputs: Sequence[Input],
+        inputs: Sequence[PieceInput],
         leaving: Sequence[bool],
         *,
         position: int,
@@ -271,7 +271,7 @@ class CudaGraphPiece(nn.Module):
         self._position, self._device = position, device
         self._pools, self._recorder = pools, recorder
         self._recordings = 0
-        self._warm: tuple[Kind, ...] | None = None
+        self._warm: tuple[InputKind, ...] | None = None
         self._recorded: tuple[DeviceRecording, Values] | None = None
 
     @property

@@ -15,7 +15,7 @@ from graphopt import _compat
 _Kind = inspect.Parameter
 
 
-class Calling:
+class CallingConvention:
     """The calling convention of a model, fixed by the example it was traced with.
 
     Immutable, and keeps no tensors of the example.
@@ -34,7 +34,7 @@ class Calling:
         self.names = _compat.leaf_names(module.forward, leaves, self._spec)
         self._constants = [None if isinstance(v, torch.Tensor) else (v,) for v in leaves]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Calling:
+    def __deepcopy__(self, memo: dict[int, Any]) -> CallingConvention:
         return self
 
     def arrange(

@@ -13,7 +13,7 @@ from graphopt._compat import pipelining as _private
 from graphopt.errors import PartitionError
 from graphopt.pipelining.errors import LostGradientError, ModuleCaptureError
 from graphopt.pipelining.pipe.autograd_functions import FunctionRecorder
-from graphopt.pipelining.pipe.calling import Calling, OutputSpec
+from graphopt.pipelining.pipe.calling import CallingConvention, OutputSpec
 from graphopt.pipelining.pipe.gradient_watch import GradientWatch, check_module_hooks
 from graphopt.pipelining.pipe.marks import (
     annotated_labels,
@@ -22,22 +22,22 @@ from graphopt.pipelining.pipe.marks import (
     remove_split_points,
 )
 from graphopt.pipelining.pipe.mutation import nested_graphs
-from graphopt.pipelining.pipe.state import State
+from graphopt.pipelining.pipe.state import ModelTensors
 
 REGION = "region_{}"
 """Attribute name of the graph of an autocast or grad-mode region."""
 
 
 @dataclass
-class Exported:
+class ExportedModel:
     """An exported graph: one placeholder per argument leaf, one tuple of output leaves.
 
     Parameters, buffers and constants are `get_attr` nodes, one per tensor.
     """
 
     graph_module: fx.GraphModule
-    state: State
-    calling: Calling
+    state: ModelTensors
+    calling: CallingConvention
     output_spec: OutputSpec
 
 
@@ -46,7 +46,7 @@ def export_module(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None,
-) -> Exported:
+) -> ExportedModel:
     """Exports `module` on example arguments as one graph.
 
     Split points annotated on the module are removed afterwards, also when tracing fails.
@@ -59,7 +59,7 @@ def export_module(
     """
     labels = annotated_labels(module)
     try:
-        calling = Calling(module, args, kwargs)
+        calling = CallingConvention(module, args, kwargs)
         traced = _export(module, *calling.arrange(args, kwargs))
     finally:
         remove_split_points(module)
@@ -67,7 +67,7 @@ def export_module(
     _private.flat_calls(traced.graph)
     _rename_regions(traced)
     _check_marks(traced, labels)
-    state = State(module, traced)
+    state = ModelTensors(module, traced)
     _one_node_per_tensor(traced.graph, state)
     if split_policy is not None:
         traced = split_policy(traced)
@@ -76,7 +76,7 @@ def export_module(
                 f"split_policy returned {traced!r}; it returns the GraphModule that it was given,"
                 " with marks in it"
             )
-    return Exported(traced, state, calling, OutputSpec(output_spec))
+    return ExportedModel(traced, state, calling, OutputSpec(output_spec))
 
 
 def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
@@ -126,7 +126,7 @@ def _check_marks(traced: fx.GraphModule, labels: list[str]) -> None:
             )
 
 
-def _one_node_per_tensor(graph: fx.Graph, state: State) -> None:
+def _one_node_per_tensor(graph: fx.Graph, state: ModelTensors) -> None:
     """Merges the nodes of tied parameters, and removes unused ones."""
     first: dict[int, fx.Node] = {}
     attributes = graph.find_nodes(op="get_attr")

@@ -16,8 +16,8 @@ from graphopt.manager.settings import level_of
 from graphopt.partition import split_module
 from graphopt.pipelining.pipe.assignment import assign_stages
 from graphopt.pipelining.pipe.backward import insert_backward
-from graphopt.pipelining.pipe.calling import Calling, OutputSpec
-from graphopt.pipelining.pipe.exporting import Exported, export_module
+from graphopt.pipelining.pipe.calling import CallingConvention, OutputSpec
+from graphopt.pipelining.pipe.exporting import ExportedModel, export_module
 from graphopt.pipelining.pipe.loss import LossPicker, loss_position
 from graphopt.pipelining.pipe.marks import SplitPoint, annotate_split_points
 from graphopt.pipelining.pipe.mutation import copy_received_before_update, nested_graphs
@@ -80,7 +80,7 @@ class Pipe(nn.Module):
     def __init__(
         self,
         split_gm: fx.GraphModule,
-        calling: Calling,
+        calling: CallingConvention,
         output_spec: OutputSpec,
         loss_index: int | None,
         replicated_params: list[ParameterReplica],
@@ -264,7 +264,7 @@ def _check_arguments(mod: Any, args: Any, kwargs: Any, split_policy: Any) -> Non
         raise PartitionError(f"split_policy is a function of a GraphModule, not {split_policy!r}")
 
 
-def _proof_of(exported: Exported) -> PipeProof | None:
+def _proof_of(exported: ExportedModel) -> PipeProof | None:
     """The proof obligation of an exported model, or None if `verify` is off."""
     if level_of(None) == "off":
         return None
@@ -277,7 +277,7 @@ def _proof_of(exported: Exported) -> PipeProof | None:
     return PipeProof(module, find)
 
 
-def _loss_index(mod: nn.Module, exported: Exported, spec: Any) -> int | None:
+def _loss_index(mod: nn.Module, exported: ExportedModel, spec: Any) -> int | None:
     leaves: Any = get_output(exported.graph_module.graph).args[0]
     values = [known_value(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
     output = exported.output_spec.nest(values)

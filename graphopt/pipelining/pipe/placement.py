@@ -12,7 +12,7 @@ from torch import fx, nn
 from graphopt.ir.metadata import modules_of
 from graphopt.pipelining.pipe.sharing import ParameterReplica
 from graphopt.pipelining.pipe.stage_module import StageModule, make_stage_module
-from graphopt.pipelining.pipe.state import State
+from graphopt.pipelining.pipe.state import ModelTensors
 
 
 def stage_nodes(graph: fx.Graph) -> list[fx.Node]:
@@ -40,7 +40,9 @@ def results(call: fx.Node) -> dict[int, fx.Node]:
     return dict(sorted(items.items())) or {0: call}
 
 
-def place_state(top: fx.GraphModule, state: State) -> tuple[fx.GraphModule, list[ParameterReplica]]:
+def place_state(
+    top: fx.GraphModule, state: ModelTensors
+) -> tuple[fx.GraphModule, list[ParameterReplica]]:
     """Moves each `get_attr` of the graph of stages into the stages that read it.
 
     Every name of the model's parameters and buffers is then in some stage: a name that no stage
@@ -77,7 +79,9 @@ def _with_stages_alone(top: fx.GraphModule, stages: list[fx.GraphModule]) -> fx.
     return result
 
 
-def _move_into(stage: fx.GraphModule, call: fx.Node, node: fx.Node, state: State) -> list[str]:
+def _move_into(
+    stage: fx.GraphModule, call: fx.Node, node: fx.Node, state: ModelTensors
+) -> list[str]:
     """Replaces a stage's argument by an attribute of its own; returns its names there."""
     position = call.args.index(node)
     placeholder = stage.graph.find_nodes(op="placeholder")[position]
@@ -102,7 +106,9 @@ def _names_in_stage(users: Iterable[fx.Node], aliases: list[str], traced: str) -
     return [name for name in aliases if name.rpartition(".")[0] in paths - {""}] or [traced]
 
 
-def _place_others(stages: list[fx.GraphModule], placed: dict[str, int], state: State) -> None:
+def _place_others(
+    stages: list[fx.GraphModule], placed: dict[str, int], state: ModelTensors
+) -> None:
     names = state.names()
     known = [index for index, name in enumerate(names) if name in placed]
     for index, name in enumerate(names):
@@ -114,7 +120,7 @@ def _place_others(stages: list[fx.GraphModule], placed: dict[str, int], state: S
         state.place(stages[min(tied, default=nearby)], name)
 
 
-def _is_shared(pairs: list[tuple[int, str]], state: State, name: str) -> bool:
+def _is_shared(pairs: list[tuple[int, str]], state: ModelTensors, name: str) -> bool:
     return state.is_parameter(name) and len({stage for stage, _ in pairs}) > 1
 
 

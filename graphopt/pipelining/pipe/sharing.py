@@ -12,7 +12,7 @@ from torch import fx
 
 from graphopt.errors import PartitionError
 from graphopt.pipelining.pipe.mutation import Mutations, Regions
-from graphopt.pipelining.pipe.state import State
+from graphopt.pipelining.pipe.state import ModelTensors
 
 
 class MultiUseParameterConfig(Enum):
@@ -48,7 +48,7 @@ class ParameterReplica:
 def transmit_shared(
     graph: fx.Graph,
     stage_of: dict[fx.Node, int],
-    state: State,
+    state: ModelTensors,
     spec: MultiUseSpec,
     regions: Regions,
 ) -> None:
@@ -74,7 +74,7 @@ def transmit_shared(
             _transmit(node, stages[0], stage_of, torch.ops.aten.alias.default)
 
 
-def _by_name(spec: MultiUseSpec, state: State) -> Mapping[str, MultiUseParameterConfig]:
+def _by_name(spec: MultiUseSpec, state: ModelTensors) -> Mapping[str, MultiUseParameterConfig]:
     if spec is None or isinstance(spec, MultiUseParameterConfig):
         return {}
     if not isinstance(spec, Mapping):

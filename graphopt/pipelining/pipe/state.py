@@ -10,7 +10,7 @@ from torch import fx, nn
 from graphopt._compat import pipelining as _compat
 
 
-class State:
+class ModelTensors:
     """The tensors that an exported model reads, by their qualified names in the model."""
 
     def __init__(self, module: nn.Module, traced: fx.GraphModule) -> None:

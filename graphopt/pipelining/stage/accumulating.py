@@ -16,7 +16,7 @@ from graphopt.ir.metadata import fake_value, input_name, phase_of
 aten = torch.ops.aten
 
 
-class Gradients(Enum):
+class GradientUpdate(Enum):
     """The way in which a backward leaves parameters' gradients: set, added to, or averaged."""
 
     SET = "set"

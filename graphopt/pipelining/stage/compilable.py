@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from graphopt.errors import GraphOptError
 from graphopt.parallel import DataParallel, Parallel
 from graphopt.pipelining.errors import StageCompileError
-from graphopt.pipelining.pipe.calling import Calling, OutputNest
+from graphopt.pipelining.pipe.calling import CallingConvention, OutputNest
 from graphopt.pipelining.pipe.sharing import ParameterReplica
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class CompilableStage(PipelineStage):
         sent: tuple[torch.Tensor, ...],
         divides: bool,
         output: OutputNest,
-        calling: Calling | None = None,
+        calling: CallingConvention | None = None,
         replicas: Sequence[ParameterReplica] = (),
     ) -> None:
         super().__init__(

@@ -15,7 +15,7 @@ from graphopt.parallel.data_parallel import broadcast_buffers
 from graphopt.parallel.markers import Group
 from graphopt.pipelining.errors import StageCompileError
 from graphopt.pipelining.pipe.boundary import apart, no_view
-from graphopt.pipelining.stage.accumulating import Gradients
+from graphopt.pipelining.stage.accumulating import GradientUpdate
 from graphopt.pipelining.stage.capture import Microbatch, StageCapture
 from graphopt.pipelining.stage.division import StageDivision
 from graphopt.pipelining.stage.division_proof import DivisionProof
@@ -297,10 +297,10 @@ class CompiledStage:
         how = self._how(last)
         graph = self._graph(name, how)
         results, _, carried = self._run(graph, (), incoming, kept)
-        if how is Gradients.SET:
+        if how is GradientUpdate.SET:
             for owner, gradient in zip(self._owners, carried, strict=True):
                 owner.grad = gradient
-        elif how is Gradients.AVERAGE:
+        elif how is GradientUpdate.AVERAGE:
             self._launched = list(carried)
         return self._input_gradients(results) if results else []
 
@@ -314,18 +314,18 @@ class CompiledStage:
         if launched is not None:
             self._run(self._graph("average"), (), (), launched)
 
-    def _how(self, last: bool) -> Gradients:
+    def _how(self, last: bool) -> GradientUpdate:
         average = last and self._parallel is not None
         if not average and all(owner.grad is None for owner in self._owners):
-            return Gradients.SET
+            return GradientUpdate.SET
         for owner in self._owners:
             owner.grad = to_add_to(owner)
-        return Gradients.AVERAGE if average else Gradients.ADD
+        return GradientUpdate.AVERAGE if average else GradientUpdate.ADD
 
     def _graph(self, name: str, *options: Any) -> StageGraph:
         key = (name, *options)
         if key not in self._graphs:
-            if Gradients.AVERAGE in options:  # both do it together
+            if GradientUpdate.AVERAGE in options:  # both do it together
                 self._graph("average")
             division = self._forward if key in _FORWARDS else self._backward
             graph: StageGraph = getattr(division, name)(*options)

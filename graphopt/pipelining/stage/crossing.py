@@ -19,7 +19,7 @@ Names = dict[fx.Node, str]
 
 
 @dataclass
-class Crossing:
+class CrossingValues:
     """The values that one graph of a stage computes and a later one needs.
 
     Attributes:

@@ -37,9 +37,9 @@ from graphopt.graph_utils import (
 )
 from graphopt.ir.metadata import KIND, NAME, RETURNED, phase_of, set_phase
 from graphopt.iter_graph.graph import copy_graph
-from graphopt.pipelining.stage.accumulating import Gradients, find_accumulation
+from graphopt.pipelining.stage.accumulating import GradientUpdate, find_accumulation
 from graphopt.pipelining.stage.crossing import (
-    Crossing,
+    CrossingValues,
     ValueNames,
     closure,
     find_crossing,
@@ -53,7 +53,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Result:
+class GraphResult:
     """A result of a graph: the value of `node`, or a view of it."""
 
     node: fx.Node
@@ -111,7 +111,7 @@ class StageDivision:
         if forward is not None:
             self._crossing = self._as_kept_by(forward)
 
-    def _as_kept_by(self, forward: StageDivision) -> Crossing:
+    def _as_kept_by(self, forward: StageDivision) -> CrossingValues:
         """The values that this backward needs, at the slots where `forward` keeps them."""
         table = ValueNames()
         names = table.of(forward._root, forward._graph, forward._early)
@@ -121,7 +121,7 @@ class StageDivision:
         if missing:
             raise GraphOptError(f"the forward of the stage did not keep {', '.join(missing)}")
         slots = {node: place[own[node]] for node in self._crossing.slots}
-        return Crossing(slots, forward._crossing.kept)
+        return CrossingValues(slots, forward._crossing.kept)
 
     def evaluation(self) -> StageGraph:
         """The forward graph for evaluation, without a backward; returns the stage's results."""
@@ -139,7 +139,7 @@ class StageDivision:
         outputs = Outputs(results, updates, list(kept))
         return extract(self._root, self._graph, outputs, needed, {})
 
-    def backward(self, gradients: Gradients) -> StageGraph:
+    def backward(self, gradients: GradientUpdate) -> StageGraph:
         """The graph of the whole backward; returns the arguments' gradients, None where there is
         none."""
         updates, carried = self._left_behind(gradients)
@@ -158,7 +158,7 @@ class StageDivision:
         shared = {slots[s] for n in later for s in n.all_input_nodes if s in slots}
         return extract(self._root, self._graph, outputs, needed, slots, shared)
 
-    def weight_backward(self, gradients: Gradients) -> StageGraph:
+    def weight_backward(self, gradients: GradientUpdate) -> StageGraph:
         """The graph of the weights' gradients, from values that the forward and the input
         backward keep."""
         _, crossing = self._input_part()
@@ -169,7 +169,7 @@ class StageDivision:
         needed = closure([*updates, *carried], slots)
         return extract(self._root, self._graph, Outputs([], updates, carried), needed, slots)
 
-    def _input_part(self) -> tuple[set[fx.Node], Crossing]:
+    def _input_part(self) -> tuple[set[fx.Node], CrossingValues]:
         needed = closure(self._backward_roots(), self._crossing.slots)
         early = {*with_items(needed), *self._incoming}
         crossing = self._cross(self._weight_roots(), early, self._crossing.slots)
@@ -186,11 +186,11 @@ class StageDivision:
     def _weight_roots(self) -> list[fx.Node]:
         return [node for acc in self.accumulations for node in (acc.first, acc.averaged)]
 
-    def _left_behind(self, gradients: Gradients) -> tuple[list[fx.Node], list[fx.Node]]:
+    def _left_behind(self, gradients: GradientUpdate) -> tuple[list[fx.Node], list[fx.Node]]:
         """The state updates and the carried values of a backward."""
-        if gradients is Gradients.AVERAGE:
+        if gradients is GradientUpdate.AVERAGE:
             return [], list(self._launched.kept)
-        if gradients is Gradients.SET:
+        if gradients is GradientUpdate.SET:
             return [], [accumulation.first for accumulation in self.accumulations]
         return [accumulation.added for accumulation in self.accumulations], []
 
@@ -214,7 +214,7 @@ class StageDivision:
         early = closure([*(result.node for result in self.results), *early])
         return {*with_items(early), *self._inputs} - {*self._states}
 
-    def _find_launched(self) -> Crossing:
+    def _find_launched(self) -> CrossingValues:
         """The collectives that the last backward launches and `average` waits for."""
         updates = [accumulation.averaged for accumulation in self.accumulations]
         needed = closure(updates)
@@ -225,10 +225,10 @@ class StageDivision:
 
     def _cross(
         self, roots: list[fx.Node], early: set[fx.Node], slots: Collection[fx.Node] = ()
-    ) -> Crossing:
+    ) -> CrossingValues:
         """The values computed in `early`, and not in `slots`, that `roots` need."""
         changing = {node for node in self._states if node in self._updated}
-        crossing = Crossing()
+        crossing = CrossingValues()
         for node in find_crossing(roots, (early - {*self._states}) | changing, slots):
             crossing.add(node, self._as_it_is(node))
         return crossing
@@ -250,19 +250,19 @@ class StageDivision:
 
     # ------------------------------------------------------------------------ results
 
-    def _result(self, recipe: Recipe) -> Result:
+    def _result(self, recipe: Recipe) -> GraphResult:
         """The result for a recipe: a value of the stage's own, or a view of one of its inputs."""
         if isinstance(recipe, Computed):
-            return Result([*self._outputs.results, *self._outputs.carried][recipe.index])
+            return GraphResult([*self._outputs.results, *self._outputs.carried][recipe.index])
         assert isinstance(recipe, (Live, View)), "a stage sends tensors"
         view = recipe if isinstance(recipe, View) else None
         position = (recipe.of if isinstance(recipe, View) else recipe).placeholder
         assert position is not None, "what a stage sends is a tensor of its own"
         placeholder = self._graph.find_nodes(op="placeholder")[position]
-        return Result(self._as_it_is(self._updated.get(placeholder, placeholder)), view)
+        return GraphResult(self._as_it_is(self._updated.get(placeholder, placeholder)), view)
 
-    def _find_input_gradients(self) -> list[Result | None]:
-        found: list[Result | None] = [None] * len(self._inputs)
+    def _find_input_gradients(self) -> list[GraphResult | None]:
+        found: list[GraphResult | None] = [None] * len(self._inputs)
         for gradient in self._captured.signature.gradients:
             if gradient.argument is None:
                 raise GraphOptError(

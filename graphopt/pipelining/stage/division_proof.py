@@ -25,8 +25,8 @@ from torch import fx
 
 from graphopt.errors import VerificationError
 from graphopt.graph_utils import Outputs
-from graphopt.pipelining.stage.accumulating import Gradients
-from graphopt.pipelining.stage.division import Result, StageDivision
+from graphopt.pipelining.stage.accumulating import GradientUpdate
+from graphopt.pipelining.stage.division import GraphResult, StageDivision
 from graphopt.pipelining.stage.microbatch_graph import (
     Named,
     gradient_positions,
@@ -69,7 +69,7 @@ class DivisionProof:
         self._stage, self._captured = stage, captured
         self._forward, self._backward = forward, backward
         self._terms = Terms()
-        self._known: dict[Gradients | str, tuple[Evaluation, Named]] = {}
+        self._known: dict[GradientUpdate | str, tuple[Evaluation, Named]] = {}
 
     def check(self, key: tuple[Any, ...], pieces: Pieces) -> None:
         """Proves that a graph does its part, given the graphs that run before it.
@@ -94,7 +94,7 @@ class DivisionProof:
         if found:
             raise VerificationError(_refusal(self._stage, key, found))
 
-    def _whole(self, wanted: Gradients | str) -> tuple[Evaluation, Named]:
+    def _whole(self, wanted: GradientUpdate | str) -> tuple[Evaluation, Named]:
         """The results and updates of the captured microbatch that the divided graph computes."""
         if wanted not in self._known:
             graph, named = left_by_microbatch(self._captured, wanted)
@@ -136,7 +136,7 @@ class _Microbatch:
     """
 
     def __init__(
-        self, captured: CapturedStep, sent: Sequence[Result], backward: StageDivision
+        self, captured: CapturedStep, sent: Sequence[GraphResult], backward: StageDivision
     ) -> None:
         self._sent, self._backward = sent, backward
         whole = captured.graph_module
@@ -160,9 +160,9 @@ class _Microbatch:
         if name == "weight_backward":
             kept += self._run(pieces["input_backward",], kept, "input backward").carried
         left = self._run(pieces[key], kept, name.replace("_", " ")).carried
-        if Gradients.AVERAGE in options:
+        if GradientUpdate.AVERAGE in options:
             left = self._run(pieces["average",], left, "average").carried
-        if Gradients.SET in options:
+        if GradientUpdate.SET in options:
             owners = [accumulation.index for accumulation in self._backward.accumulations]
             left = [value for _, value in sorted(zip(owners, left, strict=True), key=_first)]
         return self._finish(left)

@@ -21,7 +21,7 @@ from graphopt.graph_utils import (
 )
 from graphopt.ir.metadata import fake_value, phase_of
 from graphopt.iter_graph.graph import copy_graph
-from graphopt.pipelining.stage.accumulating import Gradients
+from graphopt.pipelining.stage.accumulating import GradientUpdate
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.results.signature import Computed, Live, Recipe, View
 
@@ -45,7 +45,9 @@ def gradient_positions(captured: CapturedStep) -> range:
     return range(start, start + len(captured.live.gradients))
 
 
-def left_by_microbatch(captured: CapturedStep, wanted: Gradients | str) -> tuple[fx.Graph, Named]:
+def left_by_microbatch(
+    captured: CapturedStep, wanted: GradientUpdate | str
+) -> tuple[fx.Graph, Named]:
     """A separate graph of the results and updates that a microbatch leaves.
 
     Args:
@@ -72,11 +74,11 @@ def left_by_microbatch(captured: CapturedStep, wanted: Gradients | str) -> tuple
     found = [(name, *_given(recipe, graph, updated)) for name, recipe in sent]
     updates = [update for state, update in updated.items() if state not in gradients]
     carried: list[fx.Node] = []
-    if wanted is Gradients.AVERAGE:
+    if wanted is GradientUpdate.AVERAGE:
         updates += [updated[gradient] for gradient in gradients]
-    elif isinstance(wanted, Gradients):
+    elif isinstance(wanted, GradientUpdate):
         sums = [_sum(gradient) for gradient in placeholders if gradient in gradients]
-        if wanted is Gradients.ADD:
+        if wanted is GradientUpdate.ADD:
             updates += [_update(graph, gradient, last) for gradient, _, last in sums]
         else:
             carried = [_alone(graph, *each) for each in sums]
