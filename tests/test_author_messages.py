@@ -254,7 +254,7 @@ def test_where_the_graph_of_a_failed_pass_is_kept(
 
 
 def test_the_size_of_a_group_is_kept_with_the_graph(tmp_path: Path) -> None:
-    from graphopt.commands.groups import groups_present
+    from graphopt.commands.fake_groups import groups_present
     from graphopt.saved import load_graph, save_graph
 
     with fake_ranks(4):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import graphopt
-from graphopt._compat.late import holders_of
+from graphopt._compat.tensor_classes import holders_of
 from graphopt.errors import CaptureError
 from graphopt.runtime.collector import frozen_objects_seen
 from graphopt.tracing.outside.existing import births_noted, existing_now

@@ -213,11 +213,15 @@ EDITS: dict[str, tuple[str, int, str, Edit, list[tuple[Any, ...]]]] = {
         "buffers", 1, "evaluation", drop_an_update, [("evaluation",)],
     ),
     "scaled forward": ("mlp", 0, "forward", halve, [("forward",)]),
-    "scaled backward": ("mlp", 1, "backward", halve, [("forward",), ("backward", GradientUpdate.ADD)]),
+    "scaled backward": (
+        "mlp", 1, "backward", halve, [("forward",), ("backward", GradientUpdate.ADD)],
+    ),
     "scaled gradients of inputs": (
         "mlp", 1, "input_backward", halve, [("forward",), ("input_backward",)],
     ),
-    "scaled average": ("mlp", 1, "average", halve, [("forward",), ("backward", GradientUpdate.AVERAGE)]),
+    "scaled average": (
+        "mlp", 1, "average", halve, [("forward",), ("backward", GradientUpdate.AVERAGE)],
+    ),
     "other arguments": ("mlp", 1, "forward", shift_positions, [("forward",)]),
 }  # fmt: skip
 

@@ -15,8 +15,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import graphopt
 from graphopt import _compat
-from graphopt._compat import questions, storage_key
-from graphopt._compat.remembering import remembered, written_as_it_is
+from graphopt._compat import operator_results, storage_key
+from graphopt._compat.cached_tracing import remembered, written_as_it_is
 from graphopt.errors import VerificationError
 from graphopt.graph_utils import call_function_with_meta, evaluate
 from graphopt.tracing.functional import untouched
@@ -128,13 +128,13 @@ def test_the_graphs_are_those_of_torch(name: str, torchs_own_way: Callable[[], N
 
 @pytest.fixture
 def forgotten() -> Iterator[None]:
-    questions.known_results.cache_clear()
+    operator_results.known_results.cache_clear()
     yield
-    questions.known_results.cache_clear()
+    operator_results.known_results.cache_clear()
 
 
 def _asked() -> int:
-    return questions.known_results.cache_info().misses
+    return operator_results.known_results.cache_info().misses
 
 
 def _loss(model: nn.Module, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import graphopt
-from graphopt._compat.remembering import RememberingMode
+from graphopt._compat.cached_tracing import RememberingMode
 from graphopt.cost import DEVICES, RooflineCost
 from graphopt.errors import AssumptionFailedError, CaptureError
 from graphopt.graph_utils import is_operator, same_kind

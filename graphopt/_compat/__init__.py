@@ -57,21 +57,7 @@ from graphopt._compat.graphs import (
     renamed,
     set_graph,
 )
-from graphopt._compat.groups import (
-    companion_group,
-    default_store,
-    device_of,
-    fake_world_size,
-    gloo_channel,
-    group_named,
-    group_of_ranks,
-    group_or_default,
-    maximum,
-    name_group,
-    rank_among_several,
-    ranks_of_group,
-    start_fake_group,
-)
+from graphopt._compat.metadata_check import metadata_match
 from graphopt._compat.modules import (
     floats_of_statistics,
     is_compiled_module,
@@ -95,6 +81,21 @@ from graphopt._compat.operators import (
 )
 from graphopt._compat.optimizers import hooks_around_steps, mark_stepped
 from graphopt._compat.plain_fakes import are_plain_fakes, detached, is_ruled_in_python, plain_view
+from graphopt._compat.process_groups import (
+    companion_group,
+    default_store,
+    device_of,
+    fake_world_size,
+    gloo_channel,
+    group_named,
+    group_of_ranks,
+    group_or_default,
+    maximum,
+    name_group,
+    rank_among_several,
+    ranks_of_group,
+    start_fake_group,
+)
 from graphopt._compat.settings import (
     autocast_regions,
     global_settings,
@@ -102,7 +103,7 @@ from graphopt._compat.settings import (
     without_dispatch,
     without_modes,
 )
-from graphopt._compat.tensor_kinds import metadata_match
+from graphopt._compat.tensor_writes import storage_key as storage_key
 from graphopt._compat.tensors import (
     as_parameter,
     attributes_changed,
@@ -168,11 +169,10 @@ from graphopt._compat.trees import (
     tree_map,
     tree_unflatten,
 )
-from graphopt._compat.watching import (
+from graphopt._compat.user_modes import (
     modes_checked,
     modes_learned,
     trust_modes,
     unwatched,
     watches_functions,
 )
-from graphopt._compat.written import storage_key as storage_key

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from graphopt._compat.tensor_writes import WriteCounts
 from graphopt._compat.threads import is_of_trace
 from graphopt._compat.trees import tree_leaves
-from graphopt._compat.written import WriteCounts
 
 Correction = Callable[[Any, Any, Any, Any], Any]
 """From operator, arguments, keyword arguments and what its shape rule says to the true result."""

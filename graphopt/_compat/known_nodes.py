@@ -9,7 +9,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import _ProxyTensor, set_proxy_slot, track_tensor_tree
 
-from graphopt._compat.questions import name_of_operator
+from graphopt._compat.operator_results import name_of_operator
 
 
 def copied_node(tracer: Any, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphopt._compat.torch_functions import function_modes, hooks_on_saved_tensors
-from graphopt._compat.watching import global_hooks, unknown_modes
+from graphopt._compat.user_modes import global_hooks, unknown_modes
 
 _CPU = torch.device("cpu")
 """The default device where no mode says another."""

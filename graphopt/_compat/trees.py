@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from graphopt._compat.anew import open_object
+from graphopt._compat.rebuilt_objects import open_object
 
 tree_flatten: Callable[..., tuple[list[Any], Any]] = _pytree.tree_flatten
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import fx
 
 from graphopt.commands.errors import FAILED, reported
-from graphopt.commands.groups import groups_present
+from graphopt.commands.fake_groups import groups_present
 from graphopt.commands.imports import import_passes
 from graphopt.iter_graph import IterGraphModule
 from graphopt.manager import PassManager, PassRecord, applied_passes

@@ -45,7 +45,7 @@ class UsedElsewhere(Protocol):
 
 
 class AsksOthers(Protocol):
-    """What ranks ask one another; see `graphopt.ranks.host_questions`."""
+    """What ranks ask one another; see `graphopt.ranks.rank_votes`."""
 
     def hear_all(self, step: int) -> None:
         """Say that this rank goes on, and raise where another one does not."""

@@ -14,8 +14,9 @@ number, a collective of its own, whether it goes on. Two kinds of places need th
 
 Where a rank may decide by values of its own, all ranks say behind their last launch that they have
 found a graph for the way that they take: a rank that finds none joins the collectives of the others
-with zeros (`graphopt.ranks.leaving`), so that these come to that place, and end there. Nobody may
-wait there earlier: what is launched behind it may be what another rank waits for to get there.
+with zeros (`graphopt.ranks.joining_with_zeros`), so that these come to that place, and end there.
+Nobody may wait there earlier: what is launched behind it may be what another rank waits for to get
+there.
 
 What was raised stands in the store of the process group, where errors of running steps are told.
 """

@@ -15,8 +15,8 @@ from graphopt.guards.guards import Guards
 from graphopt.host.assumptions import Answer
 from graphopt.host.votes import Agreement, Votes
 from graphopt.parallel import OverRanks
-from graphopt.ranks.host_questions import RankVotes
 from graphopt.ranks.independent_ranks import ranks_together
+from graphopt.ranks.rank_votes import RankVotes
 from graphopt.ranks.spmd import DECIDE_ALIKE, collective_plan, plan_lines
 from graphopt.ranks.unused import UnusedParameters
 from graphopt.tracing.call import Call

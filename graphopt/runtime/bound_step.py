@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
-from graphopt._compat.late import without_torch_function
+from graphopt._compat.tensor_classes import without_torch_function
 from graphopt.errors import AssumptionFailedError, GraphOptError
 from graphopt.graph_utils import without_autocast
 from graphopt.guards.guards import Guards
@@ -25,7 +25,7 @@ from graphopt.iter_graph import IterGraphModule
 from graphopt.ranks.failed_runs import explained, group_names, sending_explained
 from graphopt.ranks.failures import check_usable, withdraw
 from graphopt.ranks.independent_ranks import launched_apart
-from graphopt.ranks.leaving import join_with_zeros, sends_before_own
+from graphopt.ranks.joining_with_zeros import join_with_zeros, sends_before_own
 from graphopt.runtime.agreed import Agreed
 from graphopt.runtime.branch import Begun, Branch, Left
 from graphopt.runtime.budget import Cause

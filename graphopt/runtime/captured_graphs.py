@@ -170,7 +170,7 @@ def _is_usable(entry: BoundStep) -> bool:
 
 
 def _fits(entry: BoundStep, call: Call, mode: tuple[Any, ...]) -> bool:
-    from graphopt._compat.late import without_torch_function
+    from graphopt._compat.tensor_classes import without_torch_function
 
     with without_torch_function():  # to look at a tensor's kind is no use of it
         return entry.guards.fit(call, mode)

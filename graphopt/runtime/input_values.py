@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
-from graphopt._compat.late import put_gradient
+from graphopt._compat.tensor_classes import put_gradient
 from graphopt.guards.guards import Guards
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep

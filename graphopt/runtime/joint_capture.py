@@ -21,8 +21,8 @@ from graphopt.host.votes import Agreement, Votes
 from graphopt.manager import records_of
 from graphopt.parallel import OverRanks
 from graphopt.ranks.buffer_groups import make_group_of_buffers
-from graphopt.ranks.host_questions import RankVotes
 from graphopt.ranks.meeting import Channel
+from graphopt.ranks.rank_votes import RankVotes
 from graphopt.ranks.spmd import FREEZE, check_same, check_same_plans, merged_order, plan_lines
 from graphopt.ranks.unused import UnusedParameters
 from graphopt.runtime.agreed import (

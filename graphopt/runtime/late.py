@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
-from graphopt._compat.late import alias_of, holders_of, set_class, without_torch_function
+from graphopt._compat.tensor_classes import alias_of, holders_of, set_class, without_torch_function
 from graphopt.runtime.late_classes import OWNERS, late_class
 
 logger = logging.getLogger("graphopt")

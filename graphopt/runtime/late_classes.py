@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from graphopt import _compat
-from graphopt._compat.late import (
+from graphopt._compat.tensor_classes import (
     TensorBase,
     TensorMeta,
     alias_of,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from graphopt import _compat
-from graphopt._compat.late import put_gradient
+from graphopt._compat.tensor_classes import put_gradient
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep
 from graphopt.tracing.effects.argument_changes import found_in, make_change

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from graphopt._compat.late import without_torch_function
+from graphopt._compat.tensor_classes import without_torch_function
 from graphopt.runtime.bound_step import BoundStep, Tries
 from graphopt.runtime.branch import Begun, Left
 from graphopt.tracing.call import Call

@@ -18,8 +18,8 @@ from graphopt.iter_graph import IterGraph, IterGraphModule
 from graphopt.runtime.places import place, read_bytes, write
 from graphopt.saved.arguments import decode, encode
 from graphopt.saved.errors import SavedGraphError
-from graphopt.saved.groups import KEY as GROUPS
-from graphopt.saved.groups import sizes_now
+from graphopt.saved.group_sizes import KEY as GROUPS
+from graphopt.saved.group_sizes import sizes_now
 from graphopt.saved.json_values import DescriptionDecoder, ValueDecoder, ValueEncoder
 from graphopt.saved.nodes import decode_graph, encode_graph
 from graphopt.verify.groups import sizes_of_groups

@@ -15,7 +15,7 @@ from graphopt.iter_graph import IterGraph
 from graphopt.saved.arguments import decode, decode_target, encode, encode_target, not_saved
 from graphopt.saved.errors import SavedGraphError
 from graphopt.saved.json_values import ValueDecoder, ValueEncoder
-from graphopt.saved.source import decode_line, encode_line
+from graphopt.saved.source_lines import decode_line, encode_line
 
 _OPS = ("placeholder", "get_attr", "call_function", "output")
 

@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from graphopt import _compat
 from graphopt._compat.backward import around_backwards
+from graphopt._compat.own_tracing import untraced
 from graphopt._compat.transforms import transforms_given
-from graphopt._compat.untraced import untraced
 from graphopt.ir.user_frames import current_user_line, is_asked_by_torch, is_installed
 from graphopt.tracing import fast_path
 from graphopt.tracing.call import check_anomalies

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from graphopt import _compat
-from graphopt._compat.remembering import remembered
+from graphopt._compat.cached_tracing import remembered
 from graphopt.host.seen import viewed_by
 from graphopt.tracing import fast_path, impurity, reduction, rng
 from graphopt.tracing.asked import answered_as_in_eager

@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 
 from graphopt import _compat
-from graphopt._compat import functions as _private
+from graphopt._compat import autograd_functions as _private
 from graphopt.ir.user_frames import current_user_line
 from graphopt.pipelining.errors import LostGradientError
 

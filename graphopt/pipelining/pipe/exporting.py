@@ -13,7 +13,7 @@ from graphopt._compat import pipelining as _private
 from graphopt.errors import PartitionError
 from graphopt.pipelining.errors import LostGradientError, ModuleCaptureError
 from graphopt.pipelining.pipe.autograd_functions import FunctionRecorder
-from graphopt.pipelining.pipe.calling import CallingConvention, OutputSpec
+from graphopt.pipelining.pipe.calling_convention import CallingConvention, OutputSpec
 from graphopt.pipelining.pipe.gradient_watch import GradientWatch, check_module_hooks
 from graphopt.pipelining.pipe.marks import (
     annotated_labels,
@@ -21,8 +21,8 @@ from graphopt.pipelining.pipe.marks import (
     mark_label,
     remove_split_points,
 )
+from graphopt.pipelining.pipe.model_tensors import ModelTensors
 from graphopt.pipelining.pipe.mutation import nested_graphs
-from graphopt.pipelining.pipe.state import ModelTensors
 
 REGION = "region_{}"
 """Attribute name of the graph of an autocast or grad-mode region."""

@@ -13,8 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from graphopt import _compat
-from graphopt._compat import functions as _private
-from graphopt._compat.late import TensorBase
+from graphopt._compat import autograd_functions as _private
+from graphopt._compat.tensor_classes import TensorBase
 from graphopt.ir.user_frames import current_user_line
 from graphopt.pipelining.errors import LostGradientError
 

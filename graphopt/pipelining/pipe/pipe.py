@@ -16,7 +16,7 @@ from graphopt.manager.settings import level_of
 from graphopt.partition import split_module
 from graphopt.pipelining.pipe.assignment import assign_stages
 from graphopt.pipelining.pipe.backward import insert_backward
-from graphopt.pipelining.pipe.calling import CallingConvention, OutputSpec
+from graphopt.pipelining.pipe.calling_convention import CallingConvention, OutputSpec
 from graphopt.pipelining.pipe.exporting import ExportedModel, export_module
 from graphopt.pipelining.pipe.loss import LossPicker, loss_position
 from graphopt.pipelining.pipe.marks import SplitPoint, annotate_split_points

@@ -10,9 +10,9 @@ from typing import Any, cast
 from torch import fx, nn
 
 from graphopt.ir.metadata import modules_of
+from graphopt.pipelining.pipe.model_tensors import ModelTensors
 from graphopt.pipelining.pipe.sharing import ParameterReplica
 from graphopt.pipelining.pipe.stage_module import StageModule, make_stage_module
-from graphopt.pipelining.pipe.state import ModelTensors
 
 
 def stage_nodes(graph: fx.Graph) -> list[fx.Node]:

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from graphopt.errors import PartitionError
+from graphopt.pipelining.pipe.model_tensors import ModelTensors
 from graphopt.pipelining.pipe.mutation import Mutations, Regions
-from graphopt.pipelining.pipe.state import ModelTensors
 
 
 class MultiUseParameterConfig(Enum):

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from graphopt.errors import PartitionError
 from graphopt.graph_utils import get_output
 from graphopt.manager.settings import level_of
-from graphopt.pipelining.pipe.calling import OutputNest
+from graphopt.pipelining.pipe.calling_convention import OutputNest
 from graphopt.pipelining.pipe.placement import module_of, stage_nodes
 from graphopt.pipelining.pipe.proof import check_chain
 from graphopt.pipelining.pipe.stage_module import StageModule

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from graphopt.errors import GraphOptError
 from graphopt.parallel import DataParallel, Parallel
 from graphopt.pipelining.errors import StageCompileError
-from graphopt.pipelining.pipe.calling import CallingConvention, OutputNest
+from graphopt.pipelining.pipe.calling_convention import CallingConvention, OutputNest
 from graphopt.pipelining.pipe.sharing import ParameterReplica
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from graphopt import _compat
 from graphopt._compat import pipelining as _private
 from graphopt.errors import PartitionError
 from graphopt.pipelining.pipe.boundary import give_back, receive, send
-from graphopt.pipelining.pipe.calling import OutputNest, OutputSpec
+from graphopt.pipelining.pipe.calling_convention import OutputNest, OutputSpec
 from graphopt.pipelining.stage.compilable import CompilableStage
 
 Tensors = tuple[torch.Tensor, ...]

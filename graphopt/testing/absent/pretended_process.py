@@ -9,12 +9,12 @@ from multiprocessing import spawn
 from typing import Any
 
 from graphopt import _compat
-from graphopt._compat import absent
+from graphopt._compat import absent_devices
 
 
 def run(job: dict[str, Any]) -> Any:
     """Runs a job's function or script with fake tensors, as rank 0 of all ranks."""
-    absent.believe(job["capability"])
+    absent_devices.believe(job["capability"])
     if job["ranks"] > 1:
         _compat.start_fake_group(job["ranks"])
     if "script" in job:

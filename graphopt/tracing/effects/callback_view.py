@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from graphopt._compat.untraced import without_overrides
+from graphopt._compat.own_tracing import without_overrides
 from graphopt.errors import CaptureError
 from graphopt.host import HostCall
 from graphopt.host.held import Given, HeldByFunction

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
-from graphopt._compat.late import alias_of
+from graphopt._compat.tensor_classes import alias_of
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.outside.record import Record

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt._compat.remembering import remembered
+from graphopt._compat.cached_tracing import remembered
 from graphopt._compat.sizes import arithmetic_when_used
 from graphopt.comm.waits import split_waits
 from graphopt.graph_utils import (

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt._compat.cached_tracing import written_as_it_is
 from graphopt._compat.known_nodes import is_sized
-from graphopt._compat.remembering import written_as_it_is
 from graphopt.graph_utils import is_operator, written
 from graphopt.ir.metadata import has_value, known_value
 from graphopt.tracing.decisions import SIZED

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from graphopt import _compat
-from graphopt._compat.late import alias_of
+from graphopt._compat.tensor_classes import alias_of
 from graphopt.host.assumptions import Answer
 from graphopt.ir.placement import Placement
 from graphopt.tracing.call import Call, SizesKept

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt._compat.late import set_gradient
+from graphopt._compat.tensor_classes import set_gradient
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import get_output
 from graphopt.guards.values import same_constant

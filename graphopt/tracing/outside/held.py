@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from graphopt._compat.classes import is_made_by_statement
-from graphopt._compat.hidden import undisabled
+from graphopt._compat.disabled_functions import undisabled
 from graphopt.guards.values import is_plain
 from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.modules import description_of

@@ -23,8 +23,8 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt._compat import frames
+from graphopt._compat.own_tracing import OwnTracer, UntracedOperators
 from graphopt._compat.threads import is_of_trace
-from graphopt._compat.untraced import OwnTracer, UntracedOperators
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import frames as frames_around

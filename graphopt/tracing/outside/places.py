@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphopt._compat.own_tracing import without_overrides
 from graphopt._compat.threads import former_of
-from graphopt._compat.untraced import without_overrides
 from graphopt.guards.values import is_plain, tensor_kind
 from graphopt.ir.same_values import same_value
 from graphopt.ir.source import SourceLine

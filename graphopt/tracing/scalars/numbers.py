@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from graphopt import _compat
-from graphopt._compat.untraced import untraced
+from graphopt._compat.own_tracing import untraced
 from graphopt.errors import CaptureError
 from graphopt.host.context import while_set
 from graphopt.ir.user_frames import current_location, is_torch_file

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from graphopt._compat.untraced import untraced
+from graphopt._compat.own_tracing import untraced
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import current_user_line

@@ -30,8 +30,8 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.traceback import has_preserved_node_meta
 
-from graphopt._compat.questions import OperatorCall, known_results
-from graphopt._compat.written import count_writes
+from graphopt._compat.operator_results import OperatorCall, known_results
+from graphopt._compat.tensor_writes import count_writes
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ KEY = "group_sizes"
 def sizes_of_saved(graph_module: fx.GraphModule) -> dict[str, int]:
     """The sizes of a loaded graph's process groups, by name.
 
-    >>> from graphopt.saved.groups import sizes_of_saved
+    >>> from graphopt.saved.group_sizes import sizes_of_saved
     >>> sizes_of_saved(gm)
     {}
     """
@@ -25,7 +25,7 @@ def sizes_of_saved(graph_module: fx.GraphModule) -> dict[str, int]:
 def sizes_now(graph_module: fx.GraphModule) -> dict[str, int]:
     """The sizes of a graph's process groups, by name, as far as they are known.
 
-    >>> from graphopt.saved.groups import sizes_now
+    >>> from graphopt.saved.group_sizes import sizes_now
     >>> sizes_now(gm)
     {}
     """

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import fx
 
 from graphopt import _compat
-from graphopt.saved.groups import sizes_of_saved
+from graphopt.saved.group_sizes import sizes_of_saved
 
 
 @contextmanager
