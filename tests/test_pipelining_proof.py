@@ -24,7 +24,7 @@ from graphopt.pipelining.pipe.proof import check_backward
 from graphopt.pipelining.stage import building as building_module
 from graphopt.pipelining.stage.accumulating import GradientUpdate
 from graphopt.pipelining.stage.compiled import CompiledStage
-from graphopt.pipelining.stage.crossing import Crossing, find_crossing
+from graphopt.pipelining.stage.crossing import CrossingValues, find_crossing
 from graphopt.pipelining.stage.division import StageDivision
 from graphopt.pipelining.stage.stage_graphs import SLOT, StageGraph
 from graphopt.runtime.agreed import Ranks
@@ -296,9 +296,9 @@ def test_a_stale_buffer_is_refused(spoil: str | None, monkeypatch: pytest.Monkey
         assert "seen" in refused(stage, *(keys[:1] if spoil == "kept as it is" else keys))
 
 
-def only_computed(self: Any, roots: Any, early: Any, slots: Any = ()) -> Crossing:
+def only_computed(self: Any, roots: Any, early: Any, slots: Any = ()) -> CrossingValues:
     """What crosses, but for the buffers that are updated."""
-    crossing = Crossing()
+    crossing = CrossingValues()
     for node in find_crossing(roots, early - {*self._states}, slots):
         crossing.add(node, self._as_it_is(node))
     return crossing

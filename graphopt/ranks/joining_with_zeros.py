@@ -1,7 +1,9 @@
 """A rank that leaves a step joins the other ranks' collectives with zeros, until they learn of it.
 
-rank 0   launch a   launch b                   waits for all to go on ── raises
-rank 1   launch a   ✗ no graph for its branch  launch b of zeros, says that it does not go on
+They come so to the place where they learn that one of them does not go on:
+
+    rank 0   launch a   launch b                   waits for all to go on ── raises
+    rank 1   launch a   ✗ no graph for its branch  launch b of zeros, says that it does not go on
 """
 
 from __future__ import annotations
