@@ -20,7 +20,7 @@ from graphopt import _compat
 from graphopt.graph_utils import is_view, may_alias
 from graphopt.lowering import Options
 from graphopt.pipelining import SplitPoint, StageCompileError, pipeline
-from graphopt.pipelining.stage.accumulating import Gradients
+from graphopt.pipelining.stage.accumulating import GradientUpdate
 from graphopt.pipelining.stage.crossing import ValueNames
 from graphopt.pipelining.stage.division import StageDivision
 from pipeline_cases import CASES, MICROBATCHES, WIDTH
@@ -238,9 +238,9 @@ def computed(graph: fx.Graph) -> Counter[str]:
 def test_nothing_is_computed_twice(name: str) -> None:
     for stage in Training(problem(name), "interleaved", compiled={}).stages:
         division: StageDivision = stage._compiled._forward
-        forward, whole = division.forward().graph, division.backward(Gradients.ADD).graph
+        forward, whole = division.forward().graph, division.backward(GradientUpdate.ADD).graph
         inputs = division.input_backward().graph
-        weights = division.weight_backward(Gradients.ADD).graph
+        weights = division.weight_backward(GradientUpdate.ADD).graph
         assert computed(inputs) + computed(weights) == computed(whole)
         assert computed(forward) + computed(whole) == computed(stage.graph_module.graph)
 
