@@ -1,5 +1,5 @@
 """A step with a fused optimizer that torch does not have, in a process whose table has a row of it
-before anything reads the table. Prints what was found: see test_further_rows.py."""
+before anything reads the table. Prints what was found: see test_table_rows.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shown of a sharded graph: it is the step of one device, and wrong ones are refused."""
+"""Proof of a sharded graph: it is the step of one device; hundreds of wrong graphs are refused."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.capture import capture_call, communication_for
 from graphopt.verify.averaged import sharing_problems
 from zero_cases import Uneven, batches, clipped_step
+from zero_edits import ILLEGAL, LEGAL
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw loop": lambda p: torch.optim.AdamW(p, foreach=False),
@@ -135,3 +136,35 @@ def test_wrong_graphs_are_refused(variation: str) -> None:
             tried += 1
         assert tried
         assert list(sharing_problems("sharded", marked, gm)) == []
+
+
+CASES = [("adamw fused", 1, 2), ("adamw foreach", 3, 2), ("sgd", 1, 3), ("adamw loop", 3, 3)]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("edit", ILLEGAL)
+@pytest.mark.parametrize(("optimizer", "stage", "ranks"), CASES)
+def test_wrong_ones_are_refused(optimizer: str, stage: int, ranks: int, edit: str) -> None:
+    with fake_ranks(ranks):
+        marked, gm = expanded(optimizer, stage, ranks)
+        accepted = [
+            what
+            for what in ILLEGAL[edit](gm.graph)
+            if not list(sharing_problems("sharded", marked, gm))
+        ]
+        assert accepted == []
+        assert list(sharing_problems("sharded", marked, gm)) == []
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("edit", LEGAL)
+@pytest.mark.parametrize(("optimizer", "stage", "ranks"), CASES)
+def test_right_ones_are_accepted(optimizer: str, stage: int, ranks: int, edit: str) -> None:
+    with fake_ranks(ranks):
+        marked, gm = expanded(optimizer, stage, ranks)
+        tried = 0
+        for what in LEGAL[edit](gm.graph):
+            found = [str(problem) for problem in sharing_problems("sharded", marked, gm)]
+            assert found == [], what
+            tried += 1
+        assert tried

@@ -97,7 +97,10 @@ def alone(step: Callable[..., Any]) -> graphopt.IterGraphModule:
     ("step", "reason"),
     [
         (keeps_gradients, r"4 of 4 buckets \(.*\) .* stays in .grad: call optimizer.zero_grad\(\)"),
-        (returns_a_norm, r"of 4 buckets .*: the step returns %.*test_notes.py:\d+.*0.weight"),
+        (
+            returns_a_norm,
+            r"of 4 buckets .*: the step returns %.*test_notes_of_passes.py:\d+.*0.weight",
+        ),
         (calls_back, r"2 of 4 buckets .* ms .*: callback watch .*is given it .*1\.weight"),
         (returns_a_parameter, r"updates %_0_weight, which the step returns"),
     ],

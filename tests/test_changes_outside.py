@@ -241,7 +241,7 @@ def test_what_no_later_call_would_do_is_refused(name: str) -> None:
     make, effect = REFUSED[name]
     with pytest.raises(CaptureError) as caught:
         run(make, effect, compiled=True, calls=3)
-    assert "test_unrepeated.py" in str(caught.value)
+    assert "test_changes_outside.py" in str(caught.value)
 
 
 def test_an_object_that_is_put_into_two_places_is_one() -> None:
