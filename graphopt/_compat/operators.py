@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
+from torch.fx import has_side_effect
 
 schema_of: attrgetter[Any] = attrgetter("_schema")
 """The schema of an operator (an `OpOverload`): its name, arguments and results."""
@@ -18,6 +19,13 @@ operator_name: attrgetter[str] = attrgetter("_schema.name")
 
 overload_name: attrgetter[str] = attrgetter("_overloadname")
 """The overload of an operator, such as "Tensor" or "default"."""
+
+for _assertion in (
+    torch.ops.aten._assert_async.default,  # torch keeps `_assert_async.msg` alone
+    torch.ops.aten._functional_assert_async.msg,
+    torch.ops.aten._functional_assert_scalar.default,
+):
+    has_side_effect(_assertion)
 
 
 def flop_formula(target: Any) -> Callable[..., int] | None:

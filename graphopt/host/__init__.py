@@ -101,8 +101,7 @@ class HostCall:
         for index, (spec, leaves) in enumerate(self._arguments):
             if spec is None and is_own(leaves[0]):
                 parts, found = _compat.tree_flatten(leaves[0], is_leaf=lambda v: not is_own(v))
-                if _compat.is_applied(found):
-                    self._arguments[index] = found, parts
+                self._arguments[index] = found, parts
 
     def take_values(self) -> list[Any]:
         """The values among the arguments, which this then forgets."""

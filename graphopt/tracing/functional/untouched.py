@@ -24,7 +24,9 @@ _OF_NUMBERS = frozenset(numbers.ARITHMETIC) | PYTHON_FUNCTIONS | {operator.pow}
 def is_functional(node: fx.Node) -> bool:
     """True if functionalization would leave a node's operator as it is, unless it is a view of
     written memory or has unknown sizes."""
-    if node.op != "call_function" or not has_value(node) or SIZED in node.meta:
+    if node.op != "call_function" or SIZED in node.meta:
+        return False
+    if not (has_value(node) or _gives_nothing(node)):
         return False
     if not is_sized(known_value(node)) or _has_integers(node):
         return False
@@ -34,6 +36,12 @@ def is_functional(node: fx.Node) -> bool:
         return False
     sources = node.all_input_nodes
     return node.target not in statistics.KERNELS and all(s.op != "get_attr" for s in sources)
+
+
+def _gives_nothing(node: fx.Node) -> bool:
+    """True if an operator only checks its arguments, as `aten::_linalg_check_errors` does."""
+    target = node.target
+    return isinstance(target, _compat.OpOverload) and not _compat.schema_of(target).returns
 
 
 def _has_integers(node: fx.Node) -> bool:
