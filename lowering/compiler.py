@@ -73,7 +73,7 @@ _COMPILING = threading.RLock()
 
 @dataclass(frozen=True)
 class Options:
-    """The options of lowering.
+    """The options of lowering: randomness, autotuning, CUDA graphs, size of regions.
 
     Attributes:
         random: lower random operators too. The numbers they draw are then not eager's.
@@ -92,7 +92,7 @@ class Options:
     min_ops: int = 10
 
     def config(self) -> dict[str, Any]:
-        """Inductor's settings for these options."""
+        """The settings of Inductor that these options stand for."""
         return {
             "max_autotune": self.max_autotune,
             "size_asserts": False,

@@ -51,7 +51,7 @@ class UncompiledNode:
 
 @dataclass
 class Regions:
-    """The regions of a graph.
+    """The result of dividing a graph into regions to compile.
 
     Attributes:
         nodes: per region, its nodes in graph order.

@@ -78,7 +78,7 @@ def _can_be_fused(match: Match) -> bool:
 
 @dataclass(frozen=True)
 class _WrittenOutAttention:
-    """One way of writing attention with single operators.
+    """Attention written with single operators in one of the usual ways: what the pass looks for.
 
     Attributes:
         scaling: "scores *", "scores /", "q *", "q /" or "".
@@ -116,7 +116,7 @@ class _WrittenOutAttention:
 
 @dataclass(frozen=True)
 class _FusedAttention:
-    """The same attention as one operator."""
+    """Attention as one fused operator: what the pass puts in."""
 
     written_out: _WrittenOutAttention
 

@@ -164,7 +164,7 @@ def _held_back(
 
 
 def _unheld(moved: list[list[fx.Node]]) -> list[list[fx.Node]]:
-    """The updates behind the last one whose parameters the user holds on this rank; the launch
+    """The updates behind the last one whose parameters the user holds on this rank. The launch
     order, common to all ranks, does not depend on it."""
     for index in reversed(range(len(moved))):
         held = next(filter(is_held, _states(moved[index])), None)
@@ -244,8 +244,8 @@ def _merged(blocks: Sequence[CommBlock], updates: Sequence[list[fx.Node]]) -> li
 
 
 def _destinations(graph: fx.Graph, moved: Sequence[Sequence[fx.Node]]) -> list[fx.Node]:
-    """The destination of each set: the first read of anything that it or a later set updates.
-    Where the read is a gather, only the set's own updates count."""
+    """The node that each set is moved before: the first read of anything that it or a later set
+    updates. Where the read is a gather, only the set's own updates count."""
     position = {node: index for index, node in enumerate(graph.nodes)}
     earliest = get_output(graph)
     found: list[fx.Node] = []

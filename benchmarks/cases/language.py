@@ -323,7 +323,7 @@ def encoder_with_mask() -> Case:
 
 @case
 def lengths_that_vary() -> Case:
-    """A language model whose batch has another length in every call."""
+    """A language model trained on batches of another length in every call."""
     model = NanoGPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 

@@ -130,7 +130,7 @@ def _kind_of_result(value: Any) -> Kind | None:
 
 
 def _sample(kind: Kind) -> Any:
-    """An example argument of a kind."""
+    """An example value for an argument of a kind."""
     if kind[0] == "tensor":
         return torch.empty((1,) * kind[2], dtype=kind[1], device="meta")
     if kind[0] == "list":
@@ -142,7 +142,7 @@ def _sample(kind: Kind) -> Any:
 def _bound(
     target: Any, args: tuple[Kind, ...], kwargs: tuple[tuple[str, Kind], ...], result: Kind
 ) -> Callable[..., Any]:
-    """The function to call in place of an operator for arguments of these kinds."""
+    """The torch function to call in place of an operator, for arguments of these kinds."""
     given = tuple(map(_sample, args)), {name: _sample(kind) for name, kind in kwargs}
     expected = _dispatched(target, given, result)
     if expected is None:
@@ -183,7 +183,7 @@ class _DispatchRecorder(TorchDispatchMode):
 
 
 def _dispatched(function: Any, given: Any, result: Kind) -> _Call | None:
-    """The one operator that a function dispatches, or None if there is not exactly one."""
+    """The operator that a torch function dispatches, or None unless it is exactly one."""
     args, kwargs = given
     seen = _DispatchRecorder(result)
     try:
@@ -206,7 +206,8 @@ def _is_same(one: _Call, other: _Call) -> bool:
 
 
 def _are_of_first(call: _Call, options: dict[str, Any]) -> bool:
-    """True if a new tensor would have these options by default, from the tensor that it is like."""
+    """True if a new tensor would get these options anyway, from the tensor that it is modelled
+    on."""
     name = call[0]._schema.name.removeprefix("aten::")
     if not name.startswith("new_") and not name.endswith("_like"):
         return False
@@ -217,7 +218,7 @@ def _are_of_first(call: _Call, options: dict[str, Any]) -> bool:
 
 
 def _described(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Arguments in comparable form, tensors by identity."""
+    """The arguments of a call in comparable form; tensors are compared by identity."""
     leaves, shape = [sorted(kwargs)], []  # type: list[Any], list[str]
     for each in (*args, *(kwargs[name] for name in sorted(kwargs))):
         leaves += [

@@ -104,7 +104,7 @@ def _new_shape_env() -> Any:
             return nowhere, ""
 
         def _log_create_unbacked_symbol(self, *args: Any, **kwargs: Any) -> None:
-            """Logs nothing."""
+            """Logs nothing, unlike torch's own."""
 
         def _get_user_frame(self) -> FrameType | None:
             frame = inspect.currentframe()

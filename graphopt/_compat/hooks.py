@@ -115,7 +115,7 @@ def registered_passes(setting: str) -> tuple[GraphPass, ...]:
 
 
 def inductor_settings(settings: Mapping[str, Any]) -> AbstractContextManager[object]:
-    """While active, Inductor has these settings."""
+    """While active, Inductor's configuration has the given settings; then the former ones again."""
     from torch._inductor import config
 
     patch: AbstractContextManager[object] = config.patch(dict(settings))
@@ -123,7 +123,7 @@ def inductor_settings(settings: Mapping[str, Any]) -> AbstractContextManager[obj
 
 
 def apply_graph_pass(graph_pass: GraphPass, graph: fx.Graph) -> None:
-    """Calls a pass as Inductor does."""
+    """Calls a custom graph pass the way Inductor calls it."""
     if isinstance(graph_pass, _InferenceAware):
         graph_pass(graph, _aot_kind() == "inference")  # type: ignore[call-arg]
     else:

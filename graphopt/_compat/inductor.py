@@ -86,7 +86,7 @@ def compile_inner(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compile
 
 
 def patched_config(options: dict[str, Any]) -> AbstractContextManager[Any]:
-    """While active, Inductor has these settings."""
+    """While active, Inductor's configuration has the given options."""
     from torch._inductor import config
 
     return config.patch(options)  # type: ignore[no-any-return]

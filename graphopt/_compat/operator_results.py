@@ -140,7 +140,7 @@ class OperatorCall:
         return node
 
     def learn(self, answer: KnownResults, result: Any) -> None:
-        """Stores the operator's result in the cache."""
+        """Stores the operator's result in the cache, for later calls with the same key."""
         answer.asked = True
         several = type(result) is list or type(result) is tuple
         results = result if several else [result]

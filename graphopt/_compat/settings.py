@@ -1,4 +1,4 @@
-"""Process-wide settings that decide what operators do, and contexts that switch modes off."""
+"""Process-wide torch settings that change operators' results, and contexts that disable modes."""
 
 from __future__ import annotations
 

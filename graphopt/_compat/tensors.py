@@ -161,7 +161,7 @@ class DescribedTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The device that it reports."""
+        """The device that the tensor reports to be on."""
         return self.described_device
 
 

@@ -66,7 +66,7 @@ _pytree.register_pytree_node(
 
 
 def is_applied(spec: Any) -> bool:
-    """True if unflattening calls functions."""
+    """True if rebuilding a value by its pytree spec calls functions (`Applied`)."""
     return spec.type is Applied or any(map(is_applied, spec.children()))
 
 
@@ -198,7 +198,7 @@ def _specification(structure: tuple[Any, ...]) -> Any:
 
 
 def _example(structure: tuple[Any, ...] | None) -> Any:
-    """An example container of a structure."""
+    """A container with the given structure and placeholder leaves."""
     if structure is None:
         return 0
     if structure[0] is dict:

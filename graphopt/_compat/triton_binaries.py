@@ -38,7 +38,7 @@ class Binary(NamedTuple):
 
 
 def is_installed() -> bool:
-    """True if Triton can be imported."""
+    """True if the package triton can be imported."""
     try:
         import triton  # noqa: F401
     except ImportError:

@@ -133,7 +133,7 @@ def modes_checked() -> Iterator[None]:
 
 @contextmanager
 def _looked_at(kinds: list[type]) -> Iterator[None]:
-    """While active, operators show whether modes of these classes change anything."""
+    """While active, checks if user modes of these classes change operators or results."""
     below, above = _OperatorsOfUserModes(), None
     with ExitStack() as stack:
         modes = _modes_of_operators()

@@ -60,7 +60,7 @@ class TraceArguments:
 
 @dataclass(frozen=True)
 class SchedulePicture:
-    """The timeline of one schedule, or the reason why there is none."""
+    """The timeline of one schedule, or the reason for having none."""
 
     name: str
     stages: int = 0

@@ -14,7 +14,7 @@ from graphopt.ir.bits import same_bits
 
 @dataclass(frozen=True)
 class Comparison:
-    """The differences between two trained models.
+    """The result of comparing two trained models bit for bit.
 
     Attributes:
         tensors: how many were compared.

@@ -31,7 +31,7 @@ class Results:
     parameters: int = 0
 
     def record(self, rank: int, event: Event) -> None:
-        """Stores one event of the timed run."""
+        """Stores one event that a rank reported during the timed run."""
         kind = event["kind"]
         if kind == "turn":
             self.turns[rank].append(event)
@@ -106,7 +106,7 @@ class ProgressView:
         self._progress.stop()
 
     def show(self, event: Event) -> None:
-        """Shows one event of rank 0."""
+        """Updates the progress bar by one event of rank 0."""
         if event["kind"] == "start":
             self._say("first steps: capturing the training step as a graph")
         elif event["kind"] == "turn":

@@ -1,4 +1,4 @@
-"""Peak memory of a function's run."""
+"""Measurement of the peak memory that a function needs."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class _StorageReuse:
         return self._counted[1]
 
     def _becomes(self, value: fx.Node, owner: fx.Node) -> bool:
-        """True if `owner` is updated to `value`, or to what overwrites it."""
+        """True if the state `owner` is updated to `value`, or to a value that overwrites it."""
         while True:
             if self._finals.get(value) is owner:
                 return True

@@ -142,7 +142,7 @@ def inductor_passes(
 def after_registered(
     registered: Sequence[_torch.GraphPass], ours: InductorPass
 ) -> _torch.CustomGraphPass:
-    """The registered passes, followed by `ours`."""
+    """Appends our passes to those that the user has registered with Inductor."""
     return PassSequence([*registered, ours]) if registered else ours
 
 

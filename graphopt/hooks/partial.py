@@ -79,7 +79,7 @@ class PartialManager(PassManager):
 
     @property
     def verify(self) -> str:
-        """The level at which passes are checked."""
+        """The level at which each pass is checked."""
         return self._settings.verify
 
     @property
@@ -88,7 +88,7 @@ class PartialManager(PassManager):
         return Pipeline(self.pipeline[index] for index in self._enabled())
 
     def optimize(self, gm: fx.GraphModule, kind: str | None) -> None:
-        """Applies the passes to a graph.
+        """Applies the applicable passes to one of `torch.compile`'s graphs.
 
         Args:
             kind: what `graph_kind` is to say.

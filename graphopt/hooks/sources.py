@@ -80,7 +80,8 @@ def _elsewhere(module: str) -> bool:
 
 
 class _LoadedCode:
-    """The loaded functions of a digest: their code, and the plain values that they use.
+    """The functions that a digest covers, as loaded: their code, and the plain values that they
+    use.
 
     Attributes:
         parts: one text for each.
@@ -144,7 +145,7 @@ def _is_changed(name: str, value: object, code: CodeType) -> bool:
 
 
 def _rebound_names(code: CodeType) -> set[str]:
-    """The global names that code assigns."""
+    """The names of globals that a code object assigns to."""
     found = stored_globals(code)
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return found.union(*map(_rebound_names, inner))

@@ -239,7 +239,7 @@ class Meeting:
 
 @contextmanager
 def _store_errors(channel: Channel) -> Iterator[None]:
-    """While active, errors of the store say what they mean for the ranks."""
+    """While active, errors of the store become errors that name the missing or ended ranks."""
     try:
         yield
     except (RuntimeError, ValueError) as error:  # what stores raise; there is no group any more

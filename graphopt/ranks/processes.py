@@ -120,7 +120,7 @@ def _machine() -> str:
 
 
 def _look_up(pid: int) -> tuple[str, int] | None:
-    """State and start time of a process, or None if there is none of that number."""
+    """State and start time of the process of that number, or None if none exists."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -40,7 +40,7 @@ Section = tuple[str, list[ListingRow]]
 
 @dataclass(frozen=True)
 class Listing:
-    """A graph as a list of rows.
+    """A graph as a list of rows under headings, with a summary.
 
     Attributes:
         summary: lines above: how large the graph is, and what the marks mean.

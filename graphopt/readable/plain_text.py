@@ -66,7 +66,7 @@ def compact_text(graph: fx.GraphModule | fx.Graph) -> str:
 
 
 def compact_line(row: ListingRow) -> str:
-    """One row of `compact_text`."""
+    """One line of `compact_text`: the row of a single node."""
     parts = (f"{row.marks} {row.text}".strip(), row.shape, row.note)
     return "  ".join(part for part in parts if part)
 

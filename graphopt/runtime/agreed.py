@@ -199,7 +199,7 @@ class Ranks:
         return capture_call(call, lasts=self._lasts)
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
-        """Compares the plan of collectives among the ranks, before anything is compiled.
+        """Checks that all ranks have the same plan of collectives, before anything is compiled.
 
         Args:
             captured: with passes applied.

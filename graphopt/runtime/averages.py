@@ -58,7 +58,7 @@ class Averages:
 
     @contextmanager
     def active(self, buffers: bool) -> Iterator[None]:
-        """While active, every backward ends with averages.
+        """While active, every backward ends by averaging gradients over the ranks.
 
         Args:
             buffers: before each forward of a module, copy its buffers from the group's rank 0.

@@ -31,7 +31,7 @@ class Binding:
         agreed: Agreed | None,
         number: int,
     ) -> BoundStep:
-        """Makes a callable step of what was captured for a call.
+        """Makes a callable `BoundStep` from a captured call.
 
         Args:
             mode: how the call communicates.

@@ -113,13 +113,13 @@ class BoundStep:
 
     @property
     def module(self) -> IterGraphModule:
-        """The graph, ready to run."""
+        """The step's graph, ready to run."""
         return self.branch.module
 
     def __call__(
         self, call: Call, step: int, begun: Begun | None = None, sent: SentBefore | None = None
     ) -> Any:
-        """Runs the step.
+        """Runs the step's graph on a call's arguments.
 
         Args:
             step: which call of the training step it is, counted from 1.
@@ -206,8 +206,7 @@ class BoundStep:
         return self._late.own(self._inputs.of_state()) + self._inputs.of_call(call)
 
     def _before_drawing(self, begun: Begun | None) -> tuple[DrawnGenerators, list[torch.Tensor]]:
-        """The generators that a call draws from, with their states before it; those drawn from
-        already continue."""
+        """The states, before the call, of the generators that the call draws from."""
         if begun is None:
             return self._generators, self._generators.states()
         generators = self._generators.joined(begun.left.generators)
@@ -249,7 +248,8 @@ class BoundStep:
         return not answers or answered_alike(self.module.graph, self.answers, answers)
 
     def decides_no_more(self, index: int) -> bool:
-        """True if the graph takes no decision behind this one, except on what other ranks use."""
+        """True if no decision follows this one in the graph, apart from those on what other
+        ranks use."""
         return all(isinstance(answer, Used) for answer in self.answers[index + 1 :])
 
     def answers_before(self, index: int) -> tuple[Answer, ...]:
@@ -317,7 +317,7 @@ class BoundStep:
         self._late.drop()
 
     def finish_unasked(self) -> bool:
-        """Flushes because somebody reads state; must not wait for other ranks.
+        """Flushes when somebody reads state, without waiting for other ranks.
 
         Returns:
             Whether nothing is in flight any more; not so where the reader is within the step.

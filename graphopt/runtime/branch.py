@@ -61,7 +61,7 @@ class Branch:
         self._onward: WeakKeyDictionary[Branch, dict[int, Onward | None]] = WeakKeyDictionary()
 
     def run(self, flat: Sequence[Any], there: list[Any], leave: bool) -> Any:
-        """Runs the graph.
+        """Runs the graph of the branch on the inputs of a call.
 
         Args:
             flat: one value per input of the step.
@@ -138,7 +138,7 @@ class Onward(Branch):
         return all(_is_same(before[i], flat[j]) for i, j in self._same)
 
     def take(self, handed_out: Sequence[Any]) -> list[Any]:
-        """The values that it continues from."""
+        """The values to continue from, among those that the failed graph hands out."""
         return [handed_out[position] for position in self._positions]
 
 

@@ -160,7 +160,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
                 entry.drop()
 
     def forget(self) -> None:
-        """Drops all graphs."""
+        """Drops all captured graphs."""
         self._entries = []
 
 

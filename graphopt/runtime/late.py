@@ -56,7 +56,7 @@ class LateTensors:
         return bool(self.tensors)
 
     def arm(self, tensors: Sequence[torch.Tensor], anyway: bool = False) -> int | None:
-        """Makes the first use of these tensors visible, by a class that intercepts it.
+        """Intercepts the first use of these tensors, by changing their class.
 
         Args:
             anyway: also where some are held in ways that cannot be seen.
@@ -92,7 +92,7 @@ class LateTensors:
         return True
 
     def disarm(self) -> None:
-        """Restores the classes of the tensors."""
+        """Restores the original classes of the tensors."""
         tensors, self.tensors = self.tensors, []
         kinds, self._kinds = self._kinds, []
         self._aliases = {}
@@ -108,7 +108,7 @@ class LateTensors:
         return [aliases.get(id(value), value) for value in values]
 
     def settle(self) -> None:
-        """Completes the updates in flight."""
+        """Completes the updates of these tensors that are in flight."""
         if self._finish():
             self.disarm()
         if not self._warned and _within_dynamo():

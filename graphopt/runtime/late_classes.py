@@ -58,7 +58,7 @@ class Owner(Protocol):
     """An object with updates in flight."""
 
     def settle(self) -> None:
-        """Completes the updates."""
+        """Completes the updates in flight."""
 
 
 OWNERS: dict[int, Owner] = {}

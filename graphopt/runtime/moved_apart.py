@@ -39,7 +39,7 @@ class MovedApart:
         return moved
 
     def leave(self, moved: Moved, results: Sequence[Any]) -> None:
-        """Writes into the old storages what the step wrote there before it set `.data`."""
+        """Copies the step's writes, made before it set `.data`, back into the old storages."""
         for index, (_, former) in moved.items():
             left = self._captured.signature.rebound[index]
             if left is not None:

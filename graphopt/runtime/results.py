@@ -50,7 +50,7 @@ class StepResults:
         self._returns_one = captured.signature.output_spec == _compat.ONE_VALUE
 
     def put(self, call: Call, flat: Sequence[Any], results: Sequence[Any]) -> Any:
-        """Stores the results of a call.
+        """Stores the gradients, states and attributes of a call, and builds its return value.
 
         Args:
             call: the call of the step.

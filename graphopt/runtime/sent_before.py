@@ -75,7 +75,7 @@ class CollectiveResults(_compat.TorchDispatchMode):
         return result
 
     def results(self, groups: Collection[str] | None = None) -> SentBefore:
-        """The results of all launched collectives, or of those in some groups."""
+        """The recorded results of all collectives, or of those in given groups."""
         for sent, index, launched in self._pending.values():
             sent.given[index] = torch.ops._c10d_functional.wait_tensor(launched)
         self._pending = {}

@@ -64,7 +64,7 @@ def encode_target(target: object) -> str:
 
 
 def decode_target(name: str) -> Callable[..., Any]:
-    """The function of a qualified name.
+    """The function that a qualified name stands for.
 
     Raises:
         SavedGraphError: there is no such operator here.
@@ -94,7 +94,7 @@ def decode_target(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _define_operators() -> None:
-    """Imports the modules that define graphopt's operators, which otherwise the capture imports."""
+    """Imports the modules that define graphopt's own operators."""
     for name in ("parallel.shard_operators", "tracing.capture"):
         importlib.import_module(f"graphopt.{name}")
 

@@ -21,7 +21,7 @@ _OPS = ("placeholder", "get_attr", "call_function", "output")
 
 
 def encode_graph(graph: fx.Graph) -> dict[str, Any]:
-    """The JSON form of a graph.
+    """The JSON form of a graph: its nodes in order.
 
     Raises:
         SavedGraphError: naming the node that cannot be saved, and why.
@@ -122,8 +122,7 @@ def _is_identifier(text: object) -> bool:
 
 
 def _encode_meta(meta: Mapping[str, Any], values: ValueEncoder) -> dict[str, Any]:
-    """The JSON form of a node's metadata: what docs/ir.md lists, and other plain numbers and
-    texts."""
+    """The JSON form of a node's metadata: keys that docs/ir.md lists, and other plain values."""
     encoded: dict[str, Any] = {}
     for key, value in meta.items():
         if key == "val":

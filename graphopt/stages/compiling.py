@@ -281,7 +281,7 @@ class Stages:
         return self.options is None or not self.options.cudagraphs
 
     def make_ready(self, module: IterGraphModule, agreement: Agreement | None = None) -> None:
-        """Runs the stages behind the passes on a separate graph: a part of what was captured.
+        """Runs the stages behind the passes on a part of the captured graph.
 
         Args:
             agreement: when all ranks agree that no function of the program's has raised.
@@ -326,7 +326,7 @@ class StepInMaking:
             self.passes, self.proof = passes, StageProof(passes)
 
     def forget(self) -> None:
-        """Drops the analyses of the graphs, which are large; a later graph computes them anew."""
+        """Frees the large analyses of the graphs; later graphs compute them again."""
         self.passes = Proof()
         self.proof = StageProof(self.passes)
         self.graphs: dict[str, fx.GraphModule] = {}

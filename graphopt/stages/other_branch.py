@@ -44,7 +44,7 @@ class OtherBranch:
         self._cause = Cause.of_branch(failed.place, failed.found)
 
     def run(self) -> Any:
-        """Runs the branch, and returns what the step returns."""
+        """Runs the call in the other branch, and returns what the step returns."""
         calls, entry, call = self._calls, self._entry, self._call
         left = entry.take_left()
         calls.entries.land()
@@ -107,7 +107,7 @@ def graph_of_all(
     sent: SentBefore,
     error: BaseException,
 ) -> BoundStep | None:
-    """The graph of a call that all ranks leave, before anything of it has happened.
+    """The graph that all ranks take for a call that this rank leaves, before any of it has run.
 
     Args:
         calls: of the step.

@@ -200,7 +200,7 @@ Run = Callable[[], list[Any]]
 
 
 class DeviceRecording(Protocol):
-    """Recorded device work that can be replayed."""
+    """A recording of device work that can be replayed."""
 
     def replay(self) -> None:
         """Replays the work on the current stream."""
@@ -227,7 +227,7 @@ class Recorder(Protocol):
     def record(
         self, device: torch.device, run: Run, pool: Any
     ) -> tuple[DeviceRecording, list[Any]]:
-        """Records work without doing it.
+        """Records the device work of a function without executing it.
 
         Returns:
             The recording, and the results of `run`, which each replay overwrites.

@@ -290,7 +290,7 @@ class CudaGraphPiece(nn.Module):
         return self._recorded is not None
 
     def forward(self, *values: Any) -> Values:
-        """Run the piece.
+        """Runs the piece: replays its recording, or records it.
 
         Args:
             *values: its inputs.

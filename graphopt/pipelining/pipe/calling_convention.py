@@ -113,7 +113,8 @@ class CallingConvention:
 
 
 class OutputSpec:
-    """The nesting of a model's output. Immutable."""
+    """The nested structure of a model's output, by which flat leaves are put together.
+    Immutable."""
 
     def __init__(self, spec: Any) -> None:
         self._spec = spec
@@ -122,7 +123,7 @@ class OutputSpec:
         return self
 
     def nest(self, leaves: list[Any]) -> Any:
-        """The output with the given leaves."""
+        """The nested output of the given leaves."""
         return _compat.tree_unflatten(leaves, self._spec)
 
 

@@ -66,7 +66,7 @@ class Mutations:
 
 
 class _RegionCalls(OperatorCalls):
-    """Calls of operators and of nested graphs."""
+    """The effects of operators and of calls of nested graphs."""
 
     def __init__(self, regions: Regions) -> None:
         self._regions = regions

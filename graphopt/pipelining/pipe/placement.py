@@ -33,7 +33,7 @@ def arguments_of(call: fx.Node) -> list[fx.Node]:
 
 
 def results(call: fx.Node) -> dict[int, fx.Node]:
-    """The results of a stage that somebody reads, by position."""
+    """The results of a stage that another node reads, by position."""
     items: dict[Any, fx.Node] = {
         user.args[1]: user for user in call.users if user.target is operator.getitem
     }
@@ -82,7 +82,7 @@ def _with_stages_alone(top: fx.GraphModule, stages: list[fx.GraphModule]) -> fx.
 def _move_into(
     stage: fx.GraphModule, call: fx.Node, node: fx.Node, state: ModelTensors
 ) -> list[str]:
-    """Replaces a stage's argument by an attribute of its own; returns its names there."""
+    """Turns an argument of a stage into its own attribute; returns the attribute's names."""
     position = call.args.index(node)
     placeholder = stage.graph.find_nodes(op="placeholder")[position]
     names = _names_in_stage(placeholder.users, state.aliases(str(node.target)), str(node.target))

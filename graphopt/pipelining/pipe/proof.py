@@ -1,4 +1,4 @@
-"""Proof that the stages of a pipe together compute what the exported model does.
+"""Proof that the stages of a pipe together compute the same as the exported model.
 
     exported graph  =  stages, composed along the graph of stages        (`Pipe.from_tracing`)
     graph of stages =  stages, composed as a chain, by position          (`build_stage`)
@@ -44,7 +44,7 @@ HANDING = (cut, receive, send, give_back)
 
 
 class PipeProof:
-    """Proves that the stages of a pipe compute what the exported model does.
+    """Proves that the stages of a pipe compute the same as the exported model.
 
     Args:
         exported: the graph as one, without marks, of which this takes note.
@@ -57,7 +57,7 @@ class PipeProof:
         self._whole = _composed(exported, self._objects)
 
     def check_stages(self, top: fx.GraphModule, replicas: Sequence[ParameterReplica]) -> None:
-        """Proves that the graph of stages computes what the model does, without backward.
+        """Proves that the graph of stages computes the model's forward.
 
         Raises:
             VerificationError: it does not.
@@ -70,8 +70,8 @@ class PipeProof:
 
 
 def check_chain(top: fx.GraphModule, chain: Sequence[fx.GraphModule], plan: ChainPlan) -> None:
-    """Proves that stages which only receive from the stage before compute what the graph of stages
-    does, without backward.
+    """Proves that the chained stages, each given only what its predecessor sends, compute the
+    forward of the graph of stages.
 
     Args:
         top: the graph of stages.

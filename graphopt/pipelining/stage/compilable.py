@@ -279,7 +279,7 @@ class CompilableStage(PipelineStage):
     def _inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the module, of those that the schedule gives to the stage."""
+        """The module's arguments: the received values, or on the first stage the schedule's."""
         # Schedules give every stage of the first rank the model's keyword arguments.
         return (self._flat(args, kwargs) if self.is_first else args), {}
 

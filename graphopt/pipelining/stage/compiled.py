@@ -124,8 +124,8 @@ class CompiledStage:
         return [gradients[a.index].owner.tensor for a in self._backward.accumulations]
 
     def fit_to(self, gradients: Values) -> bool:
-        """Captures another backward if these incoming gradients are missing, or laid out,
-        differently from those that it was captured for.
+        """Captures another backward if the incoming gradients have another layout than the captured
+        one's, or some are missing.
 
         Autograd computes less for missing gradients, and perhaps other bits for other layouts.
         With data parallelism all ranks of the group have to call it.

@@ -69,7 +69,7 @@ def find_crossing(
 
 
 def with_items(nodes: set[fx.Node]) -> Iterator[fx.Node]:
-    """The nodes, and the `getitem` nodes of those that compute several values."""
+    """The given nodes, with the `getitem` nodes of each that has several results."""
     yield from nodes
     for node in nodes:
         if isinstance(known_value(node), (list, tuple)):

@@ -60,7 +60,7 @@ class GraphResult:
     view: View | None = None
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        """The result, from the value of the node."""
+        """The result itself, computed from the value of its node."""
         return value if self.view is None else self.view.made(value)
 
 
@@ -140,8 +140,7 @@ class StageDivision:
         return extract(self._root, self._graph, outputs, needed, {})
 
     def backward(self, gradients: GradientUpdate) -> StageGraph:
-        """The graph of the whole backward; returns the arguments' gradients, None where there is
-        none."""
+        """The graph of the whole backward, which returns the arguments' gradients."""
         updates, carried = self._left_behind(gradients)
         slots = self._crossing.slots
         needed = closure([*self._backward_roots(), *updates, *carried], slots)
@@ -226,7 +225,8 @@ class StageDivision:
     def _cross(
         self, roots: list[fx.Node], early: set[fx.Node], slots: Collection[fx.Node] = ()
     ) -> CrossingValues:
-        """The values computed in `early`, and not in `slots`, that `roots` need."""
+        """The values that `roots` need from the earlier graph and that are not kept in `slots`
+        yet."""
         changing = {node for node in self._states if node in self._updated}
         crossing = CrossingValues()
         for node in find_crossing(roots, (early - {*self._states}) | changing, slots):

@@ -1,4 +1,4 @@
-"""Proof that the graphs of a compiled stage together compute what the captured stage does.
+"""Proof that the graphs of a compiled stage together compute the captured stage.
 
     forward ─kept─► backward ─launched─► average                     =  the captured microbatch
     forward ─kept─► input backward ─kept─► weight backward ─► …      =  the captured microbatch
@@ -152,7 +152,7 @@ class _Microbatch:
         self.changing = {self._inputs[position] for position in self._mutable}
 
     def composed(self, key: tuple[Any, ...], pieces: Pieces) -> fx.Graph:
-        """One graph of a divided graph and those that run before it."""
+        """One of the divided graphs inlined after those that run before it."""
         name, *options = key
         if name in ("evaluation", "forward"):
             return self._finish(self._run(pieces[key], [], "forward").carried)
@@ -168,8 +168,8 @@ class _Microbatch:
         return self._finish(left)
 
     def _run(self, piece: StageGraph, kept: Sequence[Any], when: str) -> Outputs:
-        """Inlines one divided graph. Values that it takes from a slot stay there; a wrong order
-        of taking is found when it runs."""
+        """Inlines one divided graph into the composed graph. Values that it takes from a slot
+        stay there; a wrong order of taking is found when it runs."""
         positions = iter(piece.positions)
         arguments = [
             kept[node.meta[SLOT]] if SLOT in node.meta else self._input(next(positions), when)

@@ -165,7 +165,7 @@ class _StageBody(nn.Module):
         return [receive(v) if self._index and v.requires_grad else v for v in received]
 
     def leave(self, result: Any) -> Tensors:
-        """The tensors to send, among those that the module returned; all, for the last stage."""
+        """The tensors of the module's result that the stage sends; on the last stage, all."""
         leaves, spec = _compat.tree_flatten(result)
         tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         constants = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
@@ -205,7 +205,7 @@ class _StageBody(nn.Module):
         return result
 
     def leave_structure(self, result: Any) -> None:
-        """Records how the module's result is nested."""
+        """Records the nested structure of the module's result."""
         leaves, self._spec = _compat.tree_flatten(result)
         self._constants = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
 

@@ -77,7 +77,7 @@ def extract(
     slots: Mapping[fx.Node, int],
     shared: Collection[int] = (),
 ) -> StageGraph:
-    """A separate graph that computes `outputs`.
+    """Copies the nodes that compute `outputs` into a separate graph.
 
     Args:
         root: holds the constants of `graph`.

@@ -25,7 +25,7 @@ from graphopt.pipelining.timeline.slots import Action
 
 @dataclass(frozen=True)
 class StageDurations:
-    """Seconds of one microbatch in each stage.
+    """The seconds that each stage takes for one microbatch, by kind of action.
 
     Attributes:
         forward: of F.
@@ -58,7 +58,7 @@ class StageDurations:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages."""
+        """The number of stages that have durations."""
         return len(self.forward)
 
     def of(self, action: Action) -> float:

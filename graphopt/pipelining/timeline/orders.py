@@ -39,7 +39,7 @@ class ScheduleKind:
         return 2 if self.several_stages else 1
 
     def stages_of(self, rank: int, ranks: int, stages: int) -> list[int]:
-        """The stages that a rank holds.
+        """The pipeline stages that a rank holds under this schedule.
 
         Raises:
             ScheduleError: the stages do not fit the ranks.
@@ -140,12 +140,12 @@ class ScheduleOrder:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks."""
+        """The number of ranks in the schedule."""
         return len(self.actions)
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of all ranks."""
+        """The number of pipeline stages on all ranks."""
         return 1 + max(action.stage for rank in self.actions for action in rank)
 
     @classmethod

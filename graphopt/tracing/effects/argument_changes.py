@@ -100,7 +100,8 @@ class GivenContainers:
 
 
 def _moved(before: list[Any], now: list[Any]) -> Iterator[Any]:
-    """The dictionary keys that have been removed and inserted again, behind others."""
+    """The dictionary keys that a step has removed and inserted again, so that their order
+    changed."""
     place = 0
     for key in filter(set(now).__contains__, before):
         if now[place] == key:
@@ -135,7 +136,7 @@ def found_in(
 
 
 def make_change(container: Any, change: ContainerChange, values: list[Any]) -> None:
-    """Applies a step's change to a container.
+    """Applies the change that a step makes to a container.
 
     Args:
         values: what the items are in this call.

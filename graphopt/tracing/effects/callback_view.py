@@ -1,4 +1,4 @@
-"""The state that a host callback of a traced step may see: what the step has written before it.
+"""The state that each host callback of a traced step may read: the step's writes before it.
 
     self.n += 1
     graphopt.callback(lambda: print(self.n))      may look for what the step has set
@@ -57,7 +57,7 @@ class HostView:
     # ------------------------------------------------------------------ calls
 
     def note(self, call: HostCall) -> None:
-        """Records a callback of the step."""
+        """Records that the step calls a host callback."""
         if self._record.behind is None:
             self._record.behind = Behind(self._record.times_written)
         self._record.behind.calls()

@@ -123,7 +123,7 @@ class Names:
     drop: Callable[[str], None]
 
     def differing(self, before: list[Any], after: list[Any]) -> str:
-        """The names whose values differ."""
+        """The names of the namespace whose values differ between two states."""
         pairs = zip(self.names, before, after, strict=True)
         return ", ".join(name for name, a, b in pairs if not same_constant(a, b))
 

@@ -78,11 +78,11 @@ class HostState:
         return list(keyed_by_tensors(self._held))
 
     def puts_back(self, value: Any) -> bool:
-        """True if `restore` restores an object."""
+        """True if `restore` can restore an object of this kind."""
         return any(holder is value for _, holder, _ in self._held)
 
     def restore(self) -> OutsideChanges:
-        """Restores everything, and returns what had changed."""
+        """Restores everything that the trace changed, and returns the changes."""
         changes = {
             index: ObjectChange(kind, holder, before, kind.read(holder))
             for index, (kind, holder, before) in enumerate(self._held)
@@ -119,7 +119,7 @@ def check_effects(effects: OutsideChanges) -> None:
 
 
 def refuse_left(record: Record) -> None:
-    """Refuses a step that leaves something on the host.
+    """Refuses a step whose host state differs after the trace.
 
     Raises:
         CaptureError: it does; naming what, and the line.

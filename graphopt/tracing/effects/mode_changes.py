@@ -21,8 +21,7 @@ from graphopt.tracing.trace import RawTrace
 def mode_changes(
     first: RawTrace, steady: Steady, modules: Iterable[nn.Module]
 ) -> tuple[ModeChange, ...]:
-    """The modes that a step sets, if that is all that its first call does besides the next one;
-    else none.
+    """The modes that a step sets, if its first call differs from later ones in nothing else.
 
     Args:
         first: begins in the former modes.

@@ -244,7 +244,7 @@ class Reach:
         self.functions = [value for value in held if isinstance(value, FunctionType)]
 
     def has(self, value: object) -> bool:
-        """True if a value was reached."""
+        """True if the search reached a value."""
         return self._known is None or id(value) in self._known
 
     def sets(self, namespace: object, name: object) -> bool:
@@ -256,7 +256,7 @@ class Reach:
         return any(name in code.co_names for code in self._codes(namespace))
 
     def _codes(self, namespace: object) -> Iterator[CodeType]:
-        """The code of reached functions with these globals."""
+        """The code objects of reached functions that have these globals."""
         for function in self.functions:
             if function.__globals__ is namespace:
                 yield from codes_in(function.__code__)
@@ -294,7 +294,7 @@ _WITHOUT_ATTRIBUTES = frozenset({*_CONTAINERS, tuple, frozenset}) - {OrderedDict
 
 
 def _kind_of(value: object) -> ObjectKind | None:
-    """The kind of a mutable value, or None if only what it refers to matters."""
+    """The kind of a mutable object, or None for an object that only refers to others."""
     exact = _CONTAINERS.get(type(value))
     if exact is not None:
         return exact
@@ -362,7 +362,7 @@ def _is_users_module(module: ModuleType) -> bool:
 
 
 def _function_in(attribute: Any) -> Any:
-    """The function of a method of any kind."""
+    """The plain function behind a method, static method, class method or property."""
     if isinstance(attribute, property):
         return attribute.fget
     return getattr(attribute, "__func__", attribute if callable(attribute) else None)

@@ -340,7 +340,7 @@ def _is_found(record: Record, item: WrittenPlace) -> bool:
 
 
 def _tuples_in(value: Any) -> Iterator[Any]:
-    """A tuple or list, and those nested in it."""
+    """The tuple or list itself, and all tuples and lists nested in it."""
     if isinstance(value, (tuple, list)):
         yield value
         yield from chain.from_iterable(map(_tuples_in, value))

@@ -189,7 +189,7 @@ def all_to_all(
 
 
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
-    """Traces `dist.barrier` as nothing: other ranks see only what a graph's collectives send."""
+    """Traces `dist.barrier` as no operation, since other ranks see only a graph's collectives."""
     return TracedWork([], None) if async_op else None
 
 
@@ -253,7 +253,7 @@ def _finish(
 
 
 def _root(group: dist.ProcessGroup, rank: int | None, group_rank: int | None) -> int:
-    """The root's rank in the group."""
+    """The rank in the group of the collective's root."""
     return dist.get_group_rank(group, rank or 0) if group_rank is None else group_rank
 
 

@@ -139,7 +139,7 @@ def own_values(
 
 
 def _note(node: fx.Node, own: set[Any], ranks: Set[int]) -> None:
-    """Updates the set of differing values by a node and what it writes."""
+    """Updates the set of values that differ between ranks, for one node and its writes."""
     if is_collective(node) or is_marker(node):
         if not _of_all(node, ranks):
             own |= _marks(node)
@@ -168,7 +168,7 @@ def depends_on(node: fx.Node, values: Set[Any]) -> bool:
 
 
 def reached_by(node: fx.Node) -> set[Any]:
-    """A node, what it writes to, and the memory of these."""
+    """A node with everything that it writes, and the memory that these share."""
     return _marks(node).union(*map(_marks, _written(node)))
 
 
@@ -197,7 +197,7 @@ def _overwrites_all(copy: fx.Node) -> bool:
 
 
 def _of_all(node: fx.Node, ranks: Set[int]) -> bool:
-    """True if a collective or marker gives all of these ranks the same value."""
+    """True if a collective or marker gives all of the given ranks the same value."""
     if not operator_of(node).same_on_all and not is_marker(node):
         return False
     found = _compat.ranks_of_group(str(node.args[-1]))

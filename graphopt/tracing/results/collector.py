@@ -56,7 +56,7 @@ class LeftOutside(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """The outcome of a traced step: what it returned and changed.
+    """The outcome of tracing a step once: what it returned, and what it changed.
 
     Attributes:
         returned, spec: what it returned, the leaves and how they are nested.

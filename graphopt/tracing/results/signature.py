@@ -18,7 +18,7 @@ from graphopt.tracing.outside.places import OutsidePlace
 
 @dataclass(frozen=True)
 class Computed:
-    """Result number `index` of the graph.
+    """A recipe for the graph's result number `index`.
 
     Attributes:
         has_history: it is a tensor that has an autograd history in eager code.
@@ -30,7 +30,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Live:
-    """The real tensor behind an input: the step returned that itself, not a copy.
+    """A recipe for an input's real tensor, which the step returned itself and not as a copy.
 
     `module_tensor` numbers `Inputs.module_tensors`; `placeholder` numbers all placeholders.
     """
@@ -41,7 +41,7 @@ class Live:
 
 @dataclass(frozen=True)
 class View:
-    """A view of an input's storage.
+    """A recipe for a view of an input's storage.
 
     Attributes:
         offset: in bytes, from the input's own.
@@ -57,7 +57,7 @@ class View:
     flags: tuple[bool, bool]
 
     def made(self, base: torch.Tensor) -> torch.Tensor:
-        """The view, from the input."""
+        """Makes the view from the input."""
         offset = (base.storage_offset() * base.element_size() + self.offset) // self.dtype.itemsize
         if base.dtype == self.dtype:
             view = torch.as_strided(base, self.size, self.stride, offset)
@@ -69,15 +69,15 @@ class View:
 
 @dataclass(frozen=True)
 class Constant:
-    """A Python value that is the same in every call of this graph."""
+    """A recipe for a Python value that is the same in every call of this graph."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Nested:
-    """A container that each call creates anew, such as an LSTM's pair of states; one object for all
-    uses of this recipe.
+    """A recipe for a container that each call creates again, such as an LSTM's pair of states. All
+    uses of the same recipe get one object.
 
     Attributes:
         spec: its structure, a pytree's.
@@ -90,7 +90,8 @@ class Nested:
 
 @dataclass(frozen=True)
 class FromCall:
-    """A list, dictionary or object among the arguments of each call; see `found_in`."""
+    """A recipe for a list, dictionary or object among the arguments of each call; see
+    `found_in`."""
 
     path: Path
 

@@ -57,7 +57,7 @@ class Marks:
         ]
 
     def changes(self) -> Iterator[AttributeChange]:
-        """The attributes that the step has set.
+        """The attributes that the step has set on tensors.
 
         Raises:
             CaptureError: it has deleted one, or has left what no call repeats.

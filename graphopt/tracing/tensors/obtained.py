@@ -114,8 +114,8 @@ class ObtainedValues:
                 self.add(item)
 
     def kept(self, known: set[int]) -> tuple[list[int], SourceLine | None] | None:
-        """Shape and source line of the first obtained tensor that a Python object still holds,
-        except `known`; those that only autograd holds do not count."""
+        """Shape and source line of the first obtained tensor that a Python object still holds.
+        Those in `known` (by id), and those that only autograd holds (in C++), do not count."""
         for generation in (None, 1, 2):  # what the trace has made is young
             if generation is not None:
                 gc.collect(generation)

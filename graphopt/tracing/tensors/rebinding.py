@@ -105,7 +105,7 @@ class Rebinding:
         return target
 
     def _note(self, target: torch.Tensor) -> None:
-        """Records that an input gets other storage."""
+        """Records that an input's `.data` gets other storage."""
         if id(target) in self._given:
             self.given[self._given[id(target)]] = target
             return
@@ -117,7 +117,7 @@ class Rebinding:
                 self._before[position] = target, target.detach()
 
     def finish(self) -> None:
-        """Ends the trace.
+        """Ends the trace, and refuses parameters that end in another tensor's storage.
 
         Raises:
             CaptureError: a parameter ends in storage that another tensor of the model has.
