@@ -171,7 +171,7 @@ def _unheld(moved: list[list[fx.Node]]) -> list[list[fx.Node]]:
         if held is not None:
             name = held.meta.get(NAME, held.name)
             stay = f"{index + 1} of {len(moved)} updates stay in their iteration"
-            note(f"{stay}: {name} is held where nobody sees its use")
+            note(f"{stay}: {name} is held elsewhere, where its use cannot be seen")
             return moved[index + 1 :]
     return moved
 

@@ -184,7 +184,7 @@ def check_backward(top: fx.GraphModule, loss_index: int) -> None:
         for index, value in enumerate(received):
             sums.setdefault(value_before_cut(value), Counter())[backward, index] += 1
     if next(found, None) is not None:
-        raise VerificationError("the graph of stages has a backward on which the loss depends not")
+        raise VerificationError("the graph of stages has a backward that the loss does not need")
 
 
 def _is_backward_of(

@@ -64,8 +64,8 @@ def check_class(name: str, tensor: torch.Tensor) -> None:
             " graphopt.DataParallel averages the gradients",
         )
     raise CaptureError(
-        f"{name} is a tensor of the class {kind.__qualname__}, which has a say in what is computed"
-        " of it",
+        f"{name} is a tensor of the class {kind.__qualname__}, whose operators need not"
+        " compute what they do on plain tensors",
         hint=_CURES.get(kind.__name__, "pass tensor.as_subclass(torch.Tensor)"),
     )
 
