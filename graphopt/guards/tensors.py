@@ -58,7 +58,7 @@ class TensorGuards:
         self._unmarked = [attributes for _, attributes in marks if not attributes]
 
     def storages(self) -> frozenset[int]:
-        """The storages of all module tensors; some have others in each call."""
+        """Returns the storages of all module tensors; some tensors get others in each call."""
         if not self._moving:
             return self._fixed_storages
         return self._fixed_storages | {_compat.storage_key(h.live()) for h in self._moving}

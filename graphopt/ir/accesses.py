@@ -46,7 +46,7 @@ class Accesses:
         self._readers: dict[object, list[fx.Node]] = {}
 
     def add(self, node: fx.Node) -> list[Hazard]:
-        """Add a node; returns the nodes added so far that have to keep their place before it.
+        """Adds a node and returns the earlier nodes that must stay before it.
 
         Chained: each read belongs to the write before and the write after it, so that there are not
         more than accesses.
@@ -68,7 +68,7 @@ class Accesses:
         return is_wait(node) or not self._watched.keys().isdisjoint(node.all_input_nodes)
 
     def last_write(self, node: fx.Node) -> Entry | None:
-        """The last write so far to the storage of `node`."""
+        """Returns the last write so far to the storage of `node`, or None."""
         return self._last.get(self._effects.key(node))
 
     def _note_read(self, node: fx.Node, source: fx.Node, key: object) -> Iterator[Hazard]:

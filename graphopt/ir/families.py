@@ -100,7 +100,7 @@ _GRADIENTS = {1: ("grads", *_SCALED)}
 
 
 def _moments(*gradient: str) -> dict[int, tuple[str, ...]]:
-    """The dependencies of the state of Adam and AdamW on their arguments."""
+    """Returns the dependencies of the state of Adam and AdamW on their arguments."""
     squares = ("exp_avg_sqs", "beta2", *gradient)
     return {
         **_GRADIENTS,

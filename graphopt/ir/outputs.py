@@ -11,7 +11,7 @@ from graphopt.ir.operators import is_copy
 
 
 def get_output(graph: fx.Graph) -> fx.Node:
-    """The output node of a graph.
+    """Returns the output node of a graph.
 
     >>> graphopt.graph_utils.get_output(gm.graph).op
     'output'

@@ -89,7 +89,7 @@ class StageAttempt:
         return f"stage {self.done[-1]!r}" + (f" of {self.graph!r}" if self.graph else "")
 
     def lines(self) -> dict[str, str]:
-        """The lines of an error that locate the stage in the list."""
+        """Returns the lines of an error that locate the stage in the list."""
         marked = [f"[{name}]" if name == self.done[-1] else name for name in self.names]
         return {"stages:": " -> ".join(marked), "reproduce:": self._reproduce()}
 

@@ -55,7 +55,7 @@ def communication_bound(program: Program, burst: float = 0.0) -> float:
 
 
 def preemptive_bound(program: Program, burst: float = 0.0) -> float:
-    """Returns a lower bound of a step's seconds over all orders; the module's docstring has the
+    """Returns a lower bound, in seconds, of a step under any order; the module's docstring has the
     method."""
     if not program.messages:
         return program.compute_seconds

@@ -173,14 +173,14 @@ def _used(heads: Sequence[MessageInFlight], rates: Sequence[float]) -> dict[str,
 
 
 def _left(before: float, taken: float) -> float:
-    """Returns the remainder, with rounding errors rounded to nothing."""
+    """Subtracts `taken`; a remainder within rounding error counts as zero."""
     left = before - taken
     return left if left > 1e-12 * before else 0.0
 
 
 def fair_rates(wanted: Sequence[tuple[str, ...]]) -> list[float]:
-    """Returns max-min fair rates of transfers, given by the links that each uses; 1 for those
-    without links."""
+    """Returns max-min fair rates of transfers by progressive filling (Bertsekas and Gallager, "Data
+    Networks", 1992), given the links that each uses; 1 for those without links."""
     rates = [CAPACITY] * len(wanted)
     open_ = {index for index, links in enumerate(wanted) if links}
     left = {link: CAPACITY for links in wanted for link in links}

@@ -238,7 +238,7 @@ class _OrderSearch:
         return ()
 
     def seconds(self) -> float:
-        """The seconds of the best order, the given one included; infinite if none fits into
+        """Returns the seconds of the best order, the given one included; infinite if none fits into
         memory."""
         if self._best is None:
             begun = steady_seconds(self.program, *self._disturbed)

@@ -183,8 +183,8 @@ parts."""
 
 
 def arranged_alike(terms: Terms, runs: Sequence[Segment]) -> Arranged | None:
-    """The parts and the rebuilding function of operands that were all rearranged in one way, or
-    None."""
+    """Returns the parts and the rebuilding function of operands that were all rearranged in one
+    way, or None."""
     keys = [terms[run.term].key for run in runs]
     kind = keys[0][0]
     if kind not in ("permute", "beside") or any(run.start != runs[0].start for run in runs):

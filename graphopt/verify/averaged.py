@@ -81,7 +81,7 @@ def _has_contiguous_strides(value: torch.Tensor) -> bool:
 
 
 def _memory_order(value: torch.Tensor) -> list[int] | None:
-    """The dimensions of a dense tensor, outermost in memory first. None if the tensor is
+    """Returns the dimensions of a dense tensor, outermost in memory first. None if the tensor is
     contiguous."""
     if value.is_contiguous():
         return None

@@ -57,7 +57,7 @@ class SpecReport(CheckReport):
 
 
 def check_captured(captured: CapturedStep) -> SpecReport:
-    """Check placeholders, outputs, metadata, aliases, mutation and collectives of a captured step.
+    """Checks placeholders, outputs, metadata, aliases, mutation and collectives of a captured step.
 
     Linear in the number of nodes. Changes nothing.
 
@@ -71,7 +71,7 @@ def check_captured(captured: CapturedStep) -> SpecReport:
 def check_graph(
     graph: fx.Graph, inputs: Sequence[InputSpec], *, marked: bool = False
 ) -> SpecReport:
-    """`check_captured` for a bare graph and the description of its placeholders.
+    """Checks a bare graph as `check_captured` does, given the description of its placeholders.
 
     Args:
         marked: it may have markers, which no kind of parallelism has expanded yet.

@@ -252,7 +252,7 @@ class _Comparison:
         return {sink: state for sink, state in lost.items() if state}
 
     def _whole(self, places: list[SinkPlace]) -> Side:
-        """The whole graph after the pass, not cut at anchors."""
+        """Returns the whole graph after the pass, not cut at anchors."""
         if self._uncut is None:
             self._uncut = Side(*self._after, places, self._labels)
         return self._uncut

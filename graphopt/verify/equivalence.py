@@ -62,7 +62,7 @@ class EquivalenceReport(CheckReport):
 def check_equivalence(
     before: fx.GraphModule | fx.Graph, after: fx.GraphModule | fx.Graph
 ) -> EquivalenceReport:
-    """Prove that `after` computes what `before` does, for all inputs.
+    """Proves that `after` computes what `before` does, for all inputs.
 
     Graphs may update storages in place; what is seen through views of them is followed. Of an
     `IterGraphModule` the step is compared, and if it has late nodes, the graphs that run them are

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def dependency_graph(graph_module: fx.GraphModule | fx.Graph) -> nx.DiGraph:
-    """The graph of dependencies: nodes that must run before others.
+    """Returns the graph of dependencies: nodes that must run before others.
 
     An edge ``u -> v`` says that `v` needs `u` first. Its attribute `kind` is a set of
 

@@ -71,7 +71,7 @@ class CheckReport:
         return not self.problems
 
     def _says(self) -> tuple[str, str]:
-        """The headlines of the report, without and with problems."""
+        """Returns the headlines of the report, without and with problems."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class CheckReport:
         return "\n".join(lines)
 
     def raise_for_failure(self) -> None:
-        """Raise `VerificationError` with the problems, if there are any."""
+        """Raises `VerificationError` with the problems, if there are any."""
         if not self.ok:
             raise VerificationError(str(self))
 

@@ -29,8 +29,8 @@ class LabelReach:
                 self._successors[need].append(vertex)
 
     def states(self, sources: Mapping[int, int]) -> dict[int, int]:
-        """Returns the state of every vertex reached from `sources` (vertex -> number of its
-        bit)."""
+        """Returns for each reached vertex its state: the sources that reach it, by collectives
+        passed. `sources` maps vertices to numbers of bits."""
         states: dict[int, int] = {}
         for vertex in self._reached(sources):
             state = 1 << sources[vertex] if vertex in sources else 0
@@ -59,7 +59,7 @@ class LabelReach:
 
 
 def union(states: Mapping[int, int], vertices: Iterable[int]) -> int:
-    """Returns the combined state of a reader of `vertices`."""
+    """Returns the union of the states of `vertices`: the state of a node that reads them all."""
     state = 0
     for vertex in vertices:
         state |= states.get(vertex, 0)
@@ -92,7 +92,7 @@ def labelled(state: int) -> Iterable[tuple[int, int]]:
 
 
 def numbers(bits: int, limit: int) -> list[int]:
-    """Returns the positions of the first `limit` set bits."""
+    """Returns the positions of the lowest `limit` set bits."""
     found: list[int] = []
     while bits and len(found) < limit:
         lowest = bits & -bits

@@ -251,8 +251,8 @@ def _results(launch: fx.Node) -> list[int | None]:
 def state(
     before: tuple[fx.Graph, MemoryOrder], after: tuple[fx.Graph, MemoryOrder], same: Same
 ) -> Iterator[Problem]:
-    """Yields changes in which placeholders are updated or listed, and readers after the last
-    update."""
+    """Yields placeholders that are no longer updated or listed, or newly updated, and stale
+    reads."""
     was = {node.target: (node, write.node) for node, write in before[1].final.items()}
     now = {node.target: (node, write.node) for node, write in after[1].final.items()}
     listed = set(get_outputs(before[0]).updates), set(get_outputs(after[0]).updates)
