@@ -13,7 +13,7 @@ from graphopt.lowering.partial import Lowering
 from graphopt.lowering.regions import MARK, mark_regions
 from graphopt.manager.stages import DerivedGraph, GraphStage
 from graphopt.verify import Problem
-from graphopt.verify.recorded import recording_problems
+from graphopt.verify.cuda_graph_checks import recording_problems
 
 
 class Lower(GraphStage):

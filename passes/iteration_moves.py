@@ -56,7 +56,7 @@ from graphopt.graph_utils import (
 )
 from graphopt.ir.metadata import NAME, is_held, is_held_somewhere, is_launch_kept, sent_names
 from graphopt.iter_graph import IterGraphModule
-from graphopt.iter_graph.staying import staying_nodes
+from graphopt.iter_graph.late_exclusions import staying_nodes
 from graphopt.manager import PassArgumentError, graph_optimization_pass
 from graphopt.manager.notes import note
 from graphopt.optim import split_updates

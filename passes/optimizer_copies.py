@@ -34,8 +34,8 @@ from torch import fx
 
 from graphopt.comm import late_nodes
 from graphopt.ir.effects import Effects
+from graphopt.ir.memory_readers import values_read
 from graphopt.ir.operators import calls_of, is_copy, is_list_operator
-from graphopt.ir.reads import values_read
 from graphopt.manager import graph_optimization_pass
 
 MAX_OPTIMIZER_DISTANCE = 5

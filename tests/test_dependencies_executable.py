@@ -16,7 +16,7 @@ import graphopt
 from graphopt.executable import finalize
 from graphopt.graph_utils import find_nodes, get_outputs, is_operator, is_wait, set_outputs
 from graphopt.stages import stages_for
-from graphopt.verify import check_dependencies, check_finalized, stages
+from graphopt.verify import check_dependencies, check_finalized, stage_checks
 from graphopt.verify.equivalence import Proof
 from mutation_trials import two_ranks
 from zoo import MODELS, OPTIMIZERS, train_step
@@ -307,6 +307,6 @@ def test_dependencies_decide_where_terms_cannot_speak(
     if edit is not None:
         edit(after.graph)
     with caplog.at_level(logging.INFO, "graphopt"):
-        problems = stages.StageProof(Proof()).problems("setup", before.graph, after)
+        problems = stage_checks.StageProof(Proof()).problems("setup", before.graph, after)
     assert bool(problems) == (edit is not None)
     assert "of the graph setup dependencies are compared" in caplog.text

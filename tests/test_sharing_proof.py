@@ -21,7 +21,7 @@ from graphopt.parallel.parallelize import parallelize
 from graphopt.testing import fake_ranks
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep, capture_call, communication_for
-from graphopt.verify.averaged import sharing_problems
+from graphopt.verify.marker_meaning import sharing_problems
 from sketch import one_rank
 from zoo import MODELS, OPTIMIZERS, train_step
 

@@ -31,7 +31,7 @@ from graphopt.saved import load_graph
 from graphopt.stages import entries, stages_for
 from graphopt.stages.compiling import Stages, StepInMaking
 from graphopt.verify import check_divided, check_finalized
-from graphopt.verify import stages as verify_stages
+from graphopt.verify import stage_checks as verify_stages
 from sketch import one_rank
 from stage_cases import problem
 from zoo import MODELS, OPTIMIZERS, train_step

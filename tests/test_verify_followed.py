@@ -14,8 +14,8 @@ from edit_tools import added, with_arg
 from graphopt.graph_utils import find_nodes, get_outputs, is_collective, is_operator, is_wait
 from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.manager import PassRegistry
-from graphopt.verify import check_equivalence, evaluation, late
-from graphopt.verify.copies import is_copy_of
+from graphopt.verify import check_equivalence, evaluation, late_work
+from graphopt.verify.graph_copies import is_copy_of
 from sketch import one_rank
 from zoo import MODELS, OPTIMIZERS, train_step
 
@@ -188,7 +188,7 @@ def test_late_work_is_shown_without_a_second_step(monkeypatch: pytest.MonkeyPatc
     def never(*args: Any) -> None:
         raise AssertionError("both sides were evaluated in full")
 
-    monkeypatch.setattr(late, "_any_iteration", never)
+    monkeypatch.setattr(late_work, "_any_iteration", never)
     gm = trained()
     graphopt.PassManager(PIPELINE).run(gm)
     assert gm.graph.late

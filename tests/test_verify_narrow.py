@@ -24,13 +24,13 @@ from graphopt.graph_utils import (
     is_operator,
     set_outputs,
 )
-from graphopt.ir.rewritten import rewritten_places
+from graphopt.ir.rewritten_places import rewritten_places
 from graphopt.iter_graph import IterGraphModule
 from graphopt.manager import PassRegistry
 from graphopt.manager.callbacks import PassCallback, PassContext
 from graphopt.verify import check_equivalence, check_finalized
 from graphopt.verify.equivalence import Proof
-from graphopt.verify.stages import StageProof
+from graphopt.verify.stage_checks import StageProof
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -15,7 +15,7 @@ from edit_tools import with_arg
 from graphopt.graph_utils import find_nodes, is_operator
 from graphopt.verify import check_equivalence
 from graphopt.verify.equivalence import Proof
-from graphopt.verify.stages import StageProof
+from graphopt.verify.stage_checks import StageProof
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

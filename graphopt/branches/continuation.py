@@ -35,8 +35,8 @@ from graphopt.ir.views import is_pure_view
 from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.iter_graph.graph import IterGraph
 from graphopt.verify.callees import OF_STORAGE
-from graphopt.verify.evaluated import Evaluation, NotDecidedError
-from graphopt.verify.outcomes import differences
+from graphopt.verify.evaluation_outcome import Evaluation, NotDecidedError
+from graphopt.verify.outcome_differences import differences
 from graphopt.verify.terms import Terms, layout_of
 
 Beginning = Callable[[fx.Graph], tuple[Course, dict[fx.Node, fx.Node]]]

@@ -19,8 +19,8 @@ from torch import fx
 from graphopt import _compat
 from graphopt.host import is_host_call
 from graphopt.ir.metadata import known_value, set_value
-from graphopt.verify.evaluated import Evaluation
 from graphopt.verify.evaluation import evaluate_graph
+from graphopt.verify.evaluation_outcome import Evaluation
 from graphopt.verify.module_constants import attribute, same_object
 from graphopt.verify.terms import Terms
 

@@ -14,8 +14,8 @@ from torch import fx
 
 from graphopt.ir.effects import Effects
 from graphopt.ir.entries import Entry, list_call
+from graphopt.ir.memory_readers import values_read
 from graphopt.ir.operators import is_wait, may_alias, operator_of
-from graphopt.ir.reads import values_read
 from graphopt.ir.views import is_pure_view, launch_of, shared_with
 
 

@@ -20,10 +20,10 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.ir import views
+from graphopt.ir.memory_readers import ReadersOfClasses, read_by
 from graphopt.ir.metadata import carried_index, known_value, late_group
 from graphopt.ir.operators import overwritten
 from graphopt.ir.outputs import Outputs, get_outputs
-from graphopt.ir.reads import ReadersOfClasses, read_by
 
 
 class CallEffects(Protocol):

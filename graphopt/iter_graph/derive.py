@@ -35,6 +35,7 @@ from graphopt.graph_utils import (
     written,
 )
 from graphopt.ir.effects import Effects
+from graphopt.ir.memory_readers import values_read
 from graphopt.ir.metadata import (
     KIND,
     describe_carried,
@@ -46,7 +47,6 @@ from graphopt.ir.metadata import (
     set_value,
 )
 from graphopt.ir.operators import writers
-from graphopt.ir.reads import values_read
 from graphopt.iter_graph.graph import IterGraph
 
 aten = torch.ops.aten

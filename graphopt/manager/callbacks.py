@@ -16,7 +16,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import FileError
 from graphopt.ir.accesses import MemoryOrder
-from graphopt.ir.rewritten import RewrittenPlace, rewritten_places
+from graphopt.ir.rewritten_places import RewrittenPlace, rewritten_places
 from graphopt.iter_graph import IterGraphModule, check_late
 from graphopt.manager.declaration import Pass
 from graphopt.manager.problems import Refused, refusing_errors
@@ -30,12 +30,12 @@ from graphopt.runtime import places
 from graphopt.verify import Problem, structure
 from graphopt.verify.dependencies import CommunicationKept, DependencyCheck
 from graphopt.verify.equivalence import EquivalenceReport, Proof
-from graphopt.verify.evaluated import NotDecidedError
+from graphopt.verify.evaluation_outcome import NotDecidedError
 from graphopt.verify.exchanged_regions import RewrittenRegions
-from graphopt.verify.groups import changed_groups
+from graphopt.verify.group_checks import changed_groups
 from graphopt.verify.interface import changed_arguments, kinds_returned, returned_problems
 from graphopt.verify.matching import correspondence_by_name, same_nodes
-from graphopt.verify.metadata import KindsOfResults, changed_problems
+from graphopt.verify.written_nodes import KindsOfResults, changed_problems
 
 logger = logging.getLogger("graphopt")
 

@@ -16,7 +16,7 @@ from graphopt.errors import PipelineSyntaxError
 from graphopt.graph_utils import eliminate_dead_code
 from graphopt.ir.metadata import PROVENANCE, provenance_of
 from graphopt.ir.positions import give_by_position
-from graphopt.ir.rewritten import forget_places
+from graphopt.ir.rewritten_places import forget_places
 from graphopt.manager.admission import check_graph_module, check_iterations, check_open
 from graphopt.manager.callbacks import PassCallback, PassContext, Timing, Verification, dump_of
 from graphopt.manager.declaration import Pass
@@ -45,7 +45,7 @@ from graphopt.runtime.collector import collector_paused
 from graphopt.schedule.program import step_peak_bytes
 from graphopt.verify import Problem
 from graphopt.verify.equivalence import Proof
-from graphopt.verify.trial import module_of, verdict
+from graphopt.verify.numeric_trial import module_of, verdict
 
 PipelineEntry: TypeAlias = str | Pass | tuple[str | Pass, Mapping[str, Any]]
 

@@ -19,7 +19,7 @@ from graphopt.iter_graph.graph import empty_like
 from graphopt.manager.module_state import HOOKS, ModuleState
 from graphopt.runtime.collector import collector_paused
 from graphopt.verify.interface import kinds_returned
-from graphopt.verify.metadata import GivenArgument
+from graphopt.verify.written_nodes import GivenArgument
 
 _TABLES = ("_modules", "_parameters", "_buffers", *HOOKS)
 

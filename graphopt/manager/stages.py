@@ -28,7 +28,7 @@ from graphopt.manager.settings import Settings
 from graphopt.ranks.spmd import launches_digest
 from graphopt.verify import Problem
 from graphopt.verify.launches import FollowedLaunches
-from graphopt.verify.stages import StageProof
+from graphopt.verify.stage_checks import StageProof
 
 if TYPE_CHECKING:
     from graphopt.host.votes import Agreement

@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from graphopt.ir.entries import ListCall, list_call
+from graphopt.ir.memory_readers import values_read
 from graphopt.ir.metadata import input_kind, known_value
 from graphopt.ir.operators import operator_of, writers, written
-from graphopt.ir.reads import values_read
 from graphopt.ir.views import reads_through_views
 
 NONE = -1

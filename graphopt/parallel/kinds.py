@@ -20,8 +20,8 @@ class Parallel(ABC):
     """A kind of parallelism: what becomes of the markers in a captured graph.
 
     Attributes:
-        meaning: the name of what markers mean to it (`graphopt.verify.averaged.MEANINGS`), to which
-            what it makes of them is compared; nothing is compared where there is none.
+        meaning: the name of the markers' definition in `graphopt.verify.marker_meaning.MEANINGS`,
+            against which its collectives are proven; without one, nothing is proven.
     """
 
     meaning: ClassVar[str] = ""

@@ -9,8 +9,8 @@ from typing import Any
 from torch import fx
 
 from graphopt.errors import PartitionError
-from graphopt.partition.attributes import Attributes
 from graphopt.partition.hazards import Reason, hazards
+from graphopt.partition.module_attributes import Attributes
 
 SplitCallback = Callable[[fx.Node], Any]
 

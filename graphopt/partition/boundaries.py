@@ -11,7 +11,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt._compat.partition import bound_symbol, free_symbols
 from graphopt.partition.assignment import Assignment, Partition
-from graphopt.partition.attributes import Attributes
+from graphopt.partition.module_attributes import Attributes
 
 VALUE_KEYS = ("val", "example_value")
 """Keys of `meta` for the value of a node: that of `make_fx` and export, and that of Dynamo."""

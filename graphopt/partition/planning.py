@@ -16,8 +16,8 @@ from graphopt.partition.assignment import (
     find_dependencies,
     merge,
 )
-from graphopt.partition.attributes import Attributes
 from graphopt.partition.boundaries import Boundaries
+from graphopt.partition.module_attributes import Attributes
 from graphopt.partition.ordering import (
     PartitionCycleError,
     check_order,

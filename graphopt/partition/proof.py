@@ -12,12 +12,12 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import VerificationError
 from graphopt.ir.metadata import known_value
-from graphopt.partition.attributes import Attributes
 from graphopt.partition.hazards import hazards
+from graphopt.partition.module_attributes import Attributes
 from graphopt.verify.composition import Composition, Objects
-from graphopt.verify.evaluated import NotDecidedError
 from graphopt.verify.evaluation import evaluate_graph
-from graphopt.verify.outcomes import differences
+from graphopt.verify.evaluation_outcome import NotDecidedError
+from graphopt.verify.outcome_differences import differences
 from graphopt.verify.problems import Problem
 from graphopt.verify.same_calls import call_problems
 from graphopt.verify.terms import Terms

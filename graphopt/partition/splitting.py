@@ -12,8 +12,8 @@ from torch import fx, nn
 from graphopt._compat.partition import is_persistent, share_signature
 from graphopt.errors import PartitionError
 from graphopt.partition.assignment import Partition, SplitCallback, unique_name
-from graphopt.partition.attributes import Attributes
 from graphopt.partition.boundaries import VALUE_KEYS
+from graphopt.partition.module_attributes import Attributes
 from graphopt.partition.planning import PartitionPlan, make_plan
 from graphopt.runtime.collector import collector_paused
 

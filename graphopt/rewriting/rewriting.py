@@ -20,7 +20,7 @@ from torch import fx
 
 from graphopt.graph_utils import call_function_with_meta
 from graphopt.ir.metadata import fake_value
-from graphopt.ir.rewritten import RewrittenPlace, note_place
+from graphopt.ir.rewritten_places import RewrittenPlace, note_place
 from graphopt.rewriting.finding import Exchange, Rule, exchanges, names_of, needed_for
 from graphopt.rewriting.matching import Match
 

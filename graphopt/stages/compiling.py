@@ -34,9 +34,9 @@ from graphopt.tracing.inputs.entries import InputSpec
 from graphopt.tracing.optimizers.optimizer_state import has
 from graphopt.tracing.outside.existing import births_noted
 from graphopt.verify import Problem, SpecReport, check_graph
-from graphopt.verify.averaged import sharing_problems
 from graphopt.verify.equivalence import Proof
-from graphopt.verify.stages import StageProof
+from graphopt.verify.marker_meaning import sharing_problems
+from graphopt.verify.stage_checks import StageProof
 
 if TYPE_CHECKING:
     from graphopt.host.votes import Agreement

@@ -23,7 +23,7 @@ from graphopt.testing.factors import typical
 from graphopt.testing.numerics import TOLERANCE as TOLERANCE
 from graphopt.testing.numerics import numeric_problems
 from graphopt.testing.runs import run
-from graphopt.testing.subject import Passes, graph_and_inputs, prepared
+from graphopt.testing.tested_graph import Passes, graph_and_inputs, prepared
 
 UPDATE = "GRAPHOPT_UPDATE_GOLDEN"
 """The environment variable that, set to 1, makes `check_pass` write golden files."""

@@ -6,7 +6,7 @@ from graphopt.verify.dependencies import check_dependencies
 from graphopt.verify.equivalence import EquivalenceReport, check_equivalence
 from graphopt.verify.network import dependency_graph
 from graphopt.verify.problems import DependencyReport, Problem
-from graphopt.verify.stages import check_divided, check_finalized
+from graphopt.verify.stage_checks import check_divided, check_finalized
 
 __all__ = [
     "DependencyReport",

@@ -13,7 +13,7 @@ import torch
 from graphopt import _compat
 from graphopt.ir.entries import list_positions
 from graphopt.verify.elementwise import BY_ELEMENT, elementwise
-from graphopt.verify.runs import evaluate_entry_runs
+from graphopt.verify.elementwise_runs import evaluate_entry_runs
 from graphopt.verify.terms import (
     Pending,
     ScalarValue,

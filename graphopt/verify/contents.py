@@ -15,7 +15,7 @@ from torch import fx
 
 from graphopt.ir.metadata import fake_value
 from graphopt.verify.axioms import permuted_back
-from graphopt.verify.evaluated import NotDecidedError
+from graphopt.verify.evaluation_outcome import NotDecidedError
 from graphopt.verify.possible_views import PossibleViews
 from graphopt.verify.terms import (
     Pending,

@@ -22,14 +22,14 @@ from torch import fx
 
 from graphopt.graph_utils.nodes import graph_of
 from graphopt.ir.accesses import MemoryOrder
-from graphopt.verify import sent, structure
+from graphopt.verify import sent_elements, structure
 from graphopt.verify.executable import as_captured, is_finalized, works_in_place
-from graphopt.verify.kept import kept_arguments, shared_results
+from graphopt.verify.kept_reads import kept_arguments, shared_results
 from graphopt.verify.labels import Labels
 from graphopt.verify.matching import End, Matching, Sink, correspondence_by_name
 from graphopt.verify.problems import DependencyReport, Problem
 from graphopt.verify.reach import CHUNK, labelled, missing, numbers
-from graphopt.verify.sides import Side, SinkPlace
+from graphopt.verify.sink_sources import Side, SinkPlace
 
 _NAMED = 3
 """The number of lost sources that are named for one reader."""
@@ -180,13 +180,14 @@ class _Comparison:
         self._position = {node: index for index, node in enumerate(after[0].nodes)}
 
     def problems(self) -> list[Problem]:
-        same, told = self._matching.same, self._communication
+        same, kept = self._matching.same, self._communication
         (before, _), (after, memory) = self._before, self._after
+        fewer = sent_elements.less_sent(before, after, same, same_dtypes=kept.dtypes)
         return [
             *structure.interface(before, after),
             *structure.late_nodes(after),
             *structure.waits(before, after, memory, same),
-            *(sent.less_sent(before, after, same, same_dtypes=told.dtypes) if told.amounts else ()),
+            *(fewer if kept.amounts else ()),
             *structure.state(self._before, self._after, same),
             *structure.write_order(self._before[1], after, same),
             *structure.randomness(before, after, same),

@@ -10,7 +10,7 @@ from torch import fx
 
 from graphopt.ir.metadata import source_line
 from graphopt.verify.axioms import RULES
-from graphopt.verify.evaluated import Evaluation
+from graphopt.verify.evaluation_outcome import Evaluation
 from graphopt.verify.moved_elements import MovedElements, first_difference, moved_elements
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import ScalarValue, Segment, TensorValue, Terms

@@ -23,13 +23,18 @@ from torch import fx
 
 from graphopt.graph_utils.nodes import graph_of
 from graphopt.iter_graph import IterGraphModule
-from graphopt.verify.copies import is_copy_of
-from graphopt.verify.evaluated import Evaluation, NotDecidedError
 from graphopt.verify.evaluation import evaluate_graph
+from graphopt.verify.evaluation_outcome import Evaluation, NotDecidedError
 from graphopt.verify.exchanged_regions import RewrittenRegions
-from graphopt.verify.late import DerivedEvaluation, DerivedEvaluations, late_problems
+from graphopt.verify.graph_copies import is_copy_of
+from graphopt.verify.late_work import DerivedEvaluation, DerivedEvaluations, late_problems
 from graphopt.verify.module_constants import constant_problems
-from graphopt.verify.outcomes import differences, error_problems, reorders_sums, total_problems
+from graphopt.verify.outcome_differences import (
+    differences,
+    error_problems,
+    reorders_sums,
+    total_problems,
+)
 from graphopt.verify.problems import CheckReport, Problem
 from graphopt.verify.terms import Terms
 
@@ -199,7 +204,7 @@ class Proof:
         self, graph: fx.Graph, graphs: Mapping[str, fx.GraphModule], step: Evaluation
     ) -> list[Problem]:
         """Returns the problems of the graphs that run late nodes, by both statements of
-        `graphopt.verify.late`."""
+        `graphopt.verify.late_work`."""
         found: DerivedEvaluations = {}
         problems = list(late_problems(graph, graphs, self.terms, step, found))
         self._derived = {} if problems else found

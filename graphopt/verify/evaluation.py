@@ -29,17 +29,17 @@ from graphopt.ir.operators import (
 from graphopt.ir.writing_operators import FunctionalForm, form_of
 from graphopt.verify.call_terms import entries, fresh, has_empty, named
 from graphopt.verify.callees import Callees
-from graphopt.verify.communicating import CollectiveTerms
-from graphopt.verify.constants import sent_constant, sent_constants
-from graphopt.verify.evaluated import Evaluation, NotDecidedError, Settled, unknown_input
+from graphopt.verify.collective_results import CollectiveTerms
+from graphopt.verify.elementwise_runs import evaluate_runs
+from graphopt.verify.evaluation_outcome import Evaluation, NotDecidedError, Settled, unknown_input
 from graphopt.verify.exchanged_regions import UnknownPlace
 from graphopt.verify.inlining import call_of, constant_name
-from graphopt.verify.outputs import record_outcome
-from graphopt.verify.reading import Reading, is_itself
-from graphopt.verify.recall import RecalledCall
-from graphopt.verify.runs import evaluate_runs
+from graphopt.verify.node_values import Reading, is_itself
+from graphopt.verify.outcome_recording import record_outcome
+from graphopt.verify.remembered_calls import RecalledCall
+from graphopt.verify.sent_constants import sent_constant, sent_constants
+from graphopt.verify.storage_updates import Updates
 from graphopt.verify.terms import Pending, TensorValue, Terms, canonical, storage_layout_of
-from graphopt.verify.updating import Updates
 
 _PERHAPS_VIEWS = ("aten::reshape", "aten::flatten", "aten::contiguous", "aten::to")
 """Operators that return a view or a copy of their argument, depending on its strides."""

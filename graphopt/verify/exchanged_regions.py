@@ -19,7 +19,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import tensors_in, without_autocast
 from graphopt.ir.metadata import fake_value, known_value, set_value
-from graphopt.ir.rewritten import RewrittenPlace
+from graphopt.ir.rewritten_places import RewrittenPlace
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import layout_of
 

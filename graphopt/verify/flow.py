@@ -19,9 +19,9 @@ from graphopt import _compat
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.ir.entries import list_call
 from graphopt.ir.families import STATE_NEEDS
+from graphopt.ir.memory_readers import values_read
 from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import operator_of
-from graphopt.ir.reads import values_read
 from graphopt.verify.any_order import AnyOrder
 from graphopt.verify.labels import Labels, signature_of
 from graphopt.verify.segments import (

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from graphopt.ir.bits import same_bits
 from graphopt.verify.problems import Problem
-from graphopt.verify.recall import same_constant
+from graphopt.verify.remembered_calls import same_constant
 
 
 def constant_problems(

@@ -21,7 +21,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt._compat.sizes import symbolic_layout
-from graphopt.verify.recall import Recall
+from graphopt.verify.remembered_calls import Recall
 
 Key = tuple[Any, ...]
 

@@ -29,10 +29,10 @@ from graphopt.pipelining.pipe.placement import arguments_of, module_of, results,
 from graphopt.pipelining.pipe.sharing import ParameterReplica
 from graphopt.pipelining.stage.chain import ChainPlan
 from graphopt.verify.composition import Composition, Objects
-from graphopt.verify.evaluated import NotDecidedError
 from graphopt.verify.evaluation import evaluate_graph
+from graphopt.verify.evaluation_outcome import NotDecidedError
 from graphopt.verify.module_constants import attribute
-from graphopt.verify.outcomes import differences
+from graphopt.verify.outcome_differences import differences
 from graphopt.verify.problems import Problem
 from graphopt.verify.same_calls import Ordered, call_problems
 from graphopt.verify.terms import Terms

@@ -37,10 +37,10 @@ from graphopt.pipelining.stage.stage_graphs import SLOT, StageGraph
 from graphopt.tracing.capture import CapturedStep
 from graphopt.verify import Problem
 from graphopt.verify.composition import Composition, Objects
-from graphopt.verify.evaluated import Evaluation, NotDecidedError
 from graphopt.verify.evaluation import evaluate_graph
+from graphopt.verify.evaluation_outcome import Evaluation, NotDecidedError
 from graphopt.verify.module_constants import attribute
-from graphopt.verify.outcomes import differences
+from graphopt.verify.outcome_differences import differences
 from graphopt.verify.terms import Terms
 
 logger = logging.getLogger("graphopt")

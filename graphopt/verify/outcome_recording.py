@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx
 
 from graphopt.graph_utils import get_outputs
-from graphopt.verify.evaluated import Evaluation, NotDecidedError
-from graphopt.verify.reading import Reading
+from graphopt.verify.evaluation_outcome import Evaluation, NotDecidedError
+from graphopt.verify.node_values import Reading
 
 
 def record_outcome(graph: fx.Graph, reading: Reading, found: Evaluation) -> None:

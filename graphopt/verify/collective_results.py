@@ -10,8 +10,9 @@ from graphopt.ir.families import collective_kind
 from graphopt.ir.metadata import fake_value
 from graphopt.ir.operators import first_argument, operator_of
 from graphopt.verify.call_terms import fresh
+from graphopt.verify.collectives_in_flight import Sending, mark_sent_constants
 from graphopt.verify.elementwise import reduced
-from graphopt.verify.evaluated import Evaluation, NotDecidedError
+from graphopt.verify.evaluation_outcome import Evaluation, NotDecidedError
 from graphopt.verify.gathering import (
     EXCHANGES,
     GATHERS,
@@ -25,8 +26,7 @@ from graphopt.verify.gathering import (
     scattered,
 )
 from graphopt.verify.labels import as_reduced, sent_tensors, signature_of
-from graphopt.verify.reading import Reading
-from graphopt.verify.sending import Sending, mark_sent_constants
+from graphopt.verify.node_values import Reading
 from graphopt.verify.terms import Pending, TensorValue, Terms, canonical
 
 _SUMMING = ("all_reduce", "reduce_scatter_tensor")

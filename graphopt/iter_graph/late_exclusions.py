@@ -23,7 +23,7 @@ def staying_nodes(graph: IterGraph) -> dict[fx.Node, tuple[fx.Node, str]]:
     """Returns the nodes that must run in this iteration, each with the node that needs it and the
     reason.
 
-    >>> from graphopt.iter_graph.staying import staying_nodes
+    >>> from graphopt.iter_graph.late_exclusions import staying_nodes
     >>> [reason for _, reason in staying_nodes(graphopt.IterGraphModule(gm).graph).values()][:1]
     ['the step returns %sum_1']
     """

@@ -20,11 +20,11 @@ from graphopt.ir.operators import (
 )
 from graphopt.verify.call_terms import entries
 from graphopt.verify.casts import converted
-from graphopt.verify.communicating import CollectiveTerms
+from graphopt.verify.collective_results import CollectiveTerms
 from graphopt.verify.contents import CannotWriteError, with_layout
-from graphopt.verify.evaluated import NotDecidedError, Settled
+from graphopt.verify.evaluation_outcome import NotDecidedError, Settled
 from graphopt.verify.functional import functional_form, functional_form_for
-from graphopt.verify.reading import Reading
+from graphopt.verify.node_values import Reading
 from graphopt.verify.terms import TensorValue, Terms, tensor_value
 
 Applied = Callable[[fx.Node, Any, dict[str, Any]], Any]

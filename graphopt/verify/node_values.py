@@ -10,7 +10,7 @@ from graphopt import _compat
 from graphopt.ir.operators import first_argument, operator_of
 from graphopt.verify.call_terms import named
 from graphopt.verify.contents import Contents, View
-from graphopt.verify.evaluated import NotDecidedError
+from graphopt.verify.evaluation_outcome import NotDecidedError
 from graphopt.verify.terms import Pending, TensorValue, Terms
 
 

@@ -26,9 +26,9 @@ from graphopt.ir.metadata import fake_value
 from graphopt.ir.operators import is_marker, is_operator
 from graphopt.iter_graph import copy_graph
 from graphopt.verify.equivalence import Proof
-from graphopt.verify.evaluated import NotDecidedError
 from graphopt.verify.evaluation import evaluate_graph
-from graphopt.verify.outcomes import value_problems
+from graphopt.verify.evaluation_outcome import NotDecidedError
+from graphopt.verify.outcome_differences import value_problems
 from graphopt.verify.problems import Problem
 from graphopt.verify.shard_mesh import RanksOfGroup, ShardMesh
 from graphopt.verify.sharded import for_all_ranks

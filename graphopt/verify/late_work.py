@@ -17,9 +17,9 @@ from torch import fx
 from graphopt.graph_utils import get_outputs
 from graphopt.ir.metadata import CARRIED, input_kind, known_value
 from graphopt.verify.call_terms import fresh
-from graphopt.verify.evaluated import Evaluation, Settled, input_value
 from graphopt.verify.evaluation import evaluate_graph
-from graphopt.verify.outcomes import outcome_problems
+from graphopt.verify.evaluation_outcome import Evaluation, Settled, input_value
+from graphopt.verify.outcome_differences import outcome_problems
 from graphopt.verify.problems import Problem
 from graphopt.verify.terms import Pending, Terms
 

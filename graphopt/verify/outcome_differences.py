@@ -10,7 +10,7 @@ from torch import fx
 
 from graphopt.verify.arrangements import arranged_rows
 from graphopt.verify.difference import Difference
-from graphopt.verify.evaluated import Evaluation
+from graphopt.verify.evaluation_outcome import Evaluation
 from graphopt.verify.gathering import GATHERS, is_share
 from graphopt.verify.labels import signature_text
 from graphopt.verify.problems import Problem
