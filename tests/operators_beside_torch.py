@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import graphopt
-import test_unknown_features as functions
+import test_unsupported_features as functions
 import test_writing_operators as writing
 from graphopt.ir.bits import same_bits
 

@@ -21,7 +21,7 @@ import graphopt
 from edit_tools import with_arg
 from graphopt.errors import CaptureError, VerificationError
 from graphopt.graph_utils import evaluate
-from test_verify_hidden import applied, captured, first, put_before
+from test_verify_edits_outside_terms import applied, captured, first, put_before
 
 aten = torch.ops.aten
 

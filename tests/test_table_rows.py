@@ -1,7 +1,7 @@
 """A further collective, fused optimizer or rule of the verifier is one row, and its test.
 
 Here each does nothing new, and nothing else of the project knows of it. A further kind of
-parallelism is in test_parallel.py.
+parallelism is in test_kinds_of_parallelism.py.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         {},
         r"aten.view.default does not take these arguments: shape '\[16, 64\]' is invalid for input"
         r" of size 1023\n.*\n +%cat_default is torch.float32 of shape \[1023\] on cpu\n"
-        r" +at: .*test_seven_passes.py:\d+ ",
+        r" +at: .*test_examples_seven_passes.py:\d+ ",
     ),
     (
         launch_at_the_end,

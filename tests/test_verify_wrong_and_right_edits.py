@@ -22,7 +22,7 @@ from graphopt.ir.operators import fused_optimizer
 from graphopt.iter_graph import copy_graph
 from graphopt.verify import check_divided, check_equivalence
 from sketch import Sketch
-from test_verify_hidden import (
+from test_verify_edits_outside_terms import (
     applied,
     captured,
     first,

@@ -260,7 +260,7 @@ def test_refused_for_what_it_is(name: str) -> None:
     with pytest.raises(graphopt.CaptureError, match=reason) as refusal:
         run(loss_of, graphopt.compile)
     assert cure in str(refusal.value.hint)
-    assert "test_unknown_features.py" in str(refusal.value.location)
+    assert "test_unsupported_features.py" in str(refusal.value.location)
 
 
 @pytest.mark.parametrize("name", CURED)
