@@ -17,13 +17,13 @@ from graphopt.graph_utils import (
 )
 from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import is_fused_optimizer, is_item
-from graphopt.ir.outlining import NodeCopies, Part, give_items, leaving, splice
+from graphopt.ir.outlining import NodeCopies, OutlinedPart, give_items, leaving, splice
 from graphopt.lowering.compiler import kind_of
 from graphopt.lowering.lowerable import as_factory, reads_metadata_only
 from graphopt.lowering.regions import MARK, RegionMark, mark_regions
 
 
-class LoweredRegion(Part):
+class LoweredRegion(OutlinedPart):
     """A region as a separate graph, whose results have storage of their own."""
 
     def text(self) -> str:
@@ -68,7 +68,7 @@ class RegionCut:
             node.meta.pop(MARK, None)
         return region
 
-    def _inside(self, region: Part, copies: NodeCopies, node: fx.Node) -> fx.Node:
+    def _inside(self, region: OutlinedPart, copies: NodeCopies, node: fx.Node) -> fx.Node:
         """The counterpart of an outer node in a region."""
         return _copied(copies, node) if self._marks[node].free else region.take(node)
 
@@ -80,7 +80,7 @@ class RegionCut:
                 returns the node.
         """
 
-        def insert(copies: NodeCopies, region: Part) -> None:
+        def insert(copies: NodeCopies, region: OutlinedPart) -> None:
             assert isinstance(region, LoweredRegion)
             give_items(copies, region, call(copies.graph, region, list(map(copies, region.inputs))))
 

@@ -27,8 +27,8 @@ from graphopt.ir.accesses import MemoryOrder
 from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.verify import check_dependencies, dependency_graph
 from graphopt.verify.any_order import AnyOrder
-from graphopt.verify.flow import Flow
-from graphopt.verify.labels import Labels
+from graphopt.verify.flow import DataFlow
+from graphopt.verify.labels import CollectiveLabels
 from graphopt.verify.reach import CHUNK
 from graphs import step_of_size, training_step
 from rewrites import fuse, nodes_of, reduced, report_of, snapshot, split_list_operator, updates_of
@@ -272,7 +272,9 @@ def test_buckets_and_lists_are_linear(optimizer: str) -> None:
     def edges(layers: int) -> int:
         step = training_step(layers, optimizer=optimizer)
         fuse(step, 10**6)
-        flow = Flow(step.graph, MemoryOrder(step.graph), Labels(), AnyOrder(step.graph))
+        flow = DataFlow(
+            step.graph, MemoryOrder(step.graph), CollectiveLabels(), AnyOrder(step.graph)
+        )
         return sum(map(len, flow.predecessors))
 
     assert edges(40) < 2.1 * edges(20)

@@ -9,7 +9,14 @@ import torch
 from torch import fx
 
 from graphopt.ir.metadata import fake_value, phase_of, written_arguments
-from graphopt.ir.outlining import NodeCopies, Part, describe_call, give_items, leaving, splice
+from graphopt.ir.outlining import (
+    NodeCopies,
+    OutlinedPart,
+    describe_call,
+    give_items,
+    leaving,
+    splice,
+)
 from graphopt.ir.views import is_pure_view
 from sketch import Sketch
 
@@ -27,21 +34,21 @@ def chain() -> fx.GraphModule:
     return s.step([cos, outside])
 
 
-def taken(part: Part, copies: NodeCopies, node: fx.Node) -> fx.Node:
+def taken(part: OutlinedPart, copies: NodeCopies, node: fx.Node) -> fx.Node:
     return copies.copy(node) if is_pure_view(node) else part.take(node)
 
 
-def part_of(gm: fx.GraphModule, *targets: object) -> Part:
-    part = Part([node for node in gm.graph.nodes if node.target in targets], taken)
+def part_of(gm: fx.GraphModule, *targets: object) -> OutlinedPart:
+    part = OutlinedPart([node for node in gm.graph.nodes if node.target in targets], taken)
     part.fill(without=is_pure_view)
     part.returning(leaving(part.nodes))
     return part
 
 
-def spliced(gm: fx.GraphModule, *parts: Part) -> fx.GraphModule:
+def spliced(gm: fx.GraphModule, *parts: OutlinedPart) -> fx.GraphModule:
     root = fx.GraphModule(gm, gm.graph)
 
-    def call(copies: NodeCopies, part: Part) -> None:
+    def call(copies: NodeCopies, part: OutlinedPart) -> None:
         name = f"part_{parts.index(part)}"
         root.add_submodule(name, fx.GraphModule({}, part.graph))
         called = copies.graph.call_module(name, tuple(map(copies, part.inputs)))

@@ -136,7 +136,7 @@ def _anchor(launch: fx.Node, previous: fx.Node | None) -> fx.Node:
 
 
 @dataclass
-class Scaled:
+class ScaledOperand:
     """The operand of an all-reduce that sends it times a constant, possibly reshaped.
 
     Attributes:
@@ -150,7 +150,7 @@ class Scaled:
     views: list[fx.Node]
 
 
-def scaled_input(sent: fx.Node) -> Scaled | None:
+def scaled_input(sent: fx.Node) -> ScaledOperand | None:
     """Returns the scaled operand of a sent value. None if the product has other readers or scaling
     later would need a copy."""
     views: list[fx.Node] = []
@@ -167,7 +167,7 @@ def scaled_input(sent: fx.Node) -> Scaled | None:
     same = (value.shape, value.dtype) == (scaled.shape, scaled.dtype)
     if not same or (value.stride() != scaled.stride() and (views or not scaled.is_contiguous())):
         return None
-    return Scaled(tensor, factor, views[::-1])
+    return ScaledOperand(tensor, factor, views[::-1])
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from graphopt.comm.blocks import CommBlock
-from graphopt.comm.buckets import Scaled, communicating, scaled_input
+from graphopt.comm.buckets import ScaledOperand, communicating, scaled_input
 from graphopt.graph_utils import is_collective
 from graphopt.ir.metadata import fake_value, sent_names, set_sent_names
 
@@ -41,7 +41,7 @@ def flat_members(
     return [flat(graph, block.inputs[0], block.comm_node) for block in blocks], None
 
 
-def _unscaled(graph: fx.Graph, scaled: Scaled, like: fx.Node) -> fx.Node:
+def _unscaled(graph: fx.Graph, scaled: ScaledOperand, like: fx.Node) -> fx.Node:
     node = scaled.tensor
     if not scaled.views and not fake_value(node).is_contiguous():
         options = {"memory_format": torch.contiguous_format}

@@ -46,7 +46,7 @@ class NodeCopies:
         return self.graph.node_copy(node, self)
 
 
-class Part:
+class OutlinedPart:
     """Outlined nodes, as a graph of their own.
 
     Args:
@@ -61,7 +61,7 @@ class Part:
     """
 
     def __init__(
-        self, nodes: Collection[fx.Node], make: Callable[[Part, NodeCopies, fx.Node], Any]
+        self, nodes: Collection[fx.Node], make: Callable[[OutlinedPart, NodeCopies, fx.Node], Any]
     ) -> None:
         self.nodes = list(nodes)
         self.inputs: list[fx.Node] = []
@@ -122,8 +122,8 @@ def leaving(
 def splice(
     source: fx.Graph,
     nodes: Iterable[fx.Node],
-    parts: Iterable[Part],
-    call: Callable[[NodeCopies, Part], None],
+    parts: Iterable[OutlinedPart],
+    call: Callable[[NodeCopies, OutlinedPart], None],
     make: Callable[[NodeCopies, fx.Node], Any],
 ) -> fx.Graph:
     """Builds a graph in which each part is one call, at the place of its last node.
@@ -147,7 +147,7 @@ def splice(
     return graph
 
 
-def give_items(copies: NodeCopies, part: Part, call: fx.Node) -> None:
+def give_items(copies: NodeCopies, part: OutlinedPart, call: fx.Node) -> None:
     """Makes the part's outputs the items of the call's result."""
     for index, output in enumerate(part.outputs):
         item = copies.graph.call_function(operator.getitem, (call, index))
@@ -155,7 +155,7 @@ def give_items(copies: NodeCopies, part: Part, call: fx.Node) -> None:
         copies[output] = item
 
 
-def describe_call(call: fx.Node, part: Part, written: Collection[fx.Node]) -> None:
+def describe_call(call: fx.Node, part: OutlinedPart, written: Collection[fx.Node]) -> None:
     """Sets the metadata of a part's call: its first node's, and the inputs that it writes."""
     call.meta = some_of(part.nodes[0], *OF_CALL)
     set_value(call, tuple(map(known_value, part.outputs)))

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from graphopt.errors import PartitionError
-from graphopt.partition.hazards import Reason, hazards
+from graphopt.partition.hazards import OrderReason, hazards
 from graphopt.partition.module_attributes import Attributes
 
 SplitCallback = Callable[[fx.Node], Any]
@@ -47,7 +47,7 @@ class Partition:
 
 
 Assignment = dict[fx.Node, Partition]
-Dependencies = dict[tuple[Partition, Partition], Reason]
+Dependencies = dict[tuple[Partition, Partition], OrderReason]
 
 
 def is_call(node: fx.Node) -> bool:
@@ -106,7 +106,7 @@ def find_dependencies(
         for source in node.all_input_nodes:
             producer = assignment.get(source)
             if producer is not None and producer is not partition:
-                found.setdefault((producer, partition), Reason(source, node, "reads"))
+                found.setdefault((producer, partition), OrderReason(source, node, "reads"))
     for reason in hazards(graph, attributes.find):
         before, after = assignment.get(reason.before), assignment[reason.after]
         if before is not None and before is not after:

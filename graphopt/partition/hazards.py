@@ -20,7 +20,7 @@ from graphopt.ir.metadata import source_line
 from graphopt.ir.python_calls import PythonCalls
 
 
-class Reason(NamedTuple):
+class OrderReason(NamedTuple):
     """The reason why one node must run before another."""
 
     before: fx.Node
@@ -34,7 +34,7 @@ class Reason(NamedTuple):
         return words if source is None else f"{words}    from:  {source}"
 
 
-def hazards(graph: fx.Graph, find: Callable[[fx.Node], Any]) -> Iterator[Reason]:
+def hazards(graph: fx.Graph, find: Callable[[fx.Node], Any]) -> Iterator[OrderReason]:
     """Yields pairs of calls that must keep their order, in linear time.
 
     In graphs of operator overloads, schemas say what is written and viewed, and which operators are
@@ -44,11 +44,11 @@ def hazards(graph: fx.Graph, find: Callable[[fx.Node], Any]) -> Iterator[Reason]
         find: the module that a node calls.
     """
     for before, after in pairwise(find_nodes(graph, is_random)):
-        yield Reason(before, after, "draws random numbers after")
+        yield OrderReason(before, after, "draws random numbers after")
     accesses = Accesses(Effects(graph, PythonCalls(find)), graph)
     for node in graph.nodes:
         for earlier, later, kind in accesses.add(node):
-            yield Reason(earlier, later, _TEXTS[kind])
+            yield OrderReason(earlier, later, _TEXTS[kind])
 
 
 _TEXTS = {

@@ -14,7 +14,7 @@ from graphopt.errors import VerificationError
 from graphopt.ir.metadata import known_value
 from graphopt.partition.hazards import hazards
 from graphopt.partition.module_attributes import Attributes
-from graphopt.verify.composition import Composition, Objects
+from graphopt.verify.composition import ComposedGraph, NamedObjects
 from graphopt.verify.evaluation import evaluate_graph
 from graphopt.verify.evaluation_outcome import NotDecidedError
 from graphopt.verify.outcome_differences import differences
@@ -33,7 +33,7 @@ def check_split(whole: fx.GraphModule, split: fx.GraphModule, attributes: Attrib
     Raises:
         VerificationError: it does not.
     """
-    objects = Objects(state=True)
+    objects = NamedObjects(state=True)
     before, after = (
         _composed(module, objects, attributes, names)
         for module, names in ((whole, ()), (split, split.meta["partition_names"]))
@@ -44,13 +44,13 @@ def check_split(whole: fx.GraphModule, split: fx.GraphModule, attributes: Attrib
 
 
 def _composed(
-    module: fx.GraphModule, objects: Objects, attributes: Attributes, pieces: Collection[str]
+    module: fx.GraphModule, objects: NamedObjects, attributes: Attributes, pieces: Collection[str]
 ) -> fx.Graph:
-    composition = Composition(objects, attributes.find, pieces=pieces)
+    composition = ComposedGraph(objects, attributes.find, pieces=pieces)
     return composition.end(composition.call(module, composition.inputs(module.graph)))
 
 
-def _problems(before: fx.Graph, after: fx.Graph, objects: Objects) -> Iterator[Problem]:
+def _problems(before: fx.Graph, after: fx.Graph, objects: NamedObjects) -> Iterator[Problem]:
     yield from call_problems(before, after, partial(hazards, find=objects.find))
     if not all(map(_is_known, before.nodes)):
         return

@@ -15,7 +15,7 @@ from graphopt.graph_utils import tensors_in, written
 from graphopt.ir.families import COLLECTIVE_NAMESPACE
 from graphopt.ir.metadata import known_value, phase_of
 from graphopt.iter_graph import IterGraph
-from graphopt.rewriting.matching import Match, Search, Targets, match_of
+from graphopt.rewriting.matching import CallsByTarget, Match, PatternSearch, match_of
 from graphopt.rewriting.patterns import Pattern, RewriteError, parameters_of, trace
 
 _SIZE = 4
@@ -69,7 +69,7 @@ class _CandidateBinding:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Replacement:
     """A place where a rule applies, with the traced replacement."""
 
     match: Match
@@ -108,7 +108,7 @@ def _kind_of(value: Any) -> Any:
 
 def exchanges(
     graph: fx.Graph, rule: Rule, where: Callable[[Match], bool] | None
-) -> Iterator[Exchange]:
+) -> Iterator[Replacement]:
     """Yields all places where a rule applies, disjoint and in graph order."""
     taken: set[fx.Node] = set()
     seen: set[tuple[fx.Node, ...]] = set()
@@ -134,11 +134,11 @@ def exchanges(
         _check_outputs(rule, match, new)
         if _is_in_reach(match, new):
             taken.update(match.nodes)
-            yield Exchange(match, new)
+            yield Replacement(match, new)
 
 
 def _matches(graph: fx.Graph, rule: Rule) -> Iterator[Match]:
-    targets = Targets(graph)
+    targets = CallsByTarget(graph)
     for rough in _rough_matches(graph, rule, targets):
         try:
             exact = rule.traced("pattern", rough)
@@ -148,12 +148,14 @@ def _matches(graph: fx.Graph, rule: Rule) -> Iterator[Match]:
         bound.update(zip(exact.incoming, rough.incoming, strict=True))
         if rough.result is not None and exact.results[0].target is rough.result[0].target:
             bound[exact.results[0]] = rough.result[1]
-        found = Search(exact, exact=True).at(bound)
+        found = PatternSearch(exact, exact=True).at(bound)
         if found is not None:
             yield match_of(exact, found, exact.numbers)
 
 
-def _rough_matches(graph: fx.Graph, rule: Rule, targets: Targets) -> Iterator[_CandidateBinding]:
+def _rough_matches(
+    graph: fx.Graph, rule: Rule, targets: CallsByTarget
+) -> Iterator[_CandidateBinding]:
     seen: set[Any] = set()
     numbers = {
         _stands_for(n): n for n, is_number in enumerate(rule.parameters.values()) if is_number
@@ -161,7 +163,7 @@ def _rough_matches(graph: fx.Graph, rule: Rule, targets: Targets) -> Iterator[_C
     names = list(rule.parameters)
     for pattern in _examples_traced(graph, rule):
         by_value = {value: names[number] for value, number in numbers.items()}
-        for bound in Search(pattern, by_value, exact=False).everywhere(targets):
+        for bound in PatternSearch(pattern, by_value, exact=False).everywhere(targets):
             inputs = {name: bound.get(node) for name, node in pattern.inputs.items()}
             inputs.update({name: bound.get(name) for name in by_value.values()})
             incoming: tuple[Any, ...] = tuple(bound.get(node) for node in pattern.incoming)

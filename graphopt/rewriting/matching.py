@@ -62,7 +62,7 @@ class Match:
         return (*self.results, *self.gradients)
 
 
-class Targets:
+class CallsByTarget:
     """The calls of a graph, indexed by target."""
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -76,7 +76,7 @@ class Targets:
         return self._nodes.get(_kind(node), [])
 
 
-class Search:
+class PatternSearch:
     """A search for one pattern.
 
     Args:
@@ -88,11 +88,11 @@ class Search:
         self, pattern: Pattern, numbers: Mapping[float, str] | None = None, *, exact: bool
     ) -> None:
         self._numbers, self._exact = numbers or {}, exact
-        self._targets: Targets | None = None
+        self._targets: CallsByTarget | None = None
         calls = pattern.calls
         self._calls = calls if exact else [node for node in calls if not _is_copy(node)]
 
-    def everywhere(self, targets: Targets) -> Iterator[Binding]:
+    def everywhere(self, targets: CallsByTarget) -> Iterator[Binding]:
         """Yields all occurrences, in graph order of the rarest operator."""
         if not self._calls or not all(targets.like(node) for node in self._calls):
             return

@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Value:
+class RunValue:
     """One value that a run returns or leaves, with its initial value if it is state.
 
     Attributes:
@@ -32,10 +32,10 @@ class Value:
         return wide(self.value) - wide(self.start)
 
 
-Values = Mapping[str, Value]
+Values = Mapping[str, RunValue]
 
 
-def difference(actual: Value, expected: Value) -> str | None:
+def difference(actual: RunValue, expected: RunValue) -> str | None:
     """Describes how two values differ, or returns None if they are equal bit for bit."""
     now, was = actual.value, expected.value
     if not isinstance(was, torch.Tensor):

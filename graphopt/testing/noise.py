@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from graphopt.testing.comparing import Value, Values, other_kind, wide
+from graphopt.testing.comparing import RunValue, Values, other_kind, wide
 
 _ALIKE = 0.5
 """The scatter relative to a noise level up to which that level explains it."""
@@ -70,7 +70,7 @@ class Noise:
         self.smallest = {where: most for where, (most, _) in self._levels[0].items()}
 
 
-def _proportion(was: Value, now: Value) -> float:
+def _proportion(was: RunValue, now: RunValue) -> float:
     """Returns the largest difference between two changes of a tensor, relative to the largest
     change."""
     if not isinstance(was.value, torch.Tensor) or not was.value.numel():

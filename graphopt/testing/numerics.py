@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from graphopt.testing.comparing import Value, Values, extent, other_kind, same_elements, wide
+from graphopt.testing.comparing import RunValue, Values, extent, other_kind, same_elements, wide
 from graphopt.testing.experiments import Experiment, as_given
 from graphopt.testing.factors import Runs, between_runs, measured, problem_of_runs
 from graphopt.testing.noise import ROUNDING_ALONE, Noise, largest
@@ -133,7 +133,9 @@ class _NumericComparison:
             if problem is not None:
                 yield where, problem + " with no state" * fresh
 
-    def _compare(self, where: str, experiment: Experiment, was: Value, now: Value) -> str | None:
+    def _compare(
+        self, where: str, experiment: Experiment, was: RunValue, now: RunValue
+    ) -> str | None:
         if not isinstance(was.value, torch.Tensor):
             return None if now.value == was.value else f"{now.value!r} instead of {was.value!r}"
         other = other_kind(now.value, was.value)
@@ -204,7 +206,9 @@ class _NumericComparison:
             )
         return None
 
-    def _elements(self, where: str, experiment: Experiment, was: Value, now: Value) -> str | None:
+    def _elements(
+        self, where: str, experiment: Experiment, was: RunValue, now: RunValue
+    ) -> str | None:
         same = same_elements(now.value, was.value)
         if bool(same.all()):
             return None
@@ -219,14 +223,14 @@ class _NumericComparison:
         by = "" if is_base else f", with {experiment.name}"
         return f"{extent(~same, gap)}; at element {worst} {limit:.3g} is allowed{by}"
 
-    def _allowed(self, where: str, was: Value, often: float) -> torch.Tensor:
+    def _allowed(self, where: str, was: RunValue, often: float) -> torch.Tensor:
         rounding = wide(was.value).abs() * _last_bits(was.value)
         noise = self.noise.of.get(where)
         if not noise:  # such as a count of steps
             return rounding
         return often * (TOLERANCE + _NOISE * noise) * largest(was.change) + rounding
 
-    def _kept(self, was: Value, now: Value) -> str | None:
+    def _kept(self, was: RunValue, now: RunValue) -> str | None:
         """Describes float32 state whose new values fit into fewer bits, or returns None."""
         if was.start is None or was.kind not in ("parameter", "optimizer_state"):
             return None
@@ -262,7 +266,7 @@ _ENOUGH = 8
 """The least number of elements whose common factor is no coincidence."""
 
 
-def _sampled(value: Value) -> _Sampled:
+def _sampled(value: RunValue) -> _Sampled:
     """Samples a value's elements, the same positions for all tensors of that size."""
     change, end = wide(value.change).flatten(), wide(value.value).flatten()
     last_bits = 0.0 if value.start is None else torch.finfo(value.value.dtype).eps
@@ -278,11 +282,11 @@ def _last_bits(tensor: torch.Tensor) -> float:
     return 4 * torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
 
 
-def _real(value: Value) -> Value:
+def _real(value: RunValue) -> RunValue:
     """Converts complex numbers to pairs of real ones."""
     start = None if value.start is None else torch.view_as_real(value.start)
-    return Value(torch.view_as_real(value.value.resolve_conj()), start, value.kind)
+    return RunValue(torch.view_as_real(value.value.resolve_conj()), start, value.kind)
 
 
-def _is_finite(value: Value) -> bool:
+def _is_finite(value: RunValue) -> bool:
     return not isinstance(value.value, torch.Tensor) or bool(value.value.isfinite().all())

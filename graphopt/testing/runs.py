@@ -15,13 +15,15 @@ from graphopt.ir.metadata import input_kind
 from graphopt.iter_graph import IterGraphModule
 from graphopt.replicas import Lockstep, ReplicatedStep
 from graphopt.replicas.replica_steps import results_of
-from graphopt.testing.comparing import Value
+from graphopt.testing.comparing import RunValue
 from graphopt.testing.ranks import inputs_of_rank
 
 _SEED = 0
 
 
-def run(graph_module: fx.GraphModule, inputs: Sequence[Any], iterations: int) -> dict[str, Value]:
+def run(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], iterations: int
+) -> dict[str, RunValue]:
     """Returns everything that `iterations` calls return and leave behind, by description.
 
     In `fake_ranks` the graph runs for all ranks.
@@ -51,7 +53,7 @@ def _run(
     placeholders: Sequence[fx.Node],
     values: list[list[Any]],
     iterations: int,
-) -> Iterator[tuple[str, Value]]:
+) -> Iterator[tuple[str, RunValue]]:
     starts = [[_kept(value) for value in own] for own in values]
     step = ReplicatedStep(module, Lockstep(len(values))) if len(values) > 1 else None
     for iteration in range(iterations):
@@ -65,13 +67,13 @@ def _run(
         for rank, theirs in enumerate(returned):
             where = f"iteration {iteration}" + (f" on rank {rank}" if step else "")
             for number, value in enumerate(results_of(module.graph, theirs)):
-                yield f"result {number} of {where}", Value(_kept(value))
+                yield f"result {number} of {where}", RunValue(_kept(value))
     for rank, (own, start) in enumerate(zip(values, starts, strict=True)):
         where = f" on rank {rank}" if step else ""
         for node, value, was in zip(placeholders, own, start, strict=True):
             state = _state(was, node)
             kind = None if state is None else input_kind(node)
-            yield f"the final value of {node.name}{where}", Value(value, state, kind)
+            yield f"the final value of {node.name}{where}", RunValue(value, state, kind)
 
 
 def _call(module: fx.GraphModule, values: Sequence[Any], last: bool) -> Any:

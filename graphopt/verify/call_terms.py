@@ -15,7 +15,7 @@ from graphopt.ir.entries import list_positions
 from graphopt.verify.elementwise import BY_ELEMENT, elementwise
 from graphopt.verify.elementwise_runs import evaluate_entry_runs
 from graphopt.verify.terms import (
-    Pending,
+    PendingResult,
     ScalarValue,
     Segment,
     TensorValue,
@@ -195,7 +195,7 @@ def has_empty(value: Any) -> bool:
 
 def terms_in(value: Any) -> list[int]:
     """Returns all terms that a symbolic value consists of."""
-    if isinstance(value, Pending):
+    if isinstance(value, PendingResult):
         return terms_in(value.value)
     if isinstance(value, TensorValue):
         return [segment.term for segment in value.segments]

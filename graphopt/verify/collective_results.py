@@ -10,7 +10,7 @@ from graphopt.ir.families import collective_kind
 from graphopt.ir.metadata import fake_value
 from graphopt.ir.operators import first_argument, operator_of
 from graphopt.verify.call_terms import fresh
-from graphopt.verify.collectives_in_flight import Sending, mark_sent_constants
+from graphopt.verify.collectives_in_flight import CollectivesInFlight, mark_sent_constants
 from graphopt.verify.elementwise import reduced
 from graphopt.verify.evaluation_outcome import Evaluation, NotDecidedError
 from graphopt.verify.gathering import (
@@ -26,8 +26,8 @@ from graphopt.verify.gathering import (
     scattered,
 )
 from graphopt.verify.labels import as_reduced, sent_tensors, signature_of
-from graphopt.verify.node_values import Reading
-from graphopt.verify.terms import Pending, TensorValue, Terms, canonical
+from graphopt.verify.node_values import NodeValues
+from graphopt.verify.terms import PendingResult, TensorValue, Terms, canonical
 
 _SUMMING = ("all_reduce", "reduce_scatter_tensor")
 
@@ -41,13 +41,13 @@ class CollectiveTerms:
     """
 
     def __init__(
-        self, terms: Terms, reading: Reading, found: Evaluation, *, by_launch: bool
+        self, terms: Terms, reading: NodeValues, found: Evaluation, *, by_launch: bool
     ) -> None:
         self._terms, self._reading, self._found = terms, reading, found
         self._by_launch = by_launch
-        self.sending = Sending(reading.contents.owners)
+        self.sending = CollectivesInFlight(reading.contents.owners)
 
-    def launched(self, node: fx.Node) -> Pending:
+    def launched(self, node: fx.Node) -> PendingResult:
         """Returns the pending result of a collective that this node launches."""
         reduction = operator_of(node).reduction
         self._reading.refuse_pending(node)
@@ -63,10 +63,10 @@ class CollectiveTerms:
             given = [self._given(kind, v, f) for v, f in zip(sent, fake, strict=True)]
             known = tuple(value for value in given if value is not None)
             if len(known) == len(sent):
-                return Pending(known)
+                return PendingResult(known)
         elif (value := self._given(kind, sent, fake)) is not None:
-            return Pending(value)
-        return Pending(fresh(self._terms, ("collective", *kind, canonical(sent)), fake))
+            return PendingResult(value)
+        return PendingResult(fresh(self._terms, ("collective", *kind, canonical(sent)), fake))
 
     def _given(self, kind: Any, sent: Any, fake: Any) -> TensorValue | None:
         """Returns the result of a collective for one tensor. None if it is not known element by
@@ -83,7 +83,7 @@ class CollectiveTerms:
         """Returns the value that a wait gives."""
         source = first_argument(node)
         value = self._reading.read(source, sent=True)
-        if not isinstance(value, Pending):
+        if not isinstance(value, PendingResult):
             raise NotDecidedError("it waits for something that is not a collective's", node)
         if isinstance(source, fx.Node):
             self._reading.in_flight.pop(self._reading.contents.owner(source), None)

@@ -13,7 +13,7 @@ from graphopt.ir.views import launch_of
 from graphopt.verify.terms import Segment, TensorValue, Terms, elements_of
 
 
-class Sending:
+class CollectivesInFlight:
     """The storages that collectives read until their waits.
 
     Args:

@@ -19,7 +19,7 @@ from torch import fx, nn
 from graphopt.verify.module_constants import attribute, same_object
 
 
-class Objects:
+class NamedObjects:
     """Constants, modules and state that several graphs use, each under one name.
 
     Args:
@@ -68,7 +68,7 @@ class Objects:
         return not isinstance(one, (torch.Tensor, nn.Module)) and same_object(one, other)
 
 
-class Composition:
+class ComposedGraph:
     """One graph composed of pieces, for reading only: it never runs.
 
     Args:
@@ -84,7 +84,7 @@ class Composition:
 
     def __init__(
         self,
-        objects: Objects,
+        objects: NamedObjects,
         find: Callable[[fx.Node], Any] | None = None,
         *,
         pieces: Collection[str] = (),

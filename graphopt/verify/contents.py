@@ -18,7 +18,7 @@ from graphopt.verify.axioms import permuted_back
 from graphopt.verify.evaluation_outcome import NotDecidedError
 from graphopt.verify.possible_views import PossibleViews
 from graphopt.verify.terms import (
-    Pending,
+    PendingResult,
     Segment,
     TensorValue,
     Terms,
@@ -36,7 +36,7 @@ class CannotWriteError(Exception):
     """An update of elements whose positions cannot be told apart from others."""
 
 
-class Contents:
+class StorageContents:
     """The current symbolic values of nodes, which change when their storage is updated.
 
     Args:
@@ -199,7 +199,7 @@ class Contents:
 
     def _with_part(self, owner: fx.Node, node: fx.Node, value: TensorValue) -> TensorValue:
         held = self.current[owner]
-        if isinstance(held, Pending):  # waited for by now, or it could not be read
+        if isinstance(held, PendingResult):  # waited for by now, or it could not be read
             held = held.value
         if not isinstance(held, TensorValue):
             raise CannotWriteError(f"it updates a part of %{owner.name}")

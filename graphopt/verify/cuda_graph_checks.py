@@ -20,7 +20,7 @@ from graphopt.ir.effects import Effects
 from graphopt.verify.problems import Problem
 
 
-class Played(Protocol):
+class RecordedModule(Protocol):
     """A module that records its graph as a CUDA graph and replays it.
 
     Attributes:
@@ -46,12 +46,12 @@ def recording_problems(gm: fx.GraphModule) -> Iterator[Problem]:
     for call in gm.graph.find_nodes(op="call_module"):
         module = gm.get_submodule(str(call.target))
         if hasattr(module, "leaving") and hasattr(module, "copied"):
-            recording = cast(Played, module)
+            recording = cast(RecordedModule, module)
             yield from _overwritten(call, recording, effects)
             yield from _lost(call, recording)
 
 
-def _overwritten(call: fx.Node, recording: Played, effects: Effects) -> Iterator[Problem]:
+def _overwritten(call: fx.Node, recording: RecordedModule, effects: Effects) -> Iterator[Problem]:
     for item in call.users:
         if item.target is not operator.getitem:
             yield Problem(f"all results of %{call.name} are read as one", (item,))
@@ -64,7 +64,7 @@ def _overwritten(call: fx.Node, recording: Played, effects: Effects) -> Iterator
             yield Problem(text, (item, call))
 
 
-def _lost(call: fx.Node, recording: Played) -> Iterator[Problem]:
+def _lost(call: fx.Node, recording: RecordedModule) -> Iterator[Problem]:
     graph = recording.graph_module.graph
     effects = Effects(graph)
     updated = effects.updated()

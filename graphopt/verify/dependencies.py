@@ -25,11 +25,11 @@ from graphopt.ir.accesses import MemoryOrder
 from graphopt.verify import sent_elements, structure
 from graphopt.verify.executable import as_captured, is_finalized, works_in_place
 from graphopt.verify.kept_reads import kept_arguments, shared_results
-from graphopt.verify.labels import Labels
-from graphopt.verify.matching import End, Matching, Sink, correspondence_by_name
+from graphopt.verify.labels import CollectiveLabels
+from graphopt.verify.matching import End, NodeMatching, Sink, correspondence_by_name
 from graphopt.verify.problems import DependencyReport, Problem
 from graphopt.verify.reach import CHUNK, labelled, missing, numbers
-from graphopt.verify.sink_sources import Side, SinkPlace
+from graphopt.verify.sink_sources import SinkPlace, SinkSources
 
 _NAMED = 3
 """The number of lost sources that are named for one reader."""
@@ -174,9 +174,9 @@ class _Comparison:
     ) -> None:
         self._before, self._after = before, after
         self._communication = communication
-        self._matching = Matching(self._before, self._after, correspondence)
-        self._labels = Labels(kinds=communication.amounts)
-        self._uncut: Side | None = None
+        self._matching = NodeMatching(self._before, self._after, correspondence)
+        self._labels = CollectiveLabels(kinds=communication.amounts)
+        self._uncut: SinkSources | None = None
         self._position = {node: index for index, node in enumerate(after[0].nodes)}
 
     def problems(self) -> list[Problem]:
@@ -212,9 +212,9 @@ class _Comparison:
         if not sinks:
             return []
         places = [SinkPlace(sink.before, sink.end is not None) for sink in sinks]
-        self._old = Side(*self._before, places, self._labels, self._matching.anchors_before)
+        self._old = SinkSources(*self._before, places, self._labels, self._matching.anchors_before)
         places = [SinkPlace(sink.after, sink.end is not None) for sink in sinks]
-        self._new = Side(*self._after, places, self._labels, self._matching.anchors)
+        self._new = SinkSources(*self._after, places, self._labels, self._matching.anchors)
         pairs = [
             (old, new) for new, old in self._matching.anchors.items() if old in self._old.begins
         ]
@@ -252,10 +252,10 @@ class _Comparison:
         }
         return {sink: state for sink, state in lost.items() if state}
 
-    def _whole(self, places: list[SinkPlace]) -> Side:
+    def _whole(self, places: list[SinkPlace]) -> SinkSources:
         """Returns the whole graph after the pass, not cut at anchors."""
         if self._uncut is None:
-            self._uncut = Side(*self._after, places, self._labels)
+            self._uncut = SinkSources(*self._after, places, self._labels)
         return self._uncut
 
     def _dropped(self, sink: Sink) -> Problem | None:

@@ -31,15 +31,20 @@ from graphopt.verify.call_terms import entries, fresh, has_empty, named
 from graphopt.verify.callees import Callees
 from graphopt.verify.collective_results import CollectiveTerms
 from graphopt.verify.elementwise_runs import evaluate_runs
-from graphopt.verify.evaluation_outcome import Evaluation, NotDecidedError, Settled, unknown_input
+from graphopt.verify.evaluation_outcome import (
+    Evaluation,
+    NotDecidedError,
+    SettledUpdate,
+    unknown_input,
+)
 from graphopt.verify.exchanged_regions import UnknownPlace
 from graphopt.verify.inlining import call_of, constant_name
-from graphopt.verify.node_values import Reading, is_itself
+from graphopt.verify.node_values import NodeValues, is_itself
 from graphopt.verify.outcome_recording import record_outcome
 from graphopt.verify.remembered_calls import RecalledCall
 from graphopt.verify.sent_constants import sent_constant, sent_constants
-from graphopt.verify.storage_updates import Updates
-from graphopt.verify.terms import Pending, TensorValue, Terms, canonical, storage_layout_of
+from graphopt.verify.storage_updates import StorageUpdates
+from graphopt.verify.terms import PendingResult, TensorValue, Terms, canonical, storage_layout_of
 
 _PERHAPS_VIEWS = ("aten::reshape", "aten::flatten", "aten::contiguous", "aten::to")
 """Operators that return a view or a copy of their argument, depending on its strides."""
@@ -52,7 +57,7 @@ def evaluate_graph(
     *,
     by_launch: bool = False,
     unknowns: Mapping[fx.Node, UnknownPlace] | None = None,
-    settled: Mapping[str, Settled] | None = None,
+    settled: Mapping[str, SettledUpdate] | None = None,
 ) -> Evaluation:
     """Evaluates a graph symbolically, for arbitrary or for given symbolic inputs.
 
@@ -87,7 +92,7 @@ class _Evaluator:
         *,
         by_launch: bool = False,
         unknowns: Mapping[fx.Node, UnknownPlace] | None = None,
-        settled: Mapping[str, Settled] | None = None,
+        settled: Mapping[str, SettledUpdate] | None = None,
         outer: Any = None,
     ) -> None:
         self._outer = outer
@@ -100,12 +105,12 @@ class _Evaluator:
         self._separate: set[fx.Node] = set()  # whose items share no storage with others
         waits = calls_of(graph, attrgetter("wait"))
         self._awaited = {source for wait in waits for source in wait.all_input_nodes}
-        self._reading = Reading(terms, self._view)
+        self._reading = NodeValues(terms, self._view)
         self._contents, self._read = self._reading.contents, self._reading.read
         self._communication = CollectiveTerms(
             terms, self._reading, self._found, by_launch=by_launch
         )
-        self._updates = Updates(
+        self._updates = StorageUpdates(
             terms, self._reading, self._communication, self._applied, settled or {}
         )
 
@@ -212,7 +217,7 @@ class _Evaluator:
         if given is not None:
             return given
         value = unknown_input(self._terms, node)
-        return Pending(value) if node in self._awaited else value
+        return PendingResult(value) if node in self._awaited else value
 
     def _recalled(self, node: fx.Node) -> RecalledCall | None:
         """Returns the remembered evaluation of the same call, or None."""
@@ -409,8 +414,8 @@ class _Evaluator:
 
     def _picked(self, node: fx.Node, source: Any) -> Any:
         index = cast(Any, node.args[1])
-        if isinstance(source, Pending):
-            return Pending(source.value[index]) if isinstance(source.value, tuple) else source
+        if isinstance(source, PendingResult):
+            return PendingResult(source.value[index]) if isinstance(source.value, tuple) else source
         if isinstance(source, tuple) and isinstance(index, int):
             return source[index]
         key = ("call", "getitem", canonical(source), canonical(self._read(index)))

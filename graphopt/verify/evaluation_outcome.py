@@ -14,7 +14,7 @@ from graphopt.ir.metadata import known_value
 from graphopt.verify.call_terms import fresh, terms_in
 from graphopt.verify.labels import Signature
 from graphopt.verify.problems import Problem
-from graphopt.verify.terms import Origins, Pending, Terms
+from graphopt.verify.terms import Origins, PendingResult, Terms
 
 
 class NotDecidedError(Exception):
@@ -92,7 +92,7 @@ class Evaluation:
         return found
 
 
-class Settled(NamedTuple):
+class SettledUpdate(NamedTuple):
     """The known value of an update, and the unknown value that replaces it for all later
     readers."""
 
@@ -104,7 +104,7 @@ def input_value(terms: Terms, node: fx.Node) -> Any:
     """Returns an arbitrary value for a placeholder; a pending one if it holds a running
     collective."""
     value = unknown_input(terms, node)
-    return Pending(value) if any(map(is_wait, node.users)) else value
+    return PendingResult(value) if any(map(is_wait, node.users)) else value
 
 
 def unknown_input(terms: Terms, node: fx.Node) -> Any:

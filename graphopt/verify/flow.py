@@ -4,8 +4,8 @@ A list operator (`_fused_adamw`, `_foreach_add`) is a tuple of independent opera
 that `split` takes from a `cat` are what went into it, also with a collective and pointwise
 operators between. Read as single nodes they would make every gradient a source of every parameter.
 
-A `Flow` is a graph of *vertices*: integers in topological order, of which a node has one or, as a
-list or a concatenation, several.
+A `DataFlow` is a graph of *vertices*: integers in topological order. A node has one or, as a list or
+a concatenation, several.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graphopt.ir.memory_readers import values_read
 from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import operator_of
 from graphopt.verify.any_order import AnyOrder
-from graphopt.verify.labels import Labels, signature_of
+from graphopt.verify.labels import CollectiveLabels, signature_of
 from graphopt.verify.segments import (
     SegmentItems,
     Segments,
@@ -36,7 +36,7 @@ from graphopt.verify.segments import (
 )
 
 
-class Flow:
+class DataFlow:
     """The data-flow graph of one graph: vertices for nodes, entries of lists, and runs of elements.
 
     Args:
@@ -56,7 +56,7 @@ class Flow:
         self,
         graph: fx.Graph,
         memory: MemoryOrder,
-        labels: Labels,
+        labels: CollectiveLabels,
         any_order: AnyOrder,
         cut: Container[fx.Node] = (),
         needed: Container[fx.Node] | None = None,

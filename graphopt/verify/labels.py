@@ -43,7 +43,7 @@ def sent_tensors(launch: fx.Node) -> list[Any]:
     return list(tensors_in(values))
 
 
-class Labels:
+class CollectiveLabels:
     """Numbers for collective signatures and for sets of them (*labels*). 0 is the empty set.
 
     One instance serves all flows that are compared.

@@ -18,10 +18,10 @@ from graphopt.graph_utils import get_outputs
 from graphopt.ir.metadata import CARRIED, input_kind, known_value
 from graphopt.verify.call_terms import fresh
 from graphopt.verify.evaluation import evaluate_graph
-from graphopt.verify.evaluation_outcome import Evaluation, Settled, input_value
+from graphopt.verify.evaluation_outcome import Evaluation, SettledUpdate, input_value
 from graphopt.verify.outcome_differences import outcome_problems
 from graphopt.verify.problems import Problem
-from graphopt.verify.terms import Pending, Terms
+from graphopt.verify.terms import PendingResult, Terms
 
 
 class DerivedEvaluation(NamedTuple):
@@ -37,7 +37,7 @@ class DerivedEvaluation(NamedTuple):
     module: fx.GraphModule
     evaluation: Evaluation
     inputs: Mapping[str, Any] = MappingProxyType({})
-    settled: Mapping[str, Settled] = MappingProxyType({})
+    settled: Mapping[str, SettledUpdate] = MappingProxyType({})
 
 
 DerivedEvaluations = dict[str, DerivedEvaluation]
@@ -89,7 +89,7 @@ def _is_step_after_drain(
     if names != drained.states.keys() or drained.draws or drained.effects:
         return False
     settled = {
-        str(node.target): Settled(drained.states[str(node.target)], input_value(terms, node))
+        str(node.target): SettledUpdate(drained.states[str(node.target)], input_value(terms, node))
         for node in graphs["main"].graph.nodes
         if node.op == "placeholder" and str(node.target) in names
     }
@@ -137,8 +137,8 @@ def _arbitrary_carried(gm: fx.GraphModule, terms: Terms, left: Sequence[Any]) ->
     found = {}
     for node, value in zip(_carried_inputs(gm), left, strict=True):
         fresh = input_value(terms, node)
-        pending = isinstance(value, Pending) and not isinstance(fresh, Pending)
-        found[str(node.target)] = Pending(fresh) if pending else fresh
+        pending = isinstance(value, PendingResult) and not isinstance(fresh, PendingResult)
+        found[str(node.target)] = PendingResult(fresh) if pending else fresh
     return found
 
 

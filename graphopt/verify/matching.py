@@ -42,7 +42,7 @@ def correspondence_by_name(before: fx.Graph, after: fx.Graph) -> dict[fx.Node, f
     return {node: names[node.name] for node in after.nodes if node.name in names}
 
 
-class Matching:
+class NodeMatching:
     """The anchors of two graphs, and the sinks to compare.
 
     Attributes:

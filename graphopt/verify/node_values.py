@@ -9,12 +9,12 @@ from torch import fx
 from graphopt import _compat
 from graphopt.ir.operators import first_argument, operator_of
 from graphopt.verify.call_terms import named
-from graphopt.verify.contents import Contents, View
+from graphopt.verify.contents import StorageContents, View
 from graphopt.verify.evaluation_outcome import NotDecidedError
-from graphopt.verify.terms import Pending, TensorValue, Terms
+from graphopt.verify.terms import PendingResult, TensorValue, Terms
 
 
-class Reading:
+class NodeValues:
     """The values of one graph's nodes during its evaluation.
 
     Args:
@@ -26,7 +26,7 @@ class Reading:
     """
 
     def __init__(self, terms: Terms, view: View) -> None:
-        self.contents = Contents(terms, view)
+        self.contents = StorageContents(terms, view)
         self._current = self.contents.current
         self.in_flight: dict[fx.Node, fx.Node] = {}
 
@@ -50,7 +50,7 @@ class Reading:
             if launch is not None and not sent:
                 raise NotDecidedError(f"it is read while %{launch.name} is under way", node)
             if launch is not None:
-                return Pending(self.contents.read(node))
+                return PendingResult(self.contents.read(node))
         return self.contents.read(node)
 
     def gives(self, node: fx.Node, known: Any) -> bool:
@@ -78,7 +78,7 @@ class Reading:
 def _is_pending(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(map(_is_pending, value))
-    return isinstance(value, Pending)
+    return isinstance(value, PendingResult)
 
 
 def is_itself(node: fx.Node) -> bool:

@@ -37,7 +37,7 @@ _MOST_REPLICAS = 8
 
 
 @dataclass(frozen=True)
-class Gap:
+class LargestDifference:
     """The largest difference between two runs.
 
     Attributes:
@@ -87,7 +87,7 @@ def verdict(before: fx.GraphModule, after: fx.GraphModule, *, of_values: bool = 
     return f"no difference in {trials} on random inputs{missing}"
 
 
-def _found(before: fx.GraphModule, after: fx.GraphModule) -> list[Gap | None]:
+def _found(before: fx.GraphModule, after: fx.GraphModule) -> list[LargestDifference | None]:
     if _devices(before.graph) | _devices(after.graph) <= {"cpu"}:
         return run_in_fork(lambda: list(_trials(before, after)), 4 * _MOST_SECONDS)
     return list(_trials(before, after))
@@ -98,7 +98,7 @@ def _devices(graph: fx.Graph) -> set[str]:
     return {tensor.device.type for found in values for tensor in found}
 
 
-def _trials(before: fx.GraphModule, after: fx.GraphModule) -> Iterator[Gap | None]:
+def _trials(before: fx.GraphModule, after: fx.GraphModule) -> Iterator[LargestDifference | None]:
     """Yields the gap of each conclusive trial, up to the first that finds a difference."""
     if not _returns_as_much(before.graph, after.graph):
         return  # equal numbers would not excuse it
@@ -169,21 +169,23 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) or bool(value.isfinite().all())
 
 
-def _largest_gap(old: Mapping[str, Any], new: Mapping[str, Any]) -> Gap | None:
+def _largest_gap(old: Mapping[str, Any], new: Mapping[str, Any]) -> LargestDifference | None:
     gaps = [gap for name in old if (gap := _gap(old[name], new.get(name), name)) is not None]
     state = [gap for gap in gaps if not gap.where.startswith("result ")]
     return max(state or gaps, key=lambda gap: gap.size, default=None)
 
 
-def _gap(one: Any, other: Any, where: str) -> Gap | None:
+def _gap(one: Any, other: Any, where: str) -> LargestDifference | None:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return None if one == other else Gap(float("inf"), where)
+        return None if one == other else LargestDifference(float("inf"), where)
     if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return Gap(float("inf"), where)
+        return LargestDifference(float("inf"), where)
     if torch.equal(one, other):
         return None
     wide = torch.complex128 if one.is_complex() else torch.float64
-    return Gap(float((one.to(wide) - other.to(wide)).abs().nan_to_num(torch.inf).max()), where)
+    return LargestDifference(
+        float((one.to(wide) - other.to(wide)).abs().nan_to_num(torch.inf).max()), where
+    )
 
 
 def module_of(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:

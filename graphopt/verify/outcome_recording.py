@@ -9,10 +9,10 @@ from torch import fx
 
 from graphopt.graph_utils import get_outputs
 from graphopt.verify.evaluation_outcome import Evaluation, NotDecidedError
-from graphopt.verify.node_values import Reading
+from graphopt.verify.node_values import NodeValues
 
 
-def record_outcome(graph: fx.Graph, reading: Reading, found: Evaluation) -> None:
+def record_outcome(graph: fx.Graph, reading: NodeValues, found: Evaluation) -> None:
     """Records what an evaluated graph leaves: results, carried values, state, and aliases.
 
     Raises:
@@ -34,7 +34,9 @@ def record_outcome(graph: fx.Graph, reading: Reading, found: Evaluation) -> None
             found.listed.add(str(owner.target))
 
 
-def _returned(kind: str, values: Sequence[Any], reading: Reading, found: Evaluation) -> list[Any]:
+def _returned(
+    kind: str, values: Sequence[Any], reading: NodeValues, found: Evaluation
+) -> list[Any]:
     for index, value in enumerate(values):
         if isinstance(value, fx.Node):
             found.nodes[kind, index] = value

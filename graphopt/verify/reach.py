@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from graphopt.verify.flow import Flow
-from graphopt.verify.labels import Labels
+from graphopt.verify.flow import DataFlow
+from graphopt.verify.labels import CollectiveLabels
 
 CHUNK = 8192
 """The number of sources followed at a time: bits for all at once would take quadratic memory."""
@@ -20,7 +20,7 @@ class LabelReach:
     through the collectives of the label.
     """
 
-    def __init__(self, flow: Flow, labels: Labels) -> None:
+    def __init__(self, flow: DataFlow, labels: CollectiveLabels) -> None:
         self._flow = flow
         self._labels = labels
         self._successors: list[list[int]] = [[] for _ in flow.predecessors]
@@ -66,7 +66,7 @@ def union(states: Mapping[int, int], vertices: Iterable[int]) -> int:
     return state
 
 
-def missing(wanted: int, found: int, labels: Labels) -> int:
+def missing(wanted: int, found: int, labels: CollectiveLabels) -> int:
     """Returns the sources of state `wanted` that `found` lacks. A source must come through at least
     the same collectives."""
     if not wanted & ~found:

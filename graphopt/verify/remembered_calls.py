@@ -41,7 +41,7 @@ class RecalledCall(NamedTuple):
     raises: Any = None
 
 
-class Recall:
+class CallMemory:
     """Evaluated calls by node name, which copies of a graph share.
 
     Attributes:

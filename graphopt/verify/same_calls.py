@@ -19,7 +19,7 @@ from graphopt.graph_utils import is_operator
 from graphopt.verify.problems import Problem
 
 
-class Ordered(Protocol):
+class OrderedPair(Protocol):
     """Two calls that must run one after the other, and why."""
 
     @property
@@ -36,7 +36,7 @@ _EXITS = frozenset(EXIT_OF.values())
 
 
 def call_problems(
-    before: fx.Graph, after: fx.Graph, order: Callable[[fx.Graph], Iterable[Ordered]]
+    before: fx.Graph, after: fx.Graph, order: Callable[[fx.Graph], Iterable[OrderedPair]]
 ) -> Iterator[Problem]:
     """Yields a problem for each call that only one of the two graphs makes, or makes out of order.
 
@@ -53,7 +53,7 @@ def call_problems(
     yield from match.unmatched()
 
 
-def _earlier(order: Iterable[Ordered]) -> dict[fx.Node, list[fx.Node]]:
+def _earlier(order: Iterable[OrderedPair]) -> dict[fx.Node, list[fx.Node]]:
     found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for pair in order:
         found[pair.after].append(pair.before)

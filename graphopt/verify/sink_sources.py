@@ -10,8 +10,8 @@ from torch import fx
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.ir.entries import Entry
 from graphopt.verify.any_order import AnyOrder
-from graphopt.verify.flow import Flow
-from graphopt.verify.labels import Labels
+from graphopt.verify.flow import DataFlow
+from graphopt.verify.labels import CollectiveLabels
 from graphopt.verify.reach import LabelReach, union
 
 
@@ -23,7 +23,7 @@ class SinkPlace:
     end: bool
 
 
-class Side:
+class SinkSources:
     """One of the two compared graphs, cut at its anchors or as a whole.
 
     Args:
@@ -39,12 +39,12 @@ class Side:
         graph: fx.Graph,
         memory: MemoryOrder,
         places: Sequence[SinkPlace],
-        labels: Labels,
+        labels: CollectiveLabels,
         cut: Container[fx.Node] | None = None,
     ) -> None:
         any_order = AnyOrder(graph)
         needed = None if cut is None else _needed(graph, memory, any_order, places, cut)
-        self._flow = Flow(graph, memory, labels, any_order, cut or (), needed)
+        self._flow = DataFlow(graph, memory, labels, any_order, cut or (), needed)
         self._needs = [
             [self._flow.vertex(*place.write)] if place.end else self._flow.sources(place.write.node)
             for place in places

@@ -22,16 +22,16 @@ from graphopt.verify.call_terms import entries
 from graphopt.verify.casts import converted
 from graphopt.verify.collective_results import CollectiveTerms
 from graphopt.verify.contents import CannotWriteError, with_layout
-from graphopt.verify.evaluation_outcome import NotDecidedError, Settled
+from graphopt.verify.evaluation_outcome import NotDecidedError, SettledUpdate
 from graphopt.verify.functional import functional_form, functional_form_for
-from graphopt.verify.node_values import Reading
+from graphopt.verify.node_values import NodeValues
 from graphopt.verify.terms import TensorValue, Terms, tensor_value
 
 Applied = Callable[[fx.Node, Any, dict[str, Any]], Any]
 """(node, operator, arguments by name) -> value of the call."""
 
 
-class Updates:
+class StorageUpdates:
     """Evaluates the updates of one graph.
 
     Args:
@@ -42,10 +42,10 @@ class Updates:
     def __init__(
         self,
         terms: Terms,
-        reading: Reading,
+        reading: NodeValues,
         communication: CollectiveTerms,
         applied: Applied,
-        settled: Mapping[str, Settled],
+        settled: Mapping[str, SettledUpdate],
     ) -> None:
         self._terms, self._reading, self._contents = terms, reading, reading.contents
         self._communication, self._applied = communication, applied

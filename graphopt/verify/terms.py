@@ -21,7 +21,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt._compat.sizes import symbolic_layout
-from graphopt.verify.remembered_calls import Recall
+from graphopt.verify.remembered_calls import CallMemory
 
 Key = tuple[Any, ...]
 
@@ -73,7 +73,7 @@ class ScalarValue:
 
 
 @dataclass(slots=True, unsafe_hash=True)
-class Pending:
+class PendingResult:
     """The future result of a collective, which only a wait may read."""
 
     value: Any
@@ -105,7 +105,7 @@ class Terms:
 
     def __init__(self, *, whole_cuts: bool = False) -> None:
         self.whole_cuts = whole_cuts
-        self.recall = Recall()
+        self.recall = CallMemory()
         self.rearranged: dict[Key, tuple[Segment, ...]] = {}
         self.entries: dict[Key, dict[Key, tuple[Key, list[Any]]]] = {}
         self._numbers: dict[Key, int] = {}
@@ -230,7 +230,7 @@ def elements_of(term: int) -> tuple[str, int]:
 
 def canonical(value: Any) -> Any:
     """Returns a value or argument as part of a key, in which 1, 1.0 and True differ."""
-    if isinstance(value, (TensorValue, ScalarValue, Pending)) or value is None:
+    if isinstance(value, (TensorValue, ScalarValue, PendingResult)) or value is None:
         return value
     if isinstance(value, bool):
         return ("bool", value)

@@ -25,7 +25,14 @@ from graphopt.ir.effects import Effects
 from graphopt.ir.entries import list_call
 from graphopt.ir.metadata import fake_value, is_state, known_value, late_group
 from graphopt.ir.operators import is_item, is_list_operator, written
-from graphopt.ir.outlining import NodeCopies, Part, describe_call, give_items, leaving, splice
+from graphopt.ir.outlining import (
+    NodeCopies,
+    OutlinedPart,
+    describe_call,
+    give_items,
+    leaving,
+    splice,
+)
 from graphopt.ir.views import base_of, is_pure_view, is_update, may_be_view, outer_bases
 from graphopt.lowering.boxed import box_calls
 from graphopt.lowering.cudagraphs.recorder import Recordable, is_number, takes_numbers
@@ -282,7 +289,7 @@ def _copying(node: fx.Node, way: InputTransfer) -> int:
     return 1 + sum(tensor.nbytes for tensor in tensors_in(fake_value(node))) // _BYTES_PER_OPERATOR
 
 
-class PieceBody(Part):
+class PieceBody(OutlinedPart):
     """A piece as a separate graph that takes the piece's inputs in their order.
 
     Attributes:
@@ -302,7 +309,7 @@ class PieceBody(Part):
         return box_calls(fx.GraphModule(gm, self.graph))
 
 
-def _inside(body: Part, copies: NodeCopies, node: fx.Node) -> fx.Node:
+def _inside(body: OutlinedPart, copies: NodeCopies, node: fx.Node) -> fx.Node:
     """The counterpart of an outer node in a piece: the tensor before an update, or a new view."""
     if not is_pure_view(node) and is_update(node):
         updated: fx.Node = copies(node.all_input_nodes[0])
@@ -320,7 +327,7 @@ def with_calls(
         name_of: the name of the submodule that runs a piece.
     """
 
-    def call(copies: NodeCopies, body: Part) -> None:
+    def call(copies: NodeCopies, body: OutlinedPart) -> None:
         assert isinstance(body, PieceBody)
         called = copies.graph.call_module(name_of(body), tuple(map(copies, body.inputs)))
         # Running code marks where a late group begins to update state.

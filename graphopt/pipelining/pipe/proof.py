@@ -28,13 +28,13 @@ from graphopt.pipelining.pipe.boundary import give_back, receive, send
 from graphopt.pipelining.pipe.placement import arguments_of, module_of, results, stage_nodes
 from graphopt.pipelining.pipe.sharing import ParameterReplica
 from graphopt.pipelining.stage.chain import ChainPlan
-from graphopt.verify.composition import Composition, Objects
+from graphopt.verify.composition import ComposedGraph, NamedObjects
 from graphopt.verify.evaluation import evaluate_graph
 from graphopt.verify.evaluation_outcome import NotDecidedError
 from graphopt.verify.module_constants import attribute
 from graphopt.verify.outcome_differences import differences
 from graphopt.verify.problems import Problem
-from graphopt.verify.same_calls import Ordered, call_problems
+from graphopt.verify.same_calls import OrderedPair, call_problems
 from graphopt.verify.terms import Terms
 
 logger = logging.getLogger("graphopt")
@@ -52,7 +52,7 @@ class PipeProof:
     """
 
     def __init__(self, exported: fx.GraphModule, find: Callable[[fx.Node], Any]) -> None:
-        self._objects = Objects(state=True)
+        self._objects = NamedObjects(state=True)
         self._objects.learn(exported.graph, find)
         self._whole = _composed(exported, self._objects)
 
@@ -81,8 +81,8 @@ def check_chain(top: fx.GraphModule, chain: Sequence[fx.GraphModule], plan: Chai
     Raises:
         VerificationError: they do not.
     """
-    objects = Objects(state=True)
-    before, composition = _composed(top, objects), Composition(objects, handing=HANDING)
+    objects = NamedObjects(state=True)
+    before, composition = _composed(top, objects), ComposedGraph(objects, handing=HANDING)
     arguments = top.graph.find_nodes(op="placeholder")
     given = dict(zip(arguments, composition.inputs(top.graph), strict=True))
     sent: Sequence[Any] = [given[value] for value in plan.received[0]]
@@ -96,10 +96,10 @@ def check_chain(top: fx.GraphModule, chain: Sequence[fx.GraphModule], plan: Chai
         raise VerificationError(f"the chain of stages was refused: {problem}")
 
 
-def _composed(module: fx.GraphModule, objects: Objects) -> fx.Graph:
+def _composed(module: fx.GraphModule, objects: NamedObjects) -> fx.Graph:
     """The graph with the calls of stages inlined, and without the backward that a pipe has."""
     names = [str(call.target) for call in stage_nodes(module.graph)]
-    composition = Composition(objects, pieces=names, handing=HANDING)
+    composition = ComposedGraph(objects, pieces=names, handing=HANDING)
     graph = composition.end(composition.call(module, composition.inputs(module.graph)))
     backwards = graph.find_nodes(op="call_function", target=stage_backward)
     backward = {*backwards, *find_all_descendants(backwards)}
@@ -109,7 +109,7 @@ def _composed(module: fx.GraphModule, objects: Objects) -> fx.Graph:
     return graph
 
 
-def _differing(before: fx.Graph, after: fx.Graph, objects: Objects) -> Iterator[Problem]:
+def _differing(before: fx.Graph, after: fx.Graph, objects: NamedObjects) -> Iterator[Problem]:
     yield from call_problems(before, after, _no_order)  # which terms know, through copies as well
     terms = Terms()
     try:
@@ -125,7 +125,7 @@ def _differing(before: fx.Graph, after: fx.Graph, objects: Objects) -> Iterator[
         yield error.problem
 
 
-def _no_order(graph: fx.Graph) -> tuple[Ordered, ...]:
+def _no_order(graph: fx.Graph) -> tuple[OrderedPair, ...]:
     return ()
 
 

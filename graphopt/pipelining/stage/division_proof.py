@@ -36,7 +36,7 @@ from graphopt.pipelining.stage.microbatch_graph import (
 from graphopt.pipelining.stage.stage_graphs import SLOT, StageGraph
 from graphopt.tracing.capture import CapturedStep
 from graphopt.verify import Problem
-from graphopt.verify.composition import Composition, Objects
+from graphopt.verify.composition import ComposedGraph, NamedObjects
 from graphopt.verify.evaluation import evaluate_graph
 from graphopt.verify.evaluation_outcome import Evaluation, NotDecidedError
 from graphopt.verify.module_constants import attribute
@@ -140,9 +140,9 @@ class _Microbatch:
     ) -> None:
         self._sent, self._backward = sent, backward
         whole = captured.graph_module
-        objects = Objects()
+        objects = NamedObjects()
         objects.learn(whole.graph, partial(attribute, whole))
-        self._composition = Composition(objects)
+        self._composition = ComposedGraph(objects)
         self._inputs = self._composition.inputs(whole.graph)
         self._mutable = mutable_inputs(captured)
         self._gradients = gradient_positions(captured)

@@ -10,7 +10,7 @@ from torch import fx
 
 from graphopt.graph_utils import Outputs
 from graphopt.ir.metadata import KIND, MODULES, SOURCE, VALUE, some_of
-from graphopt.ir.outlining import NodeCopies, Part
+from graphopt.ir.outlining import NodeCopies, OutlinedPart
 from graphopt.iter_graph import IterGraphModule
 
 SLOT = "slot"
@@ -87,7 +87,7 @@ def extract(
     """
     positions: list[int] = []
     members = [n for n in graph.nodes if n in needed and n not in slots and _computes(n)]
-    part = Part(members, _not_needed)
+    part = OutlinedPart(members, _not_needed)
     read = {source for node in needed for source in node.all_input_nodes}
     read.update(leaf for leaves in outputs for leaf in leaves if isinstance(leaf, fx.Node))
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
@@ -107,5 +107,5 @@ def _computes(node: fx.Node) -> bool:
     return node.op not in ("placeholder", "output")
 
 
-def _not_needed(part: Part, copies: NodeCopies, node: fx.Node) -> fx.Node:
+def _not_needed(part: OutlinedPart, copies: NodeCopies, node: fx.Node) -> fx.Node:
     raise AssertionError(f"%{node.name} is not among the nodes that are needed")
