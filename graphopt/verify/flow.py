@@ -4,8 +4,8 @@ A list operator (`_fused_adamw`, `_foreach_add`) is a tuple of independent opera
 that `split` takes from a `cat` are what went into it, also with a collective and pointwise
 operators between. Read as single nodes they would make every gradient a source of every parameter.
 
-A `DataFlow` is a graph of *vertices*: integers in topological order. A node has one or, as a list or
-a concatenation, several.
+A `DataFlow` is a graph of *vertices*: integers in topological order. A node has one or, as a list
+or a concatenation, several.
 """
 
 from __future__ import annotations
