@@ -22,10 +22,10 @@ from graphopt.executable import finalize
 from graphopt.graph_utils import find_nodes, get_outputs, is_collective, is_operator, set_outputs
 from graphopt.host.votes import Agreement
 from graphopt.iter_graph import IterGraphModule
-from graphopt.lowering import stages as lowering_stages
+from graphopt.lowering import lowering_stages
 from graphopt.lowering.boxed import boxed
+from graphopt.lowering.lowering_stages import Lower
 from graphopt.lowering.partial import Lowering
-from graphopt.lowering.stages import Lower
 from graphopt.ranks.meeting import Meeting
 from graphopt.saved import load_graph
 from graphopt.stages import entries, stages_for

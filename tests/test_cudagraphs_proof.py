@@ -18,7 +18,7 @@ from graphopt.executable import finalize
 from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.lowering.cudagraphs import CudaGraphs
 from graphopt.lowering.cudagraphs.pieces import InputTransfer
-from graphopt.lowering.stages import RecordCudaGraphs
+from graphopt.lowering.lowering_stages import RecordCudaGraphs
 from graphopt.stages import default_pipeline
 from graphopt.stages.compiling import Stages
 from graphopt.testing import fake_ranks

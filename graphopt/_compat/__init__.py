@@ -58,7 +58,7 @@ from graphopt._compat.graphs import (
     set_graph,
 )
 from graphopt._compat.metadata_check import metadata_match
-from graphopt._compat.modules import (
+from graphopt._compat.module_kinds import (
     floats_of_statistics,
     is_compiled_module,
     is_fsdp,
@@ -79,7 +79,7 @@ from graphopt._compat.operators import (
     overload_name,
     schema_of,
 )
-from graphopt._compat.optimizers import hooks_around_steps, mark_stepped
+from graphopt._compat.optimizer_hooks import hooks_around_steps, mark_stepped
 from graphopt._compat.plain_fakes import are_plain_fakes, detached, is_ruled_in_python, plain_view
 from graphopt._compat.process_groups import (
     companion_group,

@@ -40,7 +40,7 @@ from graphopt.host.used import Used
 from graphopt.ir.effects import Effects
 from graphopt.ir.metadata import STATE_KINDS, input_kind, late_group, set_value
 from graphopt.ranks.failed_runs import said_explained
-from graphopt.ranks.failures import reasons, tell
+from graphopt.ranks.failure_reports import reasons, tell
 
 _UPDATED = STATE_KINDS | {"gradient"}
 

@@ -19,7 +19,7 @@ from graphopt.host.running import HostRun, agree, hear
 from graphopt.ir.metadata import late_group, sent_names
 from graphopt.ir.operators import argument
 from graphopt.iter_graph import IterGraphModule
-from graphopt.ranks.failures import learn_causes, mark_unusable, tell
+from graphopt.ranks.failure_reports import learn_causes, mark_unusable, tell
 
 _NAMES_SHOWN = 4
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from graphopt import _compat
 from graphopt.errors import SpmdMismatchError
 from graphopt.ranks.failed_runs import said_explained
-from graphopt.ranks.failures import reasons
+from graphopt.ranks.failure_reports import reasons
 
 _made: WeakKeyDictionary[dist.ProcessGroup, RankVotes] = WeakKeyDictionary()
 

@@ -23,7 +23,7 @@ from graphopt.host.sizes import Sizes, answered_alike, found_before
 from graphopt.host.used import Used, unused
 from graphopt.iter_graph import IterGraphModule
 from graphopt.ranks.failed_runs import explained, group_names, sending_explained
-from graphopt.ranks.failures import check_usable, withdraw
+from graphopt.ranks.failure_reports import check_usable, withdraw
 from graphopt.ranks.independent_ranks import launched_apart
 from graphopt.ranks.joining_with_zeros import join_with_zeros, sends_before_own
 from graphopt.runtime.agreed import Agreed

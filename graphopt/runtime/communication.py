@@ -72,7 +72,7 @@ class Communication:
         Args:
             step: which call of the training step it is, counted from 1.
         """
-        from graphopt.ranks.failures import tell
+        from graphopt.ranks.failure_reports import tell
 
         parallel = resolve(self._parallel)
         try:

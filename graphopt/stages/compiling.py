@@ -91,7 +91,7 @@ class Stages:
         self.manager, self.options, self._auto = manager, options, auto
         self.behind: list[GraphStage] = [Finalize(), Vote()]
         if options is not None:
-            from graphopt.lowering.stages import Box, Lower, RecordCudaGraphs
+            from graphopt.lowering.lowering_stages import Box, Lower, RecordCudaGraphs
 
             self._lower = Lower(options)
             self.behind = [self._lower, *self.behind, RecordCudaGraphs(options), Box()]
