@@ -16,6 +16,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import LoweringError
 from graphopt.graph_utils import without_autocast
+from graphopt.ir.generators import generators_apart
 from graphopt.ir.operators import is_fused_optimizer
 from graphopt.lowering.prepare import ChannelsLast, PreparedRegion, can_change_layout
 from graphopt.lowering.updates import FUSED_UPDATE
@@ -119,9 +120,9 @@ def compile_body(
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # of Inductor's own code, not the user's
             stack.enter_context(_COMPILING)
-            stack.enter_context(same_random_numbers())
             stack.enter_context(without_autocast())
             stack.enter_context(_compat.without_modes())
+            stack.enter_context(same_random_numbers())
             if torch.get_default_device().type != "cpu":
                 stack.enter_context(torch.device("cpu"))
             stack.enter_context(inductor.patched_config(options.config()))
@@ -165,9 +166,9 @@ def _explained(error: Exception) -> str:
 def same_random_numbers() -> Iterator[None]:
     """While active, random numbers are drawn that are drawn again afterwards."""
     state = random.getstate()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    devices = [torch.device("cuda")] if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng(devices):
+        with generators_apart(devices):
             yield
     finally:
         random.setstate(state)

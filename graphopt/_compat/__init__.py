@@ -8,6 +8,7 @@ Written for torch 2.11 to 2.15. A branch for one version says so.
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphopt._compat.copied_generator import CopiedGenerator as CopiedGenerator
 from graphopt._compat.dtensors import local_of as local_of
 from graphopt._compat.dtensors import set_local as set_local
 from graphopt._compat.fakes import (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,3 +35,24 @@ def generators_used(values: Any) -> list[torch.Generator]:
         elif isinstance(device, torch.device) and device.type == "cuda":
             found[generator_of(device)] = None
     return list(found)
+
+
+@contextmanager
+def generators_apart(devices: Iterable[torch.device], seed: int | None = None) -> Iterator[None]:
+    """While active, operators draw from a copy of the CPU's default generator, which other threads
+    draw from meanwhile; the default generators of other devices are put back.
+
+    Args:
+        devices: those that are not the CPU.
+        seed: of what is drawn instead.
+    """
+    generators = [generator_of(device) for device in devices if device.type != "cpu"]
+    before = [generator.get_state() for generator in generators]
+    try:
+        with _compat.CopiedGenerator(seed):
+            for generator in generators if seed is not None else ():
+                generator.manual_seed(seed or 0)
+            yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)

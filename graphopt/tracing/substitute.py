@@ -121,13 +121,12 @@ def lists_kept(containers: Iterable[Any]) -> Iterator[None]:
 
 @dataclass
 class GeneratorStates:
-    """States of the random number generators a step might use besides torch's CUDA ones.
+    """States of the random number generators of Python and numpy.
 
     Other threads draw from them as well. Where some run, what has been drawn is not put back, and
     it is the trace's only where that has noted it.
     """
 
-    torch_cpu: torch.Tensor
     python: Any
     numpy: Any
     shared: bool
@@ -137,7 +136,6 @@ class GeneratorStates:
         """The states of now."""
         numpy = sys.modules.get("numpy")
         return cls(
-            torch_cpu=torch.random.default_generator.get_state(),
             python=random.getstate(),
             numpy=None if numpy is None else numpy.random.get_state(legacy=True),
             shared=other_threads_run(),
@@ -147,7 +145,6 @@ class GeneratorStates:
         """Put the generators back: where other threads run, if it is known that the trace drew."""
         if not noted and (self.shared or other_threads_run()):
             return
-        torch.random.default_generator.set_state(self.torch_cpu)
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
@@ -161,9 +158,9 @@ class GeneratorStates:
         now = GeneratorStates.read()
         if self.shared or now.shared:
             return noted[0] if noted else None
-        if self.python_advanced(now):
-            return "random" if now.python != self.python else "numpy.random"
-        return None if torch.equal(now.torch_cpu, self.torch_cpu) else "torch"
+        if not self.python_advanced(now):
+            return None
+        return "random" if now.python != self.python else "numpy.random"
 
     def python_advanced(self, now: GeneratorStates | None = None) -> bool:
         """Whether Python's or numpy's generator has been drawn from since."""

@@ -18,6 +18,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import tensors_in, without_autocast
+from graphopt.ir.generators import generators_apart
 from graphopt.ir.metadata import fake_value, known_value, set_value
 from graphopt.ir.rewritten_places import RewrittenPlace
 from graphopt.verify.problems import Problem
@@ -235,13 +236,14 @@ def _can_run(values: Sequence[torch.Tensor]) -> bool:
 def _runs(before: fx.Graph, after: fx.Graph, *, positive: bool) -> list[list[torch.Tensor]]:
     """Runs both parts on the same random inputs and returns their results."""
     found = []
-    with torch.random.fork_rng([]), torch.no_grad(), without_autocast():
+    held = [fake_value(n) for n in before.find_nodes(op="placeholder")]
+    devices = {tensor.device for tensor in tensors_in(held)}
+    with torch.no_grad(), without_autocast():
         for graph in (before, after):
-            torch.manual_seed(0)
-            held = [fake_value(n) for n in before.find_nodes(op="placeholder")]
-            inputs = [_random(value, positive) for value in held]
-            torch.manual_seed(1)
-            found.append(list(fx.GraphModule(torch.nn.Module(), graph)(*inputs)))
+            with generators_apart(devices, seed=0):
+                inputs = [_random(value, positive) for value in held]
+            with generators_apart(devices, seed=1):
+                found.append(list(fx.GraphModule(torch.nn.Module(), graph)(*inputs)))
     return found
 
 

@@ -17,6 +17,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import get_outputs, is_collective, tensors_in
+from graphopt.ir.generators import generators_apart
 from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import argument
 from graphopt.iter_graph import IterGraphModule, copy_graph
@@ -152,7 +153,8 @@ def _run(
     step = ReplicatedStep(gm, Lockstep(len(inputs), groups, callbacks=False))
     names = [str(node.target) for node in gm.graph.find_nodes(op="placeholder")]
     found = {}
-    with torch.random.fork_rng():
+    devices = {value.device for row in inputs for value in row if isinstance(value, torch.Tensor)}
+    with generators_apart(devices):
         for iteration in range(_ITERATIONS):
             returned = step(inputs, last_iter=iteration == _ITERATIONS - 1)
             for rank, values in enumerate(returned):

@@ -238,8 +238,9 @@ MODES = ObjectKind(_read_modes, _same_modes, _write_modes)
 
 
 def is_generator(value: object) -> bool:
-    """True if a value is a random number generator whose state can be read."""
-    if isinstance(value, random.SystemRandom):
+    """True if a value is a random number generator whose state can be read, other than torch's
+    default one, which a trace leaves alone."""
+    if isinstance(value, random.SystemRandom) or value is torch.random.default_generator:
         return False
     if isinstance(value, (random.Random, torch.Generator)):
         return True

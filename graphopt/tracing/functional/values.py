@@ -1,4 +1,7 @@
-"""Values of traced nodes in the capturing call, computed on copies of the live tensors."""
+"""Values of traced nodes in the capturing call, computed on copies of the live tensors.
+
+What nodes draw from the default generator of the CPU, they draw from a copy of it.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ class Values:
         self._tracer, self._inputs = tracer, live
         self._values: dict[fx.Node, Any] = {}
         self._generators: dict[torch.Generator, torch.Tensor] = {}
+        self._copied = _compat.CopiedGenerator()
         self._done = self._taken = 0
         self._unread: set[Any] = set()
         self._draws_unread = False
@@ -56,7 +60,8 @@ class Values:
         return True
 
     def _compute(self) -> None:
-        with _compat.without_modes(), torch.no_grad(), without_autocast(), self._generators_aside():
+        aside = (self._generators_aside(), self._copied)
+        with _compat.without_modes(), torch.no_grad(), without_autocast(), aside[0], aside[1]:
             nodes = list(self._tracer.graph.nodes)
             for node in nodes[self._done :]:
                 self._values[node] = None if self._is_unread(node) else self.computed(node)
@@ -84,7 +89,7 @@ class Values:
 
     def _use(self, generator: torch.Generator) -> None:
         """Switches a generator to the trace's state; its live state is restored later."""
-        if generator not in self._live:
+        if generator not in self._live and generator is not torch.random.default_generator:
             self._live[generator] = generator.get_state()
             if generator in self._generators:
                 generator.set_state(self._generators[generator])

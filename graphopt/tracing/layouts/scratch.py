@@ -2,7 +2,7 @@
 
 Shape rules (meta kernels) are written apart from kernels, and some of them are wrong about strides.
 Nothing of what runs here can be seen afterwards: the tensors are the kernel's own, the generators
-are put back, and large sizes are replaced by small ones that lie in memory alike.
+copies or put back, and large sizes are replaced by small ones that lie in memory alike.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.graph_utils import without_autocast
+from graphopt.ir.generators import generators_apart
 from graphopt.tracing.layouts.layouts import (
     Items,
     Layout,
@@ -236,10 +237,9 @@ def _is_here(device: torch.device) -> bool:
 
 @contextmanager
 def _unseen(given: list[Layout]) -> Iterator[None]:
-    """A context in which nothing is recorded, and generators are restored at the end."""
-    devices = {layout.device.index or 0 for layout in given if layout.device.type == "cuda"}
-    generators = torch.random.fork_rng(sorted(devices))
-    with unrecorded(), generators:
+    """A context in which nothing is recorded, and all generators stay where they are."""
+    devices = {layout.device for layout in given if layout.device.type == "cuda"}
+    with unrecorded(), generators_apart(devices):
         yield
 
 

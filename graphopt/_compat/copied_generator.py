@@ -1,0 +1,111 @@
+"""Draws from a copy of torch's default generator of the CPU, which is one for all threads.
+
+What a capture computes for itself may draw, too: the values that a step decides by, a kernel whose
+result shows its layout. Nothing that is put back afterwards could tell what other threads have
+drawn meanwhile. So the default generator stays as it is, and operators are given another one.
+
+Written for torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class CopiedGenerator(TorchDispatchMode):
+    """While active, operators on the CPU that would draw from the default generator draw from a
+    copy of it: the same numbers, also those that kernels draw by calling other operators.
+
+    Args:
+        seed: of what is drawn instead; None: as the default generator would draw now.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__()
+        self._generator = torch.Generator()
+        if seed is None:
+            self._generator.set_state(torch.random.default_generator.get_state())
+        else:
+            self._generator.manual_seed(seed)
+
+    @property
+    def state(self) -> torch.Tensor:
+        """Decides what is drawn next."""
+        return self._generator.get_state()
+
+    @state.setter
+    def state(self, state: torch.Tensor) -> None:
+        self._generator.set_state(state)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        if not _may_draw(func) or not _is_plainly_on_cpu((args, given)):
+            return func(*args, **given)
+        if func.namespace == "graphopt":
+            return self._of_state(func, args)
+        if not _takes_generator(func):
+            with self:  # for the operators that the kernel calls
+                return func.redispatch(_CPU, *args, **given)
+        return func(*map(self._instead_of, args), **self._with_generator(func, args, given))
+
+    def _instead_of(self, value: Any) -> Any:
+        return self._generator if value is torch.random.default_generator else value
+
+    def _with_generator(
+        self, func: Any, args: tuple[Any, ...], given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        names = [argument.name for argument in func._schema.arguments]
+        if names.index("generator") < len(args):
+            return dict(given)
+        return {**given, "generator": self._instead_of(given.get("generator")) or self._generator}
+
+    def _of_state(self, func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
+        """The operators by which a graph reads and writes the state of a generator."""
+        if len(args) == 1:
+            return self.state
+        self.state = args[0]
+        return None
+
+
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_STATE = frozenset({"graphopt::get_rng_state", "graphopt::set_rng_state"})
+
+
+@lru_cache(maxsize=4096)
+def _may_draw(func: Any) -> bool:
+    """Whether the kernel of an operator may draw: those of others than torch do not tell."""
+    if not isinstance(func, OpOverload):
+        return False  # it runs graphs or kernels of others
+    if func.namespace == "graphopt":
+        return func._schema.name in _STATE
+    foreign = func.namespace not in ("aten", "prims", "prim", "_c10d_functional", "c10d")
+    return foreign or _takes_generator(func) or torch.Tag.nondeterministic_seeded in func.tags
+
+
+@lru_cache(maxsize=4096)
+def _takes_generator(func: Any) -> bool:
+    return any(argument.name == "generator" for argument in func._schema.arguments)
+
+
+def _is_plainly_on_cpu(values: Any) -> bool:
+    leaves = tree_leaves(values)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    devices = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
+    devices += [leaf.device for leaf in leaves if isinstance(leaf, (torch.Tensor, torch.Generator))]
+    plain = all(each.layout is torch.strided and not each.is_quantized for each in tensors)
+    return plain and all(device.type == "cpu" for device in devices)
