@@ -57,6 +57,7 @@ def new_fake_mode(
 
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
+            self._allow_unsafe_data_ptr_access = False  # an address would be 0
             self.writes = WriteCounts()
 
         def dispatch(

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from graphopt._compat.storages import number_of
+
 _KEPT = frozenset(
     getattr(torch.ops.aten, name).default
     for name in ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive")
@@ -27,7 +29,7 @@ def storage_key(tensor: torch.Tensor) -> int:
     """An integer that is equal for tensors over one storage, as long as the storage lives."""
     if tensor.layout is not torch.strided:  # indices and values in storage of their own
         return id(tensor)
-    return int(torch._C.TensorBase.untyped_storage(tensor)._cdata)
+    return number_of(torch._C.TensorBase.untyped_storage(tensor))
 
 
 class WriteCounts:

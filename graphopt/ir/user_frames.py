@@ -19,6 +19,7 @@ from graphopt.ir.source import SourceLine
 _TORCH = str(Path(torch.__file__).resolve().parent) + "/"
 _GRAPHOPT = str(Path(__file__).resolve().parent.parent) + "/"
 _STEP_RUN = _GRAPHOPT + "tracing/step_run.py"
+_OPERATORS = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
 _FORWARD_CODE = _compat.module_call_code()
 
 
@@ -60,6 +61,19 @@ def is_asked_by_torch(frame: types.FrameType) -> bool:
     """True if torch's code calls a function, directly or through graphopt's."""
     files = (each.f_code.co_filename for each in frames(frame))
     return is_torch_file(next(file for file in files if not is_own_file(file)))
+
+
+def is_in_operator(frame: types.FrameType) -> bool:
+    """True if the kernel of an operator runs, or what stands for it with fake tensors, rather than
+    the step's own code: a graph calls it in every step."""
+    for each in frames(frame):
+        name = each.f_code.co_filename
+        if name.endswith("torch/_library/autograd.py"):
+            return False  # whose functions are recorded
+        if name.endswith("torch/_ops.py"):
+            owner = each.f_locals.get("self")
+            return isinstance(owner, _OPERATORS)
+    return False
 
 
 def _resolved(filename: str) -> str:

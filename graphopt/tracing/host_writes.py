@@ -2,8 +2,8 @@
 is refused: it would happen at capture only.
 
     print(loss)         refused, with its line
-    logger.warning(…)   refused where the program says it; a message of a package's own is let
-                        through once, as the trace runs
+    logger.warning(…)   refused where the program says it; a message of a package's own, or of the
+                        kernel of an operator, is let through, as the trace runs
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from graphopt.ir.user_frames import current_user_line, is_installed, is_own_file, is_torch_file
+from graphopt.ir.user_frames import (
+    current_user_line,
+    is_in_operator,
+    is_installed,
+    is_own_file,
+    is_torch_file,
+)
 from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.replace import calling_frame, replaced
 
@@ -135,7 +141,8 @@ def no_printing() -> Iterator[None]:
     real = builtins.print
 
     def checked(*args: Any, **options: Any) -> None:
-        if not _is_of_package(calling_frame().f_code.co_filename):
+        frame = calling_frame()
+        if not _is_of_package(frame.f_code.co_filename) and not is_in_operator(frame):
             raise HostWork.PRINT.refused()
         real(*args, **options)
 

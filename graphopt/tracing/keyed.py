@@ -2,23 +2,26 @@
 
 A tensor is known by its identity, and while a step is traced another one stands for it. Containers
 of the program's whose keys are inputs of the step have the stand-ins for keys as well meanwhile;
-`id` says of a stand-in what it says of the tensor.
+`id` and `hash` say of a stand-in what they say of the tensor.
 """
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from graphopt._compat.storages import STORAGES
 from graphopt.ir.user_frames import is_own_file, is_torch_file
 from graphopt.tracing.effects import contents
 from graphopt.tracing.effects.contents import ObjectKind
+from graphopt.tracing.outside.given_functions import GivenFunction
 from graphopt.tracing.outside.record import Record
 from graphopt.tracing.replace import calling_frame, replaced
+from graphopt.tracing.unknown_features import refuse_address
 
 Keyed = tuple[ObjectKind, Any]
 """A dictionary or a set, with its kind."""
@@ -44,12 +47,13 @@ def _keys(kind: ObjectKind, content: Any) -> Any:
 
 @contextmanager
 def identified(tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """While active, `id` of a stand-in is that of the tensor.
+    """While active, `id` and `hash` of a stand-in are those of the tensor; a storage has none.
 
     Args:
         tensors: by the ids of their stand-ins.
     """
-    with replaced((builtins, "id", _identity(tensors))):
+    functions = (builtins.id, builtins.hash)
+    with replaced(*((builtins, each.__name__, _of_tensors(each, tensors)) for each in functions)):
         yield
 
 
@@ -115,14 +119,20 @@ def _without(kind: ObjectKind, content: Any, keys: Mapping[int, torch.Tensor]) -
     return [k for k, _ in pairs], [v for _, v in pairs]
 
 
-def _identity(tensors: Mapping[int, torch.Tensor]) -> Any:
+def _of_tensors(function: Callable[[Any], int], tensors: Mapping[int, torch.Tensor]) -> Any:
+    """`id` or `hash`, as the step's own code asks for it."""
     own = builtins.id
 
-    def identity(value: Any) -> int:
+    def asked(value: Any) -> int:
         tensor = tensors.get(own(value))
+        if tensor is None and not isinstance(value, STORAGES):
+            return function(value)
+        code = calling_frame().f_code
+        file, given = code.co_filename, code is GivenFunction.__call__.__code__
+        if is_torch_file(file) or (is_own_file(file) and not given):
+            return function(value)
         if tensor is None:
-            return own(value)
-        file = calling_frame().f_code.co_filename
-        return own(value if is_torch_file(file) or is_own_file(file) else tensor)
+            refuse_address()
+        return function(tensor)
 
-    return identity
+    return asked

@@ -43,7 +43,7 @@ from graphopt.tracing.substitute import Traced
 from graphopt.tracing.tensors import constants, copies, stale_constants
 from graphopt.tracing.tensors.obtained import ObtainedValues
 from graphopt.tracing.tensors.rebinding import Rebinding
-from graphopt.tracing.unknown_features import ADDRESSES, refuse_unknown_call
+from graphopt.tracing.unknown_features import MEMORY, refuse_unknown_call
 
 _GRADIENT = getattr(torch.Tensor, "grad")  # noqa: B009 - typed as the value it gives
 _READ_GRADIENT = _GRADIENT.__get__
@@ -124,7 +124,7 @@ class Redirect(TorchFunctionMode):
         if _compat.reads_metadata(func):
             known = self._traced.by_id
             return func(*(known.get(id(value), value) for value in args), **kwargs)
-        if func in ADDRESSES and not is_asked_by_torch(sys._getframe(1)):
+        if func in MEMORY and not is_asked_by_torch(sys._getframe(1)):
             refuse_unknown_call(func, args)
         if func in _PROFILED:
             with _compat.without_dispatch():

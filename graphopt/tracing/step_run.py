@@ -44,6 +44,7 @@ from graphopt.tracing.inputs.pinned import pin_left, refuse_found_twice
 from graphopt.tracing.inputs.stand_ins import arguments_of, stand_ins_of
 from graphopt.tracing.interception.class_questions import asking
 from graphopt.tracing.interception.inference import inference_as_no_grad
+from graphopt.tracing.interception.storage_identity import identities_refused
 from graphopt.tracing.keyed import identified, keyed_by_stand_ins
 from graphopt.tracing.optimizers.noticed_steps import notice_steps
 from graphopt.tracing.optimizers.scaling import TracedScaling
@@ -207,6 +208,7 @@ class StepRun:
         yield traced_math()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             yield functional_collectives()
+        yield identities_refused()
         yield identified(self.outside.stands_for)
         yield from self._shared.running()
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 from torch.quasirandom import SobolEngine
 
 from graphopt import _compat
+from graphopt._compat.storages import REFERENCE, STORAGES, VERSION
 from graphopt.errors import CaptureError
 from graphopt.ir.metadata import source_line
 from graphopt.ir.user_frames import own_location, running_in_step
@@ -45,7 +46,13 @@ _CALLS: tuple[tuple[str, str, str], ...] = (
 )
 """By the file of torch that was running: an operator that takes functions, and the cure."""
 
+_OF_MEMORY = (
+    "it asks where the memory of a tensor is (data_ptr, is_set_to, _cdata, or the id or the hash of"
+    " a storage), which a tensor has only while the graph runs",
+    "compare tensors with `is`, or by id(tensor); or ask before the call",
+)
 _TEXTS: tuple[tuple[str, str, str], ...] = (
+    ("Cannot access data pointer of Tensor", *_OF_MEMORY),
     (
         "QuantizedMeta",
         "it computes with quantized tensors, which no graph has",
@@ -81,6 +88,11 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
         r"'TracedWork' object has no attribute '(\w+)'",
         r"it uses \1 of a collective in flight (async_op=True), which no graph has",
         "wait for it, work.wait(), and compute with the tensor behind that",
+    ),
+    (
+        "_share_(fd|filename)",
+        "it moves a tensor into memory that processes share (share_memory_), which no graph does",
+        "share it before the first step, model.share_memory(); the step writes to it there",
     ),
     (
         "in the TorchScript interpreter",
@@ -125,13 +137,22 @@ def unknown_feature(error: Exception) -> tuple[str, str] | None:
 ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.is_set_to})
 """Functions of a tensor that say where its memory is."""
 
+MEMORY = frozenset({*ADDRESSES, VERSION})
+"""Functions of a tensor that say where its memory is, or what has become of it."""
+
 _ADDRESSES = frozenset(function.__name__ for function in ADDRESSES)
-_MEMORY = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
+_MEMORY = (torch.Tensor, *STORAGES)
 _LOOPS = frozenset({"run", "run_until_complete", "run_forever"})
 
 
 def _asks_for_address(callee: Any, owner: Any) -> bool:
-    return getattr(callee, "__name__", "") in _ADDRESSES and isinstance(owner, _MEMORY)
+    if not isinstance(owner, _MEMORY):
+        return False
+    return callee is REFERENCE or getattr(callee, "__name__", "") in _ADDRESSES
+
+
+def _asks_for_version(callee: Any, owner: Any) -> bool:
+    return callee == VERSION
 
 
 def _runs_event_loop(callee: Any, owner: Any) -> bool:
@@ -144,11 +165,11 @@ def _uses_sobol_engine(callee: Any, owner: Any) -> bool:
 
 
 _UNKNOWN_CALLS: tuple[tuple[Callable[[Any, Any], bool], str, str], ...] = (
+    (_asks_for_address, *_OF_MEMORY),
     (
-        _asks_for_address,
-        "it asks where the memory of a tensor is (data_ptr, is_set_to), which a tensor has only"
-        " while the graph runs",
-        "compare tensors with `is`, or by id(tensor); or ask before the call",
+        _asks_for_version,
+        "it asks how often a tensor has been written (_version), which only tensors outside count",
+        "count it in an attribute, self.writes += 1; or ask before the call",
     ),
     (
         _runs_event_loop,
@@ -179,6 +200,16 @@ def refuse_unknown_call(callee: Any, args: Sequence[Any]) -> None:
             for coroutine in filter(inspect.iscoroutine, args):
                 coroutine.close()  # else Python warns that it was never awaited
             raise CaptureError(reason, location=own_location(), hint=cure)
+
+
+def refuse_address() -> NoReturn:
+    """Refuse a question of the step for the identity of memory.
+
+    Raises:
+        CaptureError: always.
+    """
+    reason, cure = _OF_MEMORY
+    raise CaptureError(reason, location=own_location(), hint=cure)
 
 
 def _is_inside(running: list[tuple[str, str]], function: tuple[str, str]) -> bool:

@@ -1,0 +1,36 @@
+"""What says which storage it is: a number or a hash, other ones for the storage of a fake tensor.
+
+Written for torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+STORAGES = (torch.UntypedStorage, torch.TypedStorage)
+
+REFERENCE: Any = StorageWeakRef
+"""Knows a storage by its number, as long as somebody keeps it."""
+
+METHODS = ("data_ptr", "_weak_ref", "__hash__")
+"""Methods of storages."""
+
+NUMBERS: tuple[tuple[Any, str], ...] = (
+    *((storage, "_cdata") for storage in STORAGES),
+    (torch.Tensor, "_cdata"),
+)
+"""Attributes, by the class: where a storage or a tensor is in C++."""
+
+_UNTYPED: Any = torch._C.StorageBase
+
+
+def number_of(storage: Any) -> int:
+    """The number of a storage, whatever stands for the attribute that says it."""
+    return int(_UNTYPED._cdata.__get__(storage))
+
+
+VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+"""How often a tensor has been written, as a function mode sees it asked."""
