@@ -292,6 +292,9 @@ def counted_on(rank: int, ranks: list[int], kind: str) -> tuple[list[Any], list[
         "keeping": KeepingOperators,
         "doubling": DoublingOperators,
         "doubling later": DoublingLater,
+        "functions": Counting,
+        "saved tensors": doubling_saved,
+        "anomalies": torch.autograd.detect_anomaly,
     }
     training, found = Training(), list[Any]()
     step = graphopt.compile(training.step)
@@ -322,9 +325,19 @@ def test_a_rank_of_several_is_watched_alone(two_ranks: Pool, kind: str, ranks: l
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [("doubling", "only_looks = True"), ("doubling later", "gives other values than")],
+    [
+        ("doubling", "only_looks = True"),
+        ("doubling later", "gives other values than"),
+        ("functions", "enter it within the step, whose graph then has what it does; or let all"),
+        (
+            "saved tensors",
+            "enter it within the step, whose graph then has what it does; or let all",
+        ),
+        ("anomalies", "give check_nan=False, with which the graph runs; or let all ranks run"),
+    ],
 )
-def test_a_mode_that_may_change_results_is_refused_on_several_ranks(kind: str, said: str) -> None:
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_what_a_rank_cannot_run_eagerly_is_refused_on_several(kind: str, said: str) -> None:
     with pool(2) as ranks:
         for found, _, _ in ranks.run(counted_on, [0, 1], kind):
             assert said in str(found[0])

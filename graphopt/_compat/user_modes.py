@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -62,17 +62,39 @@ _TRUSTED: WeakSet[type] = WeakSet()
 """Classes that say that they only look."""
 
 
-def watches_functions() -> str | None:
-    """Names a mode or hook of the user that must see the step's own functions; None without one."""
+class Watching(NamedTuple):
+    """A mode or hook that must see the step's own functions, which its graph does not call.
+
+    Attributes:
+        what: as messages name it.
+        cure: where the step cannot run eagerly.
+    """
+
+    what: str
+    cure: str
+
+
+_WITHIN = "enter it within the step, whose graph then has what it does"
+_EAGERLY = "; or let all ranks run the step as it is written, GRAPHOPT_OFF=1"
+
+
+def watches_functions() -> Watching | None:
+    """The mode or hook of the user that must see the step's own functions; None without one."""
     for kind in unknown_modes():
-        return f"a {kind.__qualname__}, a mode of torch that may change what operators give"
+        return Watching(
+            f"a {kind.__qualname__}, a mode of torch that may change what operators give",
+            f"{_WITHIN}; or let its class say that it only looks, only_looks = True, which one rank"
+            " of several cannot find out by an eager call",
+        )
     for mode in function_modes():
-        return f"a {type(mode).__qualname__}, which sees functions of torch"
+        what = f"a {type(mode).__qualname__}, which sees functions of torch"
+        return Watching(what, f"{_WITHIN}{_EAGERLY}; or count operators, by a TorchDispatchMode")
     hooks = hooks_on_saved_tensors()
     if hooks is not None:
-        return f"hooks on saved tensors ({hooks})"
+        return Watching(f"hooks on saved tensors ({hooks})", f"{_WITHIN}{_EAGERLY}")
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
-        return "torch's search for anomalies"
+        what = "torch's search for anomalies"
+        return Watching(what, f"give check_nan=False, with which the graph runs{_EAGERLY}")
     return None
 
 

@@ -89,7 +89,7 @@ class Calls:
             _compat.trust_modes()
             return False
         self.entries.flush()
-        self._fallback.warn_of(watching)
+        self._fallback.warn_of(watching.what)
         return True
 
     def _found_or_captured(self, call: Call) -> BoundStep | None:

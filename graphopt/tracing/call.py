@@ -219,12 +219,6 @@ class Call:
             yield from root.named_modules(memo=seen, prefix=root_name)
 
 
-_ONLY_LOOKS = (
-    "; or let the class of a TorchDispatchMode that only looks say so, only_looks = True, which a"
-    " rank of several cannot find out by an eager call"
-)
-
-
 def check_supported(call: Call) -> None:
     """Refuse modes and arguments that no capture can be exact for, before anything is touched."""
     _check_modes()
@@ -254,12 +248,7 @@ def _check_modes() -> None:
     """A graph has other functions than the step: what sees each of them sees others."""
     watching = _compat.watches_functions()
     if watching is not None:
-        say = "" if _compat.rank_among_several() is None else _ONLY_LOOKS
-        raise CaptureError(
-            f"it is called with {watching}",
-            hint="enter it within the step, whose graph then has what it does; or call the step"
-            f" itself, which is not captured{say}",
-        )
+        raise CaptureError(f"it is called with {watching.what}", hint=watching.cure)
 
 
 def check_anomalies() -> None:
