@@ -5,6 +5,7 @@ What sees operators sees those of the graph; what sees functions of torch sees a
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -280,6 +281,12 @@ def test_what_a_mode_changes_is_refused(mode: Any) -> None:
         graphopt.compile(Training(lambda: mode).step)(torch.ones(3, 4))
 
 
+def searching_anomalies() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.autograd.detect_anomaly()
+
+
 def counted_on(rank: int, ranks: list[int], kind: str) -> tuple[list[Any], list[Tensor], int]:
     """Calls of a step, with a mode around all but the first on some ranks.
 
@@ -294,7 +301,7 @@ def counted_on(rank: int, ranks: list[int], kind: str) -> tuple[list[Any], list[
         "doubling later": DoublingLater,
         "functions": Counting,
         "saved tensors": doubling_saved,
-        "anomalies": torch.autograd.detect_anomaly,
+        "anomalies": searching_anomalies,
     }
     training, found = Training(), list[Any]()
     step = graphopt.compile(training.step)
@@ -328,15 +335,11 @@ def test_a_rank_of_several_is_watched_alone(two_ranks: Pool, kind: str, ranks: l
     [
         ("doubling", "only_looks = True"),
         ("doubling later", "gives other values than"),
-        ("functions", "enter it within the step, whose graph then has what it does; or let all"),
-        (
-            "saved tensors",
-            "enter it within the step, whose graph then has what it does; or let all",
-        ),
+        ("functions", "enter it within the step, whose graph then has what it does; or let"),
+        ("saved tensors", "enter it within the step, whose graph then has what it does; or let"),
         ("anomalies", "give check_nan=False, with which the graph runs; or let all ranks run"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_what_a_rank_cannot_run_eagerly_is_refused_on_several(kind: str, said: str) -> None:
     with pool(2) as ranks:
         for found, _, _ in ranks.run(counted_on, [0, 1], kind):
