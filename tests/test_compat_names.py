@@ -82,6 +82,7 @@ OBJECTS: dict[str, Callable[[], object]] = {
     "_graph": lambda: fx.symbolic_trace(nn.ReLU()),
     "_indices": lambda: torch.eye(2).to_sparse(),
     "_insert": fx.Graph,
+    "_allow_unsafe_data_ptr_access": FakeTensorMode,
     "_find_nodes_lookup_table": fx.Graph,
     **dict.fromkeys(
         ("name", "target", "_args", "_kwargs", "_input_nodes"), lambda: fx.Graph().placeholder("x")

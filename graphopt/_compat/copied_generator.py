@@ -25,26 +25,29 @@ class CopiedGenerator(TorchDispatchMode):
 
     Args:
         seed: of what is drawn instead; None: as the default generator would draw now.
+
+    Attributes:
+        generator: the copy.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, seed: int | None = None) -> None:
         super().__init__()
-        self._generator = torch.Generator()
+        self.generator = torch.Generator()
         if seed is None:
-            self._generator.set_state(torch.random.default_generator.get_state())
+            self.generator.set_state(torch.random.default_generator.get_state())
         else:
-            self._generator.manual_seed(seed)
+            self.generator.manual_seed(seed)
 
     @property
     def state(self) -> torch.Tensor:
         """Decides what is drawn next."""
-        return self._generator.get_state()
+        return self.generator.get_state()
 
     @state.setter
     def state(self, state: torch.Tensor) -> None:
-        self._generator.set_state(state)
+        self.generator.set_state(state)
 
     def __torch_dispatch__(
         self,
@@ -57,29 +60,29 @@ class CopiedGenerator(TorchDispatchMode):
         if not _may_draw(func) or not _is_plainly_on_cpu((args, given)):
             return func(*args, **given)
         if func.namespace == "graphopt":
-            return self._of_state(func, args)
+            return self.of_state(args)
         if not _takes_generator(func):
             with self:  # for the operators that the kernel calls
                 return func.redispatch(_CPU, *args, **given)
-        return func(*map(self._instead_of, args), **self._with_generator(func, args, given))
+        return func(*map(self.instead_of, args), **self.options(func, args, given))
 
-    def _instead_of(self, value: Any) -> Any:
-        return self._generator if value is torch.random.default_generator else value
-
-    def _with_generator(
-        self, func: Any, args: tuple[Any, ...], given: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        names = [argument.name for argument in func._schema.arguments]
-        if names.index("generator") < len(args):
-            return dict(given)
-        return {**given, "generator": self._instead_of(given.get("generator")) or self._generator}
-
-    def _of_state(self, func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
-        """The operators by which a graph reads and writes the state of a generator."""
+    def of_state(self, args: tuple[Any, ...]) -> torch.Tensor | None:
+        """What the operators give by which a graph reads and writes the state of a generator."""
         if len(args) == 1:
             return self.state
         self.state = args[0]
         return None
+
+    def instead_of(self, value: Any) -> Any:
+        """What an operator is given in place of the default generator; else the same."""
+        return self.generator if value is torch.random.default_generator else value
+
+    def options(self, func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by keyword, with the generator if `args` have none."""
+        names = [argument.name for argument in func._schema.arguments]
+        if names.index("generator") < len(args):
+            return dict(given)
+        return {**given, "generator": self.instead_of(given.get("generator")) or self.generator}
 
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
