@@ -71,6 +71,19 @@ def scale_all(xs: list[Tensor], factor: float) -> None:
         x.mul_(factor)
 
 
+@torch.library.custom_op("of_a_test::clip", mutates_args={"xs"})
+def clip(xs: list[Tensor], most: float) -> Tensor:
+    norm = torch.stack([x.norm() for x in xs]).norm()
+    for x in xs:
+        x.mul_((most / (norm + 1e-6)).clamp(max=1))
+    return norm
+
+
+@clip.register_fake
+def _(xs: list[Tensor], most: float) -> Tensor:
+    return xs[0].new_empty(())
+
+
 @torch.library.custom_op("of_a_test::perhaps", mutates_args={"x"})
 def perhaps(y: Tensor, x: Tensor | None = None) -> Tensor:
     if x is not None:
@@ -323,6 +336,90 @@ def test_buffer_is_written_where_it_is() -> None:
     graph = finalize(_captured(of_buffer_often)).graph
     assert not graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
     assert not graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+
+
+GIVING: dict[str, Callable[[Model, Tensor], Any]] = {
+    "one": lambda model, x: quantize(x, model.largest),
+    "one of a list": lambda model, x: ours.mixed(model.row, x, [model.table])[1],
+    "several": lambda model, x: two(model.row, x, model.table),
+    "an argument": lambda model, x: ours.add_(model.table, x).clone(),
+    "what is written last": lambda model, x: clip([p.grad for p in model.parameters()], 0.1),
+}
+
+
+@pytest.mark.parametrize("pipeline", ["none", "default"])
+@pytest.mark.parametrize("kind", GIVING)
+def test_what_an_operator_gives_may_be_returned(kind: str, pipeline: str) -> None:
+    """Alone, with nobody else who reads it."""
+
+    def trained(run: Callable[[Any], Any]) -> list[Tensor]:
+        def step(model: Model, optimizer: torch.optim.Optimizer, x: Tensor) -> Any:
+            (model.first(x) * model.row + model.last(x)).square().mean().backward()
+            with torch.no_grad():
+                given = GIVING[kind](model, x)
+            optimizer.step()
+            optimizer.zero_grad()
+            return given
+
+        torch.manual_seed(1)
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        train = run(step)
+        given = [train(model, optimizer, torch.randn(4, 6)) for _ in range(3)]
+        leaves = torch.utils._pytree.tree_leaves([given, list(model.state_dict().values())])
+        return [leaf.detach().clone() for leaf in leaves]
+
+    theirs = trained(lambda step: step)
+    mine = trained(lambda step: graphopt.compile(step, pipeline=pipeline))
+    assert all(map(same_bits, mine, theirs))
+
+
+class Decayed(torch.optim.Optimizer):
+    """Its numbers come from its groups, and are computed."""
+
+    def __init__(self, parameters: Any, call: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.call = call
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.call(parameter, 1 - group["lr"])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        scale,
+        ours.scale,
+        lambda p, factor: ours.scale.default(p, factor * 0.5),
+        lambda p, factor: ours.scale(p, factor=factor / 3),
+        lambda p, factor: scale_all([p], factor),
+    ],
+    ids=["custom_op", "packet", "overload", "by keyword", "of a list"],
+)
+def test_numbers_of_an_optimizer_that_changes_them(call: Callable[..., Any]) -> None:
+    def trained(captured: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        model = nn.Linear(6, 3)
+        optimizer = Decayed(model.parameters(), call)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+        def train(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step, losses = graphopt.compile(train) if captured else train, []
+        for _ in range(5):
+            losses.append(step(torch.ones(2, 6)).detach())
+            scheduler.step()
+        return [*losses, *(parameter.detach() for parameter in model.parameters())]
+
+    assert all(map(same_bits, trained(captured=True), trained(captured=False)))
 
 
 @pytest.mark.parametrize("other", [lambda x: x, lambda x: x.view(-1).view(4, 6), lambda x: x[:]])

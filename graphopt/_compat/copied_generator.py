@@ -33,7 +33,7 @@ class CopiedGenerator(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, seed: int | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.generator = torch.Generator()
         if seed is None:
             self.generator.set_state(torch.random.default_generator.get_state())

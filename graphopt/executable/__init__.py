@@ -198,7 +198,7 @@ class _StorageReuse:
                 self._replace(node, own[source])
             else:
                 self._take_over(node, own[source], results)
-        for item in [item for item in node.users if not item.users]:
+        for item in [each for each in node.users if each.op != "output" and not each.users]:
             self._graph.erase_node(item)
 
     def _cloned(self, source: fx.Node, reader: fx.Node) -> fx.Node:

@@ -152,7 +152,7 @@ def _asks_for_address(callee: Any, owner: Any) -> bool:
 
 
 def _asks_for_version(callee: Any, owner: Any) -> bool:
-    return callee == VERSION
+    return bool(callee == VERSION)
 
 
 def _runs_event_loop(callee: Any, owner: Any) -> bool:

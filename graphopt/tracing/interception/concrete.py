@@ -25,10 +25,16 @@ _NEVER_SIZES = _ON_NUMBERS | {
 }
 """Torch functions for which an integer is a number to compute with, and no size or position."""
 
+_OPERATORS = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
+_OF_TORCH = frozenset({"aten", "prims", "prim", "_c10d_functional", "c10d", "profiler", "graphopt"})
+
 
 def concrete(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Arguments of a torch function in which integers, and numpy's floats, are themselves, where
-    the function might do something else with a floating-point number."""
+    the function might do something else with a floating-point number; for an operator of the
+    program's, all numbers."""
+    if _is_of_program(function):
+        return _plain(args), _plain(kwargs)
     if not _any_special((args, kwargs)):
         return args, kwargs
     args, kwargs = placed(function, args, kwargs)
@@ -39,6 +45,22 @@ def concrete(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dic
         return args, kwargs
     taken = name not in _NEVER_SIZES
     return _concrete(args, taken), _concrete(kwargs, taken)
+
+
+def _is_of_program(function: Any) -> bool:
+    """True for an operator that is not torch's: its kernel takes numbers as they are."""
+    return isinstance(function, _OPERATORS) and str(function).partition(".")[0] not in _OF_TORCH
+
+
+def _plain(value: Any) -> Any:
+    """Arguments in which numbers that are known before a call are themselves."""
+    if is_host_number(value):
+        return value.exactly()
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    if type(value) is dict:
+        return {key: _plain(item) for key, item in value.items()}
+    return value
 
 
 def _any_special(value: Any) -> bool:
