@@ -8,6 +8,7 @@ if options.work:                      and    └─ starts each rank as `script 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -85,10 +86,16 @@ def run_work(
     return events
 
 
+def said(what: str) -> None:
+    """Say on a rank what it does now: shown where the rank dies of it."""
+    print(what, file=sys.stderr, flush=True)
+
+
 @contextmanager
 def process_group(folder: Path, reporter: Reporter) -> Iterator[None]:
     """A gloo group of all ranks, with a timeout of five minutes since a link may fail; none for
-    one process."""
+    one process. No rank leaves while another communicates, or while what has sent through the group
+    waits to be collected."""
     if reporter.ranks == 1:
         yield
         return
@@ -97,6 +104,9 @@ def process_group(folder: Path, reporter: Reporter) -> Iterator[None]:
     timeout = timedelta(minutes=5)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     yield
+    gc.collect()
+    said("all is measured")
+    dist.barrier()
     dist.destroy_process_group()
 
 

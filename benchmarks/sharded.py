@@ -10,7 +10,8 @@ what a host sends, by the kernel's count, headers included. Peak memory is what 
 (parameters, state, buckets) and what its steps allocate beside that, at most; both are measured
 before the turns, when no other variant runs.
 
-A variant of which a turn takes longer than `--limit` is left out, and the others begin again.
+A variant of which a turn takes longer than `--limit` is left out, and the others begin again. Where
+a rank dies, the variants that it has run last are shown with the stacks of its threads.
 Rounds end when `--minutes` are over.
 """
 
@@ -89,6 +90,7 @@ def limited(name: str, seconds: float, reporter: Reporter) -> Iterator[None]:
         reporter.send("late", name=name)
         os._exit(1)
 
+    ranks.said(name)
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
@@ -160,6 +162,7 @@ def turns(task: Figures, reporter: Reporter) -> Figures:
     result: Figures = {"seconds": found, "sent": {k: median(v) for k, v in sent.items()}}
     result["rates"] = None if link is None else link.rates
     if not task["compute_only"]:
+        ranks.said("differences")
         result["peak"] = peak
         result["state"] = {n: state_bytes(v) for n, v in made.items() if hasattr(v, "optimizer")}
         result["differences"] = differences(made)

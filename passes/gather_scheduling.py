@@ -10,14 +10,16 @@
 
 For `graphopt.ZeRO`. With stage 1 parameters are updated in rows and then gathered. Gathers whose
 updates need one bucket of gradients become one collective, in a list that nothing is copied into.
-It is launched in the backward where what it needs has arrived by then, and else behind the
-backward, in the order in which the next forward reads parameters (`graphopt.schedule.gathers`).
+It is launched in the backward where what it needs has arrived by then, on GPUs if the link would
+idle, and else behind the backward, in the order in which the next forward reads parameters
+(`graphopt.schedule.gathers`).
 What follows from a gather stands at the end of the step, where `iter_move_grads_and_optimizers` can
 leave it to the next iteration.
 
 With stage 3 parameters are gathered for the forward and for the backward. Such gathers become few
 as well, by the order of their use, and each is launched two buckets ahead of its use
-(`graphopt.schedule.prefetch`). On GPUs a schedule by costs follows, in no more memory
+(`graphopt.schedule.prefetch`). On GPUs sizes of buckets are chosen by simulation
+(`graphopt.schedule.prefetch_choice`), and a schedule by costs follows, in no more memory
 (`graphopt.schedule.overlap`).
 
 Nodes are only reordered and collectives put together: bitwise.
@@ -36,8 +38,15 @@ from graphopt.optim import split_updates
 from graphopt.schedule import Schedule, apply_schedule, collectives_by_cost, overlap_schedule
 from graphopt.schedule.bucket_sizes import SMALLEST_BUCKET_BYTES
 from graphopt.schedule.constraints import Predecessors, predecessors
-from graphopt.schedule.gathers import gathers_of_parameters, grouped, order_of_gathers
+from graphopt.schedule.early_gathers import place_by_cost
+from graphopt.schedule.gathers import (
+    gathers_of_parameters,
+    grouped,
+    order_of_gathers,
+    place_by_share,
+)
 from graphopt.schedule.prefetch import buckets_of, order_of_prefetch, uses_of_gathers
+from graphopt.schedule.prefetch_choice import fastest_prefetch
 
 _REDUCTIONS = (
     "all_to_all_single",
@@ -64,7 +73,7 @@ def _schedule_everything(gm: fx.GraphModule) -> int:
     """Schedules all collectives on a GPU in no more memory; does nothing where gathers are left
     to the next iteration."""
     uses = uses_of_gathers(gm.graph)
-    on_cpu = any(fake_value(use.launch).device.type == "cpu" for use in uses)
+    on_cpu = any(_is_on_cpu(use.launch) for use in uses)
     if not uses or on_cpu or any(is_launch_kept(use.launch) for use in uses):
         return 0
     schedule = overlap_schedule(gm.graph, default_cost_model(gm.graph))
@@ -78,11 +87,15 @@ def _schedule_reads(gm: fx.GraphModule) -> int:
     if not uses or any(is_launch_kept(use.launch) for use in uses):
         return 0
     once = {use.launch.all_input_nodes[0]: use for use in uses}.values()
-    count = collectives_by_cost(graph, [use.launch for use in once], default_cost_model(graph))
-    size = sum(use.nbytes for use in once) / count
+    costs = default_cost_model(graph)
+    count = collectives_by_cost(graph, [use.launch for use in once], costs)
+    size = max(sum(use.nbytes for use in once) / count, SMALLEST_BUCKET_BYTES)
     before = predecessors(graph)
-    buckets = buckets_of(uses, max(size, SMALLEST_BUCKET_BYTES))
-    return _applied(graph, order_of_prefetch(graph, before, buckets), before)
+    if _is_on_cpu(uses[0].launch):
+        schedule = order_of_prefetch(graph, before, buckets_of(uses, size))
+    else:
+        schedule = fastest_prefetch(graph, before, uses, size, costs)
+    return _applied(graph, schedule, before)
 
 
 def _schedule_updates(gm: fx.GraphModule) -> int:
@@ -94,8 +107,16 @@ def _schedule_updates(gm: fx.GraphModule) -> int:
     blocks = [block for block in found if any(node.users for node in block.outputs)]
     updates = split_updates(gm, [block.outputs for block in blocks])
     groups = grouped(gathers_of_parameters(gm.graph), blocks, updates)
+    if _is_on_cpu(next(iter(gathers))):
+        place_by_share(groups, blocks)
+    else:
+        place_by_cost(gm.graph, groups, blocks, default_cost_model(gm.graph))
     before = predecessors(gm.graph)
     return _applied(gm.graph, order_of_gathers(gm.graph, before, groups), before)
+
+
+def _is_on_cpu(launch: fx.Node) -> bool:
+    return fake_value(launch).device.type == "cpu"
 
 
 def _applied(graph: fx.Graph, schedule: Schedule, before: Predecessors) -> int:

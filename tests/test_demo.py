@@ -307,6 +307,33 @@ def test_an_exit_code_shows_what_was_printed_last(tmp_path: Path) -> None:
         run_ranks([str(script)], 1, tmp_path, lambda rank, event: None)
 
 
+ABORTING_SCRIPT = """
+import os, sys
+from torch.distributed.elastic.multiprocessing.errors import record
+
+def in_the_middle(): os.abort()
+
+@record
+def main():
+    print("so far", file=sys.stderr, flush=True)
+    in_the_middle()
+
+main()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.usefixtures("unclosed_logs")
+def test_an_abort_shows_what_was_said_and_where_the_rank_was(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ABORTING_SCRIPT)
+    with pytest.raises(RankFailedError, match="rank 0 was killed by SIGABRT") as failure:
+        run_ranks([str(script)], 1, tmp_path, lambda rank, event: None)
+    told = str(failure.value)
+    assert told.index("so far") < told.index("Fatal Python error: Aborted")
+    assert "in in_the_middle" in told and "Extension modules" not in told
+
+
 def trained(value: float = 1.0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = torch.nn.BatchNorm1d(3)
     optimizer = torch.optim.Adam(model.parameters())

@@ -26,7 +26,16 @@ from zero_cases import (
     train_step,
     whole,
 )
-from zero_settings import FUSED, SETTINGS, accumulating, run_accumulated, run_setting
+from zero_settings import (
+    COMBINATIONS,
+    FUSED,
+    SETTINGS,
+    accumulating,
+    run_accumulated,
+    run_combination,
+    run_setting,
+    run_several_backwards,
+)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -110,8 +119,8 @@ def run_clipped(rank: int, stage: int) -> tuple[int, int]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_clipping_by_the_norm(two_ranks: Pool, stage: int) -> None:
     bias, norms = 1, 1
-    once, again = 2, 1 if stage == 3 else 0  # the backward reads no weight of an embedding
-    assert two_ranks.run(run_clipped, stage) == [(bias + norms, once + again)] * 2
+    once = 2  # the backward reads no weight of an embedding, and begins with the head's
+    assert two_ranks.run(run_clipped, stage) == [(bias + norms, once)] * 2
 
 
 def run_odd_stage(rank: int) -> str:
@@ -148,6 +157,17 @@ def test_bad_stage() -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_bits_of_ddp(two_ranks: Pool, stage: int, name: str) -> None:
     two_ranks.run(run_setting, name, stage)
+
+
+@pytest.mark.parametrize("number", range(COMBINATIONS))
+def test_bits_of_ddp_in_combinations(two_ranks: Pool, number: int) -> None:
+    """Each of several models, optimizers, steps and ways to go on, with what stays whole."""
+    two_ranks.run(run_combination, number)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_several_backwards_for_one_update(two_ranks: Pool, stage: int) -> None:
+    two_ranks.run(run_several_backwards, stage)
 
 
 @pytest.mark.parametrize("build", ["language", "uneven"])

@@ -39,13 +39,15 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def expanded(optimizer: str, stage: int, ranks: int = 2) -> tuple[fx.Graph, fx.GraphModule]:
-    """A marked graph, and what the kind makes of it."""
+def expanded(
+    optimizer: str, stage: int, ranks: int = 2, keep_mb: float | None = 0
+) -> tuple[fx.Graph, fx.GraphModule]:
+    """A marked graph, and what the kind makes of it, with as many gathers as there can be."""
     model = Uneven()
     made = OPTIMIZERS[optimizer](model.parameters())
     given = next(batches(0, 1))
     clipped_step(model, made, *given)
-    kind = graphopt.ZeRO(stage=stage)
+    kind = graphopt.ZeRO(stage=stage, keep_mb=keep_mb)
     call = Call(clipped_step, (model, made, *given), {})
     captured = capture_call(call, communication_for(kind))
     marked, _ = copy_graph(captured.graph_module.graph)
@@ -57,7 +59,7 @@ def expanded(optimizer: str, stage: int, ranks: int = 2) -> tuple[fx.Graph, fx.G
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_shown_to_be_the_step(optimizer: str, stage: int) -> None:
     with fake_ranks(3 if optimizer == "sgd" else 2) as ranks:
-        marked, gm = expanded(optimizer, stage, ranks.size)
+        marked, gm = expanded(optimizer, stage, ranks.size, keep_mb=None)
         assert [str(problem) for problem in sharing_problems("sharded", marked, gm)] == []
 
 

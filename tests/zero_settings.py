@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
@@ -310,3 +311,78 @@ def run_accumulated(rank: int, stage: int, build: str) -> None:
         assert torch.equal(ours, expected)
     pair.step.flush()
     pair.compare()
+
+
+_BUILDS: dict[str, Callable[[], nn.Module]] = {
+    "mixed": Mixed,
+    "uneven": Uneven,
+    "language": lambda: Language(width=264),
+    "tied": lambda: Language(tied=True, width=128),
+    "adapters": Adapted,
+    "buffers": Normed,
+    "scaled": Scaled,
+    "double": lambda: Mixed().double(),
+}
+_STEPS = {
+    "plain": train_step,
+    "clipped": value_clipped,
+    "autocast": autocast,
+    "decided": finite,
+    "by a gradient": by_length,
+    "two updates": twice,
+}
+_RUNS = {"steps": _steps, "shapes": _shapes, "rates": _rates, "evaluated": _evaluated}
+_AXES: tuple[dict[str, Any], ...] = (_BUILDS, OPTIMIZERS, _STEPS, _RUNS)
+COMBINATIONS = 64
+
+
+def combination(number: int) -> dict[str, Any]:
+    """Names of one of `COMBINATIONS` settings, drawn so that each value has its turn: a setting of
+    an axis comes again after all others of that axis."""
+    chosen = []
+    for place, axis in enumerate(_AXES):
+        turn, index = divmod(number, len(axis))
+        names = list(axis)
+        Random(1000 * place + turn).shuffle(names)
+        chosen.append(names[index])
+    names = ("build", "optimizer", "step", "run")
+    stage, keep = ((1, None), (3, None), (3, 0), (3, 1e6))[number % 4]
+    return {**dict(zip(names, chosen, strict=True)), "stage": stage, "keep_mb": keep}
+
+
+def run_combination(rank: int, number: int) -> None:
+    """Train beside DDP, as `combination` says."""
+    given = combination(number)
+    build, optimizer, step, run = (axis[given[name]] for axis, name in zip(_AXES, given))  # noqa: B905
+    options = {"stage": given["stage"], "keep_mb": given["keep_mb"]}
+    pair = Beside(build, optimizer, step, pipeline="default", **options)
+    run(pair, rank)
+    pair.compare()
+
+
+def several_backwards(
+    model: nn.Module, optimizer: Optimizer, tokens: Tensor, wanted: Tensor, unsynchronized: Any
+) -> Tensor:
+    """Two backwards for one update, the first of them in a context."""
+    with unsynchronized():
+        first = F.cross_entropy(model(tokens).flatten(0, 1), wanted.flatten())
+        first.backward()
+    second = F.cross_entropy(model(wanted).flatten(0, 1), tokens.flatten())
+    second.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return (first + second).detach()
+
+
+def run_several_backwards(rank: int, stage: int) -> None:
+    """The sum of both is averaged, once, as DDP does with the first one under `no_sync`; without,
+    DDP averages what it has averaged with the second one, which is the same but for rounding."""
+    for made, synchronized in ((Mixed, False), (lambda: Mixed().double(), True)):
+        pair = Beside(made, FUSED, several_backwards, stage, "default")
+        context = nullcontext if synchronized else pair.ddp.no_sync
+        for given in batches(rank):
+            ours = pair.step(pair.model, pair.optimizer, *given, nullcontext)
+            theirs = several_backwards(pair.ddp, pair.reference_optimizer, *given, context)
+            assert torch.allclose(ours, theirs, rtol=0, atol=1e-12 if synchronized else 0)
+        pair.step.flush()
+        pair.compare(1e-9 if synchronized else 0)

@@ -37,6 +37,7 @@ _Task = TypeVar("_Task", bound="RankTask")
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 3
+_LINES_BEFORE, _LINES_OF_STACKS = 8, 60
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -208,12 +209,23 @@ def _describe(result: RunProcsResult) -> str:
     last = [f"  {line}" for line in printed[-5:]]
     if failure.exitcode < 0:
         killed = f"rank {rank} was killed by {failure.signal_name()} (process {failure.pid})"
-        return "\n".join([killed, *last])
+        return "\n".join([killed, *(_around_crash(printed) or last)])
     recorded = failure.error_file_data["message"]
     if isinstance(recorded, dict):
         trace = recorded["extraInfo"]["py_callstack"].rstrip().splitlines()
         return "\n".join([f"rank {rank} failed: {recorded['message']}", *_last_frames(trace)])
     return "\n".join([f"rank {rank} ended with exit code {failure.exitcode}", *last])
+
+
+def _around_crash(printed: Sequence[str]) -> list[str]:
+    """What a rank said before a signal ended it, and the stacks of its threads then, which
+    faulthandler has written; torch's `record` enables that. Empty where it did not."""
+    fatal = [n for n, line in enumerate(printed) if line.startswith("Fatal Python error")]
+    if not fatal:
+        return []
+    stacks = takewhile(lambda line: not line.startswith("Extension modules"), printed[fatal[0] :])
+    before = printed[max(0, fatal[0] - _LINES_BEFORE) : fatal[0]]
+    return [f"  {line}" for line in (*before, *list(stacks)[:_LINES_OF_STACKS])]
 
 
 def _root_cause(failures: list[ProcessFailure]) -> ProcessFailure:

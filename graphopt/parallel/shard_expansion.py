@@ -29,6 +29,7 @@ from graphopt.ir.rows import RowShards
 from graphopt.ir.views import is_pure_view
 from graphopt.parallel.data_parallel import average, receive_buffers
 from graphopt.parallel.hybrid import summed_over_replicas
+from graphopt.parallel.kept_parameters import is_cast, kept_parameters
 from graphopt.parallel.markers import Group, Nodes, group_of, marks_gradient, replace_marker
 from graphopt.parallel.shard_communication import At, gathered, part_of, scattered
 from graphopt.parallel.shard_norms import Norms
@@ -42,16 +43,20 @@ class Expansion:
 
     Args:
         group: the ranks over which values are sharded.
-        keep_bytes: of parameters that the backward does not gather again: of those that the forward
-            reads last.
+        keep_bytes: of parameters that the backward does not gather again
+            (`graphopt.parallel.kept_parameters`).
         replicas: the ranks that have the same rows as this one; None where there are no others.
     """
 
     def __init__(
-        self, graph: fx.Graph, group: Group, keep_bytes: float = 0, replicas: Group | None = None
+        self,
+        graph: fx.Graph,
+        group: Group,
+        keep_bytes: float | None = None,
+        replicas: Group | None = None,
     ) -> None:
         self._graph, self._group, self._replicas = graph, group, replicas
-        self._kept = _kept(graph, keep_bytes)
+        self._kept = kept_parameters(graph, keep_bytes)
         self._rows: dict[fx.Node, RowShards] = {}
         self._items: dict[fx.Node, Any] = {}
         self._wholes: dict[tuple[fx.Node, str], fx.Node] = {}
@@ -98,7 +103,7 @@ class Expansion:
             return False
         if self._parameters.isdisjoint(node.all_input_nodes):
             return False
-        if _is_cast(node):
+        if is_cast(node):
             self._parameters.add(node)
             return False
         return True
@@ -403,22 +408,6 @@ def _average_behind_views(marker: fx.Node) -> None:
         graph.erase_node(view)
 
 
-def _kept(graph: fx.Graph, keep_bytes: float) -> set[fx.Node]:
-    """The sharded parameters that the forward reads last, up to so many bytes."""
-    last: dict[fx.Node, int] = {}
-    for place, node in enumerate(graph.nodes):
-        for source in node.all_input_nodes if phase_of(node) == "forward" else ():
-            if source.op == "placeholder" and placement_of(source).rows is not None:
-                last[source] = place
-    found: set[fx.Node] = set()
-    for node in sorted(last, key=last.__getitem__, reverse=True):
-        keep_bytes -= fake_value(node).nbytes
-        if keep_bytes < 0:
-            break
-        found.add(node)
-    return found
-
-
 def _window_like(value: torch.Tensor, shards: RowShards) -> torch.Tensor:
     """A window of what an elementwise operator gives."""
     return value.new_empty(shards.length)
@@ -434,10 +423,6 @@ def _is_number(node: fx.Node) -> bool:
     """True if a value is one number for all elements."""
     value = known_value(node)
     return not isinstance(value, torch.Tensor) or tuple(value.shape) in ((), (1,))
-
-
-def _is_cast(node: fx.Node) -> bool:
-    return node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"}
 
 
 _REDUCING_LISTS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")

@@ -36,7 +36,8 @@ class ZeRO(OverRanks):
         stage: 1: the optimizer's state is sharded. 2 is 1: in a graph a gradient dies where it is
             scattered. 3: parameters are sharded as well.
         keep_mb: with stage 3, so many MiB of the parameters that the forward reads last stay whole
-            until the backward, which does not gather them again; None: none do.
+            until the backward, which does not gather them again; None: the last one, where the
+            backward begins with it.
         replicate_over: a second process group, for hybrid sharding: each of its ranks has the same
             rows, and `group` is one row of a mesh of which this group is a column. Gradients are
             scattered over `group`, and summed over both (`graphopt.parallel.hybrid`).
@@ -108,7 +109,7 @@ class ZeRO(OverRanks):
         from graphopt.parallel.shard_expansion import Expansion
 
         *replicas, group = (Group(axis.group_name, axis.size()) for axis in self.axes)
-        keep = (self.keep_mb or 0.0) * 2**20
+        keep = None if self.keep_mb is None else self.keep_mb * 2**20
         return Expansion(graph, group, keep, *replicas).run()
 
 

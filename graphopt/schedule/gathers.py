@@ -13,7 +13,8 @@ of the backward's bytes is updated and gathered in the backward: by then it has 
 link is much slower, and nobody waits for it. The others are gathered after the backward, in the
 order in which the next forward reads them.
 
-Nothing about the link has to be known. A graph in which no update is independent of the others, as
+Nothing about the link has to be known. Where it is, as for GPUs, gathers go where it would idle
+(`graphopt.schedule.early_gathers`). A graph in which no update is independent of the others, as
 with clipping by the norm of all gradients, has its gathers at the end, in as many collectives.
 """
 
@@ -61,10 +62,12 @@ class GatherGroup:
 
     Attributes:
         gathers: of updates that need one bucket of gradients, or all.
+        block: that bucket; None: all.
         after: the launch behind which they may stand in the backward; None: at the end.
     """
 
     gathers: list[Gather]
+    block: CommBlock | None = None
     after: fx.Node | None = None
 
     @property
@@ -132,10 +135,17 @@ def grouped(
     for nodes, block in zip(updates, blocks, strict=True):
         mine = [gathers[node] for node in nodes if node in gathers]
         if mine and id(nodes) not in shared:
-            found.append(GatherGroup(mine, _later(block, blocks)))
+            found.append(GatherGroup(mine, block))
     together = {node: None for nodes in updates if id(nodes) in shared for node in nodes}
     mine = [gathers[node] for node in together if node in gathers]
     return found + _by_size(mine, len(blocks))
+
+
+def place_by_share(groups: Sequence[GatherGroup], blocks: Sequence[CommBlock]) -> None:
+    """Let each group stand where so much was sent after its bucket that this has arrived."""
+    for group in groups:
+        if group.block is not None:
+            group.after = _later(group.block, blocks)
 
 
 def _later(block: CommBlock, blocks: Sequence[CommBlock]) -> fx.Node | None:

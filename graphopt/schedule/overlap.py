@@ -162,6 +162,8 @@ class _OrderSearch:
         )
         self._limited = False
         self._seconds = math.inf
+        fits = self.held <= self._most
+        self._given = steady_seconds(program, *self._disturbed) if fits else math.inf
         self._best: float | None = None
         self._policy = POLICIES[0]
         self.schedule: Schedule | None = None
@@ -220,7 +222,7 @@ class _OrderSearch:
             scheduler = ListScheduler(tables, policy, most, times * excess)
             nodes = side_by_side(scheduler.run(), program.messages)
             self._limited |= scheduler.limited
-            if scheduler.end >= self._seconds * (1 - _GAIN):
+            if scheduler.end >= min(self._seconds, self._given) * (1 - _GAIN):
                 return ()
             tried = _reordered(program, nodes)
             held = tables.held([tables.number[node] for node in nodes])
@@ -241,11 +243,8 @@ class _OrderSearch:
         """Returns the seconds of the best order, the given one included; infinite if none fits into
         memory."""
         if self._best is None:
-            begun = steady_seconds(self.program, *self._disturbed)
-            if self.held > self._most:
-                begun = math.inf
-            if self._seconds >= begun * (1 - _GAIN):
-                self.schedule, self._seconds = None, begun
+            if self._seconds >= self._given * (1 - _GAIN):
+                self.schedule, self._seconds = None, self._given
             self._best = self._seconds
         return self._best
 

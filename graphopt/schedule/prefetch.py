@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graphopt.graph_utils import is_wait
+from graphopt.graph_utils import is_collective, is_wait
 from graphopt.ir.metadata import fake_value, phase_of
 from graphopt.ir.views import view_tail
 from graphopt.schedule.bucketing import bucket_kind
@@ -37,7 +37,7 @@ class Use:
 
     Attributes:
         launch: its node.
-        tail: its wait, and views of it.
+        tail: its wait, what puts windows of uneven rows together, and views of that.
         reader: the first node that computes with it.
         nbytes: of the whole.
     """
@@ -53,12 +53,26 @@ def uses_of_gathers(graph: fx.Graph) -> list[Use]:
     found = []
     for node in filter(is_gather, graph.nodes):
         (wait,) = node.users
-        tail = sorted(view_tail(wait))
-        inside = set(tail)
-        readers = {user for member in tail for user in member.users} - inside
+        tail = _put_together(wait)
+        readers = {user for member in tail for user in member.users}.difference(tail)
         if is_wait(wait) and readers and phase_of(min(readers)) in _PHASES:
             found.append(Use(node, tail, min(readers), fake_value(node).nbytes))
     return sorted(found, key=lambda use: use.reader)
+
+
+def _put_together(wait: fx.Node) -> list[fx.Node]:
+    """A wait, and what makes a whole of the windows that it received, where rows are uneven: views,
+    and nodes of the communication of which they are the only inputs."""
+    found = set(view_tail(wait))
+    pending = list(found)
+    while pending:
+        for user in pending.pop().users:
+            inside = phase_of(user) == "communication" and found.issuperset(user.all_input_nodes)
+            if user not in found and inside and not is_collective(user):
+                more = {user, *view_tail(user)} - found
+                found |= more
+                pending += more
+    return sorted(found)
 
 
 def buckets_of(uses: Sequence[Use], limit: float) -> list[list[Use]]:
@@ -76,12 +90,13 @@ def buckets_of(uses: Sequence[Use], limit: float) -> list[list[Use]]:
 
 
 def order_of_prefetch(
-    graph: fx.Graph, before: Predecessors, buckets: Sequence[Sequence[Use]]
+    graph: fx.Graph, before: Predecessors, buckets: Sequence[Sequence[Use]], ahead: int = AHEAD
 ) -> Schedule:
     """Returns an order with each bucket launched ahead of its first use.
 
     Args:
         before: what each node needs (`graphopt.schedule.constraints`).
+        ahead: buckets that are under way, or there, before their first use.
     """
     emitter = Emitter(graph.nodes, before)
     waiting = list(buckets)
@@ -93,7 +108,7 @@ def order_of_prefetch(
         if node in held:
             continue
         if node in starts:
-            until = min(starts[node] + AHEAD + 1, len(waiting))
+            until = min(starts[node] + ahead + 1, len(waiting))
             while launched < until:
                 emitter.launch([use.launch for use in waiting[launched]])
                 launched += 1
