@@ -116,7 +116,7 @@ def _schedule_updates(gm: fx.GraphModule) -> int:
 
 
 def _is_on_cpu(launch: fx.Node) -> bool:
-    return fake_value(launch).device.type == "cpu"
+    return bool(fake_value(launch).device.type == "cpu")
 
 
 def _applied(graph: fx.Graph, schedule: Schedule, before: Predecessors) -> int:
