@@ -140,9 +140,9 @@ class ScaledOperand:
     """The operand of an all-reduce that sends it times a constant, possibly reshaped.
 
     Attributes:
-        tensor: the factor that is a tensor.
-        factor: the constant.
-        views: from the product to what is sent.
+        tensor: the tensor factor of the product.
+        factor: the constant factor.
+        views: the views between the product and the sent value.
     """
 
     tensor: fx.Node
@@ -175,14 +175,14 @@ class Bucket:
     """All-reduces that become one.
 
     Attributes:
-        limit: bytes at which it closes.
-        blocks: its members in launch order.
-        nbytes: what its members send.
-        sent: storages that its launch will read.
-        behind: nodes after the first member that have to stand after the fused wait.
-        read, updated: storages that the nodes behind it read and write.
-        draws: whether one of them draws random numbers.
-        is_open: whether it takes more members.
+        limit: size in bytes at which the bucket closes.
+        blocks: the members in launch order.
+        nbytes: the size of all members in bytes.
+        sent: storages that the fused launch will read.
+        behind: nodes after the first member that must stand after the fused wait.
+        read, updated: storages that these nodes read and write.
+        draws: True if one of these nodes draws random numbers.
+        is_open: True if it takes more members.
     """
 
     limit: int

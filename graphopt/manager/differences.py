@@ -24,9 +24,9 @@ class NotedNode:
     """The content of a node at one time.
 
     Attributes:
-        node: the node, which may hold something else by now.
-        held: what it held.
-        destination: of its late work, if it was late.
+        node: the node, which may have changed since.
+        held: its content at that time.
+        destination: the destination of its late work, or None.
     """
 
     node: fx.Node

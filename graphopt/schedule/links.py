@@ -31,10 +31,10 @@ class MessageInFlight:
 
     Attributes:
         message: of the program.
-        launched: when it was.
-        start: when its group had finished all before it; None before that.
-        end: when it has arrived; None before that.
-        behind: the one before it in its group's queue, if that had not arrived yet.
+        launched: seconds at its launch.
+        start: seconds when it became first in its group's queue, or None.
+        end: seconds at its arrival, or None.
+        behind: the message before it in its group's queue at its launch, or None.
     """
 
     message: Message

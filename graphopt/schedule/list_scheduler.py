@@ -24,8 +24,8 @@ class ListPolicy(NamedTuple):
     """The parameters of one run.
 
     Attributes:
-        deferred: share of all compute by which nodes off the path stand back.
-        passes: whether nodes that would wait are passed over.
+        deferred: the share of all compute by which nodes off the critical path are deferred.
+        passes: True if nodes that would wait are passed over.
     """
 
     deferred: float
@@ -38,11 +38,11 @@ class ListScheduler:
     Args:
         tables: of the program, in the given order.
         policy: how to decide.
-        budget: bytes of values that may be held at once.
-        reserved: bytes of these that nothing may take ahead of its place.
+        budget: bytes of live values that are allowed at once.
+        reserved: bytes of the budget that nodes ahead of their place may not use.
 
     Attributes:
-        limited: whether more memory would have made a difference.
+        limited: True if more memory would have changed the result.
         end: of the clock, in seconds: when all nodes have run and all messages have arrived.
     """
 

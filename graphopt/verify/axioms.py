@@ -44,13 +44,13 @@ class Axiom:
     """One rule: what some operators do to the elements of tensors, and why that holds bit for bit.
 
     Attributes:
-        name: as reports and docs/verification.md have it.
-        operators: names of the operators that it is about.
-        why: why it holds bit for bit.
-        apply: the value of a call, None where the condition does not hold.
-        speaks_of: the arguments that it takes into account, by name, layouts of the result
-            included; outside its condition is a call that gives another one, or a size or position
-            that depends on values. None: all, which are operands.
+        name: the rule's name in reports and in docs/verification.md.
+        operators: names of the operators that the rule covers.
+        why: the reason why it holds bit for bit.
+        apply: computes the value of a call, or None where the condition does not hold.
+        speaks_of: names of the arguments that the rule takes into account. Calls with any other
+            argument, or with sizes or positions that depend on values, are outside its condition.
+            None: all arguments, which are operands.
     """
 
     name: str

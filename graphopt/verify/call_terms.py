@@ -119,9 +119,10 @@ class CalledForEntry(NamedTuple):
     """The operator for single tensors that a list operator equals for each entry, on CPUs.
 
     Attributes:
-        operator: that takes one tensor.
-        names: of arguments of the list operator that have another name there.
-        is_call: it calls that operator; otherwise it only computes the same of each element.
+        operator: the operator for single tensors.
+        names: list operator's argument name -> single operator's argument name, where they differ.
+        is_call: True if the list operator really calls it; otherwise it only computes the same for
+            each element.
     """
 
     operator: _compat.OpOverload
@@ -170,8 +171,8 @@ def fresh(terms: Terms, key: tuple[Any, ...], fake: Any, *, even_empty: bool = F
     """Returns an unknown value that is equal only to values with the same key.
 
     Args:
-        even_empty: tensors without elements are known by the key as well: that they are empty
-            follows from values, and somebody looks at that.
+        even_empty: give tensors without elements a term, too: that they are empty depends on
+            values, and the host reads it.
     """
     if isinstance(fake, torch.Tensor):
         value = whole(terms.make(key), fake)

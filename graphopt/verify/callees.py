@@ -25,14 +25,14 @@ class Callee(NamedTuple):
     """Facts about one target of calls.
 
     Attributes:
-        target: what is called; held, since it is known by its identity.
-        standard: the operator that stands for all that give the same.
-        name: of `standard`, in keys.
-        rule: about its elements, if there is one.
-        reads_storage: it reads elements of a storage besides those of its argument.
-        writes_unseen: it updates arguments of which its schema does not speak.
-        may_raise: it ends the step for some values of its arguments, or nothing is known of that.
-        impure: whether it does more than to give a value; None where its arguments decide.
+        target: the target; a reference keeps its identity valid.
+        standard: the representative of all operators that compute the same.
+        name: the name of `standard`, as keys have it.
+        rule: the axiom for its elements, or None.
+        reads_storage: it reads elements of a storage beyond those of its argument.
+        writes_unseen: it updates arguments that its schema does not declare as written.
+        may_raise: it raises for some argument values, or that is unknown.
+        impure: True if it has side effects; None if that depends on its arguments.
         itself: what is known of calls to which `standard` would give other bits, as some do to
             tensors that are not contiguous; None where there are none.
     """

@@ -36,8 +36,8 @@ class CollectiveTerms:
     """Evaluates the collectives of one graph.
 
     Args:
-        found: where it is noted what is sent.
-        by_launch: a constant that is sent is known by the launch that sends it.
+        found: the evaluation in which sent elements are recorded.
+        by_launch: identify sent constants by the launch that sends them.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ class CollectivesInFlight:
     """The storages that collectives read until their waits.
 
     Args:
-        owners: the nodes of which one has the storage in which a node lies.
+        owners: node -> the nodes that may own its storage.
     """
 
     def __init__(self, owners: Callable[[fx.Node], list[fx.Node]]) -> None:
@@ -58,7 +58,7 @@ def mark_sent_constants(terms: Terms, sent: Any, place: tuple[int, ...]) -> Any:
     own values in their place.
 
     Args:
-        place: the number of the collective, the same on all ranks.
+        place: the number of the collective, equal on all ranks.
     """
     if isinstance(sent, tuple):
         return tuple(mark_sent_constants(terms, v, (*place, i)) for i, v in enumerate(sent))

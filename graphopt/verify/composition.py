@@ -23,8 +23,7 @@ class NamedObjects:
     """Constants, modules and state that several graphs use, each under one name.
 
     Args:
-        state: whether tensors may be updated, so that each is itself alone; else they are the same
-            where their bits are.
+        state: tensors may be updated, so that each is identified by itself; otherwise by its bits.
     """
 
     def __init__(self, *, state: bool = False) -> None:
@@ -43,7 +42,7 @@ class NamedObjects:
         """Returns the name of an object, which is registered at its first use.
 
         Args:
-            wanted: its name if it has none yet.
+            wanted: the name for an object that has none yet.
         """
         name = self._names.get(id(value))
         if name is not None:
@@ -72,14 +71,14 @@ class ComposedGraph:
     """One graph composed of pieces, for reading only: it never runs.
 
     Args:
-        objects: names of what pieces read; shared by the graphs that are compared. Tensors that are
-            state are inputs of the graph.
-        find: what a node names that its own module does not have.
-        pieces: names of submodules whose calls give way to what they do.
-        handing: functions that hand their first argument on to another piece.
+        objects: names of objects that pieces use; shared by compared graphs. State tensors become
+            inputs.
+        find: node -> the object that it names, if its own module does not have it.
+        pieces: names of submodules whose calls are inlined.
+        handing: functions that pass their first argument on to another piece.
 
     Attributes:
-        graph: what is put together so far.
+        graph: the graph composed so far.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class ComposedGraph:
         """Adds an input to the composed graph, named as in the piece if no other name is given.
 
         Args:
-            like: says what kind of value it is.
+            like: a placeholder with the same kind of value.
         """
         target = str(like.target) if name is None else name
         node = self.graph.create_node("placeholder", target, like.args, name=like.name)

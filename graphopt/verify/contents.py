@@ -40,12 +40,12 @@ class StorageContents:
     """The current symbolic values of nodes, which change when their storage is updated.
 
     Args:
-        view: what a view gives.
+        view: (view node, value of its first argument) -> value of the view.
 
     Attributes:
-        current: what nodes hold now; without those whose storage was written through another node
-            since they were read last.
-        possible: nodes that may share the storage of another one, or not.
+        current: the values of nodes, except those overwritten through another node since they were
+            last read.
+        possible: nodes that may or may not share the storage of another one.
     """
 
     def __init__(self, terms: Terms, view: View) -> None:
@@ -63,8 +63,8 @@ class StorageContents:
         """Registers a node with its value, as an owner of storage or as an alias.
 
         Args:
-            base: the node whose storage it shares; None: it has its own.
-            same: whether it is `base` itself by another name, and not a view of it.
+            base: the node whose storage it shares, or None if it has its own.
+            same: True if it is `base` itself under another name, not a view of it.
         """
         self.current[node] = value
         if base is None:

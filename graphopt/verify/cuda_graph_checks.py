@@ -24,9 +24,9 @@ class RecordedModule(Protocol):
     """A module that records its graph as a CUDA graph and replays it.
 
     Attributes:
-        graph_module: what is recorded.
-        leaving: for each result, whether it is handed out as a copy.
-        copied: positions of the inputs that a replay reads in copies.
+        graph_module: the graph that is recorded.
+        leaving: for each result, True if a copy of it is returned.
+        copied: positions of the inputs that replays read from copies.
     """
 
     graph_module: fx.GraphModule

@@ -74,8 +74,8 @@ class CommunicationKept(NamedTuple):
     """Properties of a graph's collectives that a pass must keep.
 
     Attributes:
-        dtypes: the dtypes.
-        amounts: how much, and through which kinds of collectives.
+        dtypes: collectives must keep their dtypes.
+        amounts: they must send as many elements, through the same kinds of collectives.
     """
 
     dtypes: bool = True

@@ -35,10 +35,10 @@ class ComputedElement(NamedTuple):
     """The computation of one element by an elementwise operator.
 
     Attributes:
-        name: of the operator: a number as an operand stands for a tensor of that number.
-        args: by name.
-        kind: dtype of the result, and where it is computed: no two kinds of devices are compared.
-        commutes: whether both operands may change places.
+        name: the operator's name. A number as an operand stands for a tensor of that number.
+        args: the arguments by name.
+        kind: the result's dtype and device type: different devices are never equal.
+        commutes: True if both operands may be swapped.
     """
 
     name: str
@@ -50,8 +50,8 @@ class ComputedElement(NamedTuple):
         """Returns the key of the resulting term.
 
         Args:
-            operands: for each tensor the term that stands for it, and where that is read, beside
-                the first, if it is elsewhere.
+            operands: for each tensor operand its term, and its offset relative to the first
+                operand, if any.
         """
         remaining = iter(operands)
         shown: list[Any] = []

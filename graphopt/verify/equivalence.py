@@ -44,10 +44,11 @@ class EquivalenceReport(CheckReport):
     """The outcome of comparing what two graphs compute.
 
     Attributes:
-        problems: what differs, or could not be decided; empty where both compute the same.
-        reorders_sums: whether elements are summed over ranks in another place of what is sent:
-            the same bits on two ranks, up to the order of sums on more.
-        decidable: whether terms can speak of the graph before at all.
+        problems: differences, and things that could not be decided; empty if both graphs compute
+            the same.
+        reorders_sums: elements are summed over ranks at another offset of a message: the same bits
+            on two ranks, equal up to the order of sums on more.
+        decidable: True if terms can describe the graph before at all.
 
     >>> report = graphopt.verify.check_equivalence(gm, gm)
     >>> report.ok, report.problems

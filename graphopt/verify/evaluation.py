@@ -62,12 +62,12 @@ def evaluate_graph(
     """Evaluates a graph symbolically, for arbitrary or for given symbolic inputs.
 
     Args:
-        terms: shared by all graphs that are compared.
+        terms: the table of terms, shared by all compared graphs.
         inputs: values of placeholders by target; a placeholder without one is arbitrary.
-        by_launch: a constant that is sent is known by the launch that sends it, and not by the node
-            that made it: where graphs are compared that have the same launches in the same order.
-        unknowns: nodes that are taken for unknown functions of others.
-        settled: by placeholder, what is put in place of a value that an update leaves there.
+        by_launch: identify sent constants by the launch that sends them instead of the node that
+            made them, for graphs with equal launches in equal order.
+        unknowns: nodes to replace by unknown functions of others.
+        settled: by placeholder, the value to use after an update has left a known one there.
 
     Raises:
         NotDecidedError: naming the node that terms cannot speak of.

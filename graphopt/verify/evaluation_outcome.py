@@ -21,8 +21,8 @@ class NotDecidedError(Exception):
     """The graph does something that terms cannot describe.
 
     Attributes:
-        foreign: it calls something whose graph is unknown, or writes where it cannot be followed:
-            neither need be wrong.
+        foreign: the reason is a call of an unknown graph or an untraceable write, neither of which
+            need be wrong.
     """
 
     def __init__(self, message: str, node: fx.Node, *, foreign: bool = False) -> None:
@@ -44,16 +44,15 @@ class Evaluation:
     Attributes:
         results, carried: values that the graph returns.
         states: value of each placeholder that the graph updates, by its target.
-        draws: what drew random numbers or moved a generator, in order, as keys.
-        launches: how many collectives were launched.
-        effects: keys of what the host sees, in order.
+        draws: keys of the calls that drew random numbers or used a generator, in order.
+        launches: the number of launched collectives.
+        effects: keys of the calls whose effects the host sees, in order.
         may_raise: calls that end the step for some values, as keys, with their first nodes.
-        calls_of_host: how many of them are calls of the program's functions.
-        sent: for each kind of collective and term, at which elements more or fewer copies begin
-            to be sent than before.
-        amounts: how many elements are sent, for each signature of collectives and dtype; symbolic
-            ones as text behind that.
-        places: how often each row of elements is summed over ranks, by the kind of collective.
+        calls_of_host: how many of these call functions of the program.
+        sent: for each kind of collective and term: position -> change in the number of copies sent.
+        amounts: the number of elements sent by collective signature and dtype; symbolic numbers as
+            text.
+        places: by kind of collective and row of elements, how often it is summed over ranks.
         listed: placeholders whose updates the output lists, by target.
         made: each node with the value that it gave, in order.
         nodes: the node of each result and carried value, by kind and number, and the last update

@@ -39,8 +39,8 @@ class Region:
     """The rewritten part in one of the two graphs.
 
     Attributes:
-        inputs: what it reads from outside.
-        outputs: what it gives.
+        inputs: nodes outside the part that it reads.
+        outputs: nodes of the part that are used outside.
     """
 
     inputs: tuple[fx.Node, ...]
@@ -52,9 +52,9 @@ class UnknownPlace:
     """An unknown function that stands for a rewritten node in a proof.
 
     Attributes:
-        key: tells the function from all others.
-        inputs: its arguments.
-        like: a node with the layout of what it gives.
+        key: the function's identity.
+        inputs: the function's arguments.
+        like: a node with the layout of the result.
     """
 
     key: tuple[Any, ...]

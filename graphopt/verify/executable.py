@@ -50,9 +50,9 @@ class ReadGraph(NamedTuple):
     """A graph of the executable dialect, translated to the captured one.
 
     Attributes:
-        graph: not to be run.
-        copies: what each node has become.
-        problems: where the graph does not say what a captured one can say.
+        graph: the translated graph, for reading only.
+        copies: node of the original -> translated node.
+        problems: operations that no captured graph can express.
     """
 
     graph: fx.Graph

@@ -15,9 +15,9 @@ class MovedElements(NamedTuple):
     """The first position where another element of the same term stands.
 
     Attributes:
-        place: in the tensor.
-        term: of which it is an element.
-        was, now: which one.
+        place: the position in the tensor.
+        term: the term of both elements.
+        was, now: the index of the element in the term.
     """
 
     place: int

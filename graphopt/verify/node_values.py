@@ -18,11 +18,11 @@ class NodeValues:
     """The values of one graph's nodes during its evaluation.
 
     Args:
-        view: what a view gives of another value of its first argument.
+        view: (view node, value of its first argument) -> value of the view.
 
     Attributes:
-        contents: what storages hold.
-        in_flight: by the owner of a storage, the collective that may write to it at any time.
+        contents: the contents of storages.
+        in_flight: storage owner -> the collective that may still write to it.
     """
 
     def __init__(self, terms: Terms, view: View) -> None:

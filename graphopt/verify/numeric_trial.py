@@ -61,9 +61,9 @@ def verdict(before: fx.GraphModule, after: fx.GraphModule, *, of_values: bool = 
     program go on as if nothing had run.
 
     Args:
-        before, after: with the same placeholders, which have metadata. Neither changes.
-        of_values: whether what was refused is what is computed, so that a rule may be missing where
-            nothing differs; and not the metadata of a node, or a wait that is not there.
+        before, after: graphs with the same placeholders and with metadata; neither changes.
+        of_values: True if the refusal is about computed values, so that a rule may be missing if no
+            difference is found, and not about metadata or waits.
 
     On CPUs, they run in a copy of this process: with positions that are not there, some kernels
     write where they must not.

@@ -58,8 +58,8 @@ class CheckReport:
     """Base class of reports: a list of problems with a readable text.
 
     Attributes:
-        problems: what is wrong.
-        shown: how many of them its text has.
+        problems: the violations found.
+        shown: the number of problems in its text.
     """
 
     problems: Sequence[Problem | str]

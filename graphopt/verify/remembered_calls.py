@@ -26,10 +26,10 @@ class RecalledCall(NamedTuple):
     """An evaluated call whose value depends only on its target, arguments and layout.
 
     Attributes:
-        fake: the metadata of the node, of which the value has its layout.
-        args, kwargs: with the values of nodes in place of nodes.
-        based: whether the value shares the storage of the first argument.
-        raises: by what it is known where it ends the step for some values; None where it does not.
+        fake: the metadata of the node, which gives the value its layout.
+        args, kwargs: the arguments, with values in place of nodes.
+        based: True if the value shares the storage of the first argument.
+        raises: a key of the error that the call may raise, or None.
     """
 
     target: Any
@@ -45,7 +45,7 @@ class CallMemory:
     """Evaluated calls by node name, which copies of a graph share.
 
     Attributes:
-        by_name: calls of nodes of one name: everything else of them may be different.
+        by_name: node name -> calls of nodes with that name, which may otherwise differ.
     """
 
     def __init__(self) -> None:
@@ -57,8 +57,8 @@ class CallMemory:
         """Returns the remembered call with the node's target and arguments, or None.
 
         Args:
-            current: values of nodes; of those that are not in it, `gives` tells.
-            gives: whether a node has a value.
+            current: the values of nodes; for others, `gives` decides.
+            gives: (node, value) -> True if the node has that value.
         """
         target, fake = node.target, known_value(node)
         args, kwargs = node.args, node.kwargs

@@ -19,7 +19,7 @@ class RanksOfGroup:
     """A process group and its number of ranks.
 
     Attributes:
-        count: how many there are.
+        count: the number of ranks.
         group: the name of the group.
     """
 
@@ -32,9 +32,9 @@ class ShardMesh:
     """The ranks that run one sharded step, as one group or as a two-dimensional mesh.
 
     Attributes:
-        shards: those that share the rows of a value.
-        everyone: all of them.
-        replicas: the group of those that have the same rows; None where no others have.
+        shards: the ranks that share the rows of a value.
+        everyone: all ranks.
+        replicas: the group of ranks with the same rows, or None if each rank has its own.
     """
 
     shards: RanksOfGroup

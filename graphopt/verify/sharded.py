@@ -48,8 +48,8 @@ def for_all_ranks(sharded: fx.Graph, marked: fx.Graph, mesh: ShardMesh) -> fx.Gr
     """Translates a sharded graph to the single-device graph that all ranks compute together.
 
     Args:
-        sharded: as a rank runs it.
-        marked: as it was captured, with placeholders of whole shapes.
+        sharded: the graph that one rank runs.
+        marked: the captured graph, whose placeholders have whole shapes.
         mesh: the ranks over which it is sharded.
 
     Raises:

@@ -17,10 +17,10 @@ class NormsOfRows:
     """An intermediate value between the norms of rows and the norms of whole tensors.
 
     Attributes:
-        wholes: the norms of the wholes; one, or as many as are stacked.
-        order: of the norms.
-        state: "norm" of what a rank has, "power" of it, or "total" over the ranks, which is "norm"
-            again, of wholes, once a root is taken.
+        wholes: the norms of whole tensors: one, or those stacked.
+        order: the order of the norms.
+        state: "norm" of this rank's rows, its "power", the "total" of powers over ranks, or, after
+            the root, "whole".
     """
 
     wholes: list[fx.Node]

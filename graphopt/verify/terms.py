@@ -40,9 +40,9 @@ class TensorValue:
     that would dominate the cost of making the many values of a graph.
 
     Attributes:
-        segments: its elements in row-major order.
-        shape, stride: in elements; symbolic sizes as text.
-        dtype, device: of the tensor.
+        segments: the elements in row-major order.
+        shape, stride: counted in elements; symbolic sizes as text.
+        dtype, device: as of the tensor.
     """
 
     segments: tuple[Segment, ...]
@@ -83,8 +83,8 @@ class Term(NamedTuple):
     """The key and properties of one term.
 
     Attributes:
-        uniform: whether all of its elements are one number.
-        constant: whether they are numbers that no input decides.
+        uniform: True if all of its elements are one number.
+        constant: True if they are numbers that no input influences.
     """
 
     key: Key
@@ -96,11 +96,11 @@ class Terms:
     """The table of all terms of one comparison.
 
     Attributes:
-        recall: what calls gave in these terms.
-        rearranged: what operators on each element gave of terms that arrange others, by the keys
-            of calls: what is arranged of arranged terms is gone through once.
-        entries: what entries of list operators gave, with the metadata of which it has its layout;
-            by what all entries of a call have in common, and by what each is given alone.
+        recall: the memory of evaluated calls.
+        rearranged: the rearranged results of elementwise operators on rearranged terms, by the keys
+            of calls.
+        entries: the results of list operators' entries with their metadata: by the shared part of a
+            call, then by the entry's own arguments.
     """
 
     def __init__(self, *, whole_cuts: bool = False) -> None:

@@ -151,10 +151,10 @@ def changed_problems(
     """Yields problems with new or changed nodes, and with readers of values whose layout changed.
 
     Args:
-        changed: nodes with the `meta["val"]` that they had.
-        former: what the nodes that were there got.
-        functional: whether the graph is in the captured dialect, which updates by `copy_` only.
-        kinds: what is known of operators.
+        changed: changed nodes with their former `meta["val"]`.
+        former: node -> its former target and arguments.
+        functional: True if the graph is in the captured dialect, which updates by `copy_` only.
+        kinds: the cache of result metadata.
     """
     kinds = KindsOfResults() if kinds is None else kinds
     looked_at: set[fx.Node] = set()
