@@ -1,7 +1,7 @@
 """Metadata of nodes, with one typed accessor for each key.
 
-docs/ir.md says what the keys mean. Their texts stand here alone: a key that one module alone writes
-and reads is a constant of that module.
+docs/ir.md documents the keys. This module is the only place that spells them; a key of a single
+module is a constant there.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
                                      the part:  x ── a ── b ── c ── [c]
 
-What stands in a part and is needed outside, but is not returned, is made again there, and so is
-what a part needs of nodes that are made wherever they are needed: views, constants.
+A value that can be made anywhere (a view, a constant) is made again on the other side of a part's
+boundary instead of being passed through it.
 """
 
 from __future__ import annotations

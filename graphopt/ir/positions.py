@@ -2,8 +2,8 @@
 
     aten.view(self=x, size=[4])     ==>     aten.view(x, [4])
 
-Both are one call. All that asks what a call reads, writes or shares memory with looks for the first
-argument at the first position.
+Both forms are the same call, but analyses of reads, writes and aliases expect the first argument at
+the first position.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The graph difference that a pass made, kept with its record.
 
-Every pass of every step leaves one, and nearly nobody asks for it: what differs is noted at once,
-and written out as text when it is read.
+Every pass leaves one, and few are read: the difference is noted at once and formatted when it is
+read.
 """
 
 from __future__ import annotations

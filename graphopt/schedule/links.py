@@ -179,8 +179,8 @@ def _left(before: float, taken: float) -> float:
 
 
 def fair_rates(wanted: Sequence[tuple[str, ...]]) -> list[float]:
-    """Returns max-min fair rates of transfers by progressive filling (Bertsekas and Gallager, "Data
-    Networks", 1992), given the links that each uses; 1 for those without links."""
+    """Returns max-min fair rates of transfers by progressive filling, given the links that each
+    uses; 1 for those without links."""
     rates = [CAPACITY] * len(wanted)
     open_ = {index for index, links in enumerate(wanted) if links}
     left = {link: CAPACITY for links in wanted for link in links}

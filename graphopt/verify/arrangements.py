@@ -4,10 +4,9 @@
     beside     of each row some columns          slices and splits of inner dimensions, and what is
                of x, then some of y, …           put together along them
 
-Elements stand in row-major order, so that shapes matter only as far as they say where dimensions
-end: dimensions of size 1 are left out, those that stay together are one, and what was arranged
-twice is arranged once where the dimensions of both are products of common ones. Whatever treats
-each element for itself gives the same before as after.
+Rows hold elements in row-major order, so that a shape only says where dimensions end. Dimensions of
+size 1 are dropped, adjacent ones merged, and two permutations composed where their dimensions have
+common factors. Elementwise operators commute with all rearrangements here.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     a = first(x)              t = relu(x)
     b = second(a, w)    →     b = mm(t, w)
 
-Who calls what with what is said by whoever puts the pieces together, from that alone which also
-runs: the graphs of the pieces, their arguments, and what is handed from one to the next.
+The caller decides which piece is called with what, by the same data that the running program uses:
+the graphs of the pieces, their arguments, and the values handed from one to the next.
 """
 
 from __future__ import annotations

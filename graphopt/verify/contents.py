@@ -1,8 +1,8 @@
 """Contents of a graph's storages during evaluation: in-place updates, seen through all aliases.
 
-A node is the owner of its storage, or an alias of another node: a view, the result of an update in
-place, a wait. What an alias reads is what its owner holds at that moment, taken through the chain
-of views between both; what is written through a view is put into the owner's row of elements.
+A node owns its storage or is an alias of another node: a view, the result of an in-place update, a
+wait. A read through an alias gives the owner's present value, taken through the chain of views
+between both. A write through a view replaces those elements of the owner.
 """
 
 from __future__ import annotations

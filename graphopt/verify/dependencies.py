@@ -9,8 +9,8 @@ is read element by element (`graphopt.verify.flow`); a value that went through a
 anchor to another must still go through it. So of both steps above remains the same: each update
 needs its own gradient, reduced.
 
-This is not a proof that the same values are computed: an operator may have been exchanged for
-another that reads the same.
+This is no proof that the same values are computed: an operator may have been replaced by another
+one with the same inputs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Elementwise operators without a rule of their own, evaluated on each run of elements.
 
-Such an operator (`addcdiv`, `lerp`, `_fused_adamw`, …) may round an element in the last, incomplete
-vector of a tensor otherwise than in the others. So an element is known by the operator, by what is
-computed of, and by whether it stands behind the last multiple of 64 elements. With several threads
-and large tensors this does not hold for SGD, RMSprop and ASGD in bfloat16, whose kernels begin a
-vector where a thread begins: docs/sharding.md says so. It is taken for true only where a sharded
-step is compared with that of one device.
+Such an operator (`addcdiv`, `lerp`, `_fused_adamw`, …) may round an element differently in the
+last, incomplete vector of a tensor. So an element is identified by the operator, its operands, and
+whether it lies behind the last multiple of 64 elements. With several threads and large tensors this
+does not hold for SGD, RMSprop and ASGD in bfloat16, whose kernels begin a vector where a thread
+begins (docs/sharding.md). It is assumed only where a sharded step is compared with that of one
+device.
 """
 
 from __future__ import annotations

@@ -4,12 +4,11 @@
     p = add_(p, g)                 ==>       b = add(p, g);  c = copy_(p, b)
     _fused_adam_([q], [g], ...)              f = _fused_adam([q], [g], ...);  copy_(q, f[0][0])
 
-Storages are followed in the order in which the nodes run: an operator that works in place stands
-for its functional twin (`graphopt.verify.functional`), whoever reads what it wrote reads the value
-of the twin, and what stands in state at the end is copied there. The graph that results is compared
-like any other one. What cannot be said in the captured dialect is wrong: a name that is read, sent
-or returned after another node has overwritten what it stood for, and a write to what is not one
-dense value that the graph alone holds.
+Nodes are read in running order. An in-place operator stands for its functional twin
+(`graphopt.verify.functional`), its readers read the twin's value, and what state holds at the end
+is copied there. The resulting graph is compared like any other. Refused is what the captured
+dialect cannot express: a value that is read, sent or returned after another node has overwritten
+it, and a write to anything but one dense value that the graph alone owns.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Symbolic values of scattered reductions, exchanges and gathers.
 
-Of the rank that a graph runs on nothing is known but that it is one of a group. So what
-`reduce_scatter_tensor` gives is, element by element, the one of as many values of the reduction
-that is this rank's. What `all_gather_into_tensor` gives begins with what the first rank of the
-group sends, then comes what the second one sends, and so on. What the k-th rank has of a reduction
-that was scattered over that group is the k-th part of the reduction, so that both together are an
-`all_reduce`. What `all_to_all_single` gives of parts of one size is, from each rank of the group,
-the one of its parts that is meant for this rank.
+The graph's rank is unknown: it is any rank of a group. So an element of a `reduce_scatter_tensor`
+is a choice by rank among the elements of the reduction. An `all_gather_into_tensor` is a
+concatenation by rank of what the ranks send. The k-th rank's share of a reduction that was
+scattered over the group is the k-th part of the reduction, so that gathering the shares gives the
+`all_reduce`. An `all_to_all_single` of equal parts gives, from each rank of the group, its part for
+this rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A check that collectives name existing process groups and their true number of ranks.
 
-A rank that calls another group than it means, or one of another size, waits for ever or dies in the
-transport.
+A rank that names the wrong group, or a wrong size, waits forever or dies in the transport.
 """
 
 from __future__ import annotations

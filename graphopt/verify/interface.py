@@ -1,6 +1,6 @@
 """Cheap checks of a rewritten graph's interface: inputs, outputs, and unchanged nodes.
 
-They need no evaluation: each looks at nodes, one by one, and at those that stand for them before.
+They need no evaluation: each looks at single nodes and their former selves.
 """
 
 from __future__ import annotations

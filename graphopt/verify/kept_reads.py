@@ -1,7 +1,7 @@
 """Checks that finalizing a graph keeps the readers and the storages of its values.
 
-A finalizer does not compute anything anew: what it keeps reads the very values that it read, which
-is more than that it depends on them.
+A finalizer computes nothing anew, so a kept node must read exactly the values that it read before,
+which is more than to depend on them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Result metadata of list operators, computed entry by entry.
 
-Entry for entry: what kind of tensor an entry gives does not depend on the others, so that a list of
-a thousand tensors of three kinds is asked about three times.
+The metadata of an entry does not depend on the others, so a list of a thousand tensors of three
+kinds takes three evaluations.
 """
 
 from __future__ import annotations

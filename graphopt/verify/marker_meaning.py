@@ -1,14 +1,14 @@
 """A proof that the collectives which replaced a capture's markers do what the markers mean.
 
-A marked graph is the step of one device that says where ranks share a value. What that means is
-written out here, in collectives of single tensors, and nothing of `graphopt.parallel` is used for
-it:
+A marked graph is the step of one device with markers where ranks share a value. Their meaning is
+written out here in collectives of single tensors, without any code of `graphopt.parallel`:
 
     reduce_gradient(g)     the sum over the ranks of g * (1 / ranks)
     sync_buffers([b, …])   each b of the first rank
 
-The graph of a kind of parallelism has to compute the same terms. It may fill buckets, flatten, and
-communicate in another order; what is summed how often, scaled by what, in which group is compared.
+The graph that a kind of parallelism makes must compute the same terms. It may fill buckets,
+flatten, and reorder communication. Compared are which sums are made how often, with which scale, in
+which group.
 """
 
 from __future__ import annotations

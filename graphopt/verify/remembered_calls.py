@@ -1,8 +1,8 @@
 """A memory of evaluated calls, so that the same call with the same arguments is not evaluated
 twice.
 
-Most of a graph is not touched by a pass, and the graphs that are derived from it have copies of its
-nodes. To find that a call is one that was evaluated is many times cheaper than to evaluate it.
+A pass leaves most of a graph untouched, and derived graphs have copies of its nodes. Recognizing an
+evaluated call is many times cheaper than evaluating it.
 """
 
 from __future__ import annotations

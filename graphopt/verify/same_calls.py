@@ -1,9 +1,9 @@
 """A check that a graph makes exactly the calls of another one, in a compatible order.
 
-Where terms cannot speak of a graph (calls of modules and of functions in Python, tensors of which
-nothing is known), and where more is asked for than equal values: that autograd sees the same. Each
-call has to be one of those before, of the same function with the same arguments and under the same
-autocast and grad mode; none may be left out, and what has an order keeps it.
+It is used where symbolic evaluation is impossible (calls of modules and Python functions, tensors
+without metadata), and where more than equal values is asked for: that autograd sees the same. Each
+call must be one of the former, with the same function, arguments, autocast and grad mode; none may
+be missing, and constrained calls keep their order.
 """
 
 from __future__ import annotations

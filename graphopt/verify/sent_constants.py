@@ -1,7 +1,7 @@
 """Constants of a graph that collectives send to other ranks, other than this rank's padding.
 
-A rank sends zeros for a parameter that it does not use; what comes back is what the others send for
-that parameter. Two such reductions are two values, though this rank sends the same for both.
+A rank sends zeros for a parameter that it does not use, and receives the sum of what the others
+send. So two such reductions are different values, though this rank sends the same for both.
 """
 
 from __future__ import annotations

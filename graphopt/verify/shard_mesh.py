@@ -1,8 +1,8 @@
 """The mesh of ranks over which a sharded step is proven: shard groups and replica groups.
 
-With hybrid sharding, a second group has the ranks with the same rows: both are a row and a column
-of the mesh of all ranks. A sum over a row, summed down the column, is the sum over all ranks then,
-up to the order of sums.
+With hybrid sharding, a second group contains the ranks with the same rows. The two groups are a row
+and a column of the mesh of all ranks. A sum over a row, summed down the column, is the sum over all
+ranks, up to the order of sums.
 """
 
 from __future__ import annotations

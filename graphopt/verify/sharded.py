@@ -1,7 +1,7 @@
 """Translation of one rank's sharded graph to a graph that stands for all ranks together.
 
-The graph of a sharded step is one rank's. Here it is read for all ranks at once: in place of what a
-rank holds of a value stand the *blocks* of all ranks beside one another.
+A sharded step's graph is that of one rank. Here it is read for all ranks at once: each value of
+which a rank holds a part is replaced by the *blocks* of all ranks, concatenated.
 
     placeholder of rows            the blocks, cut from the whole placeholder
     window(x, starts)              the blocks, cut from x
@@ -18,8 +18,8 @@ and add in rank order is to scatter a reduction, up to the order of sums over mo
 a norm is made of the norms of rows, up to the order of sums; to sum over a row of a mesh of ranks,
 and down its column, is to sum over all, up to the order of sums.
 
-Whatever else reads what a rank holds, or lets it depend on what other ranks need not have, is
-refused: the blocks of the other ranks would not be what is written here.
+Any other reader of a rank's block is refused, and so is a block that depends on values which may
+differ between ranks, since the blocks of the other ranks would not follow.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Translation of elementwise operators on one rank's block to the blocks of all ranks.
 
-Where blocks end at no multiple of 64 elements, kernels round what stands behind the last one
-otherwise, so that each rank's block is computed by itself there.
+If a block's length is no multiple of 64 elements, kernels round its rest differently, so each
+rank's block is computed by a call of its own.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Equivalence checks of the stages behind the passes: dividing, lowering, finalizing.
 
-Each stage is shown to compute what the graph that it was given computes. Where storages are reused,
-what is in them is followed: a value that was overwritten while somebody could still read it would
-be read as what it is then. What cannot be followed any more, and could be before, is refused, but
-for calls of unknown code and writes to overlapping parts of a storage, of which the log speaks.
+Each stage is proven to compute what its input graph computes. Reused storage is followed: a value
+that was overwritten too early is read as its new contents. A stage that makes a graph undecidable
+is refused, except for calls of unknown code and writes to overlapping parts of a storage, which are
+logged.
 """
 
 from __future__ import annotations
