@@ -12,9 +12,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.optim import SGD, Adadelta, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
 import graphopt
+from gloo import Pool
 from graphopt._compat.fresh_state import fresh_state
 from graphopt.graph_utils import call_function_with_meta, find_nodes
 from graphopt.ir.families import FUSED_OPTIMIZERS, STATE_NEEDS
@@ -27,17 +43,33 @@ Step = Callable[[nn.Module, Optimizer, Tensor], Any]
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "Adadelta": lambda p: Adadelta(p, lr=0.1),
+    "Adafactor": lambda p: Adafactor(p, lr=0.1),
+    "Adagrad": lambda p: Adagrad(p, lr=0.1),
+    "Adagrad, fused": lambda p: Adagrad(p, lr=0.1, fused=True),
     "Adam": lambda p: Adam(p, lr=0.1),
     "Adam, amsgrad": lambda p: Adam(p, lr=0.1, amsgrad=True),
     "Adam, foreach": lambda p: Adam(p, lr=0.1, foreach=True),
     "AdamW, fused": lambda p: AdamW(p, lr=0.1, fused=True),
     "AdamW, rate as tensor": lambda p: AdamW(p, lr=torch.tensor(0.1)),
     "Adamax": lambda p: Adamax(p, lr=0.1),
+    "ASGD": lambda p: ASGD(p, lr=0.1),
+    "ASGD, rate as tensor": lambda p: ASGD(p, lr=torch.tensor(0.1)),
+    "Muon": lambda p: Muon(p, lr=0.1),
     "NAdam": lambda p: NAdam(p, lr=0.1),
     "RAdam": lambda p: RAdam(p, lr=0.1),
     "RMSprop": lambda p: RMSprop(p, lr=0.1),
     "RMSprop, centered": lambda p: RMSprop(p, lr=0.1, momentum=0.9, centered=True),
+    "Rprop": lambda p: Rprop(p, lr=0.1),
     "SGD": lambda p: SGD(p, lr=0.1),
+    "SGD, fused": lambda p: SGD(p, lr=0.1, fused=True),
+}
+
+MOMENTA: dict[str, Callable[[Any], Optimizer]] = {
+    "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
+    "foreach, negative": lambda p: SGD(p, lr=0.1, momentum=0.5, foreach=True, maximize=True),
+    "fused, decayed": lambda p: SGD(p, lr=0.1, momentum=0.9, fused=True, weight_decay=0.1),
+    "nesterov": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "rate as tensor": lambda p: SGD(p, lr=torch.tensor(0.1), momentum=0.9),
 }
 
 
@@ -58,6 +90,61 @@ def plain(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    return loss.detach()
+
+
+def begins(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss: Tensor = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def drops_between(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    model.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def assigns_none(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    for parameter in model.parameters():
+        parameter.grad = None
+    loss: Tensor = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def looks_first(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Gradients that it finds double the loss."""
+    found = next(model.parameters()).grad is not None
+    optimizer.zero_grad()
+    return _stepped(model(x).square().mean() * (2 if found else 1), optimizer)
+
+
+def drops_some(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """All but one accumulate."""
+    next(model.parameters()).grad = None
+    return _stepped(model(x).square().mean(), optimizer)
+
+
+def zeroes(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad(set_to_none=False)
+    return _stepped(model(x).square().mean(), optimizer)
+
+
+def returns_its_argument(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    _stepped(model(x).square().mean(), optimizer)
+    return x
+
+
+def _stepped(loss: Tensor, optimizer: Optimizer) -> Tensor:
+    loss.backward()
+    optimizer.step()
     return loss.detach()
 
 
@@ -122,22 +209,89 @@ def _assert_same_state(ours: Optimizer, theirs: Optimizer) -> None:
     for index, entries in a.items():
         assert entries.keys() == b[index].keys()
         for key, value in entries.items():
-            same = torch.equal(value, b[index][key]) if isinstance(value, Tensor) else value == b
-            assert same, key
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(b[index][key])), key
 
 
+def layers(bias: bool = True) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4, bias=bias), nn.ReLU(), nn.Linear(4, 1, bias=bias))
+
+
+@pytest.mark.parametrize("step", [plain, begins])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_one_trace(name: str, traces: list[None]) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
-    assert_as_eager(plain, OPTIMIZERS[name], model)
+def test_one_trace(name: str, step: Step, traces: list[None]) -> None:
+    assert_as_eager(step, OPTIMIZERS[name], layers(bias=name != "Muon"))
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize("name", MOMENTA)
+def test_momenta_begin_as_gradients(name: str, traces: list[None]) -> None:
+    assert_as_eager(plain, MOMENTA[name], layers())
+    assert len(traces) == 1
+
+
+def test_a_damped_momentum_begins_otherwise(traces: list[None]) -> None:
+    assert_as_eager(plain, lambda p: SGD(p, lr=0.1, momentum=0.9, dampening=0.5), layers())
+    assert len(traces) > 1
+
+
+def test_momenta_of_gradients_that_are_sparse() -> None:
+    """The first one is sparse, as the gradient is, and so no sum of zeros."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(5, 3, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.words(x.long())
+            return found
+
+    model = Words()
+    made = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = graphopt.compile(plain)
+    try:
+        step(model, made, torch.ones(2))
+    except graphopt.CaptureError:
+        return
+    assert made.state[model.words.weight]["momentum_buffer"].is_sparse
+
+
+@pytest.mark.parametrize("step", [begins, drops_between, assigns_none])
+@pytest.mark.parametrize("name", ["Adam", "SGD"])
+def test_gradients_dropped_unread_need_no_other_trace(
+    name: str, step: Step, traces: list[None]
+) -> None:
+    assert_as_eager(step, OPTIMIZERS[name], layers())
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("step", [looks_first, drops_some, zeroes, returns_its_argument])
+def test_gradients_used_otherwise_are_traced(step: Step, traces: list[None]) -> None:
+    assert_as_eager(step, OPTIMIZERS["Adam"], layers())
+    assert len(traces) > 1
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["AdamW, fused"], MOMENTA["momentum"]])
+def test_a_scheduler_is_told_of_the_step(
+    make: Callable[[Any], Optimizer], traces: list[None]
+) -> None:
+    made: list[Optimizer] = []
+
+    def scheduled(parameters: Any) -> Optimizer:
+        made.append(make(parameters))
+        torch.optim.lr_scheduler.StepLR(made[-1], 1)
+        return made[-1]
+
+    assert_as_eager(begins, scheduled, layers())
+    assert len(traces) == 1
+    assert [optimizer._opt_called for optimizer in made] == [True, True]  # type: ignore[attr-defined]
 
 
 def test_parameters_that_are_not_updated_get_no_state(traces: list[None]) -> None:
     model = Parts()
     model.last.bias.requires_grad_(False)
     assert_as_eager(plain, OPTIMIZERS["Adam"], model)
-    assert len(traces) == 2
+    assert len(traces) == 1
 
 
 @pytest.mark.parametrize("step", [looks_at_length, asks_for_parameter, saves_state, copies_state])
@@ -148,18 +302,48 @@ def test_a_step_that_looks_at_state_finds_none_in_its_first_call(step: Step) -> 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fresh_state_is_that_of_a_first_step(name: str) -> None:
     """What is made for each optimizer is what its step begins with; nothing is left changed."""
-    model = nn.Linear(3, 2)
+    model = nn.Linear(3, 2, bias=name != "Muon")
     optimizer = OPTIMIZERS[name](model.parameters())
+    before = dict(optimizer.state)
     attributes = dict(vars(optimizer))
     made = fresh_state(optimizer)
-    assert not optimizer.state
+    assert optimizer.state == before
     assert vars(optimizer).keys() == attributes.keys()
     assert all(parameter.grad is None for parameter in model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    assert made.keys() == optimizer.state.keys()
+    assert made.keys() == optimizer.state.keys() - before.keys()
     for parameter, entries in made.items():
         assert entries.keys() == optimizer.state[parameter].keys()
+
+
+def _traces_of_rank(rank: int, name: str) -> tuple[int, list[Tensor]]:
+    """Traces of a rank's first call, and the parameters after three."""
+    counted, attempt = [0], trace_module._attempt
+
+    def counting(*args: Any) -> Any:
+        counted[0] += 1
+        return attempt(*args)
+
+    trace_module._attempt = counting
+    try:
+        torch.manual_seed(0)
+        model = layers()
+        optimizer = (OPTIMIZERS | MOMENTA)[name](model.parameters())
+        step = graphopt.compile(begins)
+        for number in range(3):
+            step(model, optimizer, torch.full((2, 3), 0.3 + number + rank))
+        step.flush()
+    finally:
+        trace_module._attempt = attempt
+    return counted[0], [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["Adam, foreach", "momentum"])
+def test_one_trace_on_each_rank(two_ranks: Pool, name: str) -> None:
+    (first, ours), (second, theirs) = two_ranks.run(_traces_of_rank, name)
+    assert [first, second] == [1, 1]
+    assert all(map(torch.equal, ours, theirs))
 
 
 FLAGS = ("amsgrad", "maximize", "nesterov", "is_first_step")

@@ -14,6 +14,7 @@ from graphopt._compat.dtensors import set_local as set_local
 from graphopt._compat.fakes import (
     data_dependent_errors,
     errors_raised_once,
+    fake_anew,
     fake_laid_out,
     fake_like,
     fake_mode_of,

@@ -194,6 +194,11 @@ def fake_laid_out(
     return FakeTensor(fake.fake_mode, meta, fake.device)  # type: ignore[attr-defined]
 
 
+def fake_anew(fake: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of the same kind with memory of its own."""
+    return fake_laid_out(fake, fake.shape, fake.stride(), fake.dtype)
+
+
 def is_fake(value: object) -> bool:
     """True if a value is a FakeTensor."""
     from torch._subclasses.fake_tensor import FakeTensor

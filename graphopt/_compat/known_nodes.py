@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -20,6 +21,20 @@ def copied_node(tracer: Any, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     if "val" in node.meta:  # else None, one of several results
         new.meta["val"] = node.meta["val"]
     return new
+
+
+def recorded_node(tracer: Any, target: Any, args: Any, kwargs: Any, value: Any) -> fx.Node:
+    """A node whose result is known: `value`, made of fake tensors."""
+    name = name_of_operator(target) if isinstance(target, torch._ops.OpOverload) else None
+    node: fx.Node = tracer.create_node("call_function", target, args, kwargs, name)
+    node.meta["val"] = value
+    return node
+
+
+def recorded_item(tracer: Any, node: fx.Node, index: int) -> fx.Node:
+    """One of several results of a node whose results are known."""
+    value = node.meta["val"][index]
+    return recorded_node(tracer, operator.getitem, (node, index), {}, value)
 
 
 def known_result(tracer: Any, node: fx.Node) -> Any:

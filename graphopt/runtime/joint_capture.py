@@ -39,7 +39,14 @@ from graphopt.runtime.agreed import (
 from graphopt.runtime.collector import collector_paused
 from graphopt.runtime.joined import JoinedModules
 from graphopt.runtime.joint_names import JointNames
-from graphopt.runtime.joint_traces import decisions, first_joint_trace, left_out, outcomes, trained
+from graphopt.runtime.joint_traces import (
+    decisions,
+    first_joint_trace,
+    left_out,
+    outcomes,
+    trace_in_order,
+    trained,
+)
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import CapturedStep, communication_for, finish, retried
 from graphopt.tracing.collecting import module_tensors
@@ -49,7 +56,7 @@ from graphopt.tracing.inputs.notes import held_names
 from graphopt.tracing.inputs.remembered import with_remembered
 from graphopt.tracing.outside.existing import births_noted
 from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication, UnagreedParameterError
-from graphopt.tracing.trace import RawTrace, trace
+from graphopt.tracing.trace import RawTrace
 
 
 class _AsAgreed(Ranks):
@@ -91,15 +98,21 @@ class _AsAgreed(Ranks):
         return self._joint.checked(call, captured)
 
     def _captured(self, call: Call, held: Set[str]) -> CapturedStep:
+        beforehand = True
         while True:
-            call, inputs, raw = first_joint_trace(call, self._joint.marked(self._parallel))
+            call, inputs, raw, made = first_joint_trace(
+                call, self._joint.marked(self._parallel), beforehand=beforehand
+            )
             alone = itertools.takewhile(lambda answer: type(answer) is not Used, inputs.answers)
             self.answers = tuple(alone)
             order = AgreedOrder(self._order(inputs, raw), frozenset(raw.used))
             communication = self._joint.marked(self._parallel, order)
             try:
-                again = raw if order.names == raw.used else trace(call, inputs, communication)
-                return finish(call, inputs, communication, again, lasts=True, held=held)
+                with made.present():
+                    found = trace_in_order(call, inputs, raw, made, communication, order.names)
+                    if found is not None:
+                        return finish(call, communication, *found, lasts=True, held=held)
+                beforehand = False
             except (MoreInputs, CaptureError) as error:
                 call = retried(call, inputs, error)
 
@@ -175,21 +188,27 @@ class _Together(Ranks):
         call = with_remembered(call)
         call = self._joint.prepared(call) if self._sync else call
         self._separate_buffers(call)
+        beforehand = True
         while captured is None:
-            call, inputs, raw = first_joint_trace(call, self._communication(None))
+            call, inputs, raw, made = first_joint_trace(
+                call, self._communication(None), beforehand=beforehand
+            )
             communication = self._communication(self._meet(call, inputs, raw))
             if self._sync and self._joint.uneven and not call.decides_alone:
                 call = call.deciding_alone()
                 continue
             try:
-                again = raw if self._order == raw.used else trace(call, inputs, communication)
-                captured = finish(call, inputs, communication, again, lasts=True, held=self._held)
+                with made.present():
+                    found = trace_in_order(call, inputs, raw, made, communication, self._order)
+                    beforehand = found is not None
+                    if found is not None:
+                        captured = finish(call, communication, *found, lasts=True, held=self._held)
             except (MoreInputs, CaptureError) as error:
                 call = retried(call, inputs, error)
             everyone = self._meeting.exchange({"complete": captured is not None})
             if not all(theirs["complete"] for theirs in everyone):
                 captured = None
-        self._call, self._inputs = call, inputs
+        self._call = call
         return captured
 
     def _separate_buffers(self, call: Call) -> None:
@@ -251,8 +270,9 @@ class _Together(Ranks):
 
     def ready(self, captured: CapturedStep) -> None:
         self._meeting.exchange({"ready": True}, patient=True)
-        guards = Guards(self._call, self._inputs, self._mode, captured.signature)
-        entries = {entry.fqn: entry.tensor for entry in self._inputs.parameters}
+        with captured.state_present():
+            guards = Guards(self._call, captured.live, self._mode, captured.signature)
+        entries = {entry.fqn: entry.tensor for entry in captured.live.parameters}
         parameters = tuple(weakref.ref(entries[name]) for name in self._order)
         group = self._parallel.everyone
         unused = UnusedParameters(group, self._joint.topic)

@@ -2,30 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch import fx
 
 from graphopt.host.assumptions import Assumption, assumptions
 from graphopt.host.used import Used
 from graphopt.tracing.call import Call
-from graphopt.tracing.capture import first_trace
+from graphopt.tracing.capture import trace_from_state
 from graphopt.tracing.inputs.entries import Inputs
+from graphopt.tracing.optimizers.beforehand import with_state_used
+from graphopt.tracing.optimizers.steady import NewState
 from graphopt.tracing.reduction import MarkedCommunication
-from graphopt.tracing.trace import RawTrace
+from graphopt.tracing.trace import RawTrace, trace
 
 
 def first_joint_trace(
-    call: Call, communication: MarkedCommunication | None
-) -> tuple[Call, Inputs, RawTrace]:
-    """A first trace without knowledge of the parameters that other ranks use."""
+    call: Call, communication: MarkedCommunication | None, *, beforehand: bool
+) -> tuple[Call, Inputs, RawTrace, NewState]:
+    """A first trace without knowledge of the parameters that other ranks use.
+
+    Args:
+        beforehand: state that optimizers make in their first step is made before it is traced.
+    """
     decided = call.decided
     known = tuple(answer for answer in decided if not isinstance(answer, Used))
-    call, inputs, raw = first_trace(call.with_answers(known), communication)
+    call, inputs, raw, made = trace_from_state(
+        call.with_answers(known), communication, lasts=beforehand
+    )
     if len(known) < len(decided):
         inputs.answers[: len(known)] = decided
         call = call.with_answers((*decided, *call.decided[len(known) :]))
-    return call, inputs, raw
+    return call, inputs, raw, made
+
+
+def trace_in_order(
+    call: Call,
+    inputs: Inputs,
+    raw: RawTrace,
+    made: NewState,
+    communication: MarkedCommunication | None,
+    order: Sequence[str],
+) -> tuple[Inputs, RawTrace, NewState] | None:
+    """The trace in which gradients are averaged in the order that the ranks have agreed on, with
+    its inputs; None where it does not use the state that was made beforehand.
+
+    Args:
+        raw: the first trace, which is that one where it has averaged in this order.
+        made: is there.
+    """
+    if tuple(order) == raw.used:
+        return inputs, raw, made
+    again = trace(call, inputs, communication)
+    return with_state_used(call, made, inputs, again) if made else (inputs, again, made)
 
 
 def left_out(call: Call, inputs: Inputs, order: Collection[str]) -> list[str]:

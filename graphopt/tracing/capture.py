@@ -46,7 +46,7 @@ from graphopt.tracing.inputs.notes import (
     refuse_shared_updates,
 )
 from graphopt.tracing.inputs.remembered import idle_in, without
-from graphopt.tracing.optimizers.beforehand import parameters_left_alone, state_beforehand
+from graphopt.tracing.optimizers.beforehand import state_beforehand, with_state_used
 from graphopt.tracing.optimizers.steady import NO_STATE, NewState, steady_step
 from graphopt.tracing.outside.existing import births_noted
 from graphopt.tracing.ranks.uniformity import first_own, own_inputs
@@ -114,8 +114,8 @@ class CapturedStep:
 
 def finish(
     call: Call,
-    inputs: Inputs,
     communication: MarkedCommunication | None,
+    inputs: Inputs,
     raw: RawTrace,
     made: NewState = NO_STATE,
     *,
@@ -295,33 +295,30 @@ def capture_call(
             stack.enter_context(context)
         call = call.with_whole_objects()
         while True:
-            call, inputs, raw, made = _traced(call, communication, lasts=lasts and alone)
+            call, inputs, raw, made = trace_from_state(call, communication, lasts=lasts)
             try:
                 with made.present():
-                    return finish(call, inputs, communication, raw, made, lasts=lasts, held=held)
+                    return finish(call, communication, inputs, raw, made, lasts=lasts, held=held)
             except (MoreInputs, CaptureError) as error:
                 call = retried(call, inputs, error)
 
 
-def _traced(
+def trace_from_state(
     call: Call, communication: MarkedCommunication | None, *, lasts: bool
 ) -> tuple[Call, Inputs, RawTrace, NewState]:
-    """The first trace of a call, from the state that its optimizers make in it.
+    """The first trace of a call, from the state that its optimizers make in it, where that is known
+    beforehand.
 
     Args:
         lasts: see `finish`.
     """
-    left_alone: frozenset[int] | None = frozenset() if lasts else None
-    while True:
-        made = state_beforehand(call, left_alone)
-        with made.present():
-            traced, inputs, raw = first_trace(call, communication)
-        if made:
-            other = parameters_left_alone(made, inputs, raw)
-            if other != frozenset():
-                left_alone = None if other is None or left_alone is None else left_alone | other
-                continue
-        return traced, inputs, raw, made
+    made = state_beforehand(call) if lasts else NO_STATE
+    with made.present():
+        traced, inputs, raw = first_trace(call, communication)
+    found = with_state_used(traced, made, inputs, raw) if made else (inputs, raw, made)
+    if found is not None and not (made and raw.signature.states):
+        return traced, *found
+    return *first_trace(call, communication), NO_STATE
 
 
 def first_trace(

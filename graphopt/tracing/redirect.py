@@ -35,6 +35,7 @@ from graphopt.tracing.inputs.implicit import Finder
 from graphopt.tracing.interception.concrete import concrete
 from graphopt.tracing.layouts import sparse
 from graphopt.tracing.layouts.packed import Packing
+from graphopt.tracing.optimizers import first_gradients
 from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.replace import replaced
 from graphopt.tracing.scalars import numbers, selecting
@@ -45,9 +46,6 @@ from graphopt.tracing.tensors.obtained import ObtainedValues
 from graphopt.tracing.tensors.rebinding import Rebinding
 from graphopt.tracing.unknown_features import MEMORY, refuse_unknown_call
 
-_GRADIENT = getattr(torch.Tensor, "grad")  # noqa: B009 - typed as the value it gives
-_READ_GRADIENT = _GRADIENT.__get__
-_GRADIENT_ACCESSES = (_READ_GRADIENT, _GRADIENT.__set__, _GRADIENT.__delete__)
 _BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _TEXTS: dict[Any, Callable[..., str]] = {
     torch.Tensor.__repr__: repr,
@@ -79,7 +77,7 @@ class Redirect(TorchFunctionMode):
     """See the module's docstring.
 
     Attributes:
-        gradients_first: the step looks at gradients before it computes any, as `zero_grad` does.
+        first_gradients: how the step uses gradients before it computes any.
 
     Args:
         traced: stand-ins of the real tensors.
@@ -113,7 +111,7 @@ class Redirect(TorchFunctionMode):
         self._packing = Packing(lambda tensor: untraced(made.decider.values, tensor))
         self._differentiated = False
         self._is_out = self._is_back = False
-        self.gradients_first = False
+        self.first_gradients = first_gradients.FirstGradients()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -166,10 +164,11 @@ class Redirect(TorchFunctionMode):
         return args, kwargs
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func in _GRADIENT_ACCESSES and self._is_back:
+        if func in first_gradients.ACCESSES and self._is_back:
             self._shared.refuse_reading()
-        elif func in _GRADIENT_ACCESSES:
-            self.gradients_first |= func == _READ_GRADIENT and not self._differentiated
+        elif func in first_gradients.ACCESSES:
+            if not self._differentiated:
+                self.first_gradients.note(func, args[0])
             self._shared.mark()
         elif func in _BACKWARDS:
             check_anomalies()

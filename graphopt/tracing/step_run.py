@@ -46,6 +46,7 @@ from graphopt.tracing.interception.class_questions import asking
 from graphopt.tracing.interception.inference import inference_as_no_grad
 from graphopt.tracing.interception.storage_identity import identities_refused
 from graphopt.tracing.keyed import identified, keyed_by_stand_ins
+from graphopt.tracing.optimizers.first_gradients import FirstGradients
 from graphopt.tracing.optimizers.noticed_steps import notice_steps
 from graphopt.tracing.optimizers.scaling import TracedScaling
 from graphopt.tracing.optimizers.watched_state import watched
@@ -84,7 +85,8 @@ class StepRun:
         signature: what the results are for; None before the step has run.
         used: parameters whose gradients are marked, in the order they were ready.
         kept_numbers: results that are numbers (by id).
-        gradients_first: the step looks at gradients before it computes any, as `zero_grad` does.
+        looks_at_gradients: it looks at gradients before it computes any.
+        dropped_gradients: module tensors, by number, whose gradient it drops before that.
         looks_at_state: it looks at the state of an optimizer by itself.
     """
 
@@ -118,7 +120,8 @@ class StepRun:
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
         self.kept_numbers: set[int] = set()
-        self.gradients_first = False
+        self.looks_at_gradients = False
+        self.dropped_gradients: frozenset[int] = frozenset()
         self.looks_at_state = False
         self._left: MadeAnew = {}
         self._view: HostView
@@ -260,7 +263,7 @@ class StepRun:
                 self._give(returned)
                 outside = self._left_outside(traced, held)
                 told, changes = self._tell(held, given, returned)
-            self.gradients_first = redirect.gradients_first
+            self._note_gradients(redirect.first_gradients, traced)
         rebinding.finish()
         if self.made.refused is not None:
             raise self.made.refused
@@ -268,6 +271,13 @@ class StepRun:
         flat = _compat.flatten_results(returned, self._stays)
         self._left = {}
         return Ran(*flat, stepped, outside, changes, rebinding, told)
+
+    def _note_gradients(self, first: FirstGradients, traced: Traced) -> None:
+        self.looks_at_gradients = first.read
+        tensors = enumerate(entry.tensor for entry in self._inputs.module_tensors)
+        stand_ins = ((index, traced.by_id[id(tensor)]) for index, tensor in tensors)
+        dropped = (index for index, tensor in stand_ins if id(tensor) in first.dropped)
+        self.dropped_gradients = frozenset(dropped)
 
     def _tell(
         self, held: HeldBefore, given: GivenContainers, returned: Any

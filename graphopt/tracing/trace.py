@@ -52,7 +52,9 @@ class RawTrace:
 
     Attributes:
         used: parameters whose gradients were marked here, in the order they were ready.
-        gradients_first: the step looks at gradients before it computes any, as `zero_grad` does.
+        looks_at_gradients: the step looks at gradients before it computes any.
+        dropped_gradients: module tensors, by number, whose gradient it drops before that, unread,
+            as `zero_grad` does.
         looks_at_state: it looks at the state of an optimizer by itself.
         outside: what the step read outside its arguments.
     """
@@ -62,7 +64,8 @@ class RawTrace:
     fakes: list[torch.Tensor]
     used: tuple[str, ...]
     outside: Record
-    gradients_first: bool
+    looks_at_gradients: bool
+    dropped_gradients: frozenset[int]
     looks_at_state: bool
 
 
@@ -183,7 +186,7 @@ def _run_once(
     _refuse_kept_tensors(run, fakes, call)
     if run.outside.refused is not None:
         raise run.outside.refused
-    looks = (run.gradients_first, run.looks_at_state)
+    looks = (run.looks_at_gradients, run.dropped_gradients, run.looks_at_state)
     raw = RawTrace(graph_module, run.signature, fakes, run.used, run.outside, *looks)
     return raw, None if drawn is None else Drawn(drawn, generators.python_advanced)
 

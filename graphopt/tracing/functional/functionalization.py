@@ -35,6 +35,7 @@ from graphopt.graph_utils import (
     without_autocast,
     written,
 )
+from graphopt.graph_utils.inserting import call_function_giving
 from graphopt.host import note_order
 from graphopt.host.assumptions import hold_updates
 from graphopt.ir.metadata import (
@@ -148,8 +149,7 @@ def _write_back(graph: fx.Graph, raw: RawTrace, updated: Sequence[int]) -> None:
         if is_expanded(fake_value(placeholders[position])):
             raise expanded_write(final)
         with graph.inserting_before(output):
-            arguments = (placeholders[position], final)
-            copy = call_function_with_meta(graph, aten.copy_.default, arguments, like=final)
+            copy = _copied(graph, placeholders[position], final)
         source = _last_write(raw, position) if phase_of(copy) is None else None
         if source is not None:  # what it writes is what another input holds, no node of the trace
             copy.meta.update(some_of(source, *OF_TRACE))
@@ -157,6 +157,15 @@ def _write_back(graph: fx.Graph, raw: RawTrace, updated: Sequence[int]) -> None:
     user = raw.signature.user_results
     set_outputs(graph, Outputs(results[:user], updates, results[user:]))
     output.meta.clear()
+
+
+def _copied(graph: fx.Graph, placeholder: fx.Node, final: fx.Node) -> fx.Node:
+    """A new `copy_` into an input, which gives the input."""
+    arguments, value = (placeholder, final), fake_value(placeholder)
+    if fake_value(final).shape != value.shape:
+        return call_function_with_meta(graph, aten.copy_.default, arguments, like=final)
+    value = _compat.detached(value)
+    return call_function_giving(graph, aten.copy_.default, arguments, {}, value, like=final)
 
 
 def _last_write(raw: RawTrace, position: int) -> fx.Node | None:

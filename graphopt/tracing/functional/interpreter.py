@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt._compat.known_nodes import copied_node, known_result
+from graphopt._compat.known_nodes import copied_node, known_result, recorded_item, recorded_node
 from graphopt._compat.sizes import laid_out_like
 from graphopt.graph_utils import is_operator
 from graphopt.host import HostCall
@@ -147,6 +147,10 @@ class RawGraphRunner(fx.Interpreter):
 
     def _write(self, n: fx.Node, functional: Any) -> Any:
         """Runs an operator that writes whole storages, and replaces their values by its results."""
+        lists = n.args[: len(_compat.schema_of(functional).returns)]
+        if fused_optimizer(n.target) is not None and all(map(_are_contiguous, lists)):
+            self._update_whole_lists(n, functional, lists)
+            return None
         args, kwargs = fx.map_arg((n.args, dict(n.kwargs)), self._bare)
         args, kwargs = _compat.tree_map(_compat.from_functional, (args, kwargs))
         name = fused_optimizer(n.target)
@@ -159,6 +163,20 @@ class RawGraphRunner(fx.Interpreter):
                     if position < len(results):
                         self._put_each(n.args[position], results[position])
         return self.env[n.args[0]] if isinstance(n.args[0], fx.Node) else None
+
+    def _update_whole_lists(self, n: fx.Node, functional: Any, lists: Any) -> None:
+        """A fused optimizer of contiguous tensors, of which it gives others of these kinds."""
+        args, kwargs = fx.map_arg((n.args, dict(n.kwargs)), self._recorded)
+        with _compat.without_modes():
+            values = tuple(list(map(_compat.fake_anew, map(fake_value, each))) for each in lists)
+        update = recorded_node(self._tracer, functional, args, kwargs, values)
+        name = fused_optimizer(n.target)
+        assert name is not None
+        for position in updated_lists(name, kwargs.get("grad_scale")):
+            if position < len(lists) and lists[position]:
+                entries = recorded_item(self._tracer, update, position)
+                for index, target in enumerate(lists[position]):
+                    self._hold(target, recorded_item(self._tracer, entries, index))
 
     def _put_each(self, target: Any, value: Any) -> None:
         """Replaces the value of a node, or of each node in a list."""
@@ -175,6 +193,9 @@ class RawGraphRunner(fx.Interpreter):
             value = aten._to_copy.default(value, dtype=dtype)
         node = _compat.node_of(self._tracer, value)
         assert node is not None, "whatever a trace computes is recorded"
+        self._hold(target, node)
+
+    def _hold(self, target: fx.Node, node: fx.Node) -> None:
         storage = self._whole[self._writes.whole[target]]
         storage.now = Copied(node)
         for each in storage.nodes:
@@ -276,6 +297,10 @@ def _written_functionally(form: FunctionalForm, args: Any, kwargs: dict[str, Any
         for entry, new in zip(present, content, strict=True):
             entry.copy_(new)
     return form.results(fresh, args, kwargs)
+
+
+def _are_contiguous(nodes: Any) -> bool:
+    return all(fake_value(node).is_contiguous() for node in nodes)
 
 
 def _each_entry(target: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, list[Any]]]:

@@ -248,6 +248,18 @@ class Inputs:
         for position in self.user:
             yield "user_input", call.names[position]
 
+    @property
+    def first_number(self) -> int:
+        """The position of the placeholder of the first of `hyperparameters`."""
+        of_modules = len(self.placeholders) + len(self.states) + len(self.gradients)
+        return of_modules + len(self.argument_gradients)
+
+    def numbers(self, call: Call) -> dict[int, float]:
+        """The hyperparameters that are Python numbers, by the position of their placeholders."""
+        values = (number.read(call) for number in self.hyperparameters)
+        found = enumerate(values, self.first_number)
+        return {position: float(v) for position, v in found if isinstance(v, (int, float))}
+
     def live_values(self, call: Call) -> list[torch.Tensor]:
         """The tensors to call the graph with, read from the modules and optimizers now."""
         values = [

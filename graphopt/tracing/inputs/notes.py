@@ -95,8 +95,7 @@ def note_unread_numbers(graph_module: fx.GraphModule, inputs: Inputs) -> None:
     asked = [each for c in inputs.conditions.all for each in (c.left, c.right)]
     read = set(chain.from_iterable(map(leaves_of, asked)))
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    first = len(inputs.placeholders) + len(inputs.states) + len(inputs.gradients)
-    first += len(inputs.argument_gradients)
+    first = inputs.first_number
     numbers = placeholders[first : first + len(inputs.hyperparameters)]
     inputs.unread = frozenset(
         index for index, node in enumerate(numbers) if not node.users and index not in read

@@ -2,31 +2,36 @@
 
 Torch's own optimizers make the state of their parameters in the first step, and then do what every
 later step does. So the first call is traced from the state that it makes, and that one trace is the
-one of all calls. What it takes for granted is looked at afterwards: that each parameter whose state
-was made is updated, and that the step has not looked at the state itself.
+one of all calls; the state of parameters that it leaves alone is taken out of it. What it takes for
+granted is looked at afterwards: that a momentum of `SGD`, made of negative zeros, becomes the first
+gradient (`first_momenta`), and that the step has not looked at the state itself. Where that is not
+so, and with other optimizers, the step is traced as it finds the state, and once more from what it
+leaves (`steady`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+from torch import fx
+from torch.optim import SGD
 
 from graphopt import _compat
-from graphopt._compat.fresh_state import fresh_state, makes_state_first
+from graphopt._compat.fresh_state import attributes_after, fresh_state, makes_state_first
 from graphopt.tracing.call import Call
-from graphopt.tracing.inputs.entries import Inputs, state_key
+from graphopt.tracing.inputs.entries import Inputs, StateNumber, StateTensor, state_key
+from graphopt.tracing.optimizers.first_momenta import FirstMomenta
 from graphopt.tracing.optimizers.optimizer_state import distinct_states
 from graphopt.tracing.optimizers.steady import NO_STATE, Entries, NewState
 from graphopt.tracing.trace import RawTrace
 
 
-def state_beforehand(call: Call, left_alone: frozenset[int] | None) -> NewState:
-    """The state that the first step of each optimizer makes; none where that is not known.
-
-    Args:
-        left_alone: ids of parameters that no optimizer updates; None: it is not known at all.
-    """
+def state_beforehand(call: Call) -> NewState:
+    """The state that the first step of each optimizer makes; none where that is not known. An
+    optimizer that has state leaves alone, most likely, those parameters that have none."""
     optimizers = call.optimizer_objects()
-    if left_alone is None or not all(map(makes_state_first, optimizers)):
+    if not all(map(makes_state_first, optimizers)):
         return NO_STATE
     parameters = [p for of in optimizers for group in of.param_groups for p in group["params"]]
     kinds = {torch.nn.Parameter, torch.Tensor}
@@ -35,19 +40,68 @@ def state_beforehand(call: Call, left_alone: frozenset[int] | None) -> NewState:
     entries: Entries = [
         (optimizer.state, parameter, key, value)
         for _, optimizer in distinct_states(optimizers)
-        for parameter, table in fresh_state(optimizer, left_alone).items()
+        if not optimizer.state
+        for parameter, table in fresh_state(optimizer).items()
         for key, value in table.items()
     ]
-    return NewState(entries, [], [])
+    constants = [
+        (vars(optimizer), name, value)
+        for optimizer in optimizers
+        for name, value in attributes_after(optimizer).items()
+    ]
+    return NewState(entries, [], constants)
 
 
-def parameters_left_alone(made: NewState, inputs: Inputs, raw: RawTrace) -> frozenset[int] | None:
-    """Parameters whose state was made although the step does not update them; None where the step
-    has to be traced as it finds the state."""
-    if raw.looks_at_state or raw.signature.states:
+def with_state_used(
+    call: Call, made: NewState, inputs: Inputs, raw: RawTrace
+) -> tuple[Inputs, RawTrace, NewState] | None:
+    """A trace with the state of those parameters alone that it updates; None where the step has to
+    be traced as it finds the state."""
+    signature = raw.signature
+    if raw.looks_at_state:
         return None
-    start = len(inputs.placeholders)
-    nodes = raw.graph_module.graph.find_nodes(op="placeholder")[start:]
-    pairs = zip(inputs.states, nodes, strict=False)
-    used = {id(state_key(state.parameter)) for state, node in pairs if node.users}
-    return frozenset(id(p) for _, p, _, _ in made.entries if id(p) not in used)
+    stepped = [vars(call.optimizer_objects()[index]) for index in signature.stepped]
+    if not all(any(of is each for each in stepped) for of, _, _ in made.constants):
+        return None
+    nodes = raw.graph_module.graph.find_nodes(op="placeholder")
+    states = dict(zip(nodes[len(inputs.placeholders) :], inputs.states, strict=False))
+    used = {id(state_key(state.parameter)) for node, state in states.items() if node.users}
+    unused = {id(p) for _, p, _, _ in made.entries if id(p) not in used}
+    if not unused:
+        return (inputs, raw, made) if _momenta_begin(call, made, states, inputs, raw) else None
+    numbers = (n for n in inputs.hyperparameters if isinstance(n, StateNumber))
+    if signature.numbers_inputs() or any(id(state_key(n.parameter)) in unused for n in numbers):
+        return None
+    fakes = dict(zip(nodes, raw.fakes, strict=True))
+    for node, state in states.items():
+        if id(state_key(state.parameter)) in unused:
+            raw.graph_module.graph.erase_node(node)
+            del fakes[node]
+    raw.graph_module.recompile()
+    kept = [state for state in inputs.states if id(state_key(state.parameter)) not in unused]
+    entries = [entry for entry in made.entries if id(entry[1]) not in unused]
+    smaller = replace(inputs, states=kept), replace(raw, fakes=list(fakes.values()))
+    return with_state_used(call, replace(made, entries=entries), *smaller)
+
+
+def _momenta_begin(
+    call: Call, made: NewState, states: dict[fx.Node, StateTensor], inputs: Inputs, raw: RawTrace
+) -> bool:
+    """Whether each momentum that was made of negative zeros becomes the first value added to it."""
+    optimizers, graph = call.optimizer_objects(), raw.graph_module.graph
+    new = {(id(table), id(parameter)) for table, parameter, _, _ in made.entries}
+    momenta = [
+        node
+        for node, state in states.items()
+        if type(optimizers[state.optimizer]) is SGD
+        and (id(optimizers[state.optimizer].state), id(state_key(state.parameter))) in new
+    ]
+    if not momenta:
+        return True
+    position = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+    numbers = inputs.numbers(call)
+    found = FirstMomenta(momenta, lambda node: numbers.get(position.get(node, -1)))
+    for node in graph.nodes:
+        if any(map(found.is_zeros, node.all_input_nodes)) and not found.takes(node):
+            return False
+    return len(found.first) == len(momenta)

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
+from graphopt._compat.fresh_state import takes_negative_zeros
 from graphopt.graph_utils import (
     get_output,
     is_operator,
@@ -117,7 +118,7 @@ def _divided(
         sources = _sources(node, position[node], writes)
         if sources is not None:
             needed |= sources
-        elif is_operator(node.target, "aten::clone") and _takes_negative_zeros(node):
+        elif is_operator(node.target, "aten::clone") and _takes_zeros(node):
             copies.add(node)
         else:
             return None
@@ -193,15 +194,8 @@ def _is_pure(node: fx.Node) -> bool:
     return not _compat.schema_of(target).is_mutable and not is_random(node)
 
 
-def _takes_negative_zeros(node: fx.Node) -> bool:
-    value = fake_value(node)
-    kinds = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    return value.dtype in kinds and _keeps_denormals()
-
-
-def _keeps_denormals() -> bool:
-    """Whether arithmetic keeps the smallest numbers, as copying does."""
-    return bool(torch.full((16,), 1e-40, device="cpu").add(0.0).all())
+def _takes_zeros(node: fx.Node) -> bool:
+    return takes_negative_zeros(fake_value(node).dtype)
 
 
 def _negative_zeros(node: fx.Node) -> torch.Tensor:

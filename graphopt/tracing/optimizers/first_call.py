@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
-import torch
 from torch import fx
 
-from graphopt.graph_utils import is_operator
-from graphopt.ir.metadata import known_value
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.optimizers.creation import Creation
+from graphopt.tracing.optimizers.first_momenta import FirstMomenta
 from graphopt.tracing.optimizers.optimizer_state import OfNone
 from graphopt.tracing.outside.places import same
 from graphopt.tracing.results.comparison import NodeLabels, compute_the_same, significant
@@ -56,7 +54,7 @@ def repeats_but_creation(
     a, b = raw.graph_module, next_raw.graph_module
     ours = _FirstLabels(a.graph, made, names, _results_of_states(raw))
     theirs = _NextLabels(b.graph, states, gradients, {names[node] for node in made.copies})
-    theirs.numbers = _numbers(call, next_inputs)
+    theirs.numbers = next_inputs.numbers(call)
     nodes_a, nodes_b = significant(a.graph, ours), significant(b.graph, theirs)
     return compute_the_same(a, nodes_a, b, nodes_b) and ours.copied == theirs.copied
 
@@ -93,14 +91,6 @@ def _are_dropped(raw: RawTrace, inputs: Inputs, gradients: set[int]) -> bool:
         not nodes[index].users and owners[id(inputs.gradients[index - start].owner)] in replaced
         for index in gradients
     )
-
-
-def _numbers(call: Call, inputs: Inputs) -> dict[int, float]:
-    """The hyperparameters that are Python numbers, by the position of their placeholders."""
-    start = len(inputs.placeholders) + len(inputs.states) + len(inputs.gradients)
-    start += len(inputs.argument_gradients)
-    values = [number.read(call) for number in inputs.hyperparameters]
-    return {start + i: float(v) for i, v in enumerate(values) if isinstance(v, (int, float))}
 
 
 def _same_recipes(first: RawTrace, following: RawTrace) -> bool:
@@ -246,16 +236,17 @@ class _NextLabels(NodeLabels):
         super().__init__()
         self.copied: dict[_StateKey, Any] = {}
         self.numbers: dict[int, float] = {}
-        self._zeros: set[fx.Node] = set()
         self._position = {
             node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))
         }
+        copied = [n for n, i in self._position.items() if i in states and states[i] in copies]
+        self._momenta = FirstMomenta(
+            copied, lambda node: self.numbers.get(self._position.get(node, -1))
+        )
         inputs = 0
         for node, index in self._position.items():
             if index in states:
                 self.of[node] = ("state", states[index])
-                if states[index] in copies:
-                    self._zeros.add(node)
             elif index in gradients:
                 self.of[node] = ("gradient", index)
             else:
@@ -278,61 +269,11 @@ class _NextLabels(NodeLabels):
 
     def _first_use(self, node: fx.Node, position: int) -> bool:
         """Whether a node only makes state that is negative zeros the value that is added."""
-        if not self._zeros or len(node.args) < 2:
+        before = len(self._momenta.first)
+        if not self._momenta.takes(node):
             return False
-        if is_operator(node.target, "aten::mul_", "aten::_foreach_mul_"):
-            return self._is_scaled(node)
-        if is_operator(node.target, "aten::add_", "aten::_foreach_add_"):
-            return self._is_added_to(node, position)
-        return False
-
-    def _is_scaled(self, node: fx.Node) -> bool:
-        states = _listed(node.args[0])
-        if not all(map(self._is_zeros, states)) or not self._is_positive(node.args[1]):
-            return False
+        for momentum, value in islice(self._momenta.first.items(), before, None):
+            self.copied[self.of[momentum][1]] = (position, self.of[value])
         if isinstance(node.args[0], fx.Node):
-            self._goes_on(states[0], node)
+            self.of[node] = self.of[node.args[0]]
         return True
-
-    def _is_added_to(self, node: fx.Node, position: int) -> bool:
-        states, values = _listed(node.args[0]), _listed(node.args[1])
-        if not all(map(self._is_zeros, states)) or len(states) != len(values):
-            return False
-        factor = node.args[2] if len(node.args) > 2 else node.kwargs.get("alpha", 1)
-        if type(factor) not in (int, float) or factor != 1:
-            return False
-        if not all(_fits(state, value) for state, value in zip(states, values, strict=True)):
-            return False
-        for state, value in zip(states, values, strict=True):
-            self.copied[self.of[state][1]] = (position, self.of[value])
-        if isinstance(node.args[0], fx.Node):
-            self.of[node] = self.of[states[0]]
-        return True
-
-    def _is_zeros(self, state: Any) -> bool:
-        return state in self._zeros and self.of[state][1] not in self.copied
-
-    def _goes_on(self, state: fx.Node, node: fx.Node) -> None:
-        """`node` is `state`, still of zeros."""
-        self.of[node] = self.of[state]
-        self._zeros.add(node)
-
-    def _is_positive(self, factor: Any) -> bool:
-        if isinstance(factor, fx.Node) and is_operator(factor.target, "aten::_local_scalar_dense"):
-            source = self._position.get(factor.args[0], -1)
-            factor = self.numbers.get(source)
-        return type(factor) in (int, float) and 0 < factor < math.inf
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _fits(state: fx.Node, value: Any) -> bool:
-    """Whether adding a value to state of zeros gives the value."""
-    if not isinstance(value, fx.Node):
-        return False
-    x, y = known_value(state), known_value(value)
-    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
-        return False
-    return (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)

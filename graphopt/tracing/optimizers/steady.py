@@ -5,8 +5,11 @@ are traced: the first call as it is, and the next one from the state that the fi
 the first trace without the nodes that make state is the second trace, node by node, one graph holds
 for both: its state is made beforehand, and appears in the optimizer when the first call has run.
 
-A step that begins with `zero_grad` finds no gradients in its first call, and drops those that it
-finds later. Its next call is traced with gradients that nobody reads, and is the first one again.
+What is known of the next call beforehand is not traced again: state that torch's optimizers make
+(`beforehand`), and gradients that a step drops unread (`dropped_gradients`). The second trace is
+for state that the program's own optimizers make, for constants that the first call puts into
+attributes and the next one may read, and for gradients that the first call does not find and the
+next one does more with than to drop them.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from graphopt.tracing.collecting import collect
 from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.inputs.implicit import MoreInputs
 from graphopt.tracing.optimizers.creation import Creation, creation_of
+from graphopt.tracing.optimizers.dropped_gradients import with_dropped_gradients
 from graphopt.tracing.optimizers.first_call import repeats_but_creation
 from graphopt.tracing.optimizers.optimizer_state import entries_at, has, write
 from graphopt.tracing.reduction import MarkedCommunication, UnagreedParameterError
@@ -143,6 +147,11 @@ def steady_step(
     state = _made(call, inputs, first, creation)
     if not state:
         return None
+    if not (state.entries or state.constants):
+        known = with_dropped_gradients(first, inputs, state.gradients)
+        if known is not None:
+            state.entries = made.entries
+            return Steady(*known, state)
     with state.present():
         following = collect(call, inputs)
         try:
@@ -179,7 +188,8 @@ def _reads_tensors(creation: Creation) -> bool:
 
 def _made(call: Call, inputs: Inputs, first: RawTrace, creation: Creation) -> NewState | None:
     made = creation.run(first.graph_module, inputs.live_values(call))
-    gradients = _left_gradients(inputs, first) if first.gradients_first else []
+    uses = first.looks_at_gradients or bool(first.dropped_gradients)
+    gradients = _left_gradients(inputs, first) if uses else []
     if made is None or gradients is None:
         return None
     tables: list[dict[Any, Any]] = [optimizer.state for optimizer in call.optimizer_objects()]

@@ -228,6 +228,12 @@ class Signature:
         for container in self.containers:
             yield from (leaf for _, item in container.change.items for leaf in leaves_of(item))
 
+    def numbers_inputs(self) -> bool:
+        """Whether an input is meant by its number among all placeholders."""
+        live = (each.of if isinstance(each, View) else each for each in self.recipes())
+        numbered = any(isinstance(each, Live) and each.placeholder is not None for each in live)
+        return numbered or bool(self.data)
+
     def constant_attributes(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         """The attributes that the step sets to something else than a tensor, with their places
         and values."""
