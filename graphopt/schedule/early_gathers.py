@@ -1,4 +1,4 @@
-"""Gathers of updated parameters in the backward, where the link would idle, by costs.
+"""Placement of gathers into the backward, where the link would idle, by predicted costs.
 
     compute    backward 3 | backward 2     | backward 1     |
     link       scatter 3  | gather 3 .     | scatter 2 .    | scatter 1
@@ -25,7 +25,8 @@ from graphopt.schedule.program import program_of
 def place_by_cost(
     graph: fx.Graph, groups: Sequence[GatherGroup], blocks: Sequence[CommBlock], costs: CostModel
 ) -> None:
-    """Let each group stand behind the first launch at which it does not delay the last scatter.
+    """Places each group of gathers behind the first launch where it does not delay the last
+    scatter.
 
     Args:
         groups: of which those that need a bucket alone are placed.
@@ -46,7 +47,7 @@ def place_by_cost(
 
 
 class _Queue:
-    """The times of scatters, and of what is sent between them, on one link.
+    """A simulated link: the times of scatters, and of gathers sent between them.
 
     Args:
         blocks: the scatters, in launch order.
@@ -64,7 +65,7 @@ class _Queue:
         self._last = self._ends()[-1]
 
     def _ends(self) -> list[float]:
-        """When each scatter has arrived."""
+        """Returns the arrival time of each scatter in seconds."""
         free, found = -math.inf, []
         for begin, (scatter, *others) in zip(self._launched, self._sent, strict=True):
             found.append(max(begin, free) + scatter)
@@ -76,7 +77,8 @@ class _Queue:
         return self._ends()[self._place[launch]] <= self._launched[place]
 
     def insert(self, place: int, seconds: float) -> bool:
-        """Send something behind the scatter at `place`, unless the last one were late by that."""
+        """Inserts a gather behind the scatter at `place` unless that delays the last scatter.
+        Returns True if it was inserted."""
         self._sent[place].append(seconds)
         if self._ends()[-1] <= self._last:
             return True

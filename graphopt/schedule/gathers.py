@@ -142,7 +142,8 @@ def grouped(
 
 
 def place_by_share(groups: Sequence[GatherGroup], blocks: Sequence[CommBlock]) -> None:
-    """Let each group stand where so much was sent after its bucket that this has arrived."""
+    """Places each group of gathers where enough bytes were sent after its bucket that this has
+    arrived."""
     for group in groups:
         if group.block is not None:
             group.after = _later(group.block, blocks)

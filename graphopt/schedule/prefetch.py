@@ -61,8 +61,8 @@ def uses_of_gathers(graph: fx.Graph) -> list[Use]:
 
 
 def _put_together(wait: fx.Node) -> list[fx.Node]:
-    """A wait, and what makes a whole of the windows that it received, where rows are uneven: views,
-    and nodes of the communication of which they are the only inputs."""
+    """Returns a wait with the nodes that only join its received windows to a whole tensor, where
+    rows are uneven."""
     found = set(view_tail(wait))
     pending = list(found)
     while pending:

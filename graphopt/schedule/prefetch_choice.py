@@ -37,7 +37,7 @@ _GAIN = 1e-3
 def fastest_prefetch(
     graph: fx.Graph, before: Predecessors, uses: Sequence[Use], limit: float, costs: CostModel
 ) -> Schedule:
-    """The fastest order of those that are simulated.
+    """Returns the fastest of the simulated orders.
 
     Args:
         before: what each node needs (`graphopt.schedule.constraints`).

@@ -28,7 +28,7 @@ def changed_groups(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
 
 
 def group_problems(graph: fx.Graph, known: set[str] | None = None) -> Iterator[Problem]:
-    """Problems with the groups of a graph's collectives.
+    """Yields problems with the groups of a graph's collectives.
 
     Args:
         known: names of groups that are not asked for: the graph may have been made elsewhere.
