@@ -42,36 +42,45 @@ def new(gm: fx.GraphModule, like: fx.Node, target: Any, *args: Any, **kwargs: An
     return call_function_with_meta(gm.graph, target, args, kwargs, like=like)
 
 
-def sent(gm: fx.GraphModule, block: CommBlock, value: fx.Node) -> fx.Node:
-    """What an all-reduce like that of a block makes of another value."""
-    launch = new(gm, block.comm_node, c10d.all_reduce.default, value, *block.comm_node.args[1:])
-    return new(gm, block.comm_node, c10d.wait_tensor.default, launch)
+def launched(gm: fx.GraphModule, block: CommBlock, value: fx.Node) -> fx.Node:
+    """The launch of an all-reduce like that of a block for another value."""
+    return new(gm, block.comm_node, c10d.all_reduce.default, value, *block.comm_node.args[1:])
+
+
+def received(gm: fx.GraphModule, launch: fx.Node) -> fx.Node:
+    """The wait for a launch."""
+    return new(gm, launch, c10d.wait_tensor.default, launch)
 
 
 @graphopt.graph_optimization_pass(changes_numerics=True)
 def compress_bf16(gm: fx.GraphModule) -> int:
-    """Send float32 gradients as bfloat16."""
+    """Send float32 gradients as bfloat16, launched and awaited where they were."""
+    cast = aten._to_copy.default
     blocks = [b for b in get_all_comm_blocks(gm, "all_reduce") if b.dtype == torch.float32]
     for block in blocks:
-        with gm.graph.inserting_before(block.wait_nodes[0]):
-            cast = aten._to_copy.default
+        with gm.graph.inserting_before(block.comm_node):
             half = new(gm, block.comm_node, cast, block.inputs[0], dtype=torch.bfloat16)
-            whole = new(gm, block.comm_node, cast, sent(gm, block, half), dtype=torch.float32)
+            launch = launched(gm, block, half)
+        with gm.graph.inserting_before(block.wait_nodes[0]):
+            whole = new(gm, launch, cast, received(gm, launch), dtype=torch.float32)
             replace_collective(gm, block, whole)
     return len(blocks)
 
 
-def in_parts(gm: fx.GraphModule, block: CommBlock, sizes: Sequence[int]) -> fx.Node:
-    """The result of an all-reduce, sent in parts of so many elements."""
+def send_in_parts(gm: fx.GraphModule, block: CommBlock, sizes: Sequence[int]) -> None:
+    """Let an all-reduce be sent in parts of so many elements."""
     like, value = block.comm_node, block.inputs[0]
-    row = new(gm, like, aten.reshape.default, value, [-1])
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-    parts = [
-        sent(gm, block, new(gm, like, aten.slice.Tensor, row, 0, end - size, end))
-        for size, end in zip(sizes, ends, strict=True)
-    ]
-    joined = new(gm, like, aten.cat.default, parts)
-    return new(gm, like, aten.view.default, joined, list(value.meta["val"].shape))
+    with gm.graph.inserting_before(block.comm_node):
+        row = new(gm, like, aten.reshape.default, value, [-1])
+        launches = [
+            launched(gm, block, new(gm, like, aten.slice.Tensor, row, 0, end - size, end))
+            for size, end in zip(sizes, ends, strict=True)
+        ]
+    with gm.graph.inserting_before(block.wait_nodes[0]):
+        joined = new(gm, like, aten.cat.default, [received(gm, launch) for launch in launches])
+        shape = list(value.meta["val"].shape)
+        replace_collective(gm, block, new(gm, like, aten.view.default, joined, shape))
 
 
 @graphopt.graph_optimization_pass()
@@ -81,9 +90,7 @@ def split_all_reduces(gm: fx.GraphModule, least: int = 64) -> int:
     large = [block for block in blocks if math.prod(block.shape) > least]
     for block in large:
         size = math.prod(block.shape)
-        with gm.graph.inserting_before(block.wait_nodes[0]):
-            halves = in_parts(gm, block, [size // 2, size - size // 2])
-            replace_collective(gm, block, halves)
+        send_in_parts(gm, block, [size // 2, size - size // 2])
     return len(large)
 
 
@@ -138,8 +145,7 @@ def chunk_buckets(gm: fx.GraphModule, chunk: int = 256) -> int:
     for block in large:
         size = math.prod(block.shape)
         sizes = [chunk] * (size // chunk) + ([size % chunk] if size % chunk else [])
-        with gm.graph.inserting_before(block.wait_nodes[0]):
-            replace_collective(gm, block, in_parts(gm, block, sizes))
+        send_in_parts(gm, block, sizes)
     return len(large)
 
 

@@ -20,7 +20,9 @@ from graphopt.ir.operators import is_fused_optimizer, is_item
 from graphopt.ir.outlining import NodeCopies, OutlinedPart, give_items, leaving, splice
 from graphopt.lowering.compiler import kind_of
 from graphopt.lowering.lowerable import as_factory, reads_metadata_only
+from graphopt.lowering.memory import peak_of
 from graphopt.lowering.regions import MARK, RegionMark, mark_regions
+from graphopt.schedule.program import step_peak_bytes
 
 
 class LoweredRegion(OutlinedPart):
@@ -58,6 +60,12 @@ class RegionCut:
             if self._marks[node].region >= 0:
                 members.setdefault(self._marks[node].region, []).append(node)
         self.regions = list(map(self._region, members.values()))
+
+    def peak_bytes(self) -> tuple[int, int]:
+        """The most bytes of values held at once, in the order of the graph and in that of regions;
+        inputs are left out, and so is what compiled code does not keep of a region."""
+        free = {node for node in self.ordered if self._marks[node].free}
+        return step_peak_bytes(self._source), peak_of(self.ordered, free)
 
     def _region(self, nodes: list[fx.Node]) -> LoweredRegion:
         region = LoweredRegion(nodes, self._inside)

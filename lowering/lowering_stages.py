@@ -11,6 +11,7 @@ from graphopt.lowering.compiler import Options
 from graphopt.lowering.cudagraphs import CudaGraphs
 from graphopt.lowering.partial import Lowering
 from graphopt.lowering.regions import MARK, mark_regions
+from graphopt.manager.records import PassRecord
 from graphopt.manager.stages import DerivedGraph, GraphStage
 from graphopt.verify import Problem
 from graphopt.verify.cuda_graph_checks import recording_problems
@@ -27,6 +28,7 @@ class Lower(GraphStage):
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        self._note = ""
         self.lowering = Lowering(options=options)
 
     def runs_on(self, which: DerivedGraph) -> bool:
@@ -35,12 +37,18 @@ class Lower(GraphStage):
     def outline(self, graph: fx.Graph) -> None:
         """Marks the regions of a step; the graphs derived from it keep the marks."""
         options = self._options
-        mark_regions(graph, min_ops=options.min_ops, random=options.random).log()
+        found = mark_regions(graph, min_ops=options.min_ops, random=options.random)
+        found.log()
+        self._note = found.note
 
     def apply(self, gm: fx.GraphModule, which: DerivedGraph) -> fx.GraphModule:
         if not any(MARK in node.meta for node in gm.graph.nodes):  # a graph from a file
             self.outline(gm.graph)
         return self.lowering.lower(gm)
+
+    def describe(self, record: PassRecord) -> None:
+        record.peak_bytes_before, record.peak_bytes_after = self.lowering.peak_bytes
+        record.note = self._note
 
 
 class RecordCudaGraphs(GraphStage):

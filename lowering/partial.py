@@ -28,16 +28,20 @@ class Lowering:
 
     Attributes:
         subgraphs: the regions, by what they compute.
+        peak_bytes: the most bytes of values that the graph lowered last holds at once, before and
+            after; inputs are left out.
     """
 
     def __init__(self, *, dumper: Dumper | None = None, options: Options | None = None) -> None:
         self._dumper = dumper
         self._options = options or Options()
         self.subgraphs: dict[str, LoweredSubgraph] = {}
+        self.peak_bytes = 0, 0
 
     def lower(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Replaces the regions of a marked graph by calls, in place."""
         cut = RegionCut(gm.graph)
+        self.peak_bytes = cut.peak_bytes()
         if not cut.regions:
             return gm
         gm.graph = cut.splice(partial(self._call, gm))

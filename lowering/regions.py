@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,9 +14,10 @@ from graphopt.graph_utils import written
 from graphopt.ir.effects import Effects
 from graphopt.ir.operators import is_fused_optimizer, is_item
 from graphopt.lowering.candidates import free_nodes, keep_updates, reasons_to_keep
-from graphopt.lowering.levels import levels_of, run_order
+from graphopt.lowering.levels import levels_of
 from graphopt.lowering.log import log_left_out
 from graphopt.lowering.lowerable import NodePredicate, reads_metadata_only
+from graphopt.lowering.memory import RegionMemory
 from graphopt.lowering.updates import gradients, stored_by
 
 MARK = "lowering"
@@ -57,11 +58,15 @@ class Regions:
         nodes: per region, its nodes in graph order.
         breaks: the calls outside all regions.
         free: nodes that are computed wherever they are needed.
+        marks: of each call.
+        note: why regions are smaller than they could be; empty where they are not.
     """
 
     nodes: list[list[fx.Node]] = field(default_factory=list)
     breaks: list[UncompiledNode] = field(default_factory=list)
     free: set[fx.Node] = field(default_factory=set)
+    marks: dict[fx.Node, RegionMark] = field(default_factory=dict)
+    note: str = ""
 
     def log(self) -> None:
         """Logs the nodes outside the regions, one line for each operator and reason."""
@@ -79,38 +84,61 @@ def mark_regions(
     """Finds the regions of a graph, and marks its nodes with level and region.
 
     The late nodes of an `IterGraph` are looked at where the next iteration runs them, so that the
-    regions of this graph are those of each graph that is derived from it.
+    regions of this graph are those of each graph that is derived from it. With its regions the
+    graph holds no more at once than without: see `graphopt.lowering.memory`.
 
     Args:
         node_predicate: asked for each call that could be lowered.
-        subgraph_predicate: asked for each region, with its nodes in graph order.
+        subgraph_predicate: asked for each region, with its nodes in graph order; once more where
+            regions are cut.
         min_ops: regions with fewer ATen operators stay as they are.
         random: whether compiled code may draw random numbers; they are not eager's then.
     """
-    found = Regions()
     effects = Effects(graph)
     reasons = reasons_to_keep(graph, node_predicate, random)
     keep_updates(graph, effects, reasons)
-    found.free = free_nodes(graph, effects, reasons)
-    levels, lowerable = _levels_and_lowerable(graph, effects, reasons, found.free)
+    free = free_nodes(graph, effects, reasons)
+    memory = RegionMemory(graph, free)
+    while True:
+        kept = dict(reasons)
+        levels, lowerable = _levels_and_lowerable(graph, effects, kept, free, list(memory.order()))
+        found = Regions(free=free)
+        _fill(found, graph, levels, lowerable, kept, subgraph_predicate, min_ops)
+        if not memory.cut(lambda node: found.marks[node][:2]):  # noqa: B023
+            break
+    found.note = memory.note()
+    for node, mark in found.marks.items():
+        node.meta[MARK] = mark
+    return found
+
+
+def _fill(
+    found: Regions,
+    graph: fx.Graph,
+    levels: dict[fx.Node, int],
+    lowerable: set[fx.Node],
+    reasons: dict[fx.Node, str | None],
+    predicate: RegionPredicate | None,
+    min_ops: int,
+) -> None:
+    """Makes regions of the lowerable nodes of each level, and marks all calls."""
     members: dict[int, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node in levels:
-            node.meta[MARK] = RegionMark(levels[node], free=node in found.free)
+            found.marks[node] = RegionMark(levels[node], free=node in found.free)
         if node in lowerable:
             members[levels[node]].append(node)
     for _, nodes in sorted(members.items()):
-        refused = _refusal(nodes, found.free, subgraph_predicate, min_ops)
+        refused = _refusal(nodes, found.free, predicate, min_ops)
         if refused is not None:
             reasons |= dict.fromkeys(nodes, refused)
             continue
         for node in nodes:
-            node.meta[MARK] = RegionMark(levels[node], len(found.nodes))
+            found.marks[node] = RegionMark(levels[node], len(found.nodes))
         found.nodes.append(nodes)
     for node, reason in reasons.items():
         if reason is not None and not is_item(node) and node not in found.free:
             found.breaks.append(UncompiledNode(node.name, str(node.target), reason))
-    return found
 
 
 def _refusal(
@@ -136,7 +164,11 @@ def _free_inputs(node: fx.Node, free: set[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _levels_and_lowerable(
-    graph: fx.Graph, effects: Effects, reasons: dict[fx.Node, str | None], free: set[fx.Node]
+    graph: fx.Graph,
+    effects: Effects,
+    reasons: dict[fx.Node, str | None],
+    free: set[fx.Node],
+    order: Sequence[fx.Node | None],
 ) -> tuple[dict[fx.Node, int], set[fx.Node]]:
     """Returns the level of each call, and the calls that are lowerable.
 
@@ -145,7 +177,6 @@ def _levels_and_lowerable(
     computes one of its gradients, and with the updates of its state.
     """
     lowerable = {node for node, reason in reasons.items() if reason is None} - free
-    order = list(run_order(graph))
     while True:
         levels = levels_of(graph, order, effects, lowerable)
         alone = [node for node in lowerable if not _is_with_producer(node, levels, lowerable)]

@@ -54,6 +54,10 @@ def half(gm: Any, block: Any) -> Any:
     )
 
 
+def sent(gm: Any, block: Any, value: Any) -> Any:
+    return seven.received(gm, seven.launched(gm, block, value))
+
+
 def whole(gm: Any, block: Any, value: Any) -> Any:
     return seven.new(gm, block.comm_node, aten._to_copy.default, value, dtype=torch.float32)
 
@@ -65,14 +69,14 @@ def compress(gm: fx.GraphModule) -> None:
 def compress_beside(gm: fx.GraphModule) -> None:
     block = last(gm)
     with gm.graph.inserting_before(block.wait_nodes[0]):
-        new = whole(gm, block, seven.sent(gm, block, half(gm, block)))
+        new = whole(gm, block, sent(gm, block, half(gm, block)))
     block.wait_nodes[0].replace_all_uses_with(new)
 
 
 def compress_and_divide(gm: fx.GraphModule) -> None:
     block = last(gm)
     with gm.graph.inserting_before(block.wait_nodes[0]):
-        new = whole(gm, block, seven.sent(gm, block, half(gm, block)))
+        new = whole(gm, block, sent(gm, block, half(gm, block)))
         new = seven.new(gm, block.comm_node, aten.div.Tensor, new, 2)
         replace_collective(gm, block, new)
 
@@ -84,7 +88,7 @@ def joined(gm: fx.GraphModule, parts: Callable[[int], list[tuple[int, int]]]) ->
     with gm.graph.inserting_before(block.wait_nodes[0]):
         row = seven.new(gm, like, aten.reshape.default, block.inputs[0], [-1])
         found = [
-            seven.sent(gm, block, seven.new(gm, like, aten.slice.Tensor, row, 0, *part))
+            sent(gm, block, seven.new(gm, like, aten.slice.Tensor, row, 0, *part))
             for part in parts(size)
         ]
         new = seven.new(gm, like, aten.cat.default, found)
@@ -174,7 +178,7 @@ def chunks_without_the_rest(gm: fx.GraphModule) -> None:
     with gm.graph.inserting_before(block.wait_nodes[0]):
         row = seven.new(gm, block.comm_node, aten.reshape.default, block.inputs[0], [-1])
         short = seven.new(gm, block.comm_node, aten.slice.Tensor, row, 0, 0, 4)
-        replace_collective(gm, block, seven.sent(gm, block, short))
+        replace_collective(gm, block, sent(gm, block, short))
 
 
 def chunks_backwards(gm: fx.GraphModule) -> None:

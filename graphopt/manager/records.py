@@ -38,7 +38,7 @@ class PassRecord:
         collectives_before, collectives_after: number of launched collectives.
         copies_before, copies_after: number of `aten.copy_`.
         peak_bytes_before, peak_bytes_after: the most bytes of values that the step holds at once,
-            its inputs left out, by the simulator's account; 0 for a stage.
+            its inputs left out, by the simulator's account; 0 for a stage other than lower.
         seconds: for the pass, and for cleaning up after it; without verification and dumps.
         changes: how many changes the pass says it made, None if it does not say.
         changed: whether the graph is another than before.

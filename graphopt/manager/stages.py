@@ -72,6 +72,10 @@ class GraphStage:
         """Transforms `gm` and returns it, or another module in its place; the caller drops `gm`."""
         raise NotImplementedError
 
+    def describe(self, record: PassRecord) -> None:
+        """Complete the record of the last `apply` with what the stage alone knows."""
+        return
+
     def problems(self, gm: fx.GraphModule) -> Iterator[Problem]:
         """Yields problems of the resulting graph that the proof does not cover."""
         return iter(())
@@ -121,6 +125,7 @@ class StageRunner:
             start = time.perf_counter()
             derived = _applied(stage, derived, which, attempt)
             record.seconds = time.perf_counter() - start
+            stage.describe(record)
             problems = self._problems(stage, record, order, derived, before, proof)
             self.settle(owner, record, attempt, before, derived, problems)
             counted = record.after
