@@ -345,6 +345,8 @@ def combination(number: int) -> dict[str, Any]:
         names = list(axis)
         Random(1000 * place + turn).shuffle(names)
         chosen.append(names[index])
+    if chosen[2] in ("decided", "by a gradient") and chosen[0] in ("adapters", "scaled"):
+        chosen[0] = "mixed"  # these steps look at the gradient of the first parameter, a matrix
     names = ("build", "optimizer", "step", "run")
     stage, keep = ((1, None), (3, None), (3, 0), (3, 1e6))[number % 4]
     return {**dict(zip(names, chosen, strict=True)), "stage": stage, "keep_mb": keep}
