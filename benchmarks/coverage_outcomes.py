@@ -17,9 +17,9 @@ class Outcome:
     Attributes:
         verdict: "bitwise", "differs", "refused", "failed" (another error) or "too long"; of eager
             itself "not for it" (the device) or "not repeatable".
-        reason: of a refusal or a failure.
-        captures: how many graphs the calls needed.
-        nodes: of the last graph.
+        reason: the reason of a refusal or failure.
+        captures: the number of graphs that the calls needed.
+        nodes: the number of nodes of the last graph.
         seconds: CPU seconds of the first call.
         against: those of the first call of the same loop with its models compiled by torch, forward
             and backward (the optimizer runs eagerly); None where that fails, or was not asked for.
@@ -28,8 +28,8 @@ class Outcome:
         whole_models: whether it takes each of the models among the arguments; None where there are
             none, or it was not asked for.
         eager_step: CPU seconds of an eager step later on; None where it was not asked for.
-        step_ratio: of the captured step to it.
-        torch_ratio: of the step with models compiled by torch to it.
+        step_ratio: the ratio of the captured step to eager's.
+        torch_ratio: the ratio of the step with models compiled by torch to eager's.
     """
 
     name: str

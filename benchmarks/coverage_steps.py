@@ -28,7 +28,7 @@ class StepTimes:
 
     Attributes:
         eager: CPU seconds of an eager call.
-        ratio: of a turn of the captured step to the eager turn beside it.
+        ratio: the ratio of the captured step's turn to the eager turn beside it.
         torch: of a turn with models compiled by torch to the eager turn beside it; None where that
             fails, where no model is an argument, and where it was not asked for.
     """
@@ -73,8 +73,8 @@ def step_times(build: Callable[[], Case], steps: int, backend: str | None) -> St
 
     Args:
         build: makes the case, from the same seed each time.
-        steps: of each, in all turns.
-        backend: of `torch.compile`; None: without it.
+        steps: the number of steps of each way, in all turns.
+        backend: the backend of `torch.compile`; None: without it.
     """
     loops = {"eager": _loop(build), "graphopt": _loop(build, compiled=True)}
     if backend is not None:

@@ -58,8 +58,8 @@ class Training:
     """A model that one variant trains.
 
     Args:
-        buckets_mb: of DistributedDataParallel; None: the bare model.
-        pipeline: of graphopt; None: the step as it is.
+        buckets_mb: the bucket size of DistributedDataParallel; None: the bare model.
+        pipeline: the pipeline of graphopt; None: the eager step.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class AdjustedLink:
     """An emulated link whose rate follows the machine's changing speed, round by round.
 
     Attributes:
-        rates: in bit/s, one of each round.
+        rates: the rates in bit/s, one for each round.
     """
 
     def __init__(self, task: Figures) -> None:

@@ -148,7 +148,7 @@ def is_free(node: fx.Node, stays: Callable[[fx.Node], bool]) -> bool:
     compiled code.
 
     Args:
-        stays: whether a node before it is free or not lowerable.
+        stays: tells whether a node before it is free or not lowerable.
     """
     if node.op != "call_function" or not isinstance(known_value(node), (torch.Tensor, list, tuple)):
         return False

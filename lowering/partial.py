@@ -99,12 +99,12 @@ def partial_lower(
     Args:
         gm: a graph in which nodes have ``meta["val"]``, with static shapes. Changed in place; an
             `IterGraphModule` becomes final, and the graphs derived from it are lowered.
-        node_predicate: whether to lower a node; asked for those that could be.
-        subgraph_predicate: whether to lower a region, given its nodes in graph order.
+        node_predicate: decides whether to lower a node; asked for those that could be.
+        subgraph_predicate: decides whether to lower a region, given its nodes in graph order.
         dumper: takes the text of a region, returns what its call is tagged with, such as the path
             of a file; the tag names the region in profiles. Without one it is the submodule's name.
         min_ops: regions with fewer ATen operators stay as they are.
-        options: how to compile; `min_ops` is taken from the argument.
+        options: the options of lowering; `min_ops` is taken from the argument.
 
     Returns:
         `gm`.

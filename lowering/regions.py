@@ -30,7 +30,7 @@ class RegionMark(NamedTuple):
     Attributes:
         level: see `graphopt.lowering.levels`.
         region: number of its region, -1 outside all regions.
-        free: it is computed wherever it is needed, inside regions and outside.
+        free: true if the node is computed wherever it is needed, inside regions and outside.
     """
 
     level: int

@@ -30,11 +30,11 @@ class LoweredSubgraph(nn.Module):
     Args:
         body: takes the inputs and returns a list of tensors. Kept as it is.
         name: for messages and the profiler.
-        options: how to compile.
+        options: the options of lowering.
 
     Attributes:
         graph_module: `body`.
-        failure: why the region is not compiled, None while nothing has failed.
+        failure: the reason why the region is not compiled, None while nothing has failed.
 
     >>> from graphopt.lowering import LoweredSubgraph, partial_lower
     >>> def wave(model, x):

@@ -28,7 +28,7 @@ class InductorCode:
 
     Attributes:
         kernels: name and source of each Triton kernel.
-        externs: how often each kernel of a library is called, such as `mm` of cuBLAS.
+        externs: the number of calls of each library kernel, such as `mm` of cuBLAS.
     """
 
     kernels: list[tuple[str, str]]

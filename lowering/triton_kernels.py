@@ -28,7 +28,7 @@ class TritonKernel:
 
     Attributes:
         name: made of the operators in it and a number: the same graph gives the same names.
-        source: of its Python module, which needs torch and Triton alone.
+        source: the source of its Python module, which needs only torch and Triton.
         ptx: the assembly.
         cubin: the machine code, an ELF file.
         registers: per thread.
@@ -75,10 +75,10 @@ class TritonReport:
 
     Attributes:
         target: such as ``"cuda:90"``.
-        regions: how many regions it has.
-        kernels: in the order in which they are first launched.
-        externs: how often each kernel of a library is called, such as `mm` of cuBLAS.
-        failures: what could not be compiled.
+        regions: the number of regions of the graph.
+        kernels: the kernels, in the order of their first launch.
+        externs: the number of calls of each library kernel, such as `mm` of cuBLAS.
+        failures: the regions and kernels that could not be compiled.
     """
 
     target: str

@@ -83,7 +83,8 @@ def comm_fusion_with_concat(
     """Fuse all-reduces into buckets (three ranks or more: sums in another order).
 
     Args:
-        bucket_size_mb: of gradients after which a bucket closes; the first one closes at 1 MB.
+        bucket_size_mb: the megabytes of gradients after which a bucket closes; the first one closes
+            at 1 MB.
         min_buckets: buckets close early enough that there are about so many, but not below
             256 KB; large gradients and collectives in between make them fewer or more. None: as
             many as cost least, by tables (`graphopt.schedule.granularity`).

@@ -59,7 +59,8 @@ def fuse_exchanges(
     """Fuse the exchanges and reduce-scatters in which sharded gradients are scattered.
 
     Args:
-        bucket_size_mb: of gradients after which a bucket closes; the first one closes at 1 MB.
+        bucket_size_mb: the megabytes of gradients after which a bucket closes; the first one closes
+            at 1 MB.
         min_buckets: buckets close early enough that there are about so many, but not below
             256 KB; None: as many as cost least, by tables (`graphopt.schedule.granularity`).
 

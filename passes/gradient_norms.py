@@ -46,7 +46,7 @@ def log_gradient_norms(
     Args:
         log: called with a dictionary from the name of each parameter to the norm of its gradient,
             a tensor without dimensions; None: a line to the logger "graphopt", at level INFO.
-        every: in every n-th step only.
+        every: log in every n-th step only.
 
     Returns:
         How many gradients are logged.

@@ -61,8 +61,8 @@ def schedule_overlap(
     """Launch early and wait late, as far as memory allows.
 
     Args:
-        device: of `graphopt.cost.DEVICES`; None: by where the tensors are.
-        network: of `graphopt.cost.NETWORKS`; None: by device and number of ranks.
+        device: a name in `graphopt.cost.DEVICES`; None: by where the tensors are.
+        network: a name in `graphopt.cost.NETWORKS`; None: by device and number of ranks.
         costs: file of costs in place of both; those of another machine are taken with a warning.
         max_mb: of values that may be held at once, inputs left out, in MiB; None: what the graph
             holds as it is.

@@ -98,8 +98,8 @@ class _UpdatePlan:
     optimizers need.
 
     Attributes:
-        nodes: of the graph.
-        elements: of the graph.
+        nodes: the nodes of the graph.
+        elements: the elements of the graph: list entries, and nodes that are no lists.
         places: which updates move behind the node of which position, in their new order.
         owners: the update with which each element moves, or `NONE`.
     """

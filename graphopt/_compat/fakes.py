@@ -297,7 +297,7 @@ def register_fused_meta_kernels(names: Iterable[str]) -> None:
     kernels instead.
 
     Args:
-        names: of the operators that work in place, such as `_fused_adam_`.
+        names: the names of in-place operators, such as `_fused_adam_`.
     """
     global _fused_meta
     if _fused_meta is not None:

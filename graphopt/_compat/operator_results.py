@@ -41,8 +41,8 @@ class KnownResults:
     """The cached results of an operator for arguments of given kinds.
 
     Attributes:
-        asked: there has been such a call.
-        results: what it gave; None where that does not follow from the kinds.
+        asked: true if there has been such a call.
+        results: the results; None if they do not follow from the kinds.
         container: the class that holds several results.
     """
 

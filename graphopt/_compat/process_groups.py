@@ -43,7 +43,7 @@ def gloo_channel(group: dist.ProcessGroup, name: str) -> Any:
     each other: where some belong to one more, they would wait for each other for ever.
 
     Args:
-        name: that nothing else of these ranks has, and the same on all of them.
+        name: a name that nothing else of these ranks has, the same on all of them.
     """
     timeout = group._get_backend(device_of(group)).options._timeout
     store = dist.PrefixStore(f"graphopt/{name}", default_store())
@@ -58,7 +58,7 @@ def companion_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup
 
     Args:
         group: with all ranks.
-        purpose: that no other companion of this group has, and the same on all ranks.
+        purpose: a purpose that no other companion of this group has, the same on all ranks.
     """
     from torch.distributed import distributed_c10d as c10d
 

@@ -179,8 +179,8 @@ def _object(
     """Rebuilds an object without calling its `__init__`.
 
     Args:
-        keys: of a dictionary.
-        held: how many values are in a dictionary or list.
+        keys: the keys of a dictionary.
+        held: the number of values that a dictionary or list holds.
         names: of its attributes; None: those are what is in the dictionary itself.
     """
     new: Any = _new(kind)

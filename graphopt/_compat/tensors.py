@@ -45,7 +45,7 @@ def deepcopied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 
     Args:
         tensor: a leaf, all of its storage.
-        memo: what has been copied, by identity.
+        memo: the copies made so far, by identity of the original.
     """
     if id(tensor) in memo:
         return memo[id(tensor)]  # type: ignore[no-any-return]
@@ -153,7 +153,7 @@ class DescribedTensor(torch.Tensor):
     tensor it needs none of torch's tracers, which take seconds to import.
 
     Attributes:
-        described_device: where it says that it is.
+        described_device: the device that the tensor reports.
     """
 
     described_device: torch.device

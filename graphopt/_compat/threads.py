@@ -111,7 +111,7 @@ class Replacement:
         former: itself, which all other threads call.
 
     Attributes:
-        function: what stands in the place of both.
+        function: the function that replaces both.
     """
 
     def __init__(self, value: Callable[..., Any], former: Callable[..., Any]) -> None:

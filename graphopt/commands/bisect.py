@@ -32,7 +32,7 @@ class Culprit:
 
     Attributes:
         count: passes of the pipeline with which it fails; 0: it fails without any.
-        message: what is wrong.
+        message: the failure of the check.
     """
 
     count: int

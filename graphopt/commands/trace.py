@@ -154,7 +154,7 @@ class _Durations:
     """The durations of stages: given, or measured once for each number of stages.
 
     Attributes:
-        stages: how many there must be, None where that is free.
+        stages: the required number of stages, None if it is free.
     """
 
     def __init__(self, request: TraceArguments) -> None:

@@ -20,8 +20,8 @@ class PipeSource:
     """A user's function that makes a pipe, the same one each time.
 
     Attributes:
-        text: as the command line has it.
-        any_stages: whether it takes the number of stages.
+        text: the name as the command line has it.
+        any_stages: true if the function takes the number of stages.
     """
 
     def __init__(self, text: str) -> None:

@@ -17,7 +17,7 @@ class Comparison:
     """The result of comparing two trained models bit for bit.
 
     Attributes:
-        tensors: how many were compared.
+        tensors: the number of tensors that were compared.
         differing: names of those whose bits differ.
         largest: the largest absolute difference of two elements; infinite where one is not a
             number or a tensor is missing on one side.

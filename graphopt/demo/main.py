@@ -43,8 +43,8 @@ def run_demo(
             of the compute of a step; 0 is the machine's own loopback.
         device: "cpu" or "cuda".
         backend: "gloo" or "nccl".
-        pipeline: what `graphopt.compile` is given.
-        seed: of the weights, the data and the dropout.
+        pipeline: the pipeline of `graphopt.compile`.
+        seed: the seed of the weights, the data and the dropout.
 
     Returns:
         The exit code: 0; 1 when a rank failed or, on at most two ranks, the variants differ;

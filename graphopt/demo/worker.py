@@ -44,7 +44,7 @@ class DemoTask(RankTask):
         rounds: turns of each variant on each link.
         links: the time that all gradients take on a link, as a multiple of the compute of a step;
             0 is the machine's own loopback.
-        port: of a TCP rendezvous on this machine; None meets through a file.
+        port: the port of a TCP rendezvous on this machine; None meets through a file.
         alone: train this variant by itself and report its first call and its memory;
             None trains all variants in turns.
     """

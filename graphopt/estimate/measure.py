@@ -32,10 +32,10 @@ class Variant:
 
     Attributes:
         function: the step: plain, or compiled.
-        arguments: of every call.
-        seconds: of a step, one for each turn: the slowest rank's.
+        arguments: the arguments of every call.
+        seconds: the seconds of a step, one for each turn: the slowest rank's.
         first_call: seconds of the first call, with capture and compilation.
-        peak_bytes: that one step needs beyond what was in use before it.
+        peak_bytes: the bytes that one step needs beyond those in use before it.
     """
 
     function: Callable[..., Any]
@@ -53,7 +53,7 @@ class MeasuredVariants:
     Attributes:
         baseline: the name of the variant that others are compared with: eager, or DDP with its
             default bucket size.
-        differences: by name, the largest difference of any parameter to the baseline's.
+        differences: the largest difference of any parameter to the baseline's, by name.
     """
 
     variants: dict[str, Variant]

@@ -47,7 +47,7 @@ class Prediction:
     Attributes:
         ddp: the step of DistributedDataParallel, by bucket size in MB.
         ours: the step of the default passes.
-        peak_bytes: of the values that the step makes, held at once: DDP's and ours.
+        peak_bytes: the peak bytes of the step's intermediate values, of DDP and of graphopt.
     """
 
     ranks: int
@@ -134,7 +134,7 @@ def predict(
     """Returns one prediction for each number of ranks.
 
     Args:
-        gm: of a step that averages its gradients (`captured_for_ranks`); left as it is.
+        gm: the graph of a step that averages its gradients (`captured_for_ranks`); left unchanged.
         costs: whose compute counts.
     """
     here = CostModel(costs.compute, network, slowdown_of(gm, network))

@@ -23,10 +23,10 @@ class StepCalls:
     """A step function with the arguments of the calls that a script makes.
 
     Attributes:
-        function: as the user wrote it, without `graphopt.compile`.
-        arguments: of every call: models, optimizers and the like.
-        batches: what follows them, another one in each call.
-        keywords: of every call.
+        function: the step as the user wrote it, without `graphopt.compile`.
+        arguments: the arguments of every call: models, optimizers and the like.
+        batches: the arguments that follow them, others in each call.
+        keywords: the keyword arguments of every call.
     """
 
     function: Callable[..., Any]

@@ -85,7 +85,8 @@ def batch_small_operators(graph: fx.Graph) -> int:
     """Batches small operators of optimizers.
 
     Args:
-        graph: in the captured dialect, of one iteration without late work of the one before.
+        graph: a graph in the captured dialect, of one iteration without late work of the previous
+            one.
 
     Returns:
         How many operators are part of a list now.

@@ -43,7 +43,7 @@ def backend(
     it, or one graph where nothing needs a gradient; the passes run on each of these.
 
     Args:
-        mode: as of ``backend="inductor"``.
+        mode: the mode of ``backend="inductor"``.
         options: ``pipeline`` (as of `graphopt.compile`; "default"), ``verify`` (as of
             `graphopt.compile`; None: the environment decides), ``on_error`` ("raise", or "skip":
             warn and compile without the pass), ``lower`` ("inductor", or None: run the graphs as

@@ -74,8 +74,8 @@ def inductor_pass(
     """Make a pipeline a pass for one of Inductor's settings, such as `post_grad_custom_post_pass`.
 
     Args:
-        pipeline: as of `graphopt.compile`. Passes that need a whole step are left out.
-        verify: as of `graphopt.compile`; None: as the environment says.
+        pipeline: see `graphopt.compile`. Passes that need a whole step are left out.
+        verify: see `graphopt.compile`; None: as the environment says.
         on_error: what becomes of a pass that is refused or raises: "raise" its error, or "skip" it
             and those after it, with a warning.
 
@@ -112,7 +112,7 @@ def inductor_passes(
         post_grad: for the same graphs, after these.
         joint_pre: for joint and inference graphs, before Inductor's rewrites.
         joint_post: for the same graphs, after these.
-        verify, on_error: as of `inductor_pass`.
+        verify, on_error: see `inductor_pass`.
 
     Raises:
         PipelineSyntaxError: a pipeline or a setting cannot be understood. Nothing is registered.

@@ -48,7 +48,7 @@ class PartialManager(PassManager):
     """Runs the passes of a pipeline that apply to a part of a step.
 
     Args:
-        pipeline, verify: as of `graphopt.compile`.
+        pipeline, verify: see `graphopt.compile`.
         on_error: "raise" what a refused or failing pass raises, or "skip": warn, and leave out that
             pass and those after it.
 
@@ -91,7 +91,7 @@ class PartialManager(PassManager):
         """Applies the applicable passes to one of `torch.compile`'s graphs.
 
         Args:
-            kind: what `graph_kind` is to say.
+            kind: the kind that `graph_kind` returns meanwhile.
         """
         gm.meta = {**gm.meta, _KIND: kind}
         for node in gm.graph.nodes:

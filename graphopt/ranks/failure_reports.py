@@ -37,8 +37,8 @@ def tell(group: dist.ProcessGroup, step: int, error: BaseException) -> None:
     """Tells the other ranks of a group that this rank failed, and why; does not wait.
 
     Args:
-        step: which call of the training step failed, counted from 1: the same on all ranks.
-        error: what is raised on this rank.
+        step: the number of the failed call, counted from 1: the same on all ranks.
+        error: the error that this rank raises.
     """
     text = str(error).strip()
     kinds = (kind for kind in type(error).__mro__ if _is_public(kind))

@@ -36,7 +36,7 @@ def join_with_zeros(
 
     Args:
         groups: the process groups of ranks that run the step together.
-        sent: by the name of a group, what was launched in it.
+        sent: the collectives launched in each group, by its name.
     """
     launched = Counter({name: len(known) for name, known in sent.items()})
     pending = []

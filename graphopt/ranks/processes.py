@@ -35,7 +35,8 @@ class Process:
     Attributes:
         machine: equal for processes that see each other in ``/proc``.
         pid: its number there.
-        started: when it started, in clock ticks since the machine did: numbers are used again.
+        started: the process's start, in clock ticks since the machine's: process numbers are used
+            again.
     """
 
     machine: str

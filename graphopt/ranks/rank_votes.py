@@ -21,7 +21,7 @@ class RankVotes:
     """The channel of a group's votes; all ranks make it at once.
 
     Args:
-        name: that nothing else of these ranks has, and the same on all of them.
+        name: a name that nothing else of these ranks has, the same on all of them.
     """
 
     @classmethod
@@ -41,7 +41,7 @@ class RankVotes:
 
         Args:
             number: at least 0.
-            step: which call of the step function it is about, counted from 1.
+            step: the number of the step function's call, counted from 1.
         """
         most, least = self._said([number, -number], step)
         return bool(number and most == -least)

@@ -36,7 +36,7 @@ def graph_diff(
 
     Args:
         before, after: graphs, or their `compact_text`, which stays as it is when a graph changes.
-        names: what the two are called in the first lines.
+        names: the names of the two graphs in the first lines.
 
     >>> from graphopt.readable import compact_text, graph_diff
     >>> before = compact_text(gm)
@@ -80,7 +80,7 @@ def written_out(
 
     Args:
         text: a line.
-        names: what the two sequences are called in the first lines.
+        names: the names of the two sequences in the first lines.
     """
     if not lines:
         return ""

@@ -44,7 +44,7 @@ class Listing:
 
     Attributes:
         summary: lines above: how large the graph is, and what the marks mean.
-        sections: in the order of the graph, a new one where the phase changes.
+        sections: the sections in the order of the graph, a new one where the phase changes.
     """
 
     summary: list[str]

@@ -27,7 +27,7 @@ def graph_text(
     which pass made the node. Marks at its left show launches, waits, updates and late nodes.
 
     Args:
-        graph: what to show; nothing in it changes.
+        graph: the graph to show, which is not changed.
         bytes: say how large values are.
         places: say where nodes come from.
         phase: show the calls of this phase only.

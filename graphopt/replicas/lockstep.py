@@ -38,10 +38,10 @@ class Lockstep:
     """Runs graphs for `count` replicas at once.
 
     Args:
-        count: how many replicas there are: the ranks of the default process group.
+        count: the number of replicas: the ranks of the default process group.
         groups: ranks of each process group by name; a group that has only some of the ranks stands
             for its shifted copies as well. None: `torch.distributed` is asked.
-        callbacks: whether functions of the program's (`graphopt.callback`) are called.
+        callbacks: whether functions given to `graphopt.callback` are called.
 
     They are called for replica 0 alone. Each replica
     draws random numbers of its own; the numbers go on from one `run` to the next.

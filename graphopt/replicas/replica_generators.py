@@ -28,7 +28,7 @@ class ReplicaGenerators:
         """While active, all generators have the states of one replica.
 
         Args:
-            values: what an operator is called with; tells which generators it may use.
+            values: an operator's arguments, which tell the generators that it may use.
         """
         if not replica:
             yield

@@ -33,8 +33,8 @@ class Others:
     """The state of the other ranks while this rank needs another graph for a call.
 
     Attributes:
-        alone: they have gone on with the call, and cannot come to agree.
-        agreed: what the graphs stand on that they run then.
+        alone: true if they have gone on with the call, and cannot come to agree.
+        agreed: the agreement of the graphs that they run then.
         at: the user's line that makes this rank need another one, for messages.
         vote: they need one as well. Tells them for which agreement (`Agreed.number`) this rank has
             a graph, 0 for none; returns whether all have one for the same.
@@ -103,15 +103,15 @@ class Agreed:
 
     Attributes:
         guards: recognise the structure again.
-        parameters: those whose gradients are averaged, in launch order.
-        unused: how ranks learn which of them others use in a call.
+        parameters: the parameters whose gradients are averaged, in launch order.
+        unused: the exchange of the parameters that other ranks use in a call.
         plans: every collective of each graph that runs.
         held: names of what some rank holds in a way in which its use is not seen.
-        questions: how ranks ask one another in a call; None where they do not.
+        questions: the votes of the ranks in a call, or None.
         asks: before each call, whether all ranks have a graph for this, since a rank may use
             parameters that are not among them, or go a way that launches something else.
         number: counts what the ranks of this step have agreed on.
-        votes: how the ranks agree that no function called by `graphopt.callback` has raised.
+        votes: the votes that no function called by `graphopt.callback` has raised.
         agreement: when in each call they do.
         likely: answers to the decisions of the branch that all ranks try first in this call.
         current: False once the ranks have agreed on more; graphs made for it must not run then.
@@ -174,11 +174,11 @@ class Ranks:
     This one is for a rank that agrees on nothing: it is alone, or averages nothing in this call.
 
     Args:
-        lasts: as of `capture_call`.
+        lasts: see `capture_call`.
 
     Attributes:
         agreement: when in each call the ranks say whether a function has raised.
-        agreed: what the graphs stand on; None where they do not communicate.
+        agreed: the agreement that the graphs stand on; None without communication.
     """
 
     agreement = Agreement()

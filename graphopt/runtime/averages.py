@@ -39,7 +39,7 @@ class Averages:
     Args:
         call: the call; parameters of its modules and of its optimizers are averaged.
         group: the ranks.
-        step: which call of the step it is, counted from 1; for errors.
+        step: the number of the step's call, counted from 1; for errors.
         shared: modules of the call that all ranks have, whose buffers they share.
     """
 

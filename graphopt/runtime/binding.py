@@ -34,8 +34,8 @@ class Binding:
         """Makes a callable `BoundStep` from a captured call.
 
         Args:
-            mode: how the call communicates.
-            agreed: what the ranks agreed on for it; None where it does not communicate.
+            mode: the call's mode of communication.
+            agreed: the ranks' agreement on the graph; None without communication.
             number: counts the captures of the step.
         """
         from graphopt.guards.guards import Guards

@@ -45,7 +45,7 @@ class Tries:
     """The recent failures of a branch's graphs.
 
     Attributes:
-        failures: how many calls one after another have taken another branch.
+        failures: the number of consecutive calls that have taken another branch.
     """
 
     def __init__(self) -> None:
@@ -56,20 +56,20 @@ class BoundStep:
     """A callable captured step, with the guards under which it holds.
 
     Args:
-        captured: what was captured.
+        captured: the captured step.
         module: its graph after all passes, finalized.
-        guards: when it may be used.
-        agreed: what the ranks agreed on for it; None where it does not communicate.
+        guards: the conditions under which it may be used.
+        agreed: the ranks' agreement on the graph; None without communication.
         number: counts the captures of a step.
 
     Attributes:
-        cause: why it was captured besides others; None for the first.
+        cause: the reason why it was captured besides others; None for the first.
         branch: its graph as it runs.
         groups: names of the process groups that it communicates in.
         apart: those of them whose other ranks go on where a call begins once more.
         answers: to the decisions by value, in the order of the step, that it holds for.
         uniform: those of them that all ranks have alike.
-        tries: how it went when its branch was tried.
+        tries: the recent failures of its branch.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class BoundStep:
         """Runs the step's graph on a call's arguments.
 
         Args:
-            step: which call of the training step it is, counted from 1.
-            begun: what another graph has done of it, from which it goes on.
+            step: the number of the training step's call, counted from 1.
+            begun: the work of another graph in this call, from which the graph continues.
             sent: what the collectives of another graph have given in it, where other ranks have
                 gone on.
 

@@ -65,7 +65,7 @@ class Branch:
 
         Args:
             flat: one value per input of the step.
-            there: what has been computed before it.
+            there: the values that have been computed before the graph runs.
             leave: late work may be left in flight.
         """
         return self.module.forward(*flat, last_iter=not leave)
@@ -114,8 +114,8 @@ class Onward(Branch):
     """A graph that continues a call in another branch, from values already computed.
 
     Args:
-        rest: what is left.
-        positions: of what it takes, among what is handed out.
+        rest: the continuation: the graph that is left.
+        positions: the positions of the values that it takes, among those that are handed out.
         launched: the collectives that have been launched, and those that it launches.
 
     Attributes:
@@ -166,13 +166,13 @@ class Left:
     """The values that a call has computed before an assumption failed.
 
     Attributes:
-        branch: that ran.
-        index: of the assumption.
+        branch: the branch that ran.
+        index: the index of the assumption.
         flat: its inputs.
-        handed_out: what it has computed.
+        handed_out: the values that it has computed.
         generators: from which it has drawn, and which are put back then.
-        sent: what its collectives have given, where other ranks have gone on.
-        drawn: where they were.
+        sent: the results of its collectives, where other ranks have gone on.
+        drawn: the states of the generators before the call.
     """
 
     branch: Branch
@@ -203,8 +203,8 @@ class Begun:
     """A call that continues from values of another graph.
 
     Attributes:
-        branch: what goes on.
-        there: what it goes on from; taken out when it runs.
+        branch: the branch that continues.
+        there: the values that it continues from; taken out when it runs.
         left: by the other graph.
     """
 

@@ -43,7 +43,7 @@ class Cause:
 
     Attributes:
         kind: `MODE`, `SHAPE`, `VALUE`, `BRANCH` or `COUNT`.
-        name: of what changed; empty for a mode.
+        name: the name of the argument or branch that changed; empty for a mode.
         said: the reason in full.
     """
 
@@ -74,9 +74,10 @@ def dropped(causes: Sequence[Cause | None], new: Cause | None, limit: int, step:
     """The graph to drop before another one is made, or None if the budget has room.
 
     Args:
-        causes: of the graphs there are, those used last first; None for the first capture.
-        new: why another one is needed.
-        limit: of graphs.
+        causes: the causes of the existing graphs, most recently used first; None for the first
+            capture.
+        new: the reason why another one is needed.
+        limit: the largest number of graphs.
         step: its name.
 
     Raises:

@@ -19,8 +19,8 @@ class CapturedGraphs(Sequence["BoundStep"]):
     """The captured graphs of one step, most recently used first.
 
     Args:
-        name: of the step, for messages.
-        most: how many are kept.
+        name: the name of the step, for messages.
+        most: the number of graphs that are kept.
     """
 
     def __init__(self, name: str, most: int) -> None:
@@ -46,8 +46,8 @@ class CapturedGraphs(Sequence["BoundStep"]):
         """The graph that holds for a call, which becomes the most recently used.
 
         Args:
-            mode: how the call communicates.
-            retried: of the branch that is asked before all others.
+            mode: the call's mode of communication.
+            retried: the history of the branch that is tried before all others.
         """
         from graphopt.runtime.sharing import in_order
 
@@ -80,7 +80,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
         """Drops a graph if the budget is exhausted.
 
         Args:
-            cause: why another one is needed.
+            cause: the reason why another graph is needed.
 
         Raises:
             CaptureError: shapes or values have used up what may be kept.
@@ -94,7 +94,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
         """The call, with counters that the step is known to change as inputs.
 
         Args:
-            cause: why another graph is needed for it.
+            cause: the reason why another graph is needed for it.
         """
         from graphopt.tracing.inputs.found_places import changing
         from graphopt.tracing.inputs.remembered import remembered

@@ -27,7 +27,7 @@ class Communication:
 
     Args:
         fn: the step.
-        parallel: as given to `graphopt.compile`.
+        parallel: the option of `graphopt.compile`.
 
     Attributes:
         averaging: gradients are averaged over the ranks; not so within `no_sync`.
@@ -70,7 +70,7 @@ class Communication:
         parallelism.
 
         Args:
-            step: which call of the training step it is, counted from 1.
+            step: the number of the training step's call, counted from 1.
         """
         from graphopt.ranks.failure_reports import tell
 
@@ -121,7 +121,7 @@ class Communication:
         """The ways in which this rank may agree with others on a new graph.
 
         Args:
-            others: what they do meanwhile.
+            others: the state of the other ranks meanwhile.
         """
         from graphopt.runtime.agreed import Ranks
 

@@ -31,7 +31,7 @@ class Fallback:
     """The decision that a step runs eagerly, with the reason.
 
     Args:
-        name: of the step, for messages.
+        name: the name of the step, for messages.
         mode: None, or ``"eager"``: a step that cannot be captured runs eagerly.
 
     Raises:
@@ -91,7 +91,7 @@ class Fallback:
 
         Args:
             sync: whether gradients are averaged.
-            step: which call of the step it is, counted from 1.
+            step: the number of the step's call, counted from 1.
 
         Raises:
             CaptureError: nothing among the arguments says what to average.

@@ -63,7 +63,7 @@ class _AsAgreed(Ranks):
     """Captures a call under an earlier agreement, without asking the other ranks.
 
     Args:
-        vote: as of `Others`.
+        vote: see `Others`.
 
     Attributes:
         answers: to the decisions of the call, as far as nothing depends on the other ranks.
@@ -152,7 +152,7 @@ class _Together(Ranks):
     Args:
         joint: keeps what they agree on.
         sync: whether gradients are averaged.
-        mode: of the call.
+        mode: the mode of communication of the call.
         earlier: what they agreed on for the same structure before, the last first.
         votes: how they agree that no function has raised.
     """

@@ -46,8 +46,8 @@ class LateUpdates:
         intercepted from now on, until the update.
 
         Args:
-            flush: of the step, for what is in flight for other tensors.
-            known: it is known that no other graph may have to run in this call.
+            flush: flushes the step, for what is in flight for other tensors.
+            known: true if it is known that no other graph may have to run in this call.
         """
         if not self._updated:
             return True

@@ -32,7 +32,7 @@ def named(path: Path, doing: str) -> Iterator[None]:
     """While active, an error of a file operation becomes a `FileError` that names the file.
 
     Args:
-        doing: what is done with the file: "read", "written".
+        doing: the operation on the file, as a participle: "read", "written".
     """
     try:
         yield

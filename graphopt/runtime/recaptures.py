@@ -21,7 +21,7 @@ class Recaptures:
     """Logs the reason for each capture of a step.
 
     Args:
-        name: of the step.
+        name: the name of the step.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,9 +35,9 @@ class Recaptures:
         before.
 
         Args:
-            mode: how the call communicates.
+            mode: the call's mode of communication.
             branch: the decision that goes another way than in all graphs, where that is why.
-            guards: of the graphs that there are, those used last first.
+            guards: the guards of the existing graphs, most recently used first.
         """
         if branch is not None:
             logger.info("capturing %s again: %s: %s", self._name, branch.name, branch.said)

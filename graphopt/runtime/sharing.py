@@ -16,8 +16,8 @@ def in_order(entries: Sequence[BoundStep], retried: Tries | None) -> list[BoundS
     adjacent, so that all ranks try the same branches.
 
     Args:
-        entries: those used last first.
-        retried: of the branch that is tried before all others.
+        entries: the graphs, most recently used first.
+        retried: the history of the branch that is tried before all others.
     """
     places: dict[Tries, int] = {}
     for entry in entries:
@@ -45,11 +45,11 @@ def begun(
     beginning on all ranks.
 
     Args:
-        left: what is there.
+        left: the values that the failed graph has computed.
         by: the graph that left it.
         other: None: it is still to be captured.
         call: with its decisions.
-        step: which call of the training step it is, counted from 1.
+        step: the number of the training step's call, counted from 1.
     """
     found = None
     if other is not None:
@@ -67,7 +67,7 @@ def learn(left: Left, by: BoundStep, other: BoundStep, make_ready: Callable[...,
     """Builds the graph by which `other` continues in later calls that fail in the same place.
 
     Args:
-        left, by: as of `begun`.
+        left, by: see `begun`.
         make_ready: the stages behind the passes, for a module and what the ranks agree on.
     """
     if by.agreed is not other.agreed or not (_runs_again(by) and _runs_again(other)):

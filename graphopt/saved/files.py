@@ -41,7 +41,7 @@ def save_graph(graph_module: fx.GraphModule, path: str | Path) -> None:
     Args:
         graph_module: a `torch.fx.GraphModule` or an `IterGraphModule`, such as
             `train_step.graph_module`.
-        path: of the file; missing folders are made, and ``~`` is the home folder.
+        path: the path of the file; missing folders are made, and ``~`` is the home folder.
 
     Raises:
         FileError: the file cannot be written.

@@ -127,8 +127,8 @@ def fastest(graph_module: fx.GraphModule, costs: CostModel) -> dict[str, Any]:
     """The options of the default pipeline with the shortest simulated step.
 
     Args:
-        graph_module: as captured; left as it is.
-        costs: of its operators and collectives.
+        graph_module: the captured graph, which is not changed.
+        costs: the costs of its operators and collectives.
     """
     tried: dict[Plan, float] = {}
     for option in _candidates(tried):

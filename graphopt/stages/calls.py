@@ -33,8 +33,8 @@ class Calls:
     """Runs the calls of one step.
 
     Attributes:
-        number: of the call that runs.
-        captured: how many graphs have been captured.
+        number: the number of the running call.
+        captured: the number of graphs captured so far.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Calls:
 
         Args:
             branch: the decision that goes another way than before, where that is why.
-            others: what they do meanwhile.
+            others: the state of the other ranks meanwhile.
         """
         communication = self.communication
         with communication.failures_told(self.number) as parallel:

@@ -64,12 +64,12 @@ class Piece:
     """A run of nodes that is recorded as one CUDA graph.
 
     Attributes:
-        nodes: in graph order, views among them included.
-        inputs: what they need from outside, and how they get it.
+        nodes: the nodes in graph order, views among them included.
+        inputs: the values needed from outside, and how the piece gets them.
         written: inputs that they update.
         leaving: nodes of it whose tensors are needed after the next replay may have begun.
         group: the late group, None outside all groups.
-        device: where they run.
+        device: the device that they run on.
     """
 
     nodes: list[fx.Node]
@@ -85,7 +85,7 @@ class Pieces:
     """The pieces of a graph that are recorded, and why the other nodes are not.
 
     Attributes:
-        pieces: in graph order.
+        pieces: the pieces in graph order.
         reasons: for each node that computes and is not recorded, why.
     """
 
@@ -99,8 +99,9 @@ def find_pieces(
     """Finds the pieces of a graph that can be recorded.
 
     Args:
-        graph: in the executable dialect. The items of a node's results follow it (`gather_items`).
-        module_of: what a `call_module` node calls.
+        graph: a graph in the executable dialect, in which the items of a node's results follow it
+            (`gather_items`).
+        module_of: returns the module that a `call_module` node calls.
         recordable: decides about single nodes.
         min_ops: a piece has at least so many operators, and more where inputs are copied.
     """
@@ -293,7 +294,7 @@ class PieceBody(OutlinedPart):
     """A piece as a separate graph that takes the piece's inputs in their order.
 
     Attributes:
-        piece: what it is made from.
+        piece: the piece that the graph is made from.
     """
 
     def __init__(self, piece: Piece) -> None:

@@ -68,7 +68,7 @@ class Recordable:
 
     Attributes:
         device_type: the kind of device that records, ``"cuda"``.
-        group_records: whether the collectives of the group of that name can be recorded.
+        group_records: tells whether the collectives of the group of that name can be recorded.
     """
 
     device_type: str
@@ -79,7 +79,7 @@ class Recordable:
 
         Args:
             node: neither a pure view nor an item of several results.
-            module: of a `call_module` node, what it calls.
+            module: the module that a `call_module` node calls.
         """
         if node.op == "call_module":
             return self._against_module(node, module)
@@ -210,7 +210,7 @@ class Recorder(Protocol):
     """Records the work of a device for replay.
 
     Attributes:
-        device_type: of the devices whose work it records.
+        device_type: the type of the devices whose work it records.
     """
 
     device_type: str

@@ -28,7 +28,7 @@ class PieceInput(NamedTuple):
 
     Attributes:
         name: for messages.
-        way: how the piece gets it.
+        way: the way in which the piece gets the input.
         written: the piece updates it, so that it cannot be copied.
     """
 
@@ -44,8 +44,8 @@ class PieceInputs:
     """The inputs of a piece, and the addresses and numbers that its recording relies on.
 
     Args:
-        inputs: in the order of the arguments.
-        device: of the piece.
+        inputs: the inputs, in the order of the arguments.
+        device: the device of the piece.
     """
 
     def __init__(self, inputs: Sequence[PieceInput], device: torch.device) -> None:
@@ -238,16 +238,16 @@ class CudaGraphPiece(nn.Module):
     Args:
         body: takes the inputs and returns a list.
         name: for messages.
-        inputs: how it gets each input.
+        inputs: the inputs, with the way in which the piece gets each.
         leaving: for each result, whether it is needed after the next replay may have begun.
-        position: how many pieces of its graph run before it.
-        device: where it runs.
+        position: the number of pieces of its graph that run before it.
+        device: the device that it runs on.
         pools: memory of the graph's pieces.
         recorder: records.
 
     Attributes:
         graph_module: `body`.
-        failure: why it runs operator by operator, None while it does not.
+        failure: the reason why it runs operator by operator, None while it does not.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class Reducer:
     """An output that is reduced over microbatches instead of concatenated.
 
     Attributes:
-        init_value: what the first microbatch is combined with.
+        init_value: the value that the first microbatch is combined with.
         reduce_fn: `reduce_fn(result so far, value of the next microbatch)`, in order.
 
     >>> from graphopt.pipelining import Reducer, merge_chunks

@@ -23,10 +23,10 @@ def stage_backward(
     """Runs the backward of one stage and accumulates into `.grad` of its parameters.
 
     Args:
-        stage_output: what the stage returned: a tensor, or a tuple or list of values.
+        stage_output: the stage's output: a tensor, or a tuple or list of values.
         output_grads: gradients of the outputs, nested alike; None for a loss, or for an output that
             nothing depends on.
-        input_values: what the stage received.
+        input_values: the values that the stage received.
         outputs_with_grads_idxs: the outputs to start from; all of them when None.
 
     Returns:
@@ -76,7 +76,7 @@ def insert_backward(top: fx.GraphModule, loss_index: int) -> None:
 
     Args:
         top: the graph of stages; its output is a tuple of leaves.
-        loss_index: which of them is the loss.
+        loss_index: the index of the loss among these leaves.
     """
     output = get_output(top.graph)
     leaves: Any = output.args[0]

@@ -26,7 +26,7 @@ def balanced(
     that moves the fewest bytes between stages is taken.
 
     Args:
-        num_stages: how many stages.
+        num_stages: the number of stages.
         weight: of one call of the graph, in any unit and not negative, such as seconds by a cost
             model. By default the elements of the parameters and buffers that it is the first
             to read.

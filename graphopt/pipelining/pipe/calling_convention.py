@@ -133,7 +133,7 @@ class OutputNest:
 
     Attributes:
         leaves: for each leaf of the output the position of its tensor; or the constant that it is.
-        spec: how the leaves are nested.
+        spec: the nested structure of the leaves.
     """
 
     leaves: tuple[tuple[int] | tuple[None, Any], ...]

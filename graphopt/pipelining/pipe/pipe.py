@@ -41,7 +41,7 @@ class PipeInfo:
 
     Attributes:
         graph: calls of the stages and what passes between them, backward included.
-        num_stages: how many stages.
+        num_stages: the number of stages.
         has_loss_and_backward: whether the pipe computes gradients.
         pipe: the pipe, from which `build_stage` takes what passes between the stages.
 
@@ -65,9 +65,9 @@ class Pipe(nn.Module):
 
     Attributes:
         split_gm: the graph of stages, whose children `submod_<i>` are the stages.
-        calling: how the model is called.
-        output_spec: how what it returns is nested.
-        num_stages: how many stages.
+        calling: the calling convention of the model.
+        output_spec: the nested structure of the model's output.
+        num_stages: the number of stages.
         has_loss_and_backward: whether a call computes gradients.
         replicated_params: the parameters that several stages hold.
 

@@ -48,7 +48,7 @@ class PipeProof:
 
     Args:
         exported: the graph as one, without marks, of which this takes note.
-        find: what a node of it names: the model's parameters and buffers.
+        find: returns the object that a node of the exported graph names: a parameter or buffer.
     """
 
     def __init__(self, exported: fx.GraphModule, find: Callable[[fx.Node], Any]) -> None:
@@ -76,7 +76,7 @@ def check_chain(top: fx.GraphModule, chain: Sequence[fx.GraphModule], plan: Chai
     Args:
         top: the graph of stages.
         chain: the stages, each a function of what it receives.
-        plan: which values these are.
+        plan: the values that the stages of the chain exchange.
 
     Raises:
         VerificationError: they do not.
@@ -161,7 +161,7 @@ def check_backward(top: fx.GraphModule, loss_index: int) -> None:
 
     Args:
         top: the graph of stages, backward included.
-        loss_index: which of the leaves that it returns is the loss.
+        loss_index: the index of the loss among the leaves that the graph returns.
 
     Raises:
         VerificationError: a backward is missing, or a gradient is, or one is added twice.

@@ -29,7 +29,7 @@ class Accumulation:
     """The nodes that accumulate one parameter's gradient over microbatches.
 
     Attributes:
-        index: of the parameter among those with a gradient input.
+        index: the parameter's index among those with a gradient input.
         first: the gradient of a first microbatch, in storage of its own.
         added, averaged: updates of the gradient by further microbatches, and by the last one.
     """
@@ -46,7 +46,7 @@ def find_accumulation(
     """Finds how a graph accumulates one gradient, and inserts the other microbatches' updates.
 
     Args:
-        index: of the gradient.
+        index: the index of the gradient.
         gradient: its placeholder.
         averaged: its update.
 

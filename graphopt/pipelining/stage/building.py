@@ -38,9 +38,9 @@ def build_stage(
     Args:
         module: `pipe.get_stage_module(index)`, or a module that takes and returns the same. Its
             parameters and buffers are moved to `device`.
-        index: of the stage.
+        index: the index of the stage.
         info: `pipe.info()`.
-        device: where the stage runs.
+        device: the device that the stage runs on.
         group: the ranks of the pipeline; None: all.
 
     Raises:

@@ -37,8 +37,8 @@ class Microbatch:
     Attributes:
         received, sent: arguments and results; those with `requires_grad` have gradients.
         incoming: for each result the strides of its gradient, None where it has none.
-        device: where all of them are.
-        is_last: what is sent goes to a loss function, which may change it in place.
+        device: the device of all these tensors.
+        is_last: true if a loss function gets the sent tensors, which it may change in place.
     """
 
     received: tuple[torch.Tensor, ...]

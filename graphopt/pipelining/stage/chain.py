@@ -64,7 +64,7 @@ def chain_stage(module: nn.Module, call: fx.Node, stage: int, plan: ChainPlan) -
     itself as `stage`, where that is no `StageModule`.
 
     Args:
-        module: that of the stage, or one that takes and returns the same.
+        module: the stage's module, or one with the same arguments and results.
         call: the stage in the graph of stages.
     """
     graph = fx.Graph()
@@ -94,7 +94,7 @@ def weights_meet_inputs(
     later stage uses it too.
 
     Args:
-        graph: of a stage of the chain.
+        graph: the graph of a stage in the chain.
         received, sent: descriptions of its arguments and results.
     """
     arguments = zip(graph.find_nodes(op="placeholder"), received, strict=True)

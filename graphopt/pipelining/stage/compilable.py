@@ -90,8 +90,8 @@ class CompilableStage(PipelineStage):
             parallel: `DataParallel(group)` averages the gradients over the ranks that hold this
                 stage, in the last backward of a step; all of them have to call this. None: no
                 communication of gradients.
-            lower: as of `graphopt.compile`; not with CUDA graphs.
-            verify: as of `graphopt.compile`.
+            lower: see `graphopt.compile`; not with CUDA graphs.
+            verify: see `graphopt.compile`.
 
         Returns:
             The stage.

@@ -72,7 +72,7 @@ class CompiledStage:
     Args:
         stage: its index.
         module: holds its parameters and buffers.
-        microbatch: what it receives and sends.
+        microbatch: the tensors that the stage receives and sends.
         capture: captures it.
         parallel: over which ranks gradients are averaged; None: they are not.
         stages: the stages of the compiler, of which each graph goes through those behind passes.
@@ -235,8 +235,8 @@ class CompiledStage:
         """Runs the backward of one microbatch, or the part that the schedule asks for.
 
         Args:
-            kept: what the forward kept.
-            gradients: of what the stage sent.
+            kept: the values that the forward kept.
+            gradients: the gradients of the tensors that the stage sent.
 
         Returns:
             Gradients of the arguments. Those of parameters are in their `.grad`.

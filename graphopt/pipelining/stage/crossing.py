@@ -24,7 +24,7 @@ class CrossingValues:
 
     Attributes:
         slots: each value, as the later graph reads it, with its position among the kept values.
-        kept: what the earlier graph returns for them.
+        kept: the nodes that the earlier graph returns for these values.
     """
 
     slots: dict[fx.Node, int] = field(default_factory=dict)
@@ -54,7 +54,7 @@ def find_crossing(
     """The values computed in `early` that `roots` need; views are made again instead.
 
     Args:
-        slots: what is kept already.
+        slots: the values that are kept already.
     """
     pending, seen = list(roots), set(slots)
     while pending:

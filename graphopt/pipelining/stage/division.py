@@ -69,14 +69,14 @@ class StageDivision:
 
     Args:
         captured: the last microbatch of a step, after all passes.
-        inputs: how many arguments the stage has.
+        inputs: the number of arguments of the stage.
         forward: another division of the same stage, captured with other gradients of what it
             sends, whose forward is to be used: backwards take what that one keeps.
 
     Attributes:
-        results: what the stage sends.
+        results: the results that the stage sends.
         input_gradients: gradients of its arguments, None where there is none.
-        accumulations: of the parameters that have a gradient.
+        accumulations: the gradient accumulations of the parameters that have one.
 
     Raises:
         GraphOptError: a pass has changed how gradients are added up.

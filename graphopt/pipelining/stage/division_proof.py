@@ -75,8 +75,8 @@ class DivisionProof:
         """Proves that a graph does its part, given the graphs that run before it.
 
         Args:
-            key: of the piece.
-            pieces: those that are made so far, this one included.
+            key: the key of the graph.
+            pieces: the graphs made so far, this one included.
 
         Raises:
             VerificationError: it does not.
@@ -126,12 +126,12 @@ class _Microbatch:
     """One microbatch as the divided graphs run it, composed into one graph.
 
     Args:
-        captured: which placeholders the pieces take, by position.
-        sent: what the stage sends.
+        captured: the captured stage, whose placeholders the divided graphs take by position.
+        sent: the results that the stage sends.
         backward: says which gradients are whose.
 
     Attributes:
-        named: what the results are.
+        named: the names of the results, for messages.
         changing: inputs that other microbatches update.
     """
 

@@ -41,7 +41,7 @@ def laid_out(
 
     Args:
         like: has its shape and dtype.
-        device: where it is.
+        device: the device of the gradient.
     """
     if gradient is not None and (gradient.stride() == stride or _overlaps(stride, like)):
         return gradient

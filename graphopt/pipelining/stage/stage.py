@@ -54,8 +54,8 @@ class Stage(CompilableStage):
         stages, all floating-point tensors carry gradients.
 
         Args:
-            module: it runs as it is.
-            index, num_stages: which stage of how many.
+            module: the stage's module, which runs unchanged.
+            index, num_stages: the index of the stage, and the number of stages.
             input_args: example of what it receives for one microbatch, a tensor or several; values
                 do not matter.
             output_args: example of what it returns, compared with what it does on fake tensors;

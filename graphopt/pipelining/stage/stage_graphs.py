@@ -24,7 +24,7 @@ class StageGraph(IterGraphModule):
     what it needs, so that each value is freed after its last use.
 
     Args:
-        graph_module: in the captured dialect; kept values are placeholders with a `SLOT`.
+        graph_module: the graph in the captured dialect; kept values are placeholders with a `SLOT`.
         positions: which placeholders of the whole stage its other placeholders are.
         shared: slots that a later graph needs as well.
     """

@@ -21,8 +21,8 @@ class StageFlow:
     """The tensors that stages exchange: without data, contiguous, on the meta device.
 
     Attributes:
-        received: of each stage.
-        returned: of the last stage.
+        received: the tensors that each stage receives.
+        returned: the tensors that the last stage returns.
     """
 
     received: list[tuple[torch.Tensor, ...]]

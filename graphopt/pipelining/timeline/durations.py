@@ -28,10 +28,10 @@ class StageDurations:
     """The seconds that each stage takes for one microbatch, by kind of action.
 
     Attributes:
-        forward: of F.
-        backward: of B, the whole backward at once.
-        backward_input: of I.
-        backward_weight: of W.
+        forward: the seconds of F, the forward.
+        backward: the seconds of B, the whole backward at once.
+        backward_input: the seconds of I, the backward of the inputs alone.
+        backward_weight: the seconds of W, the backward of the weights alone.
     """
 
     forward: tuple[float, ...]
@@ -85,7 +85,7 @@ def measure_durations(
 
     Args:
         pipe: on any device; it is as before afterwards.
-        device: where stages run.
+        device: the device on which stages run.
         repeats: runs of each stage that count. One more goes before them.
 
     Raises:

@@ -9,7 +9,7 @@ class ScheduleDeadlockError(GraphOptError, RuntimeError):
     """The ranks of a schedule wait for each other's actions, which never run.
 
     Attributes:
-        waiting: of each rank that is not done, the action that comes next and what it waits for.
+        waiting: for each rank that is not done, its next action and the action that it waits for.
     """
 
     def __init__(self, schedule: str, waiting: dict[int, tuple[str, str]]) -> None:

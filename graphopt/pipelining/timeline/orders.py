@@ -22,8 +22,8 @@ class ScheduleKind:
     """A schedule class of `torch.distributed.pipelining`, such as 1F1B.
 
     Attributes:
-        name: what `graphopt trace` calls it.
-        torch_name: of its class.
+        name: the name in `graphopt trace`.
+        torch_name: the name of torch's class.
         several_stages: whether a rank may hold more than one stage.
         v_shaped: whether a rank holds exactly two, counted from both ends.
     """

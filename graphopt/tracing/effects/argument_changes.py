@@ -38,7 +38,7 @@ class InObject:
     """The first step of a path to a container inside an object among the arguments.
 
     Attributes:
-        position: of the object among the leaves of the arguments.
+        position: the position of the object among the leaves of the arguments.
     """
 
     position: int
@@ -139,7 +139,7 @@ def make_change(container: Any, change: ContainerChange, values: list[Any]) -> N
     """Applies the change that a step makes to a container.
 
     Args:
-        values: what the items are in this call.
+        values: the values of the items in this call.
     """
     for key in change.removed:
         container.pop(key, None)

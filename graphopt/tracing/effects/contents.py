@@ -29,8 +29,8 @@ class ObjectKind:
     """The functions that read, compare and restore objects of one kind.
 
     Attributes:
-        read: what an object holds, in a form that later changes do not touch.
-        same: whether an object still holds what was read.
+        read: returns an object's content, in a form that later changes do not touch.
+        same: tells whether an object still holds the content that was read.
         write: makes an object hold what was read.
     """
 

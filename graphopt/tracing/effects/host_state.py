@@ -40,7 +40,7 @@ class OutsideChanges:
     """The changes that one trace made outside the graph; false if there are none.
 
     Attributes:
-        changes: of objects that the step can reach.
+        changes: the changes of objects that the step can reach.
     """
 
     changes: list[ObjectChange] = field(default_factory=list)

@@ -26,7 +26,7 @@ def mode_changes(
     Args:
         first: begins in the former modes.
         steady: begins in those that the step sets.
-        modules: of the step.
+        modules: the modules of the step.
     """
     state, tables = steady.state, {id(vars(module)) for module in modules}
     alone = not (state.entries or state.gradients)

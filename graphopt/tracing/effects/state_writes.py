@@ -58,7 +58,7 @@ def take_placed(
         What each call leaves there, as `written_value` gives it; the recipes are yet to be made.
 
     Args:
-        record: of the step, which is not finished yet.
+        record: the record of the step, which is not finished yet.
         traced: the inputs.
         tables: those that are looked after otherwise.
         made: what each call makes anew, by id; see `written_value`.

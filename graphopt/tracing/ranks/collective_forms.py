@@ -22,7 +22,7 @@ class TracedWork:
     """The result of an asynchronous collective in a trace; `wait()` writes the received tensor.
 
     Args:
-        destinations: what the parts of the result are written to, in order.
+        destinations: the tensors that the parts of the result are written to, in order.
     """
 
     def __init__(self, destinations: Sequence[torch.Tensor], launched: torch.Tensor | None) -> None:

@@ -47,7 +47,7 @@ class LeftOutside(NamedTuple):
     """The values that a traced step has stored outside its arguments.
 
     Attributes:
-        placed: in attributes, dictionaries and variables.
+        placed: the values in attributes, dictionaries and variables.
         made: what the step has made of all of that.
     """
 
@@ -61,9 +61,9 @@ class Ran(NamedTuple):
     Attributes:
         returned, spec: what it returned, the leaves and how they are nested.
         stepped: the optimizers that it stepped.
-        outside: what it has left outside its arguments.
-        given: what it has changed in lists and dictionaries among its arguments.
-        rebinding: what it has done with `.data`.
+        outside: the values that it has stored outside its arguments.
+        given: the changes of lists and dictionaries among its arguments.
+        rebinding: the assignments to `.data`.
         told: what it has left in attributes, with objects of which is told what they are.
     """
 

@@ -53,7 +53,7 @@ class NodeLabels:
         """True if a node is not compared; it has a label then.
 
         Args:
-            position: how many nodes before it are compared.
+            position: the number of compared nodes before it.
         """
         source = _copied(node)
         if source is not None:

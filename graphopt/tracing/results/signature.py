@@ -21,7 +21,7 @@ class Computed:
     """A recipe for the graph's result number `index`.
 
     Attributes:
-        has_history: it is a tensor that has an autograd history in eager code.
+        has_history: true if it is a tensor that has an autograd history in eager code.
     """
 
     index: int
@@ -44,9 +44,9 @@ class View:
     """A recipe for a view of an input's storage.
 
     Attributes:
-        offset: in bytes, from the input's own.
-        dtype: that its elements are read as.
-        flags: whether they are conjugated, and negated, when they are read.
+        offset: the offset in bytes, from the input's own.
+        dtype: the dtype that its elements are read as.
+        flags: two flags: whether the elements are read conjugated, and negated.
     """
 
     of: Live
@@ -81,7 +81,7 @@ class Nested:
 
     Attributes:
         spec: its structure, a pytree's.
-        leaves: what is in it.
+        leaves: the recipes of its leaves.
     """
 
     spec: Any
@@ -186,11 +186,11 @@ class Signature:
         output_spec, outputs: pytree of the step's return value.
         gradients, states, attributes: values that live on between calls and are not updated in
             place; their results follow the user's in `results`.
-        user_results: how many of the graph's results belong to the return value.
+        user_results: the number of the graph's results that belong to the return value.
         stepped: optimizers whose `step` ran.
-        settings: those of parameter groups that the step changes.
+        settings: the changed settings of parameter groups.
         containers: lists and dictionaries among the arguments that it changes.
-        placed: what it leaves outside its arguments.
+        placed: the values that the step stores outside its arguments.
         rebound: module tensors that get other storage in each call, with what the step has written
             to the storage that they had, None where it has not; see `tensors.rebinding`.
         data: gradients and arguments that get other storage (`.data = …`), by their placeholder.

@@ -43,7 +43,7 @@ def from_numbers(
     """`torch.tensor(data)` for nested lists with numbers computed by the graph.
 
     Args:
-        options: what changes nothing here, such as `copy` and `pin_memory`.
+        options: options that change nothing here, such as `copy` and `pin_memory`.
     """
     if dtype is None:
         dtype = _dtype_of(data)

@@ -60,7 +60,7 @@ class ObtainedValues:
 
         Args:
             numbers: the inputs of the graph that it was computed from.
-            text: it becomes text.
+            text: true if the number becomes text.
         """
         if all(number in self._arguments for number in numbers):
             return
