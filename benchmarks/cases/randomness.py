@@ -68,7 +68,7 @@ def mixup_inside_cured() -> Case:
 
 
 class Decoder(nn.Module):
-    """A recurrent decoder fed with the target word or its own last one."""
+    """A recurrent text decoder whose next input is the target word or its own last output."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ class CopiedGenerator(TorchDispatchMode):
 
     @property
     def state(self) -> torch.Tensor:
-        """Decides what is drawn next."""
+        """The state of the copy, which decides the next numbers drawn."""
         return self.generator.get_state()
 
     @state.setter
@@ -67,14 +67,14 @@ class CopiedGenerator(TorchDispatchMode):
         return func(*map(self.instead_of, args), **self.options(func, args, given))
 
     def of_state(self, args: tuple[Any, ...]) -> torch.Tensor | None:
-        """What the operators give by which a graph reads and writes the state of a generator."""
+        """The results of the operators by which a graph reads and writes a generator's state."""
         if len(args) == 1:
             return self.state
         self.state = args[0]
         return None
 
     def instead_of(self, value: Any) -> Any:
-        """What an operator is given in place of the default generator; else the same."""
+        """The copy in place of the default generator; any other value unchanged."""
         return self.generator if value is torch.random.default_generator else value
 
     def options(self, func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,7 +91,8 @@ _STATE = frozenset({"graphopt::get_rng_state", "graphopt::set_rng_state"})
 
 @lru_cache(maxsize=4096)
 def _may_draw(func: Any) -> bool:
-    """Whether the kernel of an operator may draw: those of others than torch do not tell."""
+    """True if an operator's kernel may draw random numbers, as any kernel that is not torch's
+    own."""
     if not isinstance(func, OpOverload):
         return False  # it runs graphs or kernels of others
     if func.namespace == "graphopt":

@@ -1,4 +1,4 @@
-"""What says which storage it is: a number or a hash, other ones for the storage of a fake tensor.
+"""The number or hash by which a storage is known, a different one for a fake tensor's storage.
 
 Written for torch 2.11 to 2.15.
 """

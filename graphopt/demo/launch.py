@@ -218,8 +218,8 @@ def _describe(result: RunProcsResult) -> str:
 
 
 def _around_crash(printed: Sequence[str]) -> list[str]:
-    """What a rank said before a signal ended it, and the stacks of its threads then, which
-    faulthandler has written; torch's `record` enables that. Empty where it did not."""
+    """The last output of a rank that a signal ended, and its threads' stacks if torch's `record`
+    has enabled faulthandler; else empty."""
     fatal = [n for n, line in enumerate(printed) if line.startswith("Fatal Python error")]
     if not fatal:
         return []

@@ -64,7 +64,8 @@ def begun(
 
 
 def learn(left: Left, by: BoundStep, other: BoundStep, make_ready: Callable[..., None]) -> None:
-    """Builds the graph by which `other` continues in later calls that fail in the same place.
+    """Builds a graph that continues the branch `other` from the values of a failed call, for later
+    calls.
 
     Args:
         left, by: see `begun`.

@@ -107,7 +107,7 @@ class ScheduleTimes:
 
     @cached_property
     def by_rank(self) -> tuple[tuple[Slot, ...], ...]:
-        """The time slots, grouped by rank."""
+        """The time slots of a schedule, grouped by rank."""
         rows: list[list[Slot]] = [[] for _ in range(self.num_ranks)]
         for slot in self.slots:
             rows[slot.rank].append(slot)

@@ -229,7 +229,7 @@ class Signature:
             yield from (leaf for _, item in container.change.items for leaf in leaves_of(item))
 
     def numbers_inputs(self) -> bool:
-        """Whether an input is meant by its number among all placeholders."""
+        """True if a recipe refers to an input by its number among all placeholders."""
         live = (each.of if isinstance(each, View) else each for each in self.recipes())
         numbered = any(isinstance(each, Live) and each.placeholder is not None for each in live)
         return numbered or bool(self.data)
