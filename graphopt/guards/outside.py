@@ -133,7 +133,7 @@ class OutsideGuard:
         self._places = prepared(self._entries)
 
     def lost(self, held: GuardedObject) -> None:
-        """Records that an object is gone; another may replace it if a place leads to that."""
+        """Records that a guarded object was freed; one found at the same place may replace it."""
         if held in self._followed and held.followed:
             self._let_go()
             for each in self._followed:

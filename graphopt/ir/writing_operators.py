@@ -102,7 +102,7 @@ class FunctionalForm(NamedTuple):
         return found[0] if self.single else tuple(found)
 
     def entries(self, node: fx.Node) -> Iterator[tuple[tuple[int, ...], fx.Node]]:
-        """Yields each tensor that a call writes, with the path to its new contents in the form's
+        """Yields each tensor that a call writes, with the indices of its new value among the form's
         results."""
         for number, position in enumerate(self.written, len(self.fresh)):
             value = argument_at(node, position)
@@ -115,7 +115,7 @@ class FunctionalForm(NamedTuple):
                 yield path, value
 
     def holders(self, node: fx.Node, path: tuple[int, ...]) -> list[fx.Node]:
-        """Returns the nodes that pick the result at `path` from a call of the form."""
+        """Returns the nodes that pick the result with these indices from a call of the form."""
         found = [node]
         for index in path:
             found = [user for each in found for user in each.users if user.args[1:] == (index,)]

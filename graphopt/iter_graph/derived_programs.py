@@ -46,16 +46,16 @@ class WorkInFlight:
     _interrupt: _HeldInterrupt | None = field(default=None, repr=False)
 
     def begin(self) -> None:
-        """Marks the start of a group; Ctrl-C waits for its end."""
+        """Marks the start of a group of late nodes; Ctrl-C waits for its end."""
         self._interrupt = _HeldInterrupt.start()
         self.begun = True
 
     def write(self) -> None:
-        """Marks that the group is about to update state."""
+        """Marks that the running group of late nodes is about to update state."""
         self.writing = True
 
     def end(self) -> None:
-        """Marks the end of the group."""
+        """Marks the end of the running group of late nodes."""
         self.begun = self.writing = False
         self.done += 1
         self.release()

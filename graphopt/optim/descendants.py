@@ -64,7 +64,7 @@ class Descendants:
         self.owners = [self._set_of(element) for element in range(len(self.elements))]
 
     def root(self, index: int) -> int:
-        """Returns the representative of all sets entangled with set `index`."""
+        """Returns the first of all gradient sets that must stay together with set `index`."""
         while self._entangled[index] != index:
             self._entangled[index] = self._entangled[self._entangled[index]]
             index = self._entangled[index]

@@ -192,8 +192,8 @@ def _parts(key: Any) -> Iterator[Any]:
 
 
 def _inner(one: Any, other: Any) -> tuple[Any, Any] | None:
-    """Returns the only differing pair of parts of two keys, if both are otherwise equal and it has
-    terms."""
+    """Returns the one argument in which two otherwise equal calls differ, before and after, or
+    None."""
     if not isinstance(one, tuple) or not isinstance(other, tuple) or len(one) != len(other):
         return None
     if one[:1] != other[:1] or (

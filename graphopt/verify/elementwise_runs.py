@@ -27,8 +27,8 @@ _REDUCING = ("aten::_foreach_max", "aten::_foreach_powsum")
 
 
 def evaluate_runs(terms: Terms, target: Any, arguments: dict[str, Any], fake: Any) -> Any:
-    """Evaluates an elementwise operator run by run. None for others, and if an operand's layout
-    differs from the result's."""
+    """Evaluates an elementwise operator on each run of consecutive elements. None for others, and
+    if an operand's layout differs from the result's."""
     if not isinstance(target, _compat.OpOverload) or row(target).random:
         return None
     if is_operator(target, "aten::linalg_vector_norm"):
@@ -41,7 +41,8 @@ def evaluate_runs(terms: Terms, target: Any, arguments: dict[str, Any], fake: An
 def evaluate_entry_runs(
     terms: Terms, target: Any, arguments: dict[str, Any], fakes: Sequence[Any]
 ) -> list[Any] | None:
-    """Evaluates one entry of a list operator run by run, with a value for each list of results."""
+    """Evaluates one entry of a list operator on each run of consecutive elements, with a value for
+    each list of results."""
     if is_operator(target, *_REDUCING):
         return None
     if is_operator(target, "aten::_foreach_norm"):

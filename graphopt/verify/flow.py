@@ -74,7 +74,7 @@ class DataFlow:
                 self._values[node] = self._compute(node)
 
     def vertex(self, node: fx.Node, item: int | None = None) -> int:
-        """Returns the vertex of a whole node, or of one entry of a list."""
+        """Returns the data-flow vertex of a whole node, or of one entry of a list."""
         if item is None:
             return self._whole(self._value(node))
         if node in self._entries:

@@ -59,7 +59,8 @@ class LabelReach:
 
 
 def union(states: Mapping[int, int], vertices: Iterable[int]) -> int:
-    """Returns the union of the states of `vertices`: the state of a node that reads them all."""
+    """Returns the union of the states of `vertices`: the sources that reach a node which reads them
+    all."""
     state = 0
     for vertex in vertices:
         state |= states.get(vertex, 0)

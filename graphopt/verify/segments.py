@@ -1,4 +1,4 @@
-"""Values that have several vertices: lists, and concatenated tensors."""
+"""Data-flow values with several vertices: lists by entry, and concatenated tensors by segment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from graphopt.ir.operators import operator_of
 
 @dataclass(eq=False)
 class SegmentItems:
-    """A value of several results. `joined`: the vertex for all of them, once there is one."""
+    """A list of results in the data-flow graph. `joined`: the vertex for all of them, once there is
+    one."""
 
     values: Sequence[Value]
     joined: int | None = None
@@ -24,7 +25,7 @@ class SegmentItems:
 
 @dataclass(eq=False)
 class Segments:
-    """A tensor whose runs of elements, in row-major order, each have a vertex of their own.
+    """A tensor in the data-flow graph, with one vertex for each run of elements in row-major order.
 
     Attributes:
         bounds: where the runs begin, and where the last one ends.

@@ -1,4 +1,4 @@
-"""The sources that each sink of one graph is computed from."""
+"""The nodes (sources) that each compared node or output (sink) of one graph is computed from."""
 
 from __future__ import annotations
 
