@@ -1,4 +1,4 @@
-"""Optimizers that make state in ways of their own, and what graphopt makes of their first step."""
+"""Optimizers that make state in ways of their own."""
 
 from __future__ import annotations
 
@@ -82,20 +82,10 @@ def first_gradient_damped(p: Tensor, g: Tensor, state: dict[str, Any], lr: float
 
 
 def first_gradient_negative(p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
-    """Negative zeros times a negative number are zeros of another sign."""
     if "buffer" not in state:
         state["buffer"] = g.clone()
     else:
         state["buffer"].mul_(-0.5).add_(g)
-    p.add_(state["buffer"], alpha=-lr)
-
-
-def first_gradient_twice(p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None:
-    """Later steps compute something else besides."""
-    if "buffer" not in state:
-        state["buffer"] = g.clone()
-    else:
-        state["buffer"].mul_(0.5).add_(g).mul_(0.5)
     p.add_(state["buffer"], alpha=-lr)
 
 
@@ -126,20 +116,10 @@ def python_count(p: Tensor, g: Tensor, state: dict[str, Any], lr: float) -> None
     p.add_(g, alpha=-lr / state["step"])
 
 
-ONCE = {
-    rule.__name__: rule
-    for rule in (momentum_of_zeros, several_at_once, slow_weights, a_flag, first_gradient)
-}
-"""Their first step is the later ones', once the state is there."""
-
-TWICE = {
+RULES = {
     rule.__name__: rule
     for rule in (
-        slow_weights_late,
-        first_gradient_damped,
-        first_gradient_negative,
-        first_gradient_twice,
-        drawn,
+        *(momentum_of_zeros, several_at_once, slow_weights, slow_weights_late, a_flag),
+        *(first_gradient, first_gradient_damped, first_gradient_negative, drawn),
     )
 }
-"""Their first step computes something else."""

@@ -1,5 +1,6 @@
-"""The first call of a step runs the graph of the later ones; the optimizer's state, which that
-graph finds, is made beforehand and seen when the step has succeeded."""
+"""The first call of a step with an optimizer of torch's runs the graph of the later ones: the
+state that it finds is made beforehand, and seen when the step has succeeded. With other optimizers
+the step that makes their state has a graph of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import graphopt
-from first_step_cases import ONCE, TWICE, Rule, one_for_all, python_count, replaced
+from first_step_cases import RULES, Rule, one_for_all, python_count, replaced
 from gloo import Pool
 from refusal import Snapshot
 from twins import SEED, Twins, World, world
@@ -69,13 +70,8 @@ def test_one_capture(optimizer: str) -> None:
     trained(lambda: world(optimizer=optimizer)).finish(captures=1)
 
 
-@pytest.mark.parametrize("rule", ONCE.values(), ids=lambda rule: rule.__name__)
-def test_state_is_made_beforehand(rule: Callable[..., None]) -> None:
-    trained(by_rule(rule)).finish(captures=1)
-
-
-@pytest.mark.parametrize("rule", TWICE.values(), ids=lambda rule: rule.__name__)
-def test_a_first_step_that_differs_is_captured_for_itself(rule: Callable[..., None]) -> None:
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.__name__)
+def test_a_first_step_that_makes_state_is_captured_for_itself(rule: Callable[..., None]) -> None:
     trained(by_rule(rule)).finish(captures=2)
 
 
@@ -205,7 +201,7 @@ def test_attributes_that_the_first_step_sets(toggles: bool) -> None:
     for i in range(4):
         twins.step(*CASE.batch(i))
         assert twins.captured.optimizer.ready == twins.eager.optimizer.ready
-    assert toggles or len(twins.compiled.captures) == 1
+    assert toggles or len(twins.compiled.captures) == 2
 
 
 def test_passes_meet_the_steady_step_at_once() -> None:
@@ -235,7 +231,7 @@ def test_one_capture_on_several_ranks(two_ranks: Pool, optimizer: str) -> None:
 
 def _slow_weights(rank: int) -> int:
     """State made of parameters, which all ranks get from rank 0 in the first call."""
-    twins = Twins(by_rule(ONCE["slow_weights"]), ddp=True, seed=SEED + rank)
+    twins = Twins(by_rule(RULES["slow_weights"]), ddp=True, seed=SEED + rank)
     for i in range(3):
         twins.step(*CASE.batch(10 * rank + i))
     twins.finish()
@@ -248,7 +244,7 @@ def test_state_made_of_parameters_on_several_ranks(two_ranks: Pool) -> None:
 
 def _refused_on_one(rank: int) -> int:
     torch.manual_seed(rank)
-    w = by_rule(ONCE["a_flag"])()
+    w = by_rule(RULES["a_flag"])()
 
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
         loss = train_step(model, optimizer, x, y)
@@ -264,3 +260,84 @@ def _refused_on_one(rank: int) -> int:
 
 def test_a_capture_refused_on_one_rank_leaves_no_state_on_any(two_ranks: Pool) -> None:
     assert two_ranks.run(_refused_on_one) == [0, 0]
+
+
+def _gradients_given(step: Callable[..., Any], between: Callable[..., None]) -> int:
+    """Calls between which the program gives parameters gradients, or takes them away, compared with
+    eager ones. Returns how often the step was captured."""
+    captured = graphopt.compile(step)
+    worlds = []
+    for run in (step, captured):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(2, 2)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        left = []
+        for number in range(5):
+            between(number, model)
+            result = run(model, optimizer, torch.full((2, 3), 0.5 + number))
+            left.append([result.clone(), *(p.detach().clone() for p in model.parameters())])
+            left[-1] += [g.clone() for p in model.parameters() if (g := p.grad) is not None]
+        worlds.append(left)
+    for ours, theirs in zip(*worlds, strict=True):
+        assert len(ours) == len(theirs)
+        assert all(map(torch.equal, ours, theirs))
+    return len(captured.captures)
+
+
+def _given_now_and_then(number: int, model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 7.0) if number % 2 else None
+
+
+def _dropping(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    return _rest(model, optimizer, x)
+
+
+def _dropping_one_by_one(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+    for parameter in model.parameters():
+        parameter.grad = None
+    return _rest(model, optimizer, x)
+
+
+def _dropping_late(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+    model["used"](x).sum().backward()
+    model.zero_grad()
+    return _rest(model, optimizer, x)
+
+
+def _dropping_and_deciding(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    if model["used"](x).sum() > 1e6:
+        return x.sum()
+    return _rest(model, optimizer, x)
+
+
+def _looking(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+    before = sum(p.grad.sum() for p in model.parameters() if p.grad is not None)
+    optimizer.zero_grad()
+    return _rest(model, optimizer, x) + before
+
+
+def _zeroing(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad(set_to_none=False)
+    return _rest(model, optimizer, x)
+
+
+def _rest(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+    loss: Tensor = model["used"](x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize(
+    "step", [_dropping, _dropping_one_by_one, _dropping_late, _dropping_and_deciding]
+)
+def test_gradients_that_a_step_drops_may_be_there_or_not(step: Callable[..., Any]) -> None:
+    assert _gradients_given(step, _given_now_and_then) == 1
+
+
+@pytest.mark.parametrize("step", [_looking, _zeroing])
+def test_gradients_that_a_step_looks_at_are_guarded(step: Callable[..., Any]) -> None:
+    assert _gradients_given(step, _given_now_and_then) > 1

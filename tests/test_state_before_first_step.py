@@ -265,7 +265,12 @@ def test_gradients_dropped_unread_need_no_other_trace(
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("step", [looks_first, drops_some, zeroes, returns_its_argument])
+def test_a_step_that_drops_gradients_may_return_its_argument(traces: list[None]) -> None:
+    assert_as_eager(returns_its_argument, OPTIMIZERS["Adam"], layers())
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("step", [looks_first, drops_some, zeroes])
 def test_gradients_used_otherwise_are_traced(step: Step, traces: list[None]) -> None:
     assert_as_eager(step, OPTIMIZERS["Adam"], layers())
     assert len(traces) > 1

@@ -52,7 +52,8 @@ def makes_state_first(optimizer: Optimizer) -> bool:
 
 
 def fresh_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
-    """The state that an optimizer's first step would create, without creating it."""
+    """The state that an optimizer's first step would create for parameters that have none, without
+    creating it."""
     if type(optimizer) is SGD:
         return _momenta(optimizer)
     attributes, known = dict(vars(optimizer)), optimizer.state

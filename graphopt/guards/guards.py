@@ -7,14 +7,14 @@ on: the arguments, the modules, the optimizers' settings and state, numbers, and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from graphopt import _compat
 from graphopt.graph_utils import environment
 from graphopt.guards.arguments import ArgumentGuards
-from graphopt.guards.modules import ModeChange, ModuleGuards
+from graphopt.guards.modules import ModuleGuards
 from graphopt.guards.numbers import NumberGuards
 from graphopt.guards.optimizer_state import StateGuards
 from graphopt.guards.optimizers import OptimizerGuard
@@ -34,7 +34,6 @@ class Guards:
     Args:
         mode: how the step communicates.
         outside: what the step reads besides its arguments.
-        modes: of modules that each call sets.
 
     Attributes:
         besides: modules, optimizers and places that the step uses besides its arguments.
@@ -48,7 +47,6 @@ class Guards:
         mode: tuple[Any, ...],
         signature: Signature,
         outside: OutsideGuard | None = None,
-        modes: Sequence[ModeChange] = (),
     ) -> None:
         self._mode = mode
         self.besides, self.inputs = call.besides, inputs
@@ -66,7 +64,7 @@ class Guards:
             (name, m, assigned.get(id(vars(m)), ()), placed.get(id(vars(m)), ()), assigned, moving)
             for name, m in call.named_submodules()
         ]
-        self._modules = ModuleGuards(modules, modes)
+        self._modules = ModuleGuards(modules)
         # A cached graph must not keep a model alive that the user has dropped.
         self._roots = [
             (weakref.ref(call.leaves[position]), body_of(call.leaves[position]))
@@ -81,7 +79,7 @@ class Guards:
             )
             for position in call.optimizers
         ]
-        self._tensors = TensorGuards(call, inputs)
+        self._tensors = TensorGuards(call, inputs, frozenset(signature.dropped_gradients))
         followed = () if outside is None else outside.given
         found = () if outside is None else outside.tensors(call.leaves)
         self._arguments = ArgumentGuards(call, inputs, self._tensors, followed, found)

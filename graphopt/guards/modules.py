@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Set
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,50 +24,25 @@ _OF_HOOKS = frozenset(
 """Torch's tables that mark hooks of other tables, under keys of their own."""
 
 
-class ModeChange(NamedTuple):
-    """A training mode that the step sets on a module.
-
-    Attributes:
-        attributes: of the module.
-        before: whether it was in training when the step began.
-        after: whether it is when the step is over.
-    """
-
-    attributes: dict[str, Any]
-    before: bool
-    after: bool
-
-    def make(self) -> None:
-        """Sets the mode."""
-        self.attributes["training"] = self.after
-
-
 class ModuleGuards:
     """Guards on all modules of a step. Single modules are checked only if a joint check fails.
 
     Args:
         modules: what each guard is made of.
-        modes: that the step sets, which may be those of before it as well.
 
     Attributes:
         unchanged: what there was when they were looked at last; None where something had changed.
     """
 
-    def __init__(
-        self, modules: Iterable[tuple[Any, ...]], modes: Sequence[ModeChange] = ()
-    ) -> None:
+    def __init__(self, modules: Iterable[tuple[Any, ...]]) -> None:
         self._guards = [ModuleGuard(*each) for each in modules]
-        known = {id(guard.attributes) for guard in self._guards}
-        all_known = all(id(mode.attributes) in known for mode in modes)
-        self._before = {id(m.attributes): m.before for m in modes} if all_known else {}
         self.unchanged: StateSnapshot | None = self._snapshot()
 
     def mismatches(self) -> Iterator[str]:
         """Yields descriptions of what has changed."""
         if self.unchanged is not None and self.unchanged.holds():
             return
-        modes = self._before if self._as_before() else {}
-        found = (guard.mismatch(modes.get(id(guard.attributes))) for guard in self._guards)
+        found = (guard.mismatch() for guard in self._guards)
         reasons = [reason for reason in found if reason is not None]
         self.unchanged = None if reasons else self._snapshot()
         yield from reasons
@@ -78,13 +53,6 @@ class ModuleGuards:
         if self.unchanged is not None:
             self.unchanged.forget()
             self.unchanged = None
-
-    def _as_before(self) -> bool:
-        """True if all modes that the step sets are as they were before it."""
-        return all(
-            guard.attributes["training"] is self._before.get(id(guard.attributes), guard.training)
-            for guard in self._guards
-        )
 
     def _snapshot(self) -> StateSnapshot:
         snapshot = StateSnapshot()
@@ -144,14 +112,10 @@ class ModuleGuard:
         ]
         self.count = len(self.attributes)
 
-    def mismatch(self, training: bool | None = None) -> str | None:
-        """Describes what changed about the module, or returns None.
-
-        Args:
-            training: the mode that it has to be in; None: that in which it was captured.
-        """
+    def mismatch(self) -> str | None:
+        """Describes what changed about the module, or returns None."""
         attributes = self.attributes
-        if attributes["training"] is not (self.training if training is None else training):
+        if attributes["training"] is not self.training:
             return f"{self.name}.training became {attributes['training']}"
         modules = attributes["_modules"]
         if len(modules) != len(self.submodules):

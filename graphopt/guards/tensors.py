@@ -3,7 +3,7 @@ inputs, gradients, user-set attributes, and shared storage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping
 from operator import attrgetter
 from typing import Any
 
@@ -17,9 +17,13 @@ from graphopt.tracing.tensors.lost_history import accumulates
 
 
 class TensorGuards:
-    """Guards on the module tensors of a step; registered ones are checked by `ModuleGuard`."""
+    """Guards on the module tensors of a step; registered ones are checked by `ModuleGuard`.
 
-    def __init__(self, call: Call, inputs: Inputs) -> None:
+    Args:
+        dropped: tensors, by number, whose gradients the step drops if there are any.
+    """
+
+    def __init__(self, call: Call, inputs: Inputs, dropped: Collection[int]) -> None:
         self._inputs = inputs
         self._moving = [inputs.module_tensors[index] for index in inputs.rebound]
         moving = set(map(id, self._moving))
@@ -37,7 +41,8 @@ class TensorGuards:
         self._storages = [(h, _layout(h)) for h in inputs.placeholders if isinstance(h, Storage)]
         self._parameters = [
             entry
-            for entry in inputs.module_tensors
+            for index, entry in enumerate(inputs.module_tensors)
+            if index not in dropped
             if entry.kind == "parameter" or accumulates(entry.tensor)
         ]
         self._parameters.sort(key=lambda entry: entry.rebindable)

@@ -22,7 +22,7 @@ from torch.fx.node import has_side_effect
 from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta
 from graphopt.host.counts import Place, TimesReached
-from graphopt.host.functions import is_same, name_of
+from graphopt.host.functions import name_of
 from graphopt.host.held import HeldByFunction
 from graphopt.host.modes import Modes
 from graphopt.host.running import current_run
@@ -154,25 +154,6 @@ class HostCall:
             leaves = [next(values) if leaf is _VALUE_OF_GRAPH else leaf for leaf in leaves]
             arguments.append(leaves[0] if spec is None else _compat.tree_unflatten(leaves, spec))
         return arguments
-
-    def repeats(self, other: HostCall) -> bool:
-        """Whether another trace of the same step has recorded the same call."""
-        specs, constants = zip(*self._arguments, strict=True) if self._arguments else ((), ())
-        others = zip(*other._arguments, strict=True) if other._arguments else ((), ())
-        other_specs, other_constants = others
-        given = {
-            known: each.path
-            for call in (self, other)
-            for known, (_, each) in (call.held.of_trace.items() if call.held else ())
-        }
-        return (
-            (self.every, specs) == (other.every, other_specs)
-            and is_same(self.fn, other.fn, given=given)
-            and all(
-                is_same(tuple(mine), tuple(theirs), given=given)
-                for mine, theirs in zip(constants, other_constants, strict=True)
-            )
-        )
 
     def __hash__(self) -> int:
         return hash(HostCall)

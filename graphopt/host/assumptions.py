@@ -74,11 +74,6 @@ class Assumption(HostCall):
         error.alone = self.alone
         return error
 
-    def repeats(self, other: HostCall) -> bool:
-        if not isinstance(other, Assumption):
-            return False
-        return (self.index, self.answer) == (other.index, other.answer)
-
     def __repr__(self) -> str:
         return f"graphopt.assumption({self.index}: {self.answer!r})"
 
@@ -90,9 +85,6 @@ class ValuesAssumption(Assumption):
         found = tuple(values[0].tolist())
         if found != self.answer:
             raise self.failed(found, values)
-
-    def repeats(self, other: HostCall) -> bool:
-        return isinstance(other, ValuesAssumption) and super().repeats(other)
 
 
 def _nothing() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from graphopt import _compat
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), slice, torch.dtype, torch.device)
 _NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 _DEPTH = 8
-_NONE: Mapping[int, Any] = {}
 
 
 def is_constant(value: Any) -> bool:
@@ -55,50 +54,6 @@ def _content(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # nothing has been assigned yet
         return None
-
-
-def is_same(one: Any, other: Any, depth: int = _DEPTH, given: Mapping[int, Any] = _NONE) -> bool:
-    """Whether two objects, one from each of two traces, are one object, equal constants, or
-    functions of one text that hold the same.
-
-    Args:
-        given: where containers of either trace are among the arguments of the step, by id.
-    """
-    if one is other:
-        return True
-    if id(one) in given or id(other) in given:
-        return bool(given.get(id(one)) == given.get(id(other)))
-    if type(one) is not type(other) or not depth:
-        return False
-    if isinstance(one, (*_PLAIN, torch.Size)):
-        return repr(one) == repr(other)
-    if hasattr(one, "tobytes") and getattr(one, "ndim", None) == 0:  # a scalar of numpy's
-        return bool((one.dtype, one.tobytes()) == (other.dtype, other.tobytes()))
-    if hasattr(type(one), "repeats"):
-        return bool(one.repeats(other))
-    mine, theirs = parts_of(one), parts_of(other)
-    if mine is None or theirs is None or mine[0] != theirs[0]:
-        return _is_same_container(one, other, depth)
-    return _all_same(mine[1], theirs[1], depth, given)
-
-
-def _is_same_container(one: Any, other: Any, depth: int) -> bool:
-    """Whether both are lists or dictionaries of nothing but equal constants."""
-    if type(one) is list and one:
-        return _all_same(one, other, depth) and all(isinstance(i, _PLAIN) for i in one)
-    if type(one) is dict and one:
-        return one.keys() == other.keys() and all(
-            isinstance(value, _PLAIN) and is_same(value, other[key]) for key, value in one.items()
-        )
-    return False
-
-
-def _all_same(
-    ones: Sequence[Any], others: Sequence[Any], depth: int, given: Mapping[int, Any] = _NONE
-) -> bool:
-    if len(ones) != len(others):
-        return False
-    return all(is_same(a, b, depth - 1, given) for a, b in zip(ones, others, strict=True))
 
 
 def traced_in(fn: Any, depth: int = _DEPTH) -> Iterator[Any]:

@@ -17,7 +17,6 @@ from typing import Any
 from torch import fx
 
 from graphopt._compat.sizes import AnsweredQuestions, Place
-from graphopt.host import HostCall
 from graphopt.host.assumptions import Answer, Assumption
 
 
@@ -97,9 +96,6 @@ class SizeAssumption(Assumption):
         self.relations.found[self.index] = found
         if not self.relations.hold(self.index, self.relations.found):
             raise self.failed(found, values)
-
-    def repeats(self, other: HostCall) -> bool:
-        return isinstance(other, SizeAssumption) and super().repeats(other)
 
 
 def found_before(graph: fx.Graph, index: int) -> dict[int, Sizes]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import fx
 
-from graphopt.host import HostCall
 from graphopt.host.assumptions import Assumption
 from graphopt.host.running import current_run
 
@@ -41,10 +40,6 @@ class UsedAnywhere(Assumption):
         found = None if running is None else running.used_anywhere(self.positions)
         if found is not None and found != self.answer:
             raise self.failed(Used(found), values)
-
-    def repeats(self, other: HostCall) -> bool:
-        same = isinstance(other, UsedAnywhere) and other.positions == self.positions
-        return same and super().repeats(other)
 
 
 def unused(graph: fx.Graph) -> frozenset[int]:

@@ -49,9 +49,7 @@ class Binding:
         self._counts = self._counts or TimesReached()
         share_counts(module.graph, self._counts)
         with captured.state_present():
-            guards = Guards(
-                call, captured.live, mode, captured.signature, captured.outside, captured.modes
-            )
+            guards = Guards(call, captured.live, mode, captured.signature, captured.outside)
         if agreed is not None:
             agreed.guards = guards
             self._warn_of_held(captured)

@@ -158,14 +158,12 @@ class BoundStep:
                 self.captured.state = state
                 raise
             except BaseException as error:
-                self._set_modes()
                 self._raise_explained(error, step, host, branch.module)
                 raise
             finally:
                 self._running = False
                 self._late.watch()
             self._note_success(step)
-            self._set_modes()
             with without_torch_function():
                 if state is not None:
                     state.put()
@@ -190,11 +188,6 @@ class BoundStep:
         error.handed_out = ()
         if not error.alone:
             self.tries.failures += 1
-
-    def _set_modes(self) -> None:
-        """Sets the train and eval modes of modules that the step leaves."""
-        for mode in self.captured.modes:
-            mode.make()
 
     def _note_success(self, step: int) -> None:
         self._step, self.tries.failures = step, 0

@@ -34,6 +34,11 @@ class InputValues:
         dead = {id(inputs.module_tensors[i]) for i in captured.signature.dead_gradients}
         if inputs.answers:  # a failed step must leave them
             dead = set()
+        self._dropped = [
+            inputs.module_tensors[index]
+            for index in captured.signature.dropped_gradients
+            if not inputs.answers
+        ]
         self._gradients = [(g.owner, id(g.owner) in dead) for g in inputs.gradients]
         rows = [i for i, spec in enumerate(captured.inputs) if spec.placement.rows is not None]
         self._windows = Windows(rows, captured.parallel)
@@ -50,6 +55,8 @@ class InputValues:
         """The inputs that are gradients, numbers and arguments. Drops gradients that the step
         drops unread."""
         values: list[Any] = []
+        for owner in self._dropped:
+            put_gradient(owner.live(), None)
         for owner, dead in self._gradients:
             parameter = owner.live()
             values.append(None if dead else parameter.grad)

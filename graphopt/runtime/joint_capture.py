@@ -111,7 +111,7 @@ class _AsAgreed(Ranks):
                 with made.present():
                     found = trace_in_order(call, inputs, raw, made, communication, order.names)
                     if found is not None:
-                        return finish(call, communication, *found, lasts=True, held=held)
+                        return finish(call, communication, *found, held=held)
                 beforehand = False
             except (MoreInputs, CaptureError) as error:
                 call = retried(call, inputs, error)
@@ -202,7 +202,7 @@ class _Together(Ranks):
                     found = trace_in_order(call, inputs, raw, made, communication, self._order)
                     beforehand = found is not None
                     if found is not None:
-                        captured = finish(call, communication, *found, lasts=True, held=self._held)
+                        captured = finish(call, communication, *found, held=self._held)
             except (MoreInputs, CaptureError) as error:
                 call = retried(call, inputs, error)
             everyone = self._meeting.exchange({"complete": captured is not None})

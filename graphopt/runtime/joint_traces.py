@@ -12,7 +12,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.capture import trace_from_state
 from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.optimizers.beforehand import with_state_used
-from graphopt.tracing.optimizers.steady import NewState
+from graphopt.tracing.optimizers.new_state import NewState
 from graphopt.tracing.reduction import MarkedCommunication
 from graphopt.tracing.trace import RawTrace, trace
 

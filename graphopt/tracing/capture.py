@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 
@@ -15,7 +15,6 @@ from graphopt import _compat
 from graphopt._compat.settings import dispatch_keys_kept
 from graphopt._compat.threads import taking_turns
 from graphopt.errors import CaptureError
-from graphopt.guards.modules import ModeChange
 from graphopt.guards.outside import OutsideGuard
 from graphopt.ir.placement import Placement, set_placement
 from graphopt.parallel import Manual, OverRanks, Parallel, resolve
@@ -29,7 +28,6 @@ from graphopt.tracing.casts import refuse_kept_casts
 from graphopt.tracing.collecting import collect
 from graphopt.tracing.decisions import OwnDecisionError, another_on_each_rank
 from graphopt.tracing.effects.host_state import refuse_left
-from graphopt.tracing.effects.mode_changes import mode_changes
 from graphopt.tracing.effects.reachable import trained_objects
 from graphopt.tracing.failures import definition_of, explained, is_raised
 from graphopt.tracing.functional.functionalization import functionalize, name_placeholders
@@ -47,7 +45,7 @@ from graphopt.tracing.inputs.notes import (
 )
 from graphopt.tracing.inputs.remembered import idle_in, without
 from graphopt.tracing.optimizers.beforehand import state_beforehand, with_state_used
-from graphopt.tracing.optimizers.steady import NO_STATE, NewState, steady_step
+from graphopt.tracing.optimizers.new_state import NO_STATE, NewState
 from graphopt.tracing.outside.existing import births_noted
 from graphopt.tracing.ranks.uniformity import first_own, own_inputs
 from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication
@@ -75,7 +73,6 @@ class CapturedStep:
             run for the first time; None where there is none.
         parallel: the kind of parallelism that expands the markers of the graph.
         found: places outside that hold what may be another one in the next call.
-        modes: of modules that each call sets, and may find as they were before.
 
     >>> import graphopt, torch
     >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
@@ -94,7 +91,6 @@ class CapturedStep:
     state: NewState | None = None
     parallel: Parallel = field(default_factory=Manual)
     found: Sequence[FoundPlace] = ()
-    modes: tuple[ModeChange, ...] = ()
 
     def __repr__(self) -> str:
         return (
@@ -119,47 +115,19 @@ def finish(
     raw: RawTrace,
     made: NewState = NO_STATE,
     *,
-    lasts: bool = False,
     held: Set[str] = frozenset(),
 ) -> CapturedStep:
     """Make the captured dialect of a trace.
 
     Args:
         made: optimizer state that has been made for the trace, and is there.
-        lasts: a first step that makes optimizer state is captured as the steps after it, where it
-            differs from them in nothing else.
         held: names of what any rank holds in a way in which its use is not seen.
 
     Raises:
         CaptureError: the step leaves something on the host.
     """
     refuse_left(raw.outside)
-    steady = steady_step(call, inputs, communication, raw, made) if lasts else None
-    if steady is not None:
-        refuse_left(steady.raw.outside)
-        modules = (module for _, module in call.named_submodules())
-        found = _Traced(steady.raw, steady.state, mode_changes(raw, steady, modules))
-        with steady.state.present():
-            return _rewritten(call, steady.inputs, found, communication, held)
-    return _rewritten(call, inputs, _Traced(raw, made or None), communication, held)
-
-
-class _Traced(NamedTuple):
-    """A trace; the other fields are those of `CapturedStep`."""
-
-    raw: RawTrace
-    state: NewState | None = None
-    modes: tuple[ModeChange, ...] = ()
-
-
-def _rewritten(
-    call: Call,
-    inputs: Inputs,
-    found: _Traced,
-    communication: MarkedCommunication | None,
-    held: Set[str],
-) -> CapturedStep:
-    raw, kinds = found.raw, list(inputs.kinds_and_names(call))
+    kinds = list(inputs.kinds_and_names(call))
     if call.besides.as_traced:
         _warn_of_rounding(call)
     with explained(call):
@@ -189,9 +157,7 @@ def _rewritten(
     note_held(functional.graph_module, inputs, held_names(inputs, raw), held)
     with call.besides.present():
         guard = OutsideGuard(raw.outside, _changed_objects(raw, inputs, call.besides))
-    made = _made_beforehand(call, found.state)
-    if made is not None:
-        made.entries = shard_made(made.entries, parallel)
+    made = NewState(shard_made(made.entries, parallel), [*made.attributes, *call.besides.made])
     return CapturedStep(
         functional.graph_module,
         specs,
@@ -199,10 +165,9 @@ def _rewritten(
         inputs,
         guard,
         replace(call.besides, rounds=0),
-        made,
+        made or None,
         parallel,
         tuple(found_places(raw.outside, call)),
-        found.modes,
     )
 
 
@@ -232,14 +197,6 @@ def _warn_of_rounding(call: Call) -> None:
     )
 
 
-def _made_beforehand(call: Call, state: NewState | None) -> NewState | None:
-    """What the first call leaves in optimizers and other objects, which is there already."""
-    if not call.besides.made:
-        return state
-    state = state or NewState([], [], [])
-    return replace(state, constants=[*state.constants, *call.besides.made])
-
-
 def capture(
     fn: Callable[..., Any],
     *args: Any,
@@ -253,9 +210,9 @@ def capture(
         fn: the step: unchanged PyTorch, with modules and optimizers among its arguments.
         parallel: see `graphopt.compile`. Ranks do not talk to each other here: a parameter that
             this rank does not use is not averaged.
-        warm: where the optimizer has no state yet, capture the step as all later calls run it, as
-            `graphopt.compile` does: with state among its inputs. False: as the first call, which
-            makes that state.
+        warm: where an optimizer of torch's has no state yet, capture the step as all later calls
+            run it, as `graphopt.compile` does: with state among its inputs. False: as the first
+            call, which makes that state. With other optimizers it is always that one.
 
     Returns:
         The captured step. Model, optimizer, gradients and generators are as before.
@@ -282,8 +239,12 @@ def capture_call(
     lasts: bool = False,
     held: Set[str] = frozenset(),
 ) -> CapturedStep:
-    """`capture`, of arguments already taken apart, with the markers that `parallelize` expands;
-    `lasts` and `held`: see `finish`."""
+    """`capture`, of arguments already taken apart, with the markers that `parallelize` expands.
+
+    Args:
+        lasts: state that optimizers make in their first step is made before it is traced.
+        held: see `finish`.
+    """
     alone = _compat.rank_among_several() is None  # else a rank may wait for what another one does
     with ExitStack() as stack:
         for context in (
@@ -298,7 +259,7 @@ def capture_call(
             call, inputs, raw, made = trace_from_state(call, communication, lasts=lasts)
             try:
                 with made.present():
-                    return finish(call, communication, inputs, raw, made, lasts=lasts, held=held)
+                    return finish(call, communication, inputs, raw, made, held=held)
             except (MoreInputs, CaptureError) as error:
                 call = retried(call, inputs, error)
 
@@ -310,7 +271,7 @@ def trace_from_state(
     beforehand.
 
     Args:
-        lasts: see `finish`.
+        lasts: see `capture_call`.
     """
     made = state_beforehand(call) if lasts else NO_STATE
     with made.present():

@@ -77,7 +77,7 @@ class Redirect(TorchFunctionMode):
     """See the module's docstring.
 
     Attributes:
-        first_gradients: how the step uses gradients before it computes any.
+        first_gradients: the first use of each gradient.
 
     Args:
         traced: stand-ins of the real tensors.
@@ -109,7 +109,6 @@ class Redirect(TorchFunctionMode):
         self._made = made
         self._tracer = _compat.current_tracer()
         self._packing = Packing(lambda tensor: untraced(made.decider.values, tensor))
-        self._differentiated = False
         self._is_out = self._is_back = False
         self.first_gradients = first_gradients.FirstGradients()
 
@@ -167,14 +166,12 @@ class Redirect(TorchFunctionMode):
         if func in first_gradients.ACCESSES and self._is_back:
             self._shared.refuse_reading()
         elif func in first_gradients.ACCESSES:
-            if not self._differentiated:
-                self.first_gradients.note(func, args[0])
+            self.first_gradients.note(func, args[0])
             self._shared.mark()
         elif func in _BACKWARDS:
             check_anomalies()
             if not self._is_out:
                 self._shared.begin_backward()
-            self._differentiated |= func is not torch.autograd.grad  # which leaves no gradients
             before, self._is_out = self._is_out, True
             try:
                 with self._tagger.during("backward"):

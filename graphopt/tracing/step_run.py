@@ -85,8 +85,6 @@ class StepRun:
         signature: what the results are for; None before the step has run.
         used: parameters whose gradients are marked, in the order they were ready.
         kept_numbers: results that are numbers (by id).
-        looks_at_gradients: it looks at gradients before it computes any.
-        dropped_gradients: module tensors, by number, whose gradient it drops before that.
         looks_at_state: it looks at the state of an optimizer by itself.
     """
 
@@ -120,8 +118,7 @@ class StepRun:
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
         self.kept_numbers: set[int] = set()
-        self.looks_at_gradients = False
-        self.dropped_gradients: frozenset[int] = frozenset()
+        self._gradients = FirstGradients()
         self.looks_at_state = False
         self._left: MadeAnew = {}
         self._view: HostView
@@ -263,7 +260,7 @@ class StepRun:
                 self._give(returned)
                 outside = self._left_outside(traced, held)
                 told, changes = self._tell(held, given, returned)
-            self._note_gradients(redirect.first_gradients, traced)
+            self._gradients = redirect.first_gradients
         rebinding.finish()
         if self.made.refused is not None:
             raise self.made.refused
@@ -271,13 +268,6 @@ class StepRun:
         flat = _compat.flatten_results(returned, self._stays)
         self._left = {}
         return Ran(*flat, stepped, outside, changes, rebinding, told)
-
-    def _note_gradients(self, first: FirstGradients, traced: Traced) -> None:
-        self.looks_at_gradients = first.read
-        tensors = enumerate(entry.tensor for entry in self._inputs.module_tensors)
-        stand_ins = ((index, traced.by_id[id(tensor)]) for index, tensor in tensors)
-        dropped = (index for index, tensor in stand_ins if id(tensor) in first.dropped)
-        self.dropped_gradients = frozenset(dropped)
 
     def _tell(
         self, held: HeldBefore, given: GivenContainers, returned: Any
@@ -361,7 +351,7 @@ class StepRun:
             outside=self.outside,
             left=ran.outside.made,
         )
-        collector = ResultCollector(self._call, self._inputs, traced, recipes)
+        collector = ResultCollector(self._call, self._inputs, traced, recipes, self._gradients)
         told = {(id(each.table), each.key): each for each in ran.told if each.is_told}
         left = (told.get((id(each.table), each.key), each) for each in held.left())
         signature = self.signature = collector.collect(ran, left, counted)

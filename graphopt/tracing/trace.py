@@ -52,9 +52,6 @@ class RawTrace:
 
     Attributes:
         used: parameters whose gradients were marked here, in the order they were ready.
-        looks_at_gradients: the step looks at gradients before it computes any.
-        dropped_gradients: module tensors, by number, whose gradient it drops before that, unread,
-            as `zero_grad` does.
         looks_at_state: it looks at the state of an optimizer by itself.
         outside: what the step read outside its arguments.
     """
@@ -64,8 +61,6 @@ class RawTrace:
     fakes: list[torch.Tensor]
     used: tuple[str, ...]
     outside: Record
-    looks_at_gradients: bool
-    dropped_gradients: frozenset[int]
     looks_at_state: bool
 
 
@@ -186,8 +181,7 @@ def _run_once(
     _refuse_kept_tensors(run, fakes, call)
     if run.outside.refused is not None:
         raise run.outside.refused
-    looks = (run.looks_at_gradients, run.dropped_gradients, run.looks_at_state)
-    raw = RawTrace(graph_module, run.signature, fakes, run.used, run.outside, *looks)
+    raw = RawTrace(graph_module, run.signature, fakes, run.used, run.outside, run.looks_at_state)
     return raw, None if drawn is None else Drawn(drawn, generators.python_advanced)
 
 

@@ -251,8 +251,8 @@ class Inputs:
     @property
     def first_number(self) -> int:
         """The position of the placeholder of the first of `hyperparameters`."""
-        of_modules = len(self.placeholders) + len(self.states) + len(self.gradients)
-        return of_modules + len(self.argument_gradients)
+        first = len(self.placeholders) + len(self.states) + len(self.gradients)
+        return first + len(self.argument_gradients)
 
     def numbers(self, call: Call) -> dict[int, float]:
         """The hyperparameters that are Python numbers, by the position of their placeholders."""

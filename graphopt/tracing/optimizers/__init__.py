@@ -1,1 +1,1 @@
-"""Optimizers: the state that the first step makes, the step after it, scaled gradients."""
+"""Optimizers: the state that the first step makes, gradients that it drops, scaled gradients."""

@@ -5,8 +5,8 @@ later step does. So the first call is traced from the state that it makes, and t
 one of all calls; the state of parameters that it leaves alone is taken out of it. What it takes for
 granted is looked at afterwards: that a momentum of `SGD`, made of negative zeros, becomes the first
 gradient (`first_momenta`), and that the step has not looked at the state itself. Where that is not
-so, and with other optimizers, the step is traced as it finds the state, and once more from what it
-leaves (`steady`).
+so, and with other optimizers, there are two graphs: one of the call that makes the state, and one
+of all later calls.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torch.optim import SGD
 
 from graphopt import _compat
 from graphopt._compat.fresh_state import attributes_after, fresh_state, makes_state_first
+from graphopt.parallel.sharding import is_dtensor
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs, StateNumber, StateTensor, state_key
 from graphopt.tracing.optimizers.first_momenta import FirstMomenta
+from graphopt.tracing.optimizers.new_state import NO_STATE, Entries, NewState
 from graphopt.tracing.optimizers.optimizer_state import distinct_states
-from graphopt.tracing.optimizers.steady import NO_STATE, Entries, NewState
 from graphopt.tracing.trace import RawTrace
 
 
@@ -34,8 +35,7 @@ def state_beforehand(call: Call) -> NewState:
     if not all(map(makes_state_first, optimizers)):
         return NO_STATE
     parameters = [p for of in optimizers for group in of.param_groups for p in group["params"]]
-    kinds = {torch.nn.Parameter, torch.Tensor}
-    if any(type(p) not in kinds or _compat.is_fake(p) or p.is_sparse for p in parameters):
+    if not all(map(_is_known, parameters)):
         return NO_STATE
     entries: Entries = [
         (optimizer.state, parameter, key, value)
@@ -44,12 +44,18 @@ def state_beforehand(call: Call) -> NewState:
         for parameter, table in fresh_state(optimizer).items()
         for key, value in table.items()
     ]
-    constants = [
+    attributes = [
         (vars(optimizer), name, value)
         for optimizer in optimizers
         for name, value in attributes_after(optimizer).items()
     ]
-    return NewState(entries, [], constants)
+    return NewState(entries, attributes)
+
+
+def _is_known(parameter: torch.Tensor) -> bool:
+    """True if it is known which state a parameter gets."""
+    plain = type(parameter) in (torch.nn.Parameter, torch.Tensor) or is_dtensor(parameter)
+    return plain and not _compat.is_fake(parameter) and not parameter.is_sparse
 
 
 def with_state_used(
@@ -61,7 +67,7 @@ def with_state_used(
     if raw.looks_at_state:
         return None
     stepped = [vars(call.optimizer_objects()[index]) for index in signature.stepped]
-    if not all(any(of is each for each in stepped) for of, _, _ in made.constants):
+    if not all(any(of is each for each in stepped) for of, _, _ in made.attributes):
         return None
     nodes = raw.graph_module.graph.find_nodes(op="placeholder")
     states = dict(zip(nodes[len(inputs.placeholders) :], inputs.states, strict=False))

@@ -1,4 +1,11 @@
-"""How a step uses gradients before it computes any."""
+"""Gradients of earlier calls that a step drops before it looks at them.
+
+    optimizer.zero_grad()        the first that the step does with `weight.grad`
+    loss.backward()
+
+It is all the same to such a step what that gradient is, and whether there is one: it is no input of
+the graph, and no guard asks for it.
+"""
 
 from __future__ import annotations
 
@@ -26,29 +33,26 @@ _ZEROING = frozenset({_where(Optimizer.zero_grad), _where(torch.nn.Module.zero_g
 
 
 class FirstGradients:
-    """The uses of gradients before a step computes any.
-
-    Attributes:
-        dropped: ids of tensors whose gradient is dropped, unread.
-        read: the step looks at others.
-    """
+    """The first use of each gradient in one trace."""
 
     def __init__(self) -> None:
-        self.dropped: set[int] = set()
-        self.read = False
+        self._used: set[int] = set()
+        self._dropped: set[int] = set()
 
     def note(self, func: Any, tensor: torch.Tensor) -> None:
         """The step uses the gradient of a tensor."""
-        if id(tensor) in self.dropped:
-            return
-        if func == READ and not _is_zeroed():
-            self.read = True
-        else:
-            self.dropped.add(id(tensor))
+        if id(tensor) not in self._used:
+            self._used.add(id(tensor))
+            if func != READ or _is_zeroed():
+                self._dropped.add(id(tensor))
+
+    def drops(self, tensor: torch.Tensor) -> bool:
+        """True if the gradient that a tensor has when the step begins is dropped unread."""
+        return id(tensor) in self._dropped
 
 
 def _is_zeroed() -> bool:
-    """Whether a `zero_grad` of torch's asks for a gradient, to put None in its place."""
+    """True if a `zero_grad` of torch's asks for a gradient, to put None in its place."""
     frame = next(f for f in frames(sys._getframe(1)) if not is_own_file(f.f_code.co_filename))
     code = frame.f_code
     if (code.co_filename, code.co_name, code.co_firstlineno) not in _ZEROING:

@@ -228,7 +228,9 @@ def _kind(holder: torch.Tensor, key: Any) -> Any:
     with without_overrides():
         if holder.layout is not torch.strided:
             return (holder.shape, holder.dtype, holder.device, holder.requires_grad)
-        return (*tensor_kind(holder), holder.is_leaf, holder.is_leaf and holder.grad is None)
+        # The gradients of others are guarded as inputs, but for those that the step drops.
+        alone = holder.is_leaf and not holder.requires_grad
+        return (*tensor_kind(holder), holder.is_leaf, alone and holder.grad is None)
 
 
 _READERS: Mapping[str, Any] = {

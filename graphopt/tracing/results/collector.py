@@ -16,6 +16,7 @@ from graphopt.tracing.effects.argument_changes import ContainerChange
 from graphopt.tracing.effects.written_values import MadeAnew
 from graphopt.tracing.failures import located
 from graphopt.tracing.inputs.entries import Inputs
+from graphopt.tracing.optimizers.first_gradients import FirstGradients
 from graphopt.tracing.optimizers.optimizer_state import (
     OfNone,
     distinct_states,
@@ -81,10 +82,20 @@ class ResultCollector:
 
     Args:
         recipes: makes the results that the graph has to return.
+        gradients: the first use of each gradient.
     """
 
-    def __init__(self, call: Call, inputs: Inputs, traced: Traced, recipes: Recipes) -> None:
+    def __init__(
+        self,
+        call: Call,
+        inputs: Inputs,
+        traced: Traced,
+        recipes: Recipes,
+        gradients: FirstGradients,
+    ) -> None:
         self.call, self.inputs, self.traced, self.recipes = call, inputs, traced, recipes
+        self._first = gradients
+        self._dropped = set(self._dropped_gradients())
 
     def collect(
         self,
@@ -106,6 +117,7 @@ class ResultCollector:
             user_results=len(recipes.results),
             stepped=ran.stepped,
             gradients=list(self._gradients()),
+            dropped_gradients=sorted(self._dropped),
             states=list(self._states()),
             attributes=self.attributes(attributes),
             placed=[self._placed(each) for each in outside.placed],
@@ -170,7 +182,8 @@ class ResultCollector:
             stand_in = self.traced.by_id[id(entry.tensor)]
             gradient = stand_in.grad if has_gradient(stand_in) else None
             existed = id(entry) in entry_gradients
-            if gradient is None and not existed:
+            undone = index in self._dropped and bool(self.inputs.answers)
+            if gradient is None and not (existed or undone):
                 continue
             if existed and gradient is self.traced.gradients[id(entry)]:
                 continue
@@ -182,6 +195,14 @@ class ResultCollector:
             before = self.traced.by_id.get(id(leaf.grad)) if has_gradient(leaf) else None
             if gradient is not before:
                 yield GradientResult(None, position, self.recipes.of(gradient, "a gradient"))
+
+    def _dropped_gradients(self) -> Iterator[int]:
+        """The module tensors that have no gradient, and whose gradient the step would drop."""
+        known = {id(gradient.owner) for gradient in self.inputs.gradients}
+        for index, entry in enumerate(self.inputs.module_tensors):
+            trained = id(entry) not in known and entry.tensor.requires_grad
+            if trained and self._first.drops(self.traced.by_id[id(entry.tensor)]):
+                yield index
 
     def _states(self) -> Iterator[StateResult]:
         owners = {

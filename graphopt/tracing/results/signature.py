@@ -197,6 +197,7 @@ class Signature:
         flags: `requires_grad` of arguments that get another, by position.
         flags_of_parameters: `requires_grad` of module tensors that get another, by their number.
         dead_gradients: module tensors whose gradient is dropped before anyone reads it.
+        dropped_gradients: module tensors whose gradient is no input, and dropped if there is one.
         keeps_casts: whether the step enters autocast; see `casts`.
     """
 
@@ -208,6 +209,7 @@ class Signature:
     user_results: int
     stepped: list[int]
     dead_gradients: list[int] = field(default_factory=list)
+    dropped_gradients: list[int] = field(default_factory=list)
     settings: list[SettingResult] = field(default_factory=list)
     containers: list[ContainerResult] = field(default_factory=list)
     placed: list[PlacedResult] = field(default_factory=list)
@@ -233,10 +235,3 @@ class Signature:
         live = (each.of if isinstance(each, View) else each for each in self.recipes())
         numbered = any(isinstance(each, Live) and each.placeholder is not None for each in live)
         return numbered or bool(self.data)
-
-    def constant_attributes(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        """The attributes that the step sets to something else than a tensor, with their places
-        and values."""
-        for attribute in self.attributes:
-            if isinstance(attribute.recipe, Constant):
-                yield attribute.attributes, attribute.name, attribute.recipe.value
