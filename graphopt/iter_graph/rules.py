@@ -32,7 +32,8 @@ def why_now(state: fx.Node) -> str | None:
 
 
 def why_now_everywhere(state: fx.Node) -> str | None:
-    """Returns the reason as `why_now` does, by facts that are the same on all ranks."""
+    """Returns the reason why a state cannot be updated in the next iteration, by facts that are the
+    same on all ranks, or None."""
     kind = input_kind(state)
     if kind not in LIVE_STATE:
         return f"a {kind}, which may be read between two steps"

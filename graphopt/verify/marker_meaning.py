@@ -1,4 +1,5 @@
-"""A proof that the collectives which replaced a capture's markers do what the markers mean.
+"""A proof that collectives mean what the markers (`reduce_gradient`, `sync_buffers`) mean that they
+replaced.
 
 A marked graph is the step of one device with markers where ranks share a value. Their meaning is
 written out here in collectives of single tensors, without any code of `graphopt.parallel`:

@@ -24,7 +24,7 @@ class SinkPlace:
 
 
 class SinkSources:
-    """One of the two compared graphs, cut at its anchors or as a whole.
+    """The sources that reach each sink in one of two compared graphs.
 
     Args:
         places: in the same order for all sides that are compared.

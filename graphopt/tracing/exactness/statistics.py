@@ -63,8 +63,8 @@ KERNELS = {
 
 
 def written_functionally(target: Any, args: Any, kwargs: dict[str, Any]) -> Any | None:
-    """Calls the functional form of such a kernel and updates each statistic by a `copy_`; None for
-    other operators.
+    """Calls the functional form of a kernel with undeclared statistics updates, and writes each
+    statistic by a `copy_`. None for other operators.
 
     Args:
         target: of a node of a raw trace.
