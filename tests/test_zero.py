@@ -32,6 +32,7 @@ from zero_settings import (
     SETTINGS,
     accumulating,
     run_accumulated,
+    run_averages,
     run_combination,
     run_setting,
     run_several_backwards,
@@ -168,6 +169,11 @@ def test_bits_of_ddp_in_combinations(two_ranks: Pool, number: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_several_backwards_for_one_update(two_ranks: Pool, stage: int) -> None:
     two_ranks.run(run_several_backwards, stage)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_averages_among_the_arguments(two_ranks: Pool, stage: int) -> None:
+    two_ranks.run(run_averages, stage)
 
 
 @pytest.mark.parametrize("build", ["language", "uneven"])

@@ -362,6 +362,30 @@ def run_combination(rank: int, number: int) -> None:
     pair.compare()
 
 
+def averaging(
+    model: nn.Module, optimizer: Optimizer, tokens: Tensor, wanted: Tensor, averages: list[Tensor]
+) -> Tensor:
+    """Averages of the parameters, in tensors that each rank gives."""
+    loss = train_step(model, optimizer, tokens, wanted)
+    with torch.no_grad():
+        for average, parameter in zip(averages, model.parameters(), strict=True):
+            average.lerp_(parameter, 0.1)
+    return loss
+
+
+def run_averages(rank: int, stage: int) -> None:
+    """Those of the ranks differ, so that no rank may compute with its rows of them alone."""
+    pair = Beside(Mixed, FUSED, averaging, stage)
+    ours = [p.detach() + rank for p in pair.model.parameters()]
+    theirs = [average.clone() for average in ours]
+    for given in batches(rank):
+        pair.step(pair.model, pair.optimizer, *given, ours)
+        averaging(pair.ddp, pair.reference_optimizer, *given, theirs)
+    pair.step.flush()
+    pair.compare()
+    assert all(map(torch.equal, ours, theirs))
+
+
 def several_backwards(
     model: nn.Module, optimizer: Optimizer, tokens: Tensor, wanted: Tensor, unsynchronized: Any
 ) -> Tensor:

@@ -22,7 +22,7 @@ from graphopt import _compat
 from graphopt.graph_utils import is_copy, is_list_operator, is_pointwise
 from graphopt.host.assumptions import Assumption
 from graphopt.ir.entries import list_positions
-from graphopt.ir.metadata import fake_value, input_kind, known_value, phase_of, set_value
+from graphopt.ir.metadata import fake_value, input_kind, is_state, known_value, phase_of, set_value
 from graphopt.ir.operators import is_marker, operator_of
 from graphopt.ir.placement import placement_of
 from graphopt.ir.rows import RowShards
@@ -219,8 +219,7 @@ class Expansion:
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != shards.shape:
             return None
         others = (source for source in inputs if source not in self._rows)
-        fit = all(_is_of(source, shards) or _is_number(source) for source in others)
-        return shards if fit else None
+        return shards if all(_goes_along(source, shards) for source in others) else None
 
     def _rewrite_entries(self, node: fx.Node) -> None:
         """Let each entry of a list operator compute rows, or wholes."""
@@ -254,7 +253,7 @@ class Expansion:
         found = {self._rows[value] for value in tensors if value in self._rows}
         shards = next(iter(found)) if len(found) == 1 else None
         others = [value for value in tensors if value not in self._rows]
-        if shards and not all(_is_of(each, shards) or _is_number(each) for each in others):
+        if shards and not all(_goes_along(each, shards) for each in others):
             shards = None
         for values in lists.values():
             value = values[index] if len(values) > index else None
@@ -417,6 +416,13 @@ def _is_of(node: fx.Node, shards: RowShards) -> bool:
     """True if a value has an element for each of a whole."""
     value = known_value(node)
     return isinstance(value, torch.Tensor) and tuple(value.shape) == shards.shape
+
+
+def _goes_along(node: fx.Node, shards: RowShards) -> bool:
+    """True if each rank may compute with its rows of a value: a number, or what all ranks have. A
+    tensor among the arguments of the step need not be that."""
+    own = node.op == "placeholder" and not is_state(node)
+    return _is_number(node) or (_is_of(node, shards) and not own)
 
 
 def _is_number(node: fx.Node) -> bool:
