@@ -35,7 +35,8 @@ from graphopt.parallel.parallelize import parallelize
 from graphopt.stages import default_pipeline
 from graphopt.stages.compiling import Stages
 from graphopt.tracing.call import Call
-from graphopt.tracing.capture import CapturedStep, capture_call, communication_for
+from graphopt.tracing.capture import capture_call, communication_for
+from graphopt.tracing.captured_step import CapturedStep
 
 RANKS = (1, 2, 4)
 OPTIMIZERS = ("fused", "foreach", "loop")

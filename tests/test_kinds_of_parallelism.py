@@ -36,7 +36,8 @@ from graphopt.readable import compact_text
 from graphopt.saved import load_graph, save_graph
 from graphopt.testing import fake_ranks
 from graphopt.tracing.call import Call
-from graphopt.tracing.capture import CapturedStep, capture_call, communication_for
+from graphopt.tracing.capture import capture_call, communication_for
+from graphopt.tracing.captured_step import CapturedStep
 from graphopt.verify import check_captured, check_graph
 from sketch import one_rank
 from twins import SEED, World, assert_same

@@ -30,7 +30,8 @@ from graphopt.pipelining.stage.stage_graphs import SLOT, StageGraph
 from graphopt.runtime.agreed import Ranks
 from graphopt.runtime.joint_capture import JointCapture
 from graphopt.testing import fake_ranks
-from graphopt.tracing.capture import CapturedStep, capture_call, communication_for
+from graphopt.tracing.capture import capture_call, communication_for
+from graphopt.tracing.captured_step import CapturedStep
 from pipeline_cases import CASES
 from stage_cases import BOUNDARIES, problem
 

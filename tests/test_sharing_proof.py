@@ -20,7 +20,8 @@ from graphopt.parallel.markers import Nodes, group_of, markers_of, marks_gradien
 from graphopt.parallel.parallelize import parallelize
 from graphopt.testing import fake_ranks
 from graphopt.tracing.call import Call
-from graphopt.tracing.capture import CapturedStep, capture_call, communication_for
+from graphopt.tracing.capture import capture_call, communication_for
+from graphopt.tracing.captured_step import CapturedStep
 from graphopt.verify.marker_meaning import sharing_problems
 from sketch import one_rank
 from zoo import MODELS, OPTIMIZERS, train_step

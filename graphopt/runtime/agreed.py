@@ -20,7 +20,8 @@ from graphopt.ranks.rank_votes import RankVotes
 from graphopt.ranks.spmd import DECIDE_ALIKE, collective_plan, plan_lines
 from graphopt.ranks.unused import UnusedParameters
 from graphopt.tracing.call import Call
-from graphopt.tracing.capture import CapturedStep, capture_call
+from graphopt.tracing.capture import capture_call
+from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.inputs.remembered import with_remembered
 

@@ -36,7 +36,7 @@ from graphopt.runtime.moved_apart import MovedApart, put_back
 from graphopt.runtime.results import StepResults
 from graphopt.runtime.sent_before import CollectiveResults, SentBefore
 from graphopt.tracing.call import Call
-from graphopt.tracing.capture import CapturedStep
+from graphopt.tracing.captured_step import CapturedStep
 
 logger = logging.getLogger("graphopt")
 

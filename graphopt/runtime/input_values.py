@@ -11,7 +11,7 @@ from graphopt import _compat
 from graphopt._compat.tensor_classes import put_gradient
 from graphopt.guards.guards import Guards
 from graphopt.tracing.call import Call
-from graphopt.tracing.capture import CapturedStep
+from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.inputs.entries import Storage, as_tensor
 from graphopt.tracing.shards import Windows
 

@@ -48,7 +48,9 @@ from graphopt.runtime.joint_traces import (
     trained,
 )
 from graphopt.tracing.call import Call
-from graphopt.tracing.capture import CapturedStep, communication_for, finish, retried
+from graphopt.tracing.capture import communication_for
+from graphopt.tracing.captured_dialect import finish
+from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.collecting import module_tensors
 from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.inputs.implicit import MoreInputs
@@ -56,6 +58,7 @@ from graphopt.tracing.inputs.notes import held_names
 from graphopt.tracing.inputs.remembered import with_remembered
 from graphopt.tracing.outside.existing import births_noted
 from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication, UnagreedParameterError
+from graphopt.tracing.retries import retried
 from graphopt.tracing.trace import RawTrace
 
 

@@ -15,7 +15,7 @@ from graphopt.graph_utils import without_autocast, written
 from graphopt.guards.guards import Guards
 from graphopt.iter_graph import IterGraphModule
 from graphopt.runtime.late import LateTensors, settle, warn_of_held
-from graphopt.tracing.capture import CapturedStep
+from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.inputs.entries import Storage
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graphopt.runtime.late import is_shared
-from graphopt.tracing.capture import CapturedStep
+from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.inputs.entries import state_key
 
 Moved = dict[int, tuple[torch.Tensor, torch.Tensor]]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from graphopt import _compat
 from graphopt._compat.tensor_classes import put_gradient
 from graphopt.tracing.call import Call
-from graphopt.tracing.capture import CapturedStep
+from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.effects.argument_changes import found_in, make_change
 from graphopt.tracing.effects.made_containers import MadeConstant
 from graphopt.tracing.optimizers.optimizer_state import write

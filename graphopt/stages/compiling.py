@@ -29,7 +29,7 @@ from graphopt.stages.auto import AutoPipeline
 from graphopt.stages.entries import Finalize, Vote
 from graphopt.stages.pipelines import manager_for, options_for, pipeline_with
 from graphopt.tracing.call import Call
-from graphopt.tracing.capture import CapturedStep
+from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.inputs.entries import InputSpec
 from graphopt.tracing.optimizers.optimizer_state import has
 from graphopt.tracing.outside.existing import births_noted

@@ -2,15 +2,18 @@
 
 `capture.capture_call` is the whole flow: find what the step works on (`collecting`, `inputs`), run
 it once under `make_fx` (`trace`, `step_run`), write the raw graph functionally (`functional`), and
-say what its results are for (`results`). While the step runs, `redirect` and `interception` answer
-what it asks of tensors, `scalars` what it does with numbers, and `outside` sees what it reads and
-writes around its arguments, which becomes guards, inputs and side effects (`effects`). `exactness`
-and `layouts` give operators the bits and strides of eager code, `tensors` follows storages and
-attributes, `optimizers` the state of the first step, `ranks` what several ranks share.
+say what its results are for (`results`). `captured_dialect` has the stages behind the trace, and
+`retries` says how a refused trace is tried again. While the step runs, `redirect` and
+`interception` answer what it asks of tensors, `scalars` what it does with numbers, and `outside`
+sees what it reads and writes around its arguments, which becomes guards, inputs and side effects
+(`effects`). `exactness` and `layouts` give operators the bits and strides of eager code, `tensors`
+follows storages and attributes, `optimizers` the state of the first step, `ranks` what several
+ranks share.
 """
 
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.capture import CapturedStep, capture
+from graphopt.tracing.capture import capture
+from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.inputs.entries import InputSpec
 
 __all__ = ["CapturedStep", "InputSpec", "SourceLine", "capture"]

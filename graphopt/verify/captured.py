@@ -28,7 +28,7 @@ from graphopt.ir.placement import placement_of
 from graphopt.verify.problems import CheckReport
 
 if TYPE_CHECKING:
-    from graphopt.tracing.capture import CapturedStep
+    from graphopt.tracing.captured_step import CapturedStep
     from graphopt.tracing.inputs.entries import InputSpec
 
 KINDS = (*("parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input"),)

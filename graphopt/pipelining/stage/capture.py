@@ -25,7 +25,7 @@ from graphopt.runtime.joint_capture import JointCapture
 from graphopt.stages import Stages
 from graphopt.stages.compiling import StepInMaking
 from graphopt.tracing.call import Call
-from graphopt.tracing.capture import CapturedStep
+from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.layouts.strides import corrected
 from graphopt.tracing.layouts.trusted import check
 

@@ -46,7 +46,7 @@ from graphopt.pipelining.stage.crossing import (
     with_items,
 )
 from graphopt.pipelining.stage.stage_graphs import StageGraph, extract
-from graphopt.tracing.capture import CapturedStep
+from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.results.signature import Computed, Live, Recipe, View
 
 aten = torch.ops.aten

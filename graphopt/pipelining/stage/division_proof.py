@@ -34,7 +34,7 @@ from graphopt.pipelining.stage.microbatch_graph import (
     mutable_inputs,
 )
 from graphopt.pipelining.stage.stage_graphs import SLOT, StageGraph
-from graphopt.tracing.capture import CapturedStep
+from graphopt.tracing.captured_step import CapturedStep
 from graphopt.verify import Problem
 from graphopt.verify.composition import ComposedGraph, NamedObjects
 from graphopt.verify.evaluation import evaluate_graph

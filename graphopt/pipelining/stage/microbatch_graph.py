@@ -22,7 +22,7 @@ from graphopt.graph_utils import (
 from graphopt.ir.metadata import fake_value, phase_of
 from graphopt.iter_graph.graph import copy_graph
 from graphopt.pipelining.stage.accumulating import GradientUpdate
-from graphopt.tracing.capture import CapturedStep
+from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.results.signature import Computed, Live, Recipe, View
 
 aten = torch.ops.aten

@@ -1,0 +1,173 @@
+"""From the trace of a step to the captured dialect: the stages behind the trace."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from graphopt.guards.outside import OutsideGuard
+from graphopt.ir.placement import Placement, set_placement
+from graphopt.parallel import Manual
+from graphopt.parallel.markers import Group
+from graphopt.tracing.call import Call
+from graphopt.tracing.captured_step import CapturedStep
+from graphopt.tracing.decisions import another_on_each_rank
+from graphopt.tracing.effects.host_state import refuse_left
+from graphopt.tracing.failures import explained
+from graphopt.tracing.functional.functionalization import functionalize, name_placeholders
+from graphopt.tracing.inputs.entries import Inputs, InputSpec, Kind, PlacedNumber
+from graphopt.tracing.inputs.found_places import found_places
+from graphopt.tracing.inputs.implicit import ImplicitInputs
+from graphopt.tracing.inputs.notes import (
+    forget_unwritten,
+    held_names,
+    note_dead_gradients,
+    note_held,
+    note_returned,
+    note_unread_numbers,
+    refuse_shared_updates,
+)
+from graphopt.tracing.optimizers.new_state import NO_STATE, NewState
+from graphopt.tracing.ranks.uniformity import first_own, own_inputs
+from graphopt.tracing.reduction import MarkedCommunication
+from graphopt.tracing.results.signature import Signature
+from graphopt.tracing.shards import placements, shard_made
+from graphopt.tracing.trace import RawTrace
+
+logger = logging.getLogger("graphopt")
+
+
+def finish(
+    call: Call,
+    communication: MarkedCommunication | None,
+    inputs: Inputs,
+    raw: RawTrace,
+    made: NewState = NO_STATE,
+    *,
+    held: Set[str] = frozenset(),
+) -> CapturedStep:
+    """Make the captured dialect of a trace.
+
+    Args:
+        made: optimizer state that has been made for the trace, and is there.
+        held: names of what any rank holds in a way in which its use is not seen.
+
+    Raises:
+        CaptureError: the step leaves something on the host.
+    """
+    refuse_left(raw.outside)
+    besides = call.besides
+    parallel = Manual() if communication is None else communication.parallel
+    if besides.as_traced:
+        _warn_of_rounding(call.fn, besides.as_traced)
+    graph_module = _functional(call, inputs, raw)
+    if communication is not None:
+        own = own_inputs(inputs, call, broadcast=communication.parallel.broadcast)
+        _refuse_own_assumptions(graph_module.graph, inputs, own, raw.signature, communication.group)
+    kinds = list(inputs.kinds_and_names(call))
+    specs = _described(graph_module, kinds, placements(inputs, call, parallel))
+    _note_uses(graph_module, specs, inputs, raw, held)
+    made = NewState(shard_made(made.entries, parallel), [*made.attributes, *besides.made])
+    return CapturedStep(
+        graph_module,
+        specs,
+        raw.signature,
+        inputs,
+        _guard_outside(raw, inputs, besides),
+        replace(besides, rounds=0),
+        made or None,
+        parallel,
+        tuple(found_places(raw.outside, call)),
+    )
+
+
+def _functional(call: Call, inputs: Inputs, raw: RawTrace) -> fx.GraphModule:
+    """The graph of a trace, written functionally.
+
+    Raises:
+        CaptureError: the step writes where a graph cannot follow.
+    """
+    with explained(call):
+        functional = functionalize(raw)
+    forget_unwritten(functional.graph_module, inputs, raw.signature)
+    refuse_shared_updates(call, inputs, functional.updated)
+    return functional.graph_module
+
+
+def _refuse_own_assumptions(
+    graph: fx.Graph, inputs: Inputs, own: Sequence[bool], signature: Signature, group: Group
+) -> None:
+    """Refuse what a rank assumes of values of its own.
+
+    Raises:
+        OwnDecisionError: it assumes some.
+    """
+    assumed = first_own(graph, inputs, own, signature, group)
+    if assumed is not None:
+        raise another_on_each_rank(assumed.line)
+
+
+def _described(
+    graph_module: fx.GraphModule, kinds: Sequence[tuple[Kind, str]], placed: Mapping[int, Placement]
+) -> tuple[InputSpec, ...]:
+    """Name the inputs of a graph and note their placements, by position."""
+    names = name_placeholders(graph_module.graph, kinds)
+    graph_module.recompile()
+    specs = tuple(
+        InputSpec(kind, fqn, name, placed.get(index, Placement.FULL))
+        for index, ((kind, fqn), name) in enumerate(zip(kinds, names, strict=True))
+    )
+    for node, spec in zip(graph_module.graph.nodes, specs, strict=False):
+        set_placement(node, spec.placement)
+    return specs
+
+
+def _note_uses(
+    graph_module: fx.GraphModule,
+    specs: tuple[InputSpec, ...],
+    inputs: Inputs,
+    raw: RawTrace,
+    held: Set[str],
+) -> None:
+    """Note of inputs who else has them, and which nobody reads."""
+    note_returned(graph_module, inputs, raw.signature)
+    note_dead_gradients(graph_module, specs, inputs, raw.signature)
+    note_unread_numbers(graph_module, inputs)
+    inputs.rebound = list(raw.signature.rebound)
+    note_held(graph_module, inputs, held_names(inputs, raw), held)
+
+
+def _guard_outside(raw: RawTrace, inputs: Inputs, besides: ImplicitInputs) -> OutsideGuard:
+    """The guard of what the step has read outside its arguments."""
+    with besides.present():
+        return OutsideGuard(raw.outside, _changed_objects(raw, inputs, besides))
+
+
+def _changed_objects(raw: RawTrace, inputs: Inputs, besides: ImplicitInputs) -> list[Any]:
+    """The objects outside of which a graph takes something that it changes: each call needs these
+    very objects."""
+    placed = [each.place for each in raw.signature.placed]
+    lists = tuple(place.holder for place in placed if type(place.holder) is list)
+    inputs.hyperparameters = [
+        replace(each, apart=lists) if isinstance(each, PlacedNumber) else each
+        for each in inputs.hyperparameters
+    ]
+    places = [*placed, *(each.place for each in besides.carried)]
+    places += [each.place for each in inputs.hyperparameters if isinstance(each, PlacedNumber)]
+    for place in places:
+        raw.outside.need(place.holder)
+        raw.outside.need(raw.outside.owner(place.holder))
+    return [place.holder for place in places]
+
+
+def _warn_of_rounding(fn: Callable[..., Any], reason: str) -> None:
+    logger.warning(
+        "%s is captured with libraries that compute as they do when they are traced: the same up to"
+        " rounding, but not eager's bits (%s)",
+        getattr(fn, "__qualname__", repr(fn)),
+        reason,
+    )

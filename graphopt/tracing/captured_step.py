@@ -1,0 +1,70 @@
+"""What a capture gives: the graph, where its inputs are found, and what its results are for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import fx
+
+from graphopt.guards.outside import OutsideGuard
+from graphopt.parallel import Manual, Parallel
+from graphopt.ranks.independent_ranks import groups_apart
+from graphopt.tracing.inputs.entries import Inputs, InputSpec
+from graphopt.tracing.inputs.found_places import FoundPlace
+from graphopt.tracing.inputs.implicit import ImplicitInputs
+from graphopt.tracing.optimizers.new_state import NewState
+from graphopt.tracing.results.signature import Signature
+
+
+@dataclass
+class CapturedStep:
+    """A training step as a graph.
+
+    Attributes:
+        graph_module: the graph in the captured dialect (docs/ir.md). Called with the live tensors
+            in the order of `inputs`, it returns ``(user results, state updates, carried values)``.
+        inputs: one `InputSpec` per placeholder.
+        signature: how results become the return value, gradients and new optimizer state.
+        live: where the values of `inputs` are found.
+        outside: holds what the step read outside its arguments.
+        besides: modules, optimizers and tensors that it works on besides its arguments.
+        state: optimizer state among the inputs, to be put into the optimizers when the graph has
+            run for the first time; None where there is none.
+        parallel: the kind of parallelism that expands the markers of the graph.
+        found: places outside that hold what may be another one in the next call.
+
+    >>> import graphopt, torch
+    >>> captured = graphopt.capture(lambda m, x: m(x), torch.nn.ReLU(), torch.ones(2))
+    >>> [(entry.kind, entry.fqn) for entry in captured.inputs]
+    [('user_input', 'x')]
+    >>> captured
+    CapturedStep(3 nodes, 1 inputs)
+    """
+
+    graph_module: fx.GraphModule
+    inputs: tuple[InputSpec, ...]
+    signature: Signature
+    live: Inputs
+    outside: OutsideGuard
+    besides: ImplicitInputs
+    state: NewState | None = None
+    parallel: Parallel = field(default_factory=Manual)
+    found: Sequence[FoundPlace] = ()
+
+    def __repr__(self) -> str:
+        return (
+            f"CapturedStep({len(self.graph_module.graph.nodes)} nodes, {len(self.inputs)} inputs)"
+        )
+
+    @cached_property
+    def apart(self) -> frozenset[str]:
+        """The groups that it communicates in, once its markers are expanded, in which others are
+        than the ranks that run it alike."""
+        return groups_apart(self.graph_module.graph, self.parallel)
+
+    def state_present(self) -> AbstractContextManager[None]:
+        """While active, the optimizers have all state that is among the inputs."""
+        return nullcontext() if self.state is None else self.state.present()
