@@ -169,7 +169,7 @@ def test_the_default_pipeline_makes_a_sharded_step_faster(stage: int, tmp_path: 
     before, after = found["seconds"]
     assert after < before
     before, after = found["collectives"]
-    assert after < before / 2
+    assert after < 0.6 * before
     command = [sys.executable, "-m", "graphopt", "show", path]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "reduce_scatter_tensor_coalesced" in shown and "_fused_adamw" in shown
