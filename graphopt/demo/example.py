@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 import graphopt
 from graphopt.comm import get_all_comm_blocks
-from graphopt.graph_utils import get_output, move_before
+from graphopt.graph_utils import get_output, is_view, move_before
 
 registry = graphopt.PassRegistry()  # the demo's own: `graphopt passes` does not list them
 
@@ -31,11 +31,15 @@ def wait_at_the_end(gm: fx.GraphModule) -> None:
 
 @graphopt.graph_optimization_pass(registry=registry)
 def wait_before_first_reader(gm: fx.GraphModule) -> int:
-    """Wait for every bucket just before its first reader. Returns how many waits moved."""
+    """Wait for every bucket just before the first node that computes with it. Returns how many
+    waits moved."""
     position = {node: number for number, node in enumerate(gm.graph.nodes)}
     moved = 0
     for bucket in get_all_comm_blocks(gm):
-        readers = [user for wait in bucket.wait_nodes for user in wait.users]
-        move_before(bucket.wait_nodes, min(readers, key=position.__getitem__))
+        sunk = list(bucket.wait_nodes)
+        for node in sunk:
+            sunk += [user for user in node.users if is_view(user)]
+        readers = [user for node in sunk for user in node.users if user not in sunk]
+        move_before(sunk, min(readers, key=position.__getitem__))
         moved += len(bucket.wait_nodes)
     return moved

@@ -164,7 +164,7 @@ class Communication:
         if self._joint_capture is None:
             from graphopt.runtime.joint_capture import JointCapture
 
-            self._joint_capture = JointCapture(self._topic)
+            self._joint_capture = JointCapture(self._topic, sharded_models=self.sharded_models)
         return self._joint_capture
 
     @property

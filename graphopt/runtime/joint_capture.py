@@ -47,6 +47,7 @@ from graphopt.runtime.joint_traces import (
     trace_in_order,
     trained,
 )
+from graphopt.runtime.sharded_models import ShardedModels
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import communication_for
 from graphopt.tracing.captured_dialect import finish
@@ -196,6 +197,8 @@ class _Together(Ranks):
             call, inputs, raw, made = first_joint_trace(
                 call, self._communication(None), beforehand=beforehand
             )
+            if self._shard(call):
+                continue
             communication = self._communication(self._meet(call, inputs, raw))
             if self._sync and self._joint.uneven and not call.decides_alone:
                 call = call.deciding_alone()
@@ -218,6 +221,14 @@ class _Together(Ranks):
         if self._sync and self._parallel.broadcast_buffers:
             group = self._parallel.everyone
             make_group_of_buffers(group, [root for _, root in call.named_roots()], self._meeting)
+
+    def _shard(self, call: Call) -> bool:
+        """Shards what the trace has found besides the arguments; True if the call has changed."""
+        models = self._joint.sharded_models
+        if models is None:
+            return False
+        everyone = self._meeting.exchange({"new": models.has_new(call)})
+        return any(theirs["new"] for theirs in everyone) and models.shard(call, together=True)
 
     def _communication(self, order: AgreedOrder | None) -> MarkedCommunication | None:
         return self._joint.marked(self._parallel, order) if self._sync else None
@@ -303,6 +314,7 @@ class JointCapture:
     Args:
         topic: the same text on all ranks, different for different step functions.
         accumulated: whether gradients of earlier calls alone are averaged as well.
+        sharded_models: the models that the step shards; None for kinds that shard none.
 
     Attributes:
         alone: the last capture was one of this rank alone.
@@ -310,8 +322,11 @@ class JointCapture:
             do not take the same decisions. Each decision is a rank's own then.
     """
 
-    def __init__(self, topic: str, *, accumulated: bool = True) -> None:
+    def __init__(
+        self, topic: str, *, accumulated: bool = True, sharded_models: ShardedModels | None = None
+    ) -> None:
         self.topic, self._accumulated = topic, accumulated
+        self.sharded_models = sharded_models
         self._agreed: list[Agreed] = []
         self._count = 0
         self._votes: WeakKeyDictionary[dist.ProcessGroup, Votes] = WeakKeyDictionary()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.errors import CaptureError, CollectiveError, GraphOptError, SpmdMismatchError
@@ -28,7 +29,8 @@ from graphopt.ranks.meeting import Channel
 from graphopt.runtime.joined import broadcast_from_first
 from graphopt.runtime.late import settle
 from graphopt.tracing.call import Call
-from graphopt.tracing.shards import shard_states
+from graphopt.tracing.effects.reachable import trained_objects
+from graphopt.tracing.shards import has_whole_states, shard_states
 
 SECONDS = 10.0
 """How long ranks wait for one another where all of them have to gather."""
@@ -58,9 +60,18 @@ class ShardedModels:
         """The ranks over which the models are sharded."""
         return self._parallel.axes[-1]
 
-    def shard(self, call: Call) -> bool:
+    def has_new(self, call: Call) -> bool:
+        """True if a call has a model, or state of an optimizer, that is not sharded yet."""
+        known = all(id(root) in self._roots for _, root in call.named_roots())
+        return not known or has_whole_states(call, self._parallel)
+
+    def shard(self, call: Call, *, together: bool = False) -> bool:
         """Shards the whole parameters of a call, and returns True if there were any. All ranks call
-        it in the first call with a model.
+        it in the first call with a model, and where one has found a model that the step reaches
+        besides its arguments.
+
+        Args:
+            together: all ranks are here, with a new model or without one.
 
         Raises:
             CollectiveError: the group has one rank.
@@ -74,7 +85,7 @@ class ShardedModels:
             )
         new = [(name, root) for name, root in call.named_roots() if id(root) not in self._roots]
         changed = False
-        if new:
+        if new or together:
             self._agree(call)
             changed = self._parallel.stage == 3 and self._shard_parameters(call)
             for name, root in new:
@@ -123,7 +134,7 @@ class ShardedModels:
         for table, key in _slots(call):
             if id(table[key]) in new:
                 table[key] = new[id(table[key])]
-        for optimizer in call.optimizer_objects():
+        for optimizer in _optimizers_of(call):
             for group in optimizer.param_groups:
                 group["params"] = [new.get(id(each), each) for each in group["params"]]
             items = list(optimizer.state.items())
@@ -231,6 +242,13 @@ def _on_cpu(value: Any) -> Any:
     if is_dtensor(value):
         return value.full_tensor().detach().cpu()  # type: ignore[attr-defined]
     return value.detach().to("cpu", copy=True)  # not what the next step updates
+
+
+def _optimizers_of(call: Call) -> list[Optimizer]:
+    """The optimizers of a call, and those that its step can reach."""
+    reached = trained_objects(call.fn, call.leaves)
+    found = [*call.optimizer_objects(), *(each for each in reached if isinstance(each, Optimizer))]
+    return list({id(each): each for each in found}.values())
 
 
 def _slots(call: Call) -> Iterator[Slot]:

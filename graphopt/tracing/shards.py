@@ -7,6 +7,7 @@ graph takes the window in which these lie (`graphopt.parallel.sharding`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,16 +54,27 @@ def whole_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
 def shard_states(call: Call, parallel: OverRanks) -> int:
     """Let this rank keep its rows alone of what the optimizers of a call hold whole. Returns how
     many entries have changed."""
-    changed = 0
+    whole = list(_whole_states(call, parallel))
+    for entries, key, rows in whole:
+        entries[key] = rows
+    return len(whole)
+
+
+def has_whole_states(call: Call, parallel: OverRanks) -> bool:
+    """True if the optimizers of a call hold whole what ranks are to hold rows of."""
+    return any(True for _ in _whole_states(call, parallel))
+
+
+def _whole_states(call: Call, parallel: OverRanks) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
+    """Entries that optimizers hold whole: the table and key of each, and this rank's rows."""
     for optimizer in call.optimizer_objects():
         for parameter, entries in optimizer.state.items():
             if not isinstance(parameter, torch.Tensor) or not isinstance(entries, dict):
                 continue
-            for key, value in entries.items():
-                new = _sharded(value, parameter, parallel)
-                changed += new is not value
-                entries[key] = new
-    return changed
+            for key, value in list(entries.items()):
+                rows = _sharded(value, parameter, parallel)
+                if rows is not value:
+                    yield entries, key, rows
 
 
 def shard_made(entries: list[Any], parallel: Parallel) -> list[Any]:

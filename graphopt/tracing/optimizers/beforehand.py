@@ -11,6 +11,7 @@ of all later calls.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -37,13 +38,14 @@ def state_beforehand(call: Call) -> NewState:
     parameters = [p for of in optimizers for group in of.param_groups for p in group["params"]]
     if not all(map(_is_known, parameters)):
         return NO_STATE
-    entries: Entries = [
-        (optimizer.state, parameter, key, value)
-        for _, optimizer in distinct_states(optimizers)
-        if not optimizer.state
-        for parameter, table in fresh_state(optimizer).items()
-        for key, value in table.items()
-    ]
+    with _compat.fake_mode_of(parameters) or nullcontext():
+        entries: Entries = [
+            (optimizer.state, parameter, key, value)
+            for _, optimizer in distinct_states(optimizers)
+            if not optimizer.state
+            for parameter, table in fresh_state(optimizer).items()
+            for key, value in table.items()
+        ]
     attributes = [
         (vars(optimizer), name, value)
         for optimizer in optimizers
@@ -55,7 +57,7 @@ def state_beforehand(call: Call) -> NewState:
 def _is_known(parameter: torch.Tensor) -> bool:
     """True if it is known which state a parameter gets."""
     plain = type(parameter) in (torch.nn.Parameter, torch.Tensor) or is_dtensor(parameter)
-    return plain and not _compat.is_fake(parameter) and not parameter.is_sparse
+    return (plain or _compat.is_fake(parameter)) and not parameter.is_sparse
 
 
 def with_state_used(
