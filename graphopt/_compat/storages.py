@@ -32,5 +32,10 @@ def number_of(storage: Any) -> int:
     return int(_UNTYPED._cdata.__get__(storage))
 
 
+def address_of(storage: torch.UntypedStorage) -> int:
+    """Where a storage's memory begins, whatever stands for the method that says it."""
+    return int(_UNTYPED.data_ptr(storage))
+
+
 VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 """How often a tensor has been written, as a function mode sees it asked."""

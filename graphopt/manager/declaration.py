@@ -73,7 +73,6 @@ class Pass:
         self.options: dict[str, Option] = options_of(function, self.name)
         annotation = _check_graph_annotation(function, self.name)
         self.function = function
-        self.module = function.__module__
         self.repeatable = repeatable
         self.changes_numerics = changes_numerics
         self.changes_communication = changes_communication
@@ -82,6 +81,7 @@ class Pass:
         self.bakes_rank = bakes_rank
         self.doc = (inspect.getdoc(function) or "").partition("\n")[0]
         code = inspect.unwrap(function).__code__
+        self.module: str = function.__module__ or code.co_filename  # None where the code is exec'ed
         self.source = f"{code.co_filename}:{code.co_firstlineno}"
         self._run = run
         functools.update_wrapper(self, function)

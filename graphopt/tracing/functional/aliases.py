@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt._compat.storages import address_of
 from graphopt._compat.tensor_classes import alias_of
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs
@@ -61,7 +62,7 @@ def meets(array: Any, tensor: torch.Tensor) -> bool:
 
 def _meets(array: Any, tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
-    begin = storage.data_ptr()
+    begin = address_of(storage)
     low = high = array.__array_interface__["data"][0]
     for size, stride in zip(array.shape, array.strides, strict=True):
         low, high = low + min(0, stride * (size - 1)), high + max(0, stride * (size - 1))
