@@ -69,7 +69,7 @@ class _CandidateBinding:
 
 
 @dataclass(frozen=True)
-class Replacement:
+class Exchange:
     """A place where a rule applies, with the traced replacement."""
 
     match: Match
@@ -108,7 +108,7 @@ def _kind_of(value: Any) -> Any:
 
 def exchanges(
     graph: fx.Graph, rule: Rule, where: Callable[[Match], bool] | None
-) -> Iterator[Replacement]:
+) -> Iterator[Exchange]:
     """Yields all places where a rule applies, disjoint and in graph order."""
     taken: set[fx.Node] = set()
     seen: set[tuple[fx.Node, ...]] = set()
@@ -134,7 +134,7 @@ def exchanges(
         _check_outputs(rule, match, new)
         if _is_in_reach(match, new):
             taken.update(match.nodes)
-            yield Replacement(match, new)
+            yield Exchange(match, new)
 
 
 def _matches(graph: fx.Graph, rule: Rule) -> Iterator[Match]:

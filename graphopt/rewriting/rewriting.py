@@ -21,7 +21,7 @@ from torch import fx
 from graphopt.graph_utils import call_function_with_meta
 from graphopt.ir.metadata import fake_value
 from graphopt.ir.rewritten_places import RewrittenPlace, note_place
-from graphopt.rewriting.finding import Replacement, Rule, exchanges, names_of, needed_for
+from graphopt.rewriting.finding import Exchange, Rule, exchanges, names_of, needed_for
 from graphopt.rewriting.matching import Match
 
 aten = torch.ops.aten
@@ -90,7 +90,7 @@ def rewrite(
 
 def _exchange(
     graph: fx.Graph,
-    exchange: Replacement,
+    exchange: Exchange,
     renamed: dict[fx.Node, fx.Node],
     rule: Rule,
     tolerance: float | None,
@@ -126,7 +126,7 @@ def _exchange(
     )
 
 
-def _insert(graph: fx.Graph, exchange: Replacement, made: dict[fx.Node, fx.Node]) -> None:
+def _insert(graph: fx.Graph, exchange: Exchange, made: dict[fx.Node, fx.Node]) -> None:
     """Inserts the replacement's calls; `made` maps its placeholders, and gets its calls."""
     match, new = exchange.match, exchange.new
     forward = needed_for(new.results, new.calls)

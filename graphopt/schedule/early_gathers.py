@@ -32,7 +32,7 @@ def place_by_cost(
         groups: of which those that need a bucket alone are placed.
         blocks: the collectives of gradients, in launch order.
     """
-    queue = _Queue(graph, blocks, costs)
+    queue = _SimulatedLink(graph, blocks, costs)
     waiting = [group for group in groups if group.block is not None]
     for place in range(len(blocks) - 1):
         for group in list(waiting):
@@ -46,7 +46,7 @@ def place_by_cost(
             waiting.remove(group)
 
 
-class _Queue:
+class _SimulatedLink:
     """A simulated link: the times of scatters, and of gathers sent between them.
 
     Args:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Set
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
+from torch.optim import Optimizer
+
 from graphopt import _compat
 from graphopt._compat.settings import dispatch_keys_kept
 from graphopt._compat.threads import taking_turns
@@ -110,51 +112,70 @@ def trace_from_state(
     Args:
         lasts: see `capture_call`.
     """
-    made = state_beforehand(call) if lasts else NO_STATE
-    with made.present():
-        traced, inputs, raw = first_trace(call, communication)
+    traced, inputs, raw, made = first_trace(call, communication, lasts=lasts)
     found = with_state_used(traced, made, inputs, raw) if made else (inputs, raw, made)
     if found is not None and not (made and raw.signature.states):
         return traced, *found
-    return *first_trace(call, communication), NO_STATE
+    return first_trace(call, communication, lasts=False)
 
 
 def first_trace(
-    call: Call, communication: MarkedCommunication | None
-) -> tuple[Call, Inputs, RawTrace]:
-    """The first trace of a call that has all that it works on, and that call.
+    call: Call, communication: MarkedCommunication | None, *, lasts: bool
+) -> tuple[Call, Inputs, RawTrace, NewState]:
+    """The first trace of a call that has all that it works on, that call, and the state from which
+    it is traced: that of optimizers which a trace has found besides the arguments as well.
+
+    Args:
+        lasts: see `capture_call`.
 
     Raises:
         CaptureError: the step cannot be captured.
     """
     refuse_kept_casts()
-    alone = communication is None
+    optimizers: list[Optimizer] = []
+    made = NO_STATE
     while True:
-        try:
-            inputs = prepare(call)
-        except CaptureError:  # of what the step may leave alone
-            if not call.remembered:
-                raise
-            call = without(call, call.remembered)
-            continue
-        try:
-            raw = trace(call, inputs, communication)
-        except (MoreInputs, CaptureError) as error:
-            left_alone = error.idle if isinstance(error, MoreInputs) and alone else ()
-            call = retried(without(call, left_alone), inputs, error)
-            continue
-        left_alone = idle_in(raw.graph_module.graph, call, inputs, raw.signature.stepped)
-        if left_alone and alone:  # others may use it in a branch of their own
-            call = without(call, left_alone)
-            continue
-        uses_none = not inputs.module_tensors and not call.modules
-        if uses_none and not alone and not trained_objects(call.fn, call.leaves):
-            raise CaptureError(
-                "there is no torch.nn.Module among its arguments, and it reaches none",
-                location=str(definition_of(call)),
-                hint="pass the model and the optimizer to the step: step(model, optimizer, batch)",
-            )
-        return call, inputs, raw
+        if lasts and optimizers != call.optimizer_objects():
+            optimizers, made = call.optimizer_objects(), NO_STATE  # no two states at once
+            made = state_beforehand(call)
+        with made.present():
+            found = _attempt(call, communication)
+        if not isinstance(found, Call):
+            return call, *found, made
+        call = found
+
+
+def _attempt(
+    call: Call, communication: MarkedCommunication | None
+) -> tuple[Inputs, RawTrace] | Call:
+    """The trace of a call, or the call as it has to be traced instead.
+
+    Raises:
+        CaptureError: the step cannot be captured.
+    """
+    alone = communication is None
+    try:
+        inputs = prepare(call)
+    except CaptureError:  # of what the step may leave alone
+        if not call.remembered:
+            raise
+        return without(call, call.remembered)
+    try:
+        raw = trace(call, inputs, communication)
+    except (MoreInputs, CaptureError) as error:
+        left_alone = error.idle if isinstance(error, MoreInputs) and alone else ()
+        return retried(without(call, left_alone), inputs, error)
+    left_alone = idle_in(raw.graph_module.graph, call, inputs, raw.signature.stepped)
+    if left_alone and alone:  # others may use it in a branch of their own
+        return without(call, left_alone)
+    uses_none = not inputs.module_tensors and not call.modules
+    if uses_none and not alone and not trained_objects(call.fn, call.leaves):
+        raise CaptureError(
+            "there is no torch.nn.Module among its arguments, and it reaches none",
+            location=str(definition_of(call)),
+            hint="pass the model and the optimizer to the step: step(model, optimizer, batch)",
+        )
+    return inputs, raw
 
 
 def prepare(call: Call) -> Inputs:
