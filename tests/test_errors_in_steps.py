@@ -196,7 +196,7 @@ def update(kept: Any, loss: Tensor) -> None:
     kept.optimizer.zero_grad()
     loss.backward()
     kept.optimizer.step()
-    kept.losses.append(loss.item())
+    graphopt.callback(kept.losses.append, loss.item())
 
 
 def any_error(kept: Any, x: Tensor, boxes: Tensor) -> None:
@@ -211,7 +211,7 @@ def prints_it(kept: Any, x: Tensor, boxes: Tensor) -> None:
         loss = loss_of(kept, x, boxes)
         update(kept, loss)
     except Exception as error:
-        print(error)
+        graphopt.callback(print, str(error))
         return
 
 
@@ -243,8 +243,8 @@ def says_its_own(kept: Any, x: Tensor, boxes: Tensor) -> None:
         if loss < 0.5:
             raise ValueError("low")
     except (RuntimeError, ValueError) as error:
-        print(error, [str(error)], type(error).__name__)
-        logging.getLogger("caught").warning("%s", error)
+        graphopt.callback(print, [str(error)], type(error).__name__)
+        graphopt.callback(logging.getLogger("caught").warning, "%s", str(error))
     update(kept, loss)
 
 
