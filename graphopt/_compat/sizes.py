@@ -217,14 +217,25 @@ def symbolic_layout(tensor: torch.Tensor) -> tuple[tuple[int | str, ...], tuple[
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:
-    """True if a tensor is contiguous, decided without adding guards on its sizes."""
-    if not any(isinstance(number, torch.SymInt) for number in (*tensor.shape, *tensor.stride())):
+    """True if a tensor is contiguous, decided without adding guards on its sizes. A trace that runs
+    does not see it: its sizes may be unknown to that trace."""
+    sizes: Sequence[Any] = tensor.shape
+    if not any(isinstance(number, torch.SymInt) for number in (*sizes, *tensor.stride())):
         return tensor.is_contiguous()
-    return symbolic_layout(tensor) == symbolic_layout(tensor.new_empty(tensor.shape))
+    strides: list[int | str] = []
+    elements: Any = 1
+    for size in reversed(sizes):
+        strides.insert(0, _written(elements))
+        elements *= size.node.expr if isinstance(size, torch.SymInt) else max(size, 1)
+    return symbolic_layout(tensor)[1] == tuple(strides)
 
 
 def _text(number: Any, known: Mapping[Any, Any]) -> int | str:
-    if not isinstance(number, torch.SymInt):
-        return int(number)
-    expression = number.node.expr.xreplace(known)
-    return int(expression) if expression.is_Integer else str(expression)
+    return _written(
+        number.node.expr.xreplace(known) if isinstance(number, torch.SymInt) else number
+    )
+
+
+def _written(expression: Any) -> int | str:
+    is_number = isinstance(expression, int) or expression.is_Integer
+    return int(expression) if is_number else str(expression)
