@@ -230,12 +230,14 @@ def test_what_cannot_be_known_is_not_cached(value: Any) -> None:
     assert uuid(closing_over(value)) is None
 
 
-def test_code_without_a_file_is_not_cached() -> None:
-    namespace: dict[str, Any] = {"__name__": "__main__", "registry": PassRegistry()}
+@pytest.mark.parametrize("named", [{"__name__": "__main__"}, {}])
+def test_code_without_a_file_is_not_cached(named: dict[str, Any]) -> None:
+    namespace: dict[str, Any] = {"registry": PassRegistry(), **named}
     exec(
         "from graphopt import graph_optimization_pass\n"
         "@graph_optimization_pass(registry=registry)\n"
-        "def typed(gm): ...\n",
+        "def typed(gm): helper(gm)\n"
+        "def helper(gm): ...\n",
         namespace,
     )
     assert uuid(namespace["typed"]) is None

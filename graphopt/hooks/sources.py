@@ -56,16 +56,15 @@ def source_digest(function: Callable[..., Any]) -> str | None:
         closes over something other than functions and plain values, or if it changes a list of its
         module, since it would be another function after each run. The log says why.
     """
-    if _elsewhere(function.__module__):
-        return f"{function.__module__}.{function.__qualname__}"
-    loaded, texts = _LoadedCode(), _SourceFiles(function.__module__)
+    module = function.__module__ or "__main__"  # None where a text is run without a module
+    if _elsewhere(module):
+        return f"{module}.{function.__qualname__}"
+    loaded, texts = _LoadedCode(), _SourceFiles(module)
     known = loaded.add(function)
     reason = loaded.changed
     if reason is None and not known:
         reason = "it closes over what has no text form"
-    elif reason is None and not texts.add_file(
-        function.__module__, Path(function.__code__.co_filename)
-    ):
+    elif reason is None and not texts.add_file(module, Path(function.__code__.co_filename)):
         reason = "its file cannot be read"
     if reason is not None:
         logger.info("what %s leaves is not cached: %s", function.__qualname__, reason)
@@ -100,7 +99,7 @@ class _LoadedCode:
             return True
         if not isinstance(value, FunctionType):
             return isinstance(value, ModuleType)  # its text is taken in where it is imported
-        if value in self._seen or _elsewhere(value.__module__):
+        if value in self._seen or _elsewhere(value.__module__ or "__main__"):
             return True
         self._seen.add(value)
         code = value.__code__
