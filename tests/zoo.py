@@ -165,7 +165,8 @@ class Parametrized(nn.Module):
 
 
 class RunningMean(nn.Module):
-    """Buffers that forward reassigns instead of updating in place, one of them an integer."""
+    """Buffers that forward updates in place, one of them an integer: on several ranks they may not
+    be replaced."""
 
     mean: Tensor
     calls: Tensor
@@ -178,8 +179,8 @@ class RunningMean(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-            self.calls = self.calls + 1
+            self.mean.copy_(0.9 * self.mean + 0.1 * x.detach().mean(0))
+            self.calls.add_(1)
         return self.body(x - self.mean)
 
 
