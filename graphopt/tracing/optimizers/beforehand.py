@@ -30,8 +30,8 @@ from graphopt.tracing.trace import RawTrace
 
 
 def state_beforehand(call: Call) -> NewState:
-    """The state that the first step of each optimizer makes; none where that is not known. An
-    optimizer that has state leaves alone, most likely, those parameters that have none."""
+    """The state that the next step of each optimizer makes for parameters that have none; none
+    where that is not known."""
     optimizers = call.optimizer_objects()
     if not all(map(makes_state_first, optimizers)):
         return NO_STATE
@@ -42,7 +42,6 @@ def state_beforehand(call: Call) -> NewState:
         entries: Entries = [
             (optimizer.state, parameter, key, value)
             for _, optimizer in distinct_states(optimizers)
-            if not optimizer.state
             for parameter, table in fresh_state(optimizer).items()
             for key, value in table.items()
         ]
