@@ -79,7 +79,7 @@ def test_a_file_keeps_what_was_chosen(two_ranks: Pool, tmp_path: Path) -> None:
     assert content["plans"][key] == first and key.endswith(" on 2")
     content["plans"][key] = {"min_buckets": 3, "held_back": 0.25}  # what no measurement chooses
     plans.write_text(json.dumps(content))
-    assert two_ranks.run(trained, str(plans))[1][1] == Plan(3, 0.25, False)._asdict()
+    assert two_ranks.run(trained, str(plans))[1][1] == Plan(3, 0.25)._asdict()
 
 
 @pytest.mark.parametrize(

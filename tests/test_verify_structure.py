@@ -92,7 +92,7 @@ def changed_constant(gm: fx.GraphModule) -> None:
     [
         (sent_again, "nobody reads the result of the collective"),
         (unread, "nobody reads the result"),
-        (other_number, "gets other="),
+        (other_number, "gets other"),
         (reshaped, "result 0 is float32"),
         (other_constant, "the constant scale"),
         (changed_constant, "the constant scale"),
