@@ -172,5 +172,5 @@ def test_model_output_as_return_value() -> None:
     twins = Twins(lambda: build(vit, model_output_step))
     for i in range(3):
         output = twins.step(image_batch(i))
-    twins.finish(captures=1)
+    twins.finish(captures=2)  # the first call puts `problem_type` into the configuration
     assert torch.equal(output.loss, output["loss"])
