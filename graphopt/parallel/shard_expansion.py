@@ -63,6 +63,7 @@ class Expansion:
         self._parts: dict[fx.Node, fx.Node] = {}
         self._derived: set[fx.Node] = set()
         self._parameters: set[fx.Node] = set()
+        self._written: set[fx.Node] = set()
         self._sources: dict[fx.Node, fx.Node] = {}
         self._norms = Norms(group)
 
@@ -70,6 +71,7 @@ class Expansion:
         """Rewrite the graph. Returns how many markers there were."""
         markers = 0
         _cancel_views(self._graph)
+        self._written = _written_elementwise(self._graph)
         for node in list(self._graph.nodes):
             if is_marker(node) and marks_gradient(node):
                 _average_behind_views(node)
@@ -98,7 +100,8 @@ class Expansion:
 
     def _computes_with_parameters(self, node: fx.Node) -> bool:
         """True if a node of the forward or the backward reads parameters, which it reads whole;
-        a cast is one of rows, which are then gathered in fewer bytes."""
+        a cast is one of rows, which are then gathered in fewer bytes, and so is what goes into
+        state elementwise, as an average of parameters."""
         if phase_of(node) not in ("forward", "backward"):
             return False
         if self._parameters.isdisjoint(node.all_input_nodes):
@@ -106,7 +109,7 @@ class Expansion:
         if is_cast(node):
             self._parameters.add(node)
             return False
-        return True
+        return node not in self._written
 
     def _expand(self, marker: fx.Node) -> None:
         make = Nodes(marker)
@@ -373,6 +376,27 @@ def _cancel_views(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if not node.users and _is_view_of_one(node):
             graph.erase_node(node)  # nothing is gathered for what nobody reads
+
+
+def _written_elementwise(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the nodes of which elementwise operators make what is written into placeholders."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if is_copy(node):
+            found.update(source for source in node.all_input_nodes[1:] if _acts_on_rows(source))
+        elif node in found:
+            found.update(filter(_acts_on_rows, node.all_input_nodes))
+    return found
+
+
+def _acts_on_rows(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return True
+    if is_list_operator(node):
+        return not _is_reducing(node)
+    return _is_elementwise(node)
 
 
 def _is_view_of_one(node: fx.Node) -> bool:

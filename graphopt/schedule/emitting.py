@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
+from graphopt.graph_utils import is_wait
 from graphopt.schedule.bucketing import bucket_kind
 from graphopt.schedule.constraints import Predecessors
 from graphopt.schedule.order import Schedule
@@ -13,6 +14,9 @@ from graphopt.schedule.order import Schedule
 
 class Emitter:
     """An order of nodes under construction.
+
+    The waits of a group that is one call stand together: until the last of them, nothing may
+    overwrite what any member sends, and what does so follows the wait of that member.
 
     Args:
         nodes: in the order that they have.
@@ -27,6 +31,7 @@ class Emitter:
         self._position = {node: index for index, node in enumerate(nodes)}
         self._order: list[fx.Node] = []
         self._buckets: list[tuple[fx.Node, ...]] = []
+        self._waits: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.done: set[fx.Node] = set()
 
     @property
@@ -48,6 +53,7 @@ class Emitter:
             else:
                 self.done.add(last)
                 self._order.append(pending.pop())
+                pending += self._waits.get(last, ())
 
     def needed(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         """Returns the nodes that must run before some others and have not been placed."""
@@ -73,3 +79,5 @@ class Emitter:
                 self.emit(launch)
             if len(alike) > 1:
                 self._buckets.append(tuple(alike))
+                waits = tuple(w for launch in alike for w in launch.users if is_wait(w))
+                self._waits.update(dict.fromkeys(waits, waits))

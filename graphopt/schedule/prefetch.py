@@ -7,6 +7,9 @@ Each bucket is launched where the one `AHEAD` places before it is waited for. So
 something to send while there is something to compute, and no rank holds more than `AHEAD + 1`
 buckets of parameters whole. A bucket is at most as large as those in which gradients are scattered:
 a share that does not depend on the speed of the link (`graphopt.schedule.granularity`).
+
+Parameters that are read behind their update are gathered in buckets of their own, and not before
+the gradients have arrived.
 """
 
 from __future__ import annotations
@@ -76,17 +79,26 @@ def _put_together(wait: fx.Node) -> list[fx.Node]:
 
 
 def buckets_of(uses: Sequence[Use], limit: float) -> list[list[Use]]:
-    """Splits uses into buckets of at most `limit` bytes, each of one kind and phase."""
+    """Splits uses into buckets of at most `limit` bytes, each of one kind and phase, and of
+    parameters that are all updated or all not."""
     buckets: list[list[Use]] = []
     last: object = None
     for use in uses:
-        kind = (bucket_kind(use.launch), phase_of(use.reader))
+        kind = (bucket_kind(use.launch), phase_of(use.reader), _is_updated(use.launch))
         full = buckets and sum(each.nbytes for each in buckets[-1]) + use.nbytes > limit
         if kind != last or full:
             buckets.append([])
         buckets[-1].append(use)
         last = kind
     return buckets
+
+
+def _is_updated(launch: fx.Node) -> bool:
+    """True if a gather sends something else than an input of the step, or a cast of one."""
+    sent = launch.all_input_nodes
+    while len(sent) == 1 and sent[0].op != "placeholder":
+        sent = sent[0].all_input_nodes
+    return len(sent) != 1
 
 
 def order_of_prefetch(
@@ -110,7 +122,10 @@ def order_of_prefetch(
         if node in starts:
             until = min(starts[node] + ahead + 1, len(waiting))
             while launched < until:
-                emitter.launch([use.launch for use in waiting[launched]])
+                bucket = [use.launch for use in waiting[launched]]
+                if launched > starts[node] and any(map(is_collective, emitter.needed(bucket))):
+                    break
+                emitter.launch(bucket)
                 launched += 1
         emitter.emit(node)
     for node in graph.nodes:
