@@ -18,6 +18,9 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from graphopt._compat.fakes import is_fake, is_fake_mode_on
+from graphopt._compat.tracers import is_recording
+
 
 class CopiedGenerator(TorchDispatchMode):
     """While active, operators on the CPU that would draw from the default generator draw from a
@@ -57,7 +60,9 @@ class CopiedGenerator(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
-        if not _may_draw(func) or not _is_plainly_on_cpu((args, given)):
+        if not _may_draw(func) or is_fake_mode_on() or is_recording():
+            return func(*args, **given)  # a compiler traces: nothing is drawn
+        if not _is_plainly_on_cpu((args, given)):
             return func(*args, **given)
         if func.namespace == "graphopt":
             return self.of_state(args)
@@ -109,6 +114,8 @@ def _takes_generator(func: Any) -> bool:
 def _is_plainly_on_cpu(values: Any) -> bool:
     leaves = tree_leaves(values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if any(map(is_fake, tensors)):
+        return False
     devices = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
     devices += [leaf.device for leaf in leaves if isinstance(leaf, (torch.Tensor, torch.Generator))]
     plain = all(each.layout is torch.strided and not each.is_quantized for each in tensors)
