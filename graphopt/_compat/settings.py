@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -91,6 +93,26 @@ def differentiating() -> Iterator[None]:
         yield
 
 
+def _free_guards(error: BaseException) -> None:
+    """Frees the local variables of torch's frames in an error's tracebacks. Among them are guards
+    that put dispatch keys back when they are freed: whenever the program drops the error."""
+    seen: set[int] = set()
+    chain: list[BaseException | None] = [error]
+    while chain:
+        each = chain.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        chain += [each.__cause__, each.__context__]
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            if frame.f_code.co_filename.startswith(_TORCH):
+                with suppress(RuntimeError):  # it still runs
+                    frame.clear()
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
 @contextmanager
 def dispatch_keys_kept() -> Iterator[None]:
     """Restores this thread's dispatch keys afterwards: a mode that raises inside an operator may
@@ -103,6 +125,9 @@ def dispatch_keys_kept() -> Iterator[None]:
     before = [read() for read in sets]
     try:
         yield
+    except BaseException as error:
+        _free_guards(error)
+        raise
     finally:
         for former, read, set_key in zip(before, sets, setters, strict=True):
             if former.raw_repr() != read().raw_repr():
