@@ -122,24 +122,14 @@ def test_state_outside_the_arguments(step: Callable[..., Any], word: str) -> Non
     assert word in str(refused(step, w))
 
 
-def test_tensor_kept_by_the_step() -> None:
-    """A list to which it appends grows in each call; a set would at capture only. Also one that was
-    there when conftest.py called `gc.freeze`."""
+@pytest.mark.parametrize("step", [appends_to_a_global, adds_to_a_global])
+def test_tensor_kept_by_the_step(step: Callable[..., Any]) -> None:
+    """Also in a list or set that was there when conftest.py called `gc.freeze`."""
     history.clear()
     kept.clear()
     assert gc.get_freeze_count()
-    assert "outside the model" in str(refused(adds_to_a_global, fresh()))
-    assert not kept
-    found = []
-    for run in (appends_to_a_global, graphopt.compile(appends_to_a_global)):
-        torch.manual_seed(0)
-        w = fresh()
-        losses = [run(w.model, w.optimizer, *CASE.batch(number)).item() for number in range(3)]
-        assert [loss.item() for loss in history] == losses
-        assert not any(loss.requires_grad for loss in history)
-        found.append(losses)
-        history.clear()
-    assert found[0] == found[1]
+    assert "outside its arguments" in str(refused(step, fresh()))
+    assert not history and not kept
 
 
 @pytest.mark.parametrize("step", [counts_in_an_attribute, counts_in_a_global])
@@ -202,22 +192,14 @@ def print_gradient(gradient: Tensor) -> None:
 
 
 @pytest.mark.parametrize("hook", [print_shape, print_value, print_gradient])
-def test_hooks_print_in_each_call(
-    hook: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        w = fresh()
-        if hook is print_gradient:
-            w.model.head.weight.register_hook(hook)
-        else:
-            w.model.head.register_forward_hook(hook)
-        step: Any = graphopt.compile(train_step) if compiled else train_step
-        for i in range(3):
-            step(w.model, w.optimizer, *CASE.batch(i))
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1] and said[0].count("\n") == 3
+def test_hooks_that_print_are_refused(hook: Callable[..., Any]) -> None:
+    w = fresh()
+    if hook is print_gradient:
+        w.model.head.weight.register_hook(hook)
+    else:
+        w.model.head.register_forward_hook(hook)
+    with pytest.raises(graphopt.CaptureError, match="it prints"):
+        graphopt.compile(train_step)(w.model, w.optimizer, *CASE.batch(0))
 
 
 def test_writing_a_file(tmp_path: Any) -> None:

@@ -236,7 +236,6 @@ class Trained:
 
     def kept(self, x: Tensor) -> None:
         loss = self.update(self.h, x)
-        self.h.log.append(loss.item())
         self.h["last"] = loss.item()
         self.h.best = min(self.h.get("best", 100.0), loss.item())
 
@@ -377,13 +376,6 @@ def _state() -> SimpleNamespace:
     )  # fmt: skip
 
 
-def nested(s: Any, i: int, loss: Tensor, out: Tensor) -> None:
-    phase = "train" if i % 2 else "val"
-    if phase not in s.table:
-        s.table[phase] = {"n": 0}
-    s.table[phase]["n"] += len(out)
-
-
 def counted(s: Any, i: int, loss: Tensor, out: Tensor) -> None:
     s.counts["n"] += 1
     s.table["n"] = s.table.get("n", 0) + 1
@@ -396,7 +388,7 @@ def taken_out(s: Any, i: int, loss: Tensor, out: Tensor) -> None:
     s.table["std"] = s.table.pop("std", 0) + out.std().item()
 
 
-STEPS: list[Callable[..., None]] = [nested, counted, taken_out]
+STEPS: list[Callable[..., None]] = [counted, taken_out]
 
 
 def _run_with_state(effect: Callable[..., None], compiled: bool, state: Any = None) -> list[Any]:

@@ -69,7 +69,7 @@ def test_what_the_step_sends_itself_stays() -> None:
 
 def with_compression() -> list[object]:
     pipeline = list(default_pipeline())
-    pipeline.insert(2, compress_gradients)
+    pipeline.insert(3, compress_gradients)
     return pipeline
 
 

@@ -19,7 +19,7 @@ from graphopt._compat import operator_results, storage_key
 from graphopt._compat.cached_tracing import remembered, written_as_it_is
 from graphopt.errors import VerificationError
 from graphopt.graph_utils import call_function_with_meta, evaluate
-from graphopt.tracing.functional import untouched
+from graphopt.tracing.functional.whole_writes import WholeWrites
 from graphopt.tracing.layouts import strides
 from graphopt.verify.call_terms import entries, fresh, named
 from graphopt.verify.terms import Segment, Terms
@@ -66,7 +66,7 @@ def torchs_own_way(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def turn_on() -> None:
         for module in ("step_run", "functional.functionalization"):
             monkeypatch.setattr(f"graphopt.tracing.{module}.remembered", nullcontext)
-        monkeypatch.setattr(untouched.Untouched, "stays", lambda self, node: False)
+        monkeypatch.setattr(WholeWrites, "copied", lambda self, node: False)
         monkeypatch.setattr(strides, "known", lambda *args: None)
 
     return turn_on

@@ -112,9 +112,14 @@ def functions_of_hooks(tensor: torch.Tensor) -> list[Any]:
     return [hook for table in hook_tables(tensor) for hook in (table or {}).values()]
 
 
+def count_hooks_on_sum(tensor: torch.Tensor) -> int:
+    """The number of a tensor's post-accumulate-grad hooks."""
+    return len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
+
+
 def has_hooks_on_sum(tensor: torch.Tensor) -> bool:
     """True if a tensor has post-accumulate-grad hooks."""
-    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return count_hooks_on_sum(tensor) > 0
 
 
 def copy_hooks(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -77,7 +77,7 @@ class ListCall:
         """Returns the inputs of one entry among the named arguments, as `reads` does; shared ones
         come last, without an index."""
         found: list[tuple[fx.Node, int | None]] = []
-        schema = self.node.target._schema.arguments  # type: ignore[union-attr]
+        schema = _compat.schema_of(self.node.target).arguments
         for position, value in _given(self.node):
             if schema[position].name not in names:
                 continue

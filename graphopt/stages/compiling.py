@@ -209,7 +209,8 @@ class Stages:
         record.seconds = time.perf_counter() - start
         problems = [Problem(each) for each in check_graph(gm.graph, inputs).problems]
         if not problems and self.manager.settings.verify != "off":
-            axes = [axis.group_name for axis in parallel.axes]
+            sharded = parallel.meaning == "sharded"
+            axes = [axis.group_name for axis in parallel.axes] if sharded else []
             problems = list(sharing_problems(parallel.meaning, given, gm, proof, axes))
         self._runner.settle(gm, record, attempt, given, gm, problems)
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from graphopt import _compat
+from graphopt._compat.tensors import count_hooks_on_sum
 from graphopt.errors import CaptureError, GraphOptError
 from graphopt.ir.user_frames import current_location
 from graphopt.parallel import OverRanks
@@ -225,8 +226,7 @@ class GradientMarker:
 
 def _is_watched(parameter: torch.Tensor) -> bool:
     """Whether the program has hooks on what is accumulated for a parameter; one is the marker's."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return hooks is not None and len(hooks) > 1
+    return count_hooks_on_sum(parameter) > 1
 
 
 def _memory_of(values: Iterable[Any]) -> Iterator[int]:
