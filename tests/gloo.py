@@ -102,13 +102,24 @@ class Pool:
         while pending and (left := deadline - time.monotonic()) > 0:
             ready = wait(list(pending.values()), timeout=left)
             for rank in [r for r, connection in pending.items() if connection in ready]:
-                succeeded, value = _receive(pending.pop(rank))
+                succeeded, value = self._receive(rank, pending.pop(rank))
                 (results if succeeded else failures)[rank] = value
                 if not succeeded:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if pending:
             failures.update(self._stacks(list(pending)))
         return results, failures
+
+    def _receive(self, rank: int, connection: Connection) -> tuple[bool, Any]:
+        """What a rank answers, or how it died: its signal and the stacks of its threads then."""
+        try:
+            return connection.recv()
+        except (EOFError, ConnectionError):
+            assert self._folder is not None
+            process = self._processes[rank]
+            process.join(GRACE_SECONDS)
+            stacks = _stack_file(self._folder.name, rank).read_text()
+            return False, f"died without an answer, exit code {process.exitcode}\n{stacks}"
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
         """Where the ranks that do not answer are stuck."""
@@ -121,13 +132,6 @@ class Pool:
             time.sleep(0.05)
         time.sleep(0.2)  # they are written line by line
         return {rank: "no answer in time\n" + file.read_text() for rank, file in files.items()}
-
-
-def _receive(connection: Connection) -> tuple[bool, Any]:
-    try:
-        return connection.recv()
-    except (EOFError, ConnectionError):
-        return False, "the process died without an answer"
 
 
 def _stack_file(folder: str, rank: int) -> Path:
@@ -145,6 +149,7 @@ def _serve(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     with _stack_file(folder, rank).open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+        faulthandler.enable(file=stack, all_threads=True)
         while True:
             try:
                 function, args = connection.recv()
