@@ -21,7 +21,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 import graphopt
 from graphopt import _compat
 from graphopt.ir.inplace import inplace_form
-from graphopt.tracing.layouts.layouts import Items, Layout, PlainArgument, described, restride
+from graphopt.tracing.layouts.layouts import (
+    ContainerLayout,
+    Layout,
+    PlainArgument,
+    described,
+    restride,
+)
 from graphopt.tracing.layouts.scratch import true_results
 from graphopt.tracing.layouts.strides import corrected, known
 from graphopt.verify import check_equivalence
@@ -639,15 +645,23 @@ def test_large_tensors_have_small_likenesses() -> None:
     weight = Layout((size, size), (1, size), torch.float32, cpu)
     images = Layout((size, 64, 1024, 1024), (1 << 26, 1, 1 << 16, 64), torch.float32, cpu)
     plain = Layout((size, size), (size, 1), torch.float32, cpu)
-    product = (aten.mm.default, Items(tuple, (), (weight, weight)), Items(dict, (), ()))
+    product = (
+        aten.mm.default,
+        ContainerLayout(tuple, (), (weight, weight)),
+        ContainerLayout(dict, (), ()),
+    )
     assert true_results(product, plain, elementwise=False) == plain
     column, row = (
         Layout((size, 1), (1, 1), torch.float32, cpu),
         Layout((1, size), (size, 1), torch.float32, cpu),
     )
-    outer = (aten.mm.default, Items(tuple, (), (column, row)), Items(dict, (), ()))
+    outer = (
+        aten.mm.default,
+        ContainerLayout(tuple, (), (column, row)),
+        ContainerLayout(dict, (), ()),
+    )
     assert true_results(outer, plain, elementwise=False) == plain
-    kept = (aten.relu.default, Items(tuple, (), (images,)), Items(dict, (), ()))
+    kept = (aten.relu.default, ContainerLayout(tuple, (), (images,)), ContainerLayout(dict, (), ()))
     assert true_results(kept, images, elementwise=True) == images
 
 
@@ -674,7 +688,7 @@ def test_other_sizes_lie_in_memory_alike(order: list[int], sizes: list[int], gap
 
 def test_layouts_of_nests() -> None:
     tensor = torch.empty(2, 3).t()
-    value = Items(
+    value = ContainerLayout(
         tuple, (), (Layout((3, 2), (1, 3), torch.float32, tensor.device), PlainArgument(int, 1))
     )
     assert described((tensor, 1)) == value

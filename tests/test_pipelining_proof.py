@@ -27,7 +27,7 @@ from graphopt.pipelining.stage.accumulating import GradientUpdate
 from graphopt.pipelining.stage.compiled import CompiledStage
 from graphopt.pipelining.stage.division import StageDivision
 from graphopt.pipelining.stage.stage_graphs import SLOT, StageGraph
-from graphopt.runtime.agreed import Ranks
+from graphopt.runtime.agreed import CallCapture
 from graphopt.runtime.joint_capture import JointCapture
 from graphopt.testing import fake_ranks
 from graphopt.tracing.capture import capture_call, communication_for
@@ -53,7 +53,7 @@ def _two_ranks() -> Iterator[None]:
         yield
 
 
-class Averaging(Ranks):
+class Averaging(CallCapture):
     """Averages over a group without agreeing on it: nothing runs."""
 
     def __init__(self, parallel: graphopt.DataParallel) -> None:
@@ -66,7 +66,7 @@ class Averaging(Ranks):
 
 @pytest.fixture
 def averaging(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ways(self: JointCapture, call: Any, parallel: Any, *rest: Any) -> list[Ranks]:
+    def ways(self: JointCapture, call: Any, parallel: Any, *rest: Any) -> list[CallCapture]:
         return [Averaging(parallel)]
 
     monkeypatch.setattr(JointCapture, "ways", ways)

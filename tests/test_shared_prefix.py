@@ -19,7 +19,7 @@ import graphopt
 from gloo import Pool
 from graphopt.branches.continuation import (
     NotSharedError,
-    Stopped,
+    StoppedGraph,
     continuation_of,
     from_the_beginning,
 )
@@ -202,7 +202,7 @@ def test_what_is_left_goes_on_to_what_the_other_graph_computes() -> None:
     first, second = both_branches(by_loss, by_loss)
     (taken, values), (other, inputs) = first(), second()
     (assumption,) = assumptions(taken.graph)
-    rest = continuation_of(Stopped(taken.graph, from_the_beginning, assumption), other)
+    rest = continuation_of(StoppedGraph(taken.graph, from_the_beginning, assumption), other)
     handing, positions = handing_out(taken, assumption, rest.taken)
     torch.manual_seed(3)
     with pytest.raises(AssumptionFailedError) as failed:
@@ -240,7 +240,7 @@ def test_what_is_not_the_same_is_not_shared(step: Step) -> None:
     (taken, _), (other, _) = first(), second()
     (assumption,) = assumptions(taken.graph)
     with pytest.raises(NotSharedError):
-        continuation_of(Stopped(taken.graph, from_the_beginning, assumption), other)
+        continuation_of(StoppedGraph(taken.graph, from_the_beginning, assumption), other)
 
 
 # ---------------------------------------------------------------------------------- several ranks

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from graphopt.branches.course import Course, CourseNames
-from graphopt.branches.cut import Cut, handed_out, in_order
+from graphopt.branches.cut import GraphCut, handed_out, in_order
 from graphopt.graph_utils import (
     call_function_with_meta,
     get_output,
@@ -72,7 +72,7 @@ class Continuation:
     drawn: int
 
 
-class Stopped:
+class StoppedGraph:
     """A graph that has come to an assumption.
 
     Args:
@@ -115,7 +115,7 @@ def _alike(one: fx.Node, other: fx.Node) -> bool:
     return layout_of(first) == layout_of(second)
 
 
-def continuation_of(stopped: Stopped, other: IterGraphModule) -> Continuation:
+def continuation_of(stopped: StoppedGraph, other: IterGraphModule) -> Continuation:
     """What is left of the graph of another branch, from what the first one has computed.
 
     Args:
@@ -125,15 +125,15 @@ def continuation_of(stopped: Stopped, other: IterGraphModule) -> Continuation:
         NotSharedError: they share nothing, or it cannot be shown that they do.
     """
     try:
-        return _Making(stopped, other).made()
+        return _ContinuationBuilder(stopped, other).made()
     except NotDecidedError as error:
         raise NotSharedError(str(error)) from error
 
 
-class _Making:
+class _ContinuationBuilder:
     """Makes one continuation."""
 
-    def __init__(self, stopped: Stopped, other: IterGraphModule) -> None:
+    def __init__(self, stopped: StoppedGraph, other: IterGraphModule) -> None:
         self._stopped = stopped
         self._terms = Terms()
         self._graph, _ = copy_graph(other.graph, into=fx.Graph)
@@ -153,7 +153,7 @@ class _Making:
         there = handed_out(nodes, {node: given.get(found) for node, found in nodes.items()})
         roots = [node for node in self._graph.nodes if is_host_call(node)]
         roots += get_output(self._graph).all_input_nodes
-        cut = Cut(roots, value_of, there, drawn)
+        cut = GraphCut(roots, value_of, there, drawn)
         if not any(map(_computes, set(self._graph.nodes) - cut.left)):
             raise NotSharedError("nothing is computed before the decision that both branches need")
         module = self._left(cut)
@@ -184,7 +184,7 @@ class _Making:
             raise NotSharedError("other random numbers were drawn, or state was updated")
         return set(nodes[:done])
 
-    def _left(self, cut: Cut) -> IterGraphModule:
+    def _left(self, cut: GraphCut) -> IterGraphModule:
         """The graph of the nodes that are left."""
         graph = IterGraph()
         new: dict[fx.Node, fx.Node] = {}

@@ -38,7 +38,7 @@ def handed_out(nodes: Iterable[fx.Node], value_of: Mapping[fx.Node, Any]) -> dic
     return found
 
 
-class Cut:
+class GraphCut:
     """The nodes of a graph that are left to run, and the values from which they go on.
 
     Args:

@@ -19,8 +19,15 @@ from graphopt.guards.outside_places import prepared
 from graphopt.guards.unchanged import StateSnapshot
 from graphopt.tracing.outside.held import CONTAINERS, GuardedObject, GuardedPlace
 from graphopt.tracing.outside.modules import only_within
-from graphopt.tracing.outside.places import LEADING, MISSING, OutsidePlace, Read, is_value, same
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.places import (
+    LEADING,
+    MISSING,
+    OutsidePlace,
+    OutsideRead,
+    is_value,
+    same,
+)
+from graphopt.tracing.outside.record import OutsideRecord
 
 
 class OutsideGuard:
@@ -35,7 +42,7 @@ class OutsideGuard:
         modules: that have to be the same.
     """
 
-    def __init__(self, record: Record, changed: Iterable[Any] = ()) -> None:
+    def __init__(self, record: OutsideRecord, changed: Iterable[Any] = ()) -> None:
         self._gone: str | None = None
         self._entries: list[GuardedPlace] = []
         self._followed: set[GuardedObject] = set()
@@ -57,7 +64,7 @@ class OutsideGuard:
         )
         self._places = prepared(self._entries)
 
-    def _unfollowed(self, record: Record) -> list[tuple[str, torch.nn.Module]]:
+    def _unfollowed(self, record: OutsideRecord) -> list[tuple[str, torch.nn.Module]]:
         """Returns the modules that may not be replaced by others."""
         modules = [module for _, module in record.modules.values()]
         within: set[int] = set()
@@ -188,7 +195,7 @@ class _TellsOfLostObject:
 class _Entries:
     """Builds a guard's entries from a record, with one holder for each object."""
 
-    def __init__(self, record: Record, gone: Callable[[GuardedObject], None]) -> None:
+    def __init__(self, record: OutsideRecord, gone: Callable[[GuardedObject], None]) -> None:
         self._record, self._gone = record, gone
         self._objects: dict[int, GuardedObject] = {}
         reads = [(read, _settled(read)) for read in record.reads.values()]
@@ -205,7 +212,7 @@ class _Entries:
             if each.holder.get() is not record.given or (each.held and each.held.followed)
         ]
 
-    def _entry(self, read: Read) -> GuardedPlace:
+    def _entry(self, read: OutsideRead) -> GuardedPlace:
         held = None
         if read.place.kind in LEADING and not is_value(read.value) and read.value is not MISSING:
             held = self.held(read.value)
@@ -289,14 +296,14 @@ class _Following:
         return fits
 
 
-def _settled(read: Read) -> Read:
+def _settled(read: OutsideRead) -> OutsideRead:
     """Replaces a tracing stand-in by the function that it stands for."""
     if callable(read.value):
         return read._replace(value=read.place.now())
     return read
 
 
-def _assigned(record: Record, module: torch.nn.Module) -> set[str]:
+def _assigned(record: OutsideRecord, module: torch.nn.Module) -> set[str]:
     return {key for key in vars(module) if record.has_written(vars(module), key)}
 
 

@@ -24,9 +24,9 @@ from graphopt.graph_utils import call_function_with_meta
 from graphopt.host.counts import Place, TimesReached
 from graphopt.host.functions import name_of
 from graphopt.host.held import HeldByFunction
-from graphopt.host.modes import Modes
+from graphopt.host.modes import GradientModes
 from graphopt.host.running import current_run
-from graphopt.host.seen import SetBefore, UsedPlace
+from graphopt.host.seen import EarlierWrite, UsedPlace
 from graphopt.ir.metadata import phase_of, set_phase
 
 __all__ = ["HostCall", "host_call_of", "host_calls", "insert_callback", "is_host_call"]
@@ -82,10 +82,10 @@ class HostCall:
         self.first = self.last = False
         self.values: list[Any] = []
         self._arguments = [self._taken_apart(argument) for argument in arguments]
-        self.found: list[SetBefore] = []
+        self.found: list[EarlierWrite] = []
         self.watched: list[UsedPlace] = []
         self.held: HeldByFunction | None = None
-        self._modes = Modes.now()
+        self._modes = GradientModes.now()
 
     def _taken_apart(self, argument: Any) -> tuple[Any, list[Any]]:
         """A pytree in which values are marked; what holds no value stays whole, without a spec."""

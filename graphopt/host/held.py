@@ -26,7 +26,7 @@ _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _NESTS = (*_CONTAINERS, tuple)
 
 
-class Given:
+class GivenContainer:
     """A list or dictionary among the arguments of the step: where it is among those of a call."""
 
     def __init__(self, path: Sequence[Any]) -> None:
@@ -49,10 +49,10 @@ class HeldByFunction:
     """
 
     def __init__(
-        self, is_outside: Callable[[Any], bool], given: Mapping[int, tuple[Any, Given]]
+        self, is_outside: Callable[[Any], bool], given: Mapping[int, tuple[Any, GivenContainer]]
     ) -> None:
         self._is_outside, self._given = is_outside, given
-        self.of_trace: dict[int, tuple[Any, Given]] = {}
+        self.of_trace: dict[int, tuple[Any, GivenContainer]] = {}
         self._cells: dict[int, tuple[CellType, Any]] = {}
         self._seen: dict[int, Any] = {}
 

@@ -12,14 +12,14 @@ _DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
-class Modes:
+class GradientModes:
     """Whether gradients are recorded, and per kind of device autocast: on or off, and its dtype."""
 
     gradients: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
 
     @classmethod
-    def now(cls) -> Modes:
+    def now(cls) -> GradientModes:
         return cls(
             torch.is_grad_enabled(),
             tuple(
@@ -31,7 +31,7 @@ class Modes:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """While active, these modes are on."""
-        now = Modes.now()
+        now = GradientModes.now()
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.gradients))
             for wanted, present in zip(self.autocast, now.autocast, strict=True):

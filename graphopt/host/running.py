@@ -24,7 +24,7 @@ from graphopt import _compat
 from graphopt.errors import GraphOptError
 from graphopt.host.context import while_set
 from graphopt.host.held import HeldByFunction, containers_in, refuse_changed_containers
-from graphopt.host.seen import SetBefore, UsedPlace, refuse_changed, set_before
+from graphopt.host.seen import EarlierWrite, UsedPlace, refuse_changed, set_before
 
 
 class VotesOnErrors(Protocol):
@@ -44,14 +44,14 @@ class UsedElsewhere(Protocol):
         """Behind collectives of all ranks: 1 for each of these parameters that some rank uses."""
 
 
-class AsksOthers(Protocol):
+class RankQuestions(Protocol):
     """What ranks ask one another; see `graphopt.ranks.rank_votes`."""
 
     def hear_all(self, step: int) -> None:
         """Say that this rank goes on, and raise where another one does not."""
 
 
-class VotesDue(Protocol):
+class VoteTimes(Protocol):
     """When ranks agree; see `graphopt.host.votes`."""
 
     @property
@@ -60,12 +60,12 @@ class VotesDue(Protocol):
     def at_end(self) -> bool: ...
 
 
-class Called(Protocol):
+class CalledFunction(Protocol):
     """The call of a function, see `graphopt.host.HostCall`."""
 
     fn: Callable[..., Any]
     last: bool
-    found: list[SetBefore]
+    found: list[EarlierWrite]
     watched: list[UsedPlace]
     held: HeldByFunction | None
 
@@ -113,7 +113,7 @@ class _NoCollectives(_compat.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class HostRun:
+class CallbackRun:
     """See the module's docstring.
 
     Args:
@@ -133,10 +133,10 @@ class HostRun:
         rank: int | None,
         step: int = 0,
         votes: VotesOnErrors | None = None,
-        agreement: VotesDue | None = None,
+        agreement: VoteTimes | None = None,
         given: Any = ((), {}),
         unused: UsedElsewhere | None = None,
-        questions: AsksOthers | None = None,
+        questions: RankQuestions | None = None,
     ) -> None:
         self._questions = questions
         self._given, self._unused = given, unused
@@ -147,7 +147,7 @@ class HostRun:
         self._last = False
         self._agreed = False
 
-    def call(self, host_call: Called, arguments: Sequence[Any]) -> None:
+    def call(self, host_call: CalledFunction, arguments: Sequence[Any]) -> None:
         """Call a function with these arguments."""
         if self._failure is not None:  # eager code would not have come here
             return
@@ -158,7 +158,7 @@ class HostRun:
                 raise
             self._failure, self._last = error, host_call.last
 
-    def _call(self, host_call: Called, arguments: Sequence[Any]) -> None:
+    def _call(self, host_call: CalledFunction, arguments: Sequence[Any]) -> None:
         before, fn = [each.place.now() for each in host_call.watched], host_call.fn
         if host_call.held:
             fn, arguments = host_call.held.prepared(fn, arguments, self._given)
@@ -228,7 +228,7 @@ class HostRun:
             raise self._failure
 
 
-_current: ContextVar[HostRun | None] = ContextVar("host_run", default=None)
+_current: ContextVar[CallbackRun | None] = ContextVar("host_run", default=None)
 
 
 @has_side_effect
@@ -255,11 +255,11 @@ def all_go_on() -> None:
         run.all_go_on()
 
 
-def current_run() -> HostRun | None:
+def current_run() -> CallbackRun | None:
     """The step that this thread runs; None where a graph runs on its own."""
     return _current.get()
 
 
-def running(run: HostRun) -> AbstractContextManager[None]:
+def running(run: CallbackRun) -> AbstractContextManager[None]:
     """While active, functions that a graph calls belong to `run`."""
     return while_set(_current, run)

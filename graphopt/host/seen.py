@@ -42,7 +42,7 @@ def viewed_by(view: ProgramView) -> AbstractContextManager[None]:
     return while_set(_view, view)
 
 
-class Place(Protocol):
+class ViewedPlace(Protocol):
     """An attribute, an item or a variable outside the step."""
 
     @property
@@ -56,25 +56,25 @@ class UsedPlace:
     """A place that the step reads behind the call of a function, or sets: how a message calls it,
     and how it says what the step does with it."""
 
-    place: Place
+    place: ViewedPlace
     path: str
     used: str
 
 
 @dataclass(frozen=True)
-class SetBefore:
+class EarlierWrite:
     """A place that the step has set before it calls a function.
 
     Attributes:
         shown: what is there for the function.
     """
 
-    place: Place
+    place: ViewedPlace
     path: str
     shown: Any
 
 
-class Stale:
+class StaleValue:
     """Stands for a value that a captured step has computed, and not yet put where it belongs."""
 
     def __init__(self, path: str) -> None:
@@ -84,7 +84,7 @@ class Stale:
         raise _stale(self)
 
 
-def _stale(value: Stale) -> GraphOptError:
+def _stale(value: StaleValue) -> GraphOptError:
     path = object.__getattribute__(value, "_path")
     return GraphOptError(
         f"a function that the step calls on the host (graphopt.callback) uses {path}, which the"
@@ -93,7 +93,7 @@ def _stale(value: Stale) -> GraphOptError:
     )
 
 
-def _used(value: Stale, *others: Any) -> Any:
+def _used(value: StaleValue, *others: Any) -> Any:
     raise _stale(value)
 
 
@@ -104,11 +104,11 @@ _USES = (
     " rdivmod round int float complex index enter exit copy deepcopy reduce_ex array"
 )
 for _name in _USES.split():
-    setattr(Stale, f"__{_name}__", _used)
+    setattr(StaleValue, f"__{_name}__", _used)
 
 
 @contextmanager
-def set_before(places: Sequence[SetBefore]) -> Iterator[None]:
+def set_before(places: Sequence[EarlierWrite]) -> Iterator[None]:
     """While active, a function finds what the step has set before.
 
     Raises:

@@ -17,13 +17,13 @@ from graphopt.host.assumptions import Assumption
 from graphopt.host.running import current_run
 
 
-class Used(tuple[int, ...]):
+class UsedParameters(tuple[int, ...]):
     """1 for each parameter that some rank uses: the answer of such an assumption."""
 
     __slots__ = ()
 
 
-class UsedAnywhere(Assumption):
+class UsedParametersQuestion(Assumption):
     """The target of a node that asks which parameters other ranks use in this call.
 
     Args:
@@ -39,12 +39,15 @@ class UsedAnywhere(Assumption):
         running = current_run()
         found = None if running is None else running.used_anywhere(self.positions)
         if found is not None and found != self.answer:
-            raise self.failed(Used(found), values)
+            raise self.failed(UsedParameters(found), values)
 
 
 def unused(graph: fx.Graph) -> frozenset[int]:
     """The parameters that a graph does not use, by position."""
     asked = (node.target for node in graph.nodes)
     return frozenset(
-        position for each in asked if isinstance(each, UsedAnywhere) for position in each.positions
+        position
+        for each in asked
+        if isinstance(each, UsedParametersQuestion)
+        for position in each.positions
     )

@@ -36,7 +36,7 @@ from graphopt.graph_utils import find_nodes, get_output, is_collective, written
 from graphopt.host import host_call_of
 from graphopt.host.assumptions import Assumption
 from graphopt.host.running import agree, all_go_on, hear
-from graphopt.host.used import Used
+from graphopt.host.used import UsedParameters
 from graphopt.ir.effects import Effects
 from graphopt.ir.metadata import STATE_KINDS, input_kind, late_group, set_value
 from graphopt.ranks.failed_runs import said_explained
@@ -148,7 +148,11 @@ class Votes:
 
 def decides_alone(target: object) -> bool:
     """Whether something is an assumption by a value of a rank's own."""
-    return isinstance(target, Assumption) and target.alone and not isinstance(target.answer, Used)
+    return (
+        isinstance(target, Assumption)
+        and target.alone
+        and not isinstance(target.answer, UsedParameters)
+    )
 
 
 def commit_before(graph: fx.Graph) -> fx.Node:

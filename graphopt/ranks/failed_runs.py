@@ -15,7 +15,7 @@ from graphopt import _compat
 from graphopt.comm import kind_of
 from graphopt.errors import CollectiveError
 from graphopt.graph_utils import find_nodes, is_collective, is_wait
-from graphopt.host.running import HostRun, agree, hear
+from graphopt.host.running import CallbackRun, agree, hear
 from graphopt.ir.metadata import late_group, sent_names
 from graphopt.ir.operators import argument
 from graphopt.iter_graph import IterGraphModule
@@ -31,7 +31,7 @@ def group_names(graph: fx.Graph) -> tuple[str, ...]:
 
 
 def explained(
-    module: IterGraphModule, error: BaseException, step: int, host: HostRun | None = None
+    module: IterGraphModule, error: BaseException, step: int, host: CallbackRun | None = None
 ) -> CollectiveError | None:
     """The error to raise for an error of a run, or None for that error itself.
 

@@ -1,4 +1,4 @@
-"""The agreement of all ranks on a step's graphs, and the capture of one call on them (`Ranks`)."""
+"""The agreement of all ranks on a step's graphs, and the capture of one call on them."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ Plans = dict[str, list[str]]
 
 
 @dataclass(frozen=True)
-class Others:
+class OtherRanks:
     """The state of the other ranks while this rank needs another graph for a call.
 
     Attributes:
         alone: true if they have gone on with the call, and cannot come to agree.
         agreed: the agreement of the graphs that they run then.
         at: the user's line that makes this rank need another one, for messages.
-        vote: they need one as well. Tells them for which agreement (`Agreed.number`) this rank has
-            a graph, 0 for none; returns whether all have one for the same.
+        vote: they need one as well. Tells them for which agreement (`RankAgreement.number`) this
+            rank has a graph, 0 for none; returns whether all have one for the same.
         anew: they come to agree anew.
         launched: some have joined collectives of this call, in which its function cannot run from
             the beginning.
     """
 
     alone: bool = False
-    agreed: Agreed | None = None
+    agreed: RankAgreement | None = None
     at: str = ""
     vote: Callable[[int], bool] | None = None
     anew: bool = False
@@ -53,7 +53,7 @@ class Others:
 
 
 class OneVote:
-    """A call of `Others.vote` that is made at most once.
+    """A call of `OtherRanks.vote` that is made at most once.
 
     Attributes:
         is_cast: whether it has been.
@@ -99,7 +99,7 @@ class NoGraphAloneError(SpmdMismatchError):
 
 
 @dataclass
-class Agreed:
+class RankAgreement:
     """The decisions that all ranks made for one structure of the step's arguments.
 
     Attributes:
@@ -138,7 +138,7 @@ class Agreed:
         found = (names.get(id(parameter())) for parameter in self.parameters)
         return tuple(name for name in found if name is not None)
 
-    def launches_as(self, other: Agreed) -> bool:
+    def launches_as(self, other: RankAgreement) -> bool:
         """True if graphs under this agreement and the other launch the same collectives."""
         return self.plans == other.plans and self.agreement == other.agreement
 
@@ -153,7 +153,7 @@ class Agreed:
             self.votes.hear()
 
 
-def ask_before_calls(agreements: Sequence[Agreed]) -> None:
+def ask_before_calls(agreements: Sequence[RankAgreement]) -> None:
     """Makes ranks vote before each call on the agreement that they begin with, if graphs with
     different collectives exist: a rank without a fitting graph cannot know what the others launch.
 
@@ -169,7 +169,7 @@ def ask_before_calls(agreements: Sequence[Agreed]) -> None:
         each.questions, each.asks = questions, True
 
 
-class Ranks:
+class CallCapture:
     """The capture of one call on the ranks of a group; a context manager around all of it.
 
     This one is for a rank that agrees on nothing: it is alone, or averages nothing in this call.
@@ -183,12 +183,12 @@ class Ranks:
     """
 
     agreement = Agreement()
-    agreed: Agreed | None = None
+    agreed: RankAgreement | None = None
 
     def __init__(self, *, lasts: bool = True) -> None:
         self._lasts = lasts
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> CallCapture:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphopt.host.counts import TimesReached
-    from graphopt.runtime.agreed import Agreed
+    from graphopt.runtime.agreed import RankAgreement
     from graphopt.runtime.bound_step import BoundStep
     from graphopt.tracing import CapturedStep
     from graphopt.tracing.call import Call
@@ -28,7 +28,7 @@ class Binding:
         call: Call,
         mode: tuple[Any, ...],
         captured: CapturedStep,
-        agreed: Agreed | None,
+        agreed: RankAgreement | None,
         number: int,
     ) -> BoundStep:
         """Makes a callable `BoundStep` from a captured call.

@@ -18,21 +18,21 @@ from graphopt.errors import AssumptionFailedError, GraphOptError
 from graphopt.graph_utils import without_autocast
 from graphopt.guards.guards import Guards
 from graphopt.host.assumptions import Answer, uniform_answers
-from graphopt.host.running import HostRun, running
+from graphopt.host.running import CallbackRun, running
 from graphopt.host.sizes import Sizes, answered_alike, found_before
-from graphopt.host.used import Used, unused
+from graphopt.host.used import UsedParameters, unused
 from graphopt.iter_graph import IterGraphModule
 from graphopt.ranks.failed_runs import explained, group_names, sending_explained
 from graphopt.ranks.failure_reports import check_usable, withdraw
 from graphopt.ranks.independent_ranks import launched_apart
 from graphopt.ranks.joining_with_zeros import join_with_zeros, sends_before_own
-from graphopt.runtime.agreed import Agreed
-from graphopt.runtime.branch import Begun, Branch, Left
-from graphopt.runtime.budget import Cause
+from graphopt.runtime.agreed import RankAgreement
+from graphopt.runtime.branch import Branch, ResumedCall, ResumePoint
+from graphopt.runtime.budget import RecaptureCause
 from graphopt.runtime.generators import DrawnGenerators
 from graphopt.runtime.input_values import InputValues
 from graphopt.runtime.late_updates import LateUpdates
-from graphopt.runtime.moved_apart import MovedApart, put_back
+from graphopt.runtime.moved_apart import SeparatedStorages, put_back
 from graphopt.runtime.results import StepResults
 from graphopt.runtime.sent_before import CollectiveResults, SentBefore
 from graphopt.tracing.call import Call
@@ -41,7 +41,7 @@ from graphopt.tracing.captured_step import CapturedStep
 logger = logging.getLogger("graphopt")
 
 
-class Tries:
+class BranchFailures:
     """The recent failures of a branch's graphs.
 
     Attributes:
@@ -77,7 +77,7 @@ class BoundStep:
         captured: CapturedStep,
         module: IterGraphModule,
         guards: Guards,
-        agreed: Agreed | None,
+        agreed: RankAgreement | None,
         number: int,
     ) -> None:
         self.captured = captured
@@ -85,10 +85,10 @@ class BoundStep:
         self.guards = guards
         self.agreed = agreed
         self.number = number
-        self.cause: Cause | None = None
+        self.cause: RecaptureCause | None = None
         self.answers = tuple(captured.live.answers)
         self.uniform = uniform_answers(module.graph)
-        self.tries = Tries()
+        self.tries = BranchFailures()
         self._generators = DrawnGenerators(module.graph if self.answers else None)
         self._inputs = InputValues(captured, guards)
         self._lock = threading.RLock()
@@ -100,8 +100,8 @@ class BoundStep:
         )
         self._step = 0
         self._unused = unused(module.graph)
-        self._left: Left | None = None
-        self._moved = MovedApart(captured)
+        self._left: ResumePoint | None = None
+        self._moved = SeparatedStorages(captured)
         self._results = StepResults(captured)
         reference = weakref.ref(self)
         self._late = LateUpdates(captured, module, guards, lambda: _finish_unasked(reference))
@@ -117,7 +117,11 @@ class BoundStep:
         return self.branch.module
 
     def __call__(
-        self, call: Call, step: int, begun: Begun | None = None, sent: SentBefore | None = None
+        self,
+        call: Call,
+        step: int,
+        begun: ResumedCall | None = None,
+        sent: SentBefore | None = None,
     ) -> Any:
         """Runs the step's graph on a call's arguments.
 
@@ -152,7 +156,7 @@ class BoundStep:
                 host.say()
             except AssumptionFailedError as error:
                 put_back(moved)
-                self._left = Left(branch, error.index, flat, error.handed_out, generators)
+                self._left = ResumePoint(branch, error.index, flat, error.handed_out, generators)
                 self._note_failure(error, noting)
                 generators.restore(drawn)
                 self.captured.state = state
@@ -198,7 +202,9 @@ class BoundStep:
         """The current inputs of the graph, in order."""
         return self._late.own(self._inputs.of_state()) + self._inputs.of_call(call)
 
-    def _before_drawing(self, begun: Begun | None) -> tuple[DrawnGenerators, list[torch.Tensor]]:
+    def _before_drawing(
+        self, begun: ResumedCall | None
+    ) -> tuple[DrawnGenerators, list[torch.Tensor]]:
         """The states, before the call, of the generators that the call draws from."""
         if begun is None:
             return self._generators, self._generators.states()
@@ -230,7 +236,7 @@ class BoundStep:
             withdraw(group)
         return found
 
-    def take_left(self) -> Left:
+    def take_left(self) -> ResumePoint:
         """The values that the last call computed before an assumption failed."""
         left, self._left = self._left, None
         assert left is not None
@@ -243,7 +249,7 @@ class BoundStep:
     def decides_no_more(self, index: int) -> bool:
         """True if no decision follows this one in the graph, apart from those on what other
         ranks use."""
-        return all(isinstance(answer, Used) for answer in self.answers[index + 1 :])
+        return all(isinstance(answer, UsedParameters) for answer in self.answers[index + 1 :])
 
     def answers_before(self, index: int) -> tuple[Answer, ...]:
         """The outcomes of the last call's decisions before the one that failed."""
@@ -252,20 +258,20 @@ class BoundStep:
         found = found_before(self.module.graph, index)
         return tuple(found.get(i, answer) for i, answer in enumerate(self.answers[:index]))
 
-    def _host_run(self, flat: list[Any], step: int, call: Call) -> HostRun:
+    def _host_run(self, flat: list[Any], step: int, call: Call) -> CallbackRun:
         rank = _compat.rank_among_several()
         votes, agreement = (
             (self.agreed.votes, self.agreed.agreement) if self.agreed else (None,) * 2
         )
         storages = partial(self._inputs.updated_storages, flat)
         asked = (self.agreed.unused, self.agreed.questions) if self.agreed else ()
-        return HostRun(storages, rank, step, votes, agreement, call.given, *asked)
+        return CallbackRun(storages, rank, step, votes, agreement, call.given, *asked)
 
     def _raise_explained(
         self,
         error: BaseException,
         step: int,
-        host: HostRun | None = None,
+        host: CallbackRun | None = None,
         module: IterGraphModule | None = None,
     ) -> None:
         module = module or self.module

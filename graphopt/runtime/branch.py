@@ -1,11 +1,12 @@
 """The running graphs of a step, and their continuation where an assumption fails.
 
-    call ─▶ first graph ─ assumption fails ─▶ Left ─ its other branch is known ─▶ Begun ─▶ the rest
-                                                └─ it is not: from the beginning, and learn
+    call ─▶ first graph ─ assumption fails ─▶ ResumePoint
+        its other branch is known ─▶ ResumedCall ─▶ the rest
+        it is not                 ─▶ the other graph from the beginning, and learn
 
-What the first graph has computed before the assumption stays (`Left`), until it is known whether
-the other branch goes on from there. It does so from the second time on: the first time its graph
-runs from the beginning, and what is left of it is found out afterwards.
+What the first graph has computed before the assumption stays (`ResumePoint`), until it is known
+whether the other branch goes on from there. It does so from the second time on: the first time its
+graph runs from the beginning, and what is left of it is found out afterwards.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from graphopt.branches.continuation import (
     Beginning,
     Continuation,
     NotSharedError,
-    Stopped,
+    StoppedGraph,
     continuation_of,
     from_the_beginning,
 )
@@ -57,8 +58,10 @@ class Branch:
 
     def __init__(self, module: IterGraphModule, begins: Beginning = from_the_beginning) -> None:
         self.module, self._begins = module, begins
-        self._family: WeakSet[Onward] = WeakSet()
-        self._onward: WeakKeyDictionary[Branch, dict[int, Onward | None]] = WeakKeyDictionary()
+        self._family: WeakSet[ResumedBranch] = WeakSet()
+        self._onward: WeakKeyDictionary[Branch, dict[int, ResumedBranch | None]] = (
+            WeakKeyDictionary()
+        )
 
     def run(self, flat: Sequence[Any], there: list[Any], leave: bool) -> Any:
         """Runs the graph of the branch on the inputs of a call.
@@ -70,7 +73,7 @@ class Branch:
         """
         return self.module.forward(*flat, last_iter=not leave)
 
-    def onward(self, index: int, other: Branch) -> Onward | None:
+    def onward(self, index: int, other: Branch) -> ResumedBranch | None:
         """The graph that continues in another branch after assumption `index` fails, if known."""
         return self._onward.get(other, {}).get(index)
 
@@ -92,10 +95,10 @@ class Branch:
         except Exception:  # the other branch begins from the beginning, as before
             logger.warning("where a decision goes another way, nothing is shared", exc_info=True)
 
-    def _found(self, index: int, other: Branch, make_ready: MakeReady) -> Onward:
+    def _found(self, index: int, other: Branch, make_ready: MakeReady) -> ResumedBranch:
         graph = self.module.graph
         node, assumption = assumption_number(graph, index)
-        rest = continuation_of(Stopped(graph, self._begins, node), other.module)
+        rest = continuation_of(StoppedGraph(graph, self._begins, node), other.module)
         handing, positions = handing_out(self.module, node, rest.taken)
         make_ready(handing)
         launched = launched_before(handing.first_executable, assumption, rest.drawn)
@@ -104,13 +107,13 @@ class Branch:
         handing.meta.update(self.module.meta)
         self.module = handing
         logger.info("another branch goes on from %d values: %s", len(positions), assumption)
-        found = Onward(rest, positions, launched)
+        found = ResumedBranch(rest, positions, launched)
         found._family = self._family
         self._family.add(found)
         return found
 
 
-class Onward(Branch):
+class ResumedBranch(Branch):
     """A graph that continues a call in another branch, from values already computed.
 
     Args:
@@ -162,7 +165,7 @@ def _layout(value: torch.Tensor) -> tuple[Any, ...]:
 
 
 @dataclass
-class Left:
+class ResumePoint:
     """The values that a call has computed before an assumption failed.
 
     Attributes:
@@ -186,7 +189,7 @@ class Left:
     def __post_init__(self) -> None:
         self.drawn = self.generators.states()
 
-    def begun(self, other: Branch, flat: Callable[[], Sequence[Any]]) -> Begun | None:
+    def begun(self, other: Branch, flat: Callable[[], Sequence[Any]]) -> ResumedCall | None:
         """The continuation of the call in another branch, or None if there is none.
 
         Args:
@@ -195,11 +198,11 @@ class Left:
         found = self.branch.onward(self.index, other)
         if found is None or not found.fits(self.flat, flat()):
             return None
-        return Begun(found, found.take(self.handed_out), self)
+        return ResumedCall(found, found.take(self.handed_out), self)
 
 
 @dataclass
-class Begun:
+class ResumedCall:
     """A call that continues from values of another graph.
 
     Attributes:
@@ -208,6 +211,6 @@ class Begun:
         left: by the other graph.
     """
 
-    branch: Onward
+    branch: ResumedBranch
     there: list[Any]
-    left: Left
+    left: ResumePoint

@@ -38,7 +38,7 @@ _EACH = {SHAPE: "shape", VALUE: "value", BRANCH: "outcome", COUNT: "size"}
 
 
 @dataclass(frozen=True)
-class Cause:
+class RecaptureCause:
     """The reason why a step was captured again.
 
     Attributes:
@@ -52,15 +52,15 @@ class Cause:
     said: str
 
     @classmethod
-    def of_shape(cls, reason: str) -> Cause:
+    def of_shape(cls, reason: str) -> RecaptureCause:
         return cls(SHAPE, reason.partition(":")[0], reason)
 
     @classmethod
-    def of_value(cls, reason: str) -> Cause:
+    def of_value(cls, reason: str) -> RecaptureCause:
         return cls(VALUE, reason.partition(" became ")[0].partition(": ")[0], reason)
 
     @classmethod
-    def of_branch(cls, place: str, found: object) -> Cause:
+    def of_branch(cls, place: str, found: object) -> RecaptureCause:
         if isinstance(found, tuple):
             return cls(COUNT, f"what is chosen by value at {place}", f"it is {list(found)} now")
         return cls(BRANCH, f"the decision at {place}", f"it is {found!r} now")
@@ -70,7 +70,9 @@ class Cause:
         return (self.kind, self.name)
 
 
-def dropped(causes: Sequence[Cause | None], new: Cause | None, limit: int, step: str) -> int | None:
+def dropped(
+    causes: Sequence[RecaptureCause | None], new: RecaptureCause | None, limit: int, step: str
+) -> int | None:
     """The graph to drop before another one is made, or None if the budget has room.
 
     Args:

@@ -8,10 +8,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, overload
 
 from graphopt.errors import GraphOptError
-from graphopt.runtime.budget import MODE, Cause, dropped
+from graphopt.runtime.budget import MODE, RecaptureCause, dropped
 
 if TYPE_CHECKING:
-    from graphopt.runtime.bound_step import BoundStep, Tries
+    from graphopt.runtime.bound_step import BoundStep, BranchFailures
     from graphopt.tracing.call import Call
 
 
@@ -42,7 +42,9 @@ class CapturedGraphs(Sequence["BoundStep"]):
     def __iter__(self) -> Iterator[BoundStep]:
         return iter(self._entries)
 
-    def known(self, call: Call, mode: tuple[Any, ...], retried: Tries | None) -> BoundStep | None:
+    def known(
+        self, call: Call, mode: tuple[Any, ...], retried: BranchFailures | None
+    ) -> BoundStep | None:
         """The graph that holds for a call, which becomes the most recently used.
 
         Args:
@@ -76,7 +78,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
             if entry is not by:
                 entry.captured.state = None
 
-    def make_room(self, cause: Cause | None) -> None:
+    def make_room(self, cause: RecaptureCause | None) -> None:
         """Drops a graph if the budget is exhausted.
 
         Args:
@@ -90,7 +92,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
         if position is not None:
             self._entries.pop(position).close()
 
-    def with_counted(self, call: Call, cause: Cause | None) -> Call:
+    def with_counted(self, call: Call, cause: RecaptureCause | None) -> Call:
         """The call, with counters that the step is known to change as inputs.
 
         Args:

@@ -16,7 +16,7 @@ from graphopt.ranks.processes import announce
 if TYPE_CHECKING:
     from torch import nn
 
-    from graphopt.runtime.agreed import Agreed, Others, Ranks
+    from graphopt.runtime.agreed import CallCapture, OtherRanks, RankAgreement
     from graphopt.runtime.joint_capture import JointCapture
     from graphopt.runtime.sharded_models import ShardedModels
     from graphopt.tracing.call import Call
@@ -117,25 +117,25 @@ class Communication:
         with admitted(parallel.axes):
             yield
 
-    def ways(self, call: Call, mode: tuple[Any, ...], others: Others) -> Iterable[Ranks]:
+    def ways(self, call: Call, mode: tuple[Any, ...], others: OtherRanks) -> Iterable[CallCapture]:
         """The ways in which this rank may agree with others on a new graph.
 
         Args:
             others: the state of the other ranks meanwhile.
         """
-        from graphopt.runtime.agreed import Ranks
+        from graphopt.runtime.agreed import CallCapture
 
         parallel = resolve(self._parallel)
         if isinstance(parallel, OverRanks):
             return self._joint().ways(call, parallel, self.averaging, mode, others)
-        return [Ranks()]
+        return [CallCapture()]
 
     def vote(self, call: Call, mode: tuple[Any, ...], step: int) -> Callable[[int], bool] | None:
-        """The vote of all ranks on having a graph for a call; see `Others.vote`."""
+        """The vote of all ranks on having a graph for a call; see `OtherRanks.vote`."""
         found = self._joint_capture and self._joint_capture.asking(call, mode)
         return partial(found.alike, step=step) if found else None
 
-    def run_elsewhere(self, call: Call) -> list[Agreed]:
+    def run_elsewhere(self, call: Call) -> list[RankAgreement]:
         """The agreement whose graphs other ranks may run for a call that this rank may leave, or
         None."""
         joint = self._joint_capture

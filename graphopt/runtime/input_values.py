@@ -13,7 +13,7 @@ from graphopt.guards.guards import Guards
 from graphopt.tracing.call import Call
 from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.inputs.entries import Storage, as_tensor
-from graphopt.tracing.shards import Windows
+from graphopt.tracing.shards import ShardWindows
 
 
 class InputValues:
@@ -41,7 +41,7 @@ class InputValues:
         ]
         self._gradients = [(g.owner, id(g.owner) in dead) for g in inputs.gradients]
         rows = [i for i, spec in enumerate(captured.inputs) if spec.placement.rows is not None]
-        self._windows = Windows(rows, captured.parallel)
+        self._windows = ShardWindows(rows, captured.parallel)
         self._numbers: dict[int, tuple[Any, torch.Tensor]] = {}
 
     def of_state(self) -> list[Any]:

@@ -16,7 +16,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError, CollectiveError
 from graphopt.guards.guards import Guards
 from graphopt.host.assumptions import Answer
-from graphopt.host.used import Used
+from graphopt.host.used import UsedParameters
 from graphopt.host.votes import Agreement, Votes
 from graphopt.manager import records_of
 from graphopt.parallel import OverRanks
@@ -26,12 +26,12 @@ from graphopt.ranks.rank_votes import RankVotes
 from graphopt.ranks.spmd import FREEZE, check_same, check_same_plans, merged_order, plan_lines
 from graphopt.ranks.unused import UnusedParameters
 from graphopt.runtime.agreed import (
-    Agreed,
+    CallCapture,
     NoGraphAloneError,
     NotAsAgreedError,
     OneVote,
-    Others,
-    Ranks,
+    OtherRanks,
+    RankAgreement,
     ask_before_calls,
     first_difference,
     plans_of,
@@ -63,11 +63,11 @@ from graphopt.tracing.retries import retried
 from graphopt.tracing.trace import RawTrace
 
 
-class _AsAgreed(Ranks):
+class _CaptureAsAgreed(CallCapture):
     """Captures a call under an earlier agreement, without asking the other ranks.
 
     Args:
-        vote: see `Others`.
+        vote: see `OtherRanks`.
 
     Attributes:
         answers: to the decisions of the call, as far as nothing depends on the other ranks.
@@ -75,7 +75,7 @@ class _AsAgreed(Ranks):
     """
 
     def __init__(
-        self, joint: JointCapture, agreed: Agreed, parallel: OverRanks, vote: OneVote | None
+        self, joint: JointCapture, agreed: RankAgreement, parallel: OverRanks, vote: OneVote | None
     ) -> None:
         super().__init__()
         self._vote = vote
@@ -107,7 +107,9 @@ class _AsAgreed(Ranks):
             call, inputs, raw, made = first_joint_trace(
                 call, self._joint.marked(self._parallel), beforehand=beforehand
             )
-            alone = itertools.takewhile(lambda answer: type(answer) is not Used, inputs.answers)
+            alone = itertools.takewhile(
+                lambda answer: type(answer) is not UsedParameters, inputs.answers
+            )
             self.answers = tuple(alone)
             order = AgreedOrder(self._order(inputs, raw), frozenset(raw.used))
             communication = self._joint.marked(self._parallel, order)
@@ -139,7 +141,7 @@ class _AsAgreed(Ranks):
             raise NotAsAgreedError
 
 
-class _Apart(Ranks):
+class _UnaveragedCapture(CallCapture):
     """Captures a call without averages, for modules that are joined."""
 
     def __init__(self, joint: JointCapture) -> None:
@@ -150,7 +152,7 @@ class _Apart(Ranks):
         return self._joint.checked(call, super().capture(call))
 
 
-class _Together(Ranks):
+class _CaptureInMeeting(CallCapture):
     """Captures a call in a meeting of all ranks.
 
     Args:
@@ -168,14 +170,14 @@ class _Together(Ranks):
         parallel: OverRanks,
         sync: bool,
         mode: tuple[Any, ...],
-        earlier: Sequence[Agreed],
+        earlier: Sequence[RankAgreement],
         votes: Votes,
     ) -> None:
         super().__init__()
         self._joint, self._call, self._parallel = joint, call, parallel
         self._sync, self._mode, self._earlier, self._votes = sync, mode, earlier, votes
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> CallCapture:
         self._votes.hear()
         group = self._parallel.everyone
         self._meeting = Channel(group, self._joint.topic, self._parallel.timeout).meeting()
@@ -290,7 +292,7 @@ class _Together(Ranks):
         parameters = tuple(weakref.ref(entries[name]) for name in self._order)
         group = self._parallel.everyone
         unused = UnusedParameters(group, self._joint.topic)
-        agreed = Agreed(
+        agreed = RankAgreement(
             *(guards, parameters, unused, self._plans, self._held),
             *(self._questions, self._asks, self._joint.count()),
             votes=self._votes,
@@ -327,7 +329,7 @@ class JointCapture:
     ) -> None:
         self.topic, self._accumulated = topic, accumulated
         self.sharded_models = sharded_models
-        self._agreed: list[Agreed] = []
+        self._agreed: list[RankAgreement] = []
         self._count = 0
         self._votes: WeakKeyDictionary[dist.ProcessGroup, Votes] = WeakKeyDictionary()
         self._joined = JoinedModules()
@@ -344,8 +346,8 @@ class JointCapture:
         return call.deciding_alone() if self.uneven else call
 
     def ways(
-        self, call: Call, parallel: OverRanks, sync: bool, mode: tuple[Any, ...], others: Others
-    ) -> Iterator[Ranks]:
+        self, call: Call, parallel: OverRanks, sync: bool, mode: tuple[Any, ...], others: OtherRanks
+    ) -> Iterator[CallCapture]:
         """The ways to capture `call`; the first that `NotAsAgreedError` does not refuse counts.
 
         Raises:
@@ -359,7 +361,7 @@ class JointCapture:
             )
         self.alone = True
         if self._joined.has_all(call) and not sync:
-            yield _Apart(self)
+            yield _UnaveragedCapture(self)
         vote = None if others.vote is None else OneVote(others.vote)
         matching = self._matching(call, mode)
         if others.alone:  # the others run what this graph stands on
@@ -368,7 +370,7 @@ class JointCapture:
         difference = ""
         for earlier in [] if others.anew else matching:
             if vote is None or not vote.is_cast:
-                ranks = _AsAgreed(self, earlier, parallel, vote)
+                ranks = _CaptureAsAgreed(self, earlier, parallel, vote)
                 yield ranks
                 answers, difference = ranks.answers, ranks.difference
         if vote is not None and not vote.is_cast:
@@ -378,7 +380,7 @@ class JointCapture:
         self.alone = False
         group = parallel.everyone
         votes = self._votes.setdefault(group, Votes(group))
-        yield _Together(self, call, parallel, sync, mode, self._matching(call, mode), votes)
+        yield _CaptureInMeeting(self, call, parallel, sync, mode, self._matching(call, mode), votes)
 
     def checked(self, call: Call, captured: CapturedStep) -> CapturedStep:
         """Checks the capture that a rank has made alone.
@@ -400,7 +402,7 @@ class JointCapture:
         none."""
         return next((a.questions for a in self._matching(call, mode) if a.asks), None)
 
-    def run_elsewhere(self, call: Call, mode: tuple[Any, ...]) -> list[Agreed]:
+    def run_elsewhere(self, call: Call, mode: tuple[Any, ...]) -> list[RankAgreement]:
         """The agreement whose graphs other ranks may run for a call, if all of them launch the
         same collectives and this rank may leave them; else None."""
         matching = self._matching(call, mode)
@@ -413,7 +415,7 @@ class JointCapture:
         self._count += 1
         return self._count
 
-    def note(self, agreed: Agreed | None, earlier: Sequence[Agreed]) -> None:
+    def note(self, agreed: RankAgreement | None, earlier: Sequence[RankAgreement]) -> None:
         """Stores an agreement of the ranks, after earlier ones for branches with other
         collectives."""
         for other in earlier:
@@ -428,7 +430,7 @@ class JointCapture:
         """Drops agreements on models that no longer exist."""
         self._agreed = [agreed for agreed in self._agreed if agreed.guards.alive()]
 
-    def _matching(self, call: Call, mode: tuple[Any, ...]) -> list[Agreed]:
+    def _matching(self, call: Call, mode: tuple[Any, ...]) -> list[RankAgreement]:
         """The agreements on calls of the same structure, most recent first."""
         agreed = reversed(self._agreed)
         return [a for a in agreed if a.guards.structure_mismatch(call, mode) is None]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from torch import fx
 
 from graphopt.host.assumptions import Assumption, assumptions
-from graphopt.host.used import Used
+from graphopt.host.used import UsedParameters
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import trace_from_state
 from graphopt.tracing.inputs.entries import Inputs
@@ -26,7 +26,7 @@ def first_joint_trace(
         beforehand: state that optimizers make in their first step is made before it is traced.
     """
     decided = call.decided
-    known = tuple(answer for answer in decided if not isinstance(answer, Used))
+    known = tuple(answer for answer in decided if not isinstance(answer, UsedParameters))
     call, inputs, raw, made = trace_from_state(
         call.with_answers(known), communication, lasts=beforehand
     )
@@ -85,7 +85,7 @@ def decisions(raw: RawTrace) -> tuple[int, bool]:
     """The number of uniform decisions in a trace, and whether it takes others."""
     targets = [node.target for node in raw.graph_module.graph.nodes]
     found = [each for each in targets if isinstance(each, Assumption)]
-    own = [each for each in found if each.alone and not isinstance(each.answer, Used)]
+    own = [each for each in found if each.alone and not isinstance(each.answer, UsedParameters)]
     return sum(not each.alone for each in found), bool(own)
 
 
@@ -93,4 +93,8 @@ def outcomes(graph: fx.Graph) -> list[tuple[str, str]]:
     """The line and outcome of each decision by value in a graph."""
     found = (node.target for node in assumptions(graph))
     taken = (each for each in found if isinstance(each, Assumption))
-    return [(each.line, repr(each.answer)) for each in taken if not isinstance(each.answer, Used)]
+    return [
+        (each.line, repr(each.answer))
+        for each in taken
+        if not isinstance(each.answer, UsedParameters)
+    ]

@@ -54,14 +54,14 @@ _SETTLES_NOTHING = frozenset(
 _NOT_FORWARDED = frozenset(f"{_METADATA} {_METADATA_METHODS} {_OF_CLASSES} grad".split())
 
 
-class Owner(Protocol):
+class LateOwner(Protocol):
     """An object with updates in flight."""
 
     def settle(self) -> None:
         """Completes the updates in flight."""
 
 
-OWNERS: dict[int, Owner] = {}
+OWNERS: dict[int, LateOwner] = {}
 """Who has each late tensor's update in flight, by id: they live as long as they are late."""
 
 

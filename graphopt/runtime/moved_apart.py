@@ -21,7 +21,7 @@ Moved = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """By its position among the module's tensors, a tensor and what is over the storage that it had."""
 
 
-class MovedApart:
+class SeparatedStorages:
     """Moves such tensors to storage of their own before the graph runs."""
 
     def __init__(self, captured: CapturedStep) -> None:
@@ -47,7 +47,7 @@ class MovedApart:
 
 
 def put_back(moved: Moved) -> None:
-    """Undoes `MovedApart.move`."""
+    """Undoes `SeparatedStorages.move`."""
     for tensor, former in moved.values():
         tensor.data = former
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from graphopt.runtime.budget import MODE, Cause
+from graphopt.runtime.budget import MODE, RecaptureCause
 
 if TYPE_CHECKING:
     from graphopt.guards.guards import Guards
@@ -29,8 +29,12 @@ class Recaptures:
         self._for_shapes = 0
 
     def cause(
-        self, call: Call, mode: tuple[Any, ...], branch: Cause | None, guards: Sequence[Guards]
-    ) -> Cause | None:
+        self,
+        call: Call,
+        mode: tuple[Any, ...],
+        branch: RecaptureCause | None,
+        guards: Sequence[Guards],
+    ) -> RecaptureCause | None:
         """Logs why a call needs another graph, and returns the cause if the step was captured
         before.
 
@@ -48,7 +52,7 @@ class Recaptures:
         near = (each for each in guards if _is_near(call, mode, each))
         return self._of_call(call, mode, next(near, guards[0]))
 
-    def _of_call(self, call: Call, mode: tuple[Any, ...], guards: Guards) -> Cause:
+    def _of_call(self, call: Call, mode: tuple[Any, ...], guards: Guards) -> RecaptureCause:
         call = call.using(guards.besides) or call
         reasons = list(guards.structure_mismatches(call, mode))
         shape = None if reasons else guards.shape_mismatch(call)
@@ -58,8 +62,10 @@ class Recaptures:
         logger.info("capturing %s again: %s", self._name, "; ".join(reasons))
         if shape is not None:
             self._advise(shape)
-            return Cause.of_shape(shape)
-        return Cause(MODE, "", structure) if local is None else Cause.of_value(local)
+            return RecaptureCause.of_shape(shape)
+        return (
+            RecaptureCause(MODE, "", structure) if local is None else RecaptureCause.of_value(local)
+        )
 
     def _advise(self, shape: str) -> None:
         """Warns once of a step that is captured for many shapes."""

@@ -28,7 +28,7 @@ class _GraphRun(NamedTuple):
     made: dict[int, Any]
 
 
-class _LeftOutside(NamedTuple):
+class _StoredValues(NamedTuple):
     """The values that a call stores in attributes and containers, in the signature's order.
 
     Attributes:
@@ -71,13 +71,13 @@ class StepResults:
             return outputs[0]
         return _compat.tree_unflatten(outputs, self._signature.output_spec)
 
-    def _left_outside(self, call: Call, ran: _GraphRun) -> _LeftOutside:
+    def _left_outside(self, call: Call, ran: _GraphRun) -> _StoredValues:
         signature = self._signature
 
         def value(recipe: Recipe) -> Any:
             return self._value(recipe, ran)
 
-        return _LeftOutside(
+        return _StoredValues(
             attributes=[value(each.recipe) for each in signature.attributes],
             containers=[
                 (
@@ -109,7 +109,7 @@ class StepResults:
         for number, flag in signature.flags_of_parameters.items():
             tensors[number].live().requires_grad_(flag)
 
-    def _put_outside(self, left: _LeftOutside) -> None:
+    def _put_outside(self, left: _StoredValues) -> None:
         signature = self._signature
         for attribute, value in zip(signature.attributes, left.attributes, strict=True):
             attribute.attributes[attribute.name] = value

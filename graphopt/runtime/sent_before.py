@@ -19,7 +19,7 @@ from graphopt.errors import SpmdMismatchError
 
 
 @dataclass
-class Sent:
+class SentCollective:
     """A collective that was launched, and its result.
 
     Attributes:
@@ -31,7 +31,7 @@ class Sent:
     given: list[torch.Tensor | None]
 
 
-SentBefore = Mapping[str, Sequence[Sent]]
+SentBefore = Mapping[str, Sequence[SentCollective]]
 """By the name of a group, what was launched in it, in order."""
 
 
@@ -46,7 +46,7 @@ class CollectiveResults(_compat.TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._launches = {name: list(sent) for name, sent in known.items()}
         self._known = {name: iter(sent) for name, sent in known.items()}
-        self._pending: dict[int, tuple[Sent, int, torch.Tensor]] = {}
+        self._pending: dict[int, tuple[SentCollective, int, torch.Tensor]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -62,7 +62,7 @@ class CollectiveResults(_compat.TorchDispatchMode):
             return _given(known, what, func, args[0])
         result = func(*args, **kwargs)
         leaves = _compat.tree_leaves(result)
-        sent = Sent(what, [None] * len(leaves))
+        sent = SentCollective(what, [None] * len(leaves))
         self._launches.setdefault(name, []).append(sent)
         self._pending |= {id(leaf): (sent, i, leaf) for i, leaf in enumerate(leaves)}
         return result
@@ -89,7 +89,7 @@ def _described(func: Any, args: Sequence[Any]) -> str:
     return f"{func.name().rstrip('_')}({', '.join([*kinds, *map(str, args[1:])])})"
 
 
-def _given(known: Sent, what: str, func: Any, sent: Any) -> Any:
+def _given(known: SentCollective, what: str, func: Any, sent: Any) -> Any:
     """The recorded result of a collective that was launched before."""
     if known.what != what:
         raise SpmdMismatchError(

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from graphopt._compat.tensor_classes import without_torch_function
-from graphopt.runtime.bound_step import BoundStep, Tries
-from graphopt.runtime.branch import Begun, Left
+from graphopt.runtime.bound_step import BoundStep, BranchFailures
+from graphopt.runtime.branch import ResumedCall, ResumePoint
 from graphopt.tracing.call import Call
 
 
-def in_order(entries: Sequence[BoundStep], retried: Tries | None) -> list[BoundStep]:
+def in_order(entries: Sequence[BoundStep], retried: BranchFailures | None) -> list[BoundStep]:
     """The graphs of a step in the order in which a call tries them; graphs of one branch are
     adjacent, so that all ranks try the same branches.
 
@@ -19,7 +19,7 @@ def in_order(entries: Sequence[BoundStep], retried: Tries | None) -> list[BoundS
         entries: the graphs, most recently used first.
         retried: the history of the branch that is tried before all others.
     """
-    places: dict[Tries, int] = {}
+    places: dict[BranchFailures, int] = {}
     for entry in entries:
         places.setdefault(entry.tries, len(places))
     found = sorted(entries, key=lambda entry: (entry.tries is not retried, places[entry.tries]))
@@ -39,8 +39,8 @@ def join_branch(entry: BoundStep, entries: Sequence[BoundStep]) -> None:
 
 
 def begun(
-    left: Left, by: BoundStep, other: BoundStep | None, call: Call, step: int
-) -> Begun | None:
+    left: ResumePoint, by: BoundStep, other: BoundStep | None, call: Call, step: int
+) -> ResumedCall | None:
     """The continuation in another graph after an assumption failed, or None to start from the
     beginning on all ranks.
 
@@ -63,7 +63,9 @@ def begun(
     return found if by.agreed.votes.alike(plan, step) else None
 
 
-def learn(left: Left, by: BoundStep, other: BoundStep, make_ready: Callable[..., None]) -> None:
+def learn(
+    left: ResumePoint, by: BoundStep, other: BoundStep, make_ready: Callable[..., None]
+) -> None:
     """Builds a graph that continues the branch `other` from the values of a failed call, for later
     calls.
 

@@ -12,11 +12,11 @@ from typing import Any
 from graphopt import _compat
 from graphopt._compat.settings import dispatch_keys_kept
 from graphopt.errors import AssumptionFailedError, CaptureError
-from graphopt.runtime.agreed import NotAsAgreedError, Others
+from graphopt.runtime.agreed import NotAsAgreedError, OtherRanks
 from graphopt.runtime.binding import Binding
-from graphopt.runtime.bound_step import BoundStep, Tries
-from graphopt.runtime.branch import Begun
-from graphopt.runtime.budget import Cause
+from graphopt.runtime.bound_step import BoundStep, BranchFailures
+from graphopt.runtime.branch import ResumedCall
+from graphopt.runtime.budget import RecaptureCause
 from graphopt.runtime.captured_graphs import CapturedGraphs
 from graphopt.runtime.communication import Communication
 from graphopt.runtime.eager import Fallback
@@ -49,7 +49,7 @@ class Calls:
         self.stages, self.entries, self.communication = stages, entries, communication
         self._fallback, self._binding, self._recaptures = fallback, Binding(), Recaptures(name)
         self._name, self.number, self.captured = name, 0, 0
-        self._retried: Tries | None = None
+        self._retried: BranchFailures | None = None
 
     def reset(self) -> None:
         """Drops everything learned from former calls."""
@@ -104,13 +104,13 @@ class Calls:
             self.entries.land()
             communication = self.communication
             vote = communication.vote(call, communication.mode(), self.number)
-            entry = self._captured_at_begin(call, Others(vote=vote))
+            entry = self._captured_at_begin(call, OtherRanks(vote=vote))
         elif entry.agreed is not None and not entry.agreed.holds_for_all(self.number):
             self.entries.land()
-            entry = self.captured_or_refused(call, None, Others(anew=True))
+            entry = self.captured_or_refused(call, None, OtherRanks(anew=True))
         return entry
 
-    def _captured_at_begin(self, call: Call, others: Others) -> BoundStep | None:
+    def _captured_at_begin(self, call: Call, others: OtherRanks) -> BoundStep | None:
         """Captures a call for which this rank has no graph, though other ranks may have one. If
         it cannot join their collectives, it leaves the call."""
         elsewhere = [] if others.vote else self.communication.run_elsewhere(call)
@@ -119,7 +119,7 @@ class Calls:
         if entry is None:
             return self.captured_or_refused(call, None, others)
         try:
-            return self.captured_or_refused(call, None, Others(alone=True, agreed=entry.agreed))
+            return self.captured_or_refused(call, None, OtherRanks(alone=True, agreed=entry.agreed))
         except BaseException as error:
             return graph_of_all(self, entry, call, None, {}, error)
 
@@ -132,7 +132,7 @@ class Calls:
         self,
         entry: BoundStep,
         call: Call,
-        begun: Begun | None = None,
+        begun: ResumedCall | None = None,
         sent: SentBefore | None = None,
     ) -> Any:
         """Runs a graph, or another branch's graph if an assumption fails."""
@@ -150,7 +150,7 @@ class Calls:
         return result
 
     def captured_or_refused(
-        self, call: Call, branch: Cause | None, others: Others
+        self, call: Call, branch: RecaptureCause | None, others: OtherRanks
     ) -> BoundStep | None:
         """Captures a call, or returns None if it cannot be captured and the step runs eagerly.
 
@@ -169,7 +169,7 @@ class Calls:
             self.entries.forget()
             return None
 
-    def _capture(self, call: Call, branch: Cause | None, others: Others) -> BoundStep:
+    def _capture(self, call: Call, branch: RecaptureCause | None, others: OtherRanks) -> BoundStep:
         """Captures a call, runs all stages on it, and keeps the graph."""
         mode = self.communication.mode()
         guards = [entry.guards for entry in self.entries]

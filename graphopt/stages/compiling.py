@@ -23,7 +23,7 @@ from graphopt.manager.stages import DerivedGraph, GraphStage, StageRunner, crash
 from graphopt.parallel import DataParallel, Parallel
 from graphopt.parallel.parallelize import communicates, parallelize
 from graphopt.ranks.independent_ranks import keep_launches
-from graphopt.runtime.agreed import Agreed, NotAsAgreedError, Ranks
+from graphopt.runtime.agreed import CallCapture, NotAsAgreedError, RankAgreement
 from graphopt.runtime.collector import collector_paused
 from graphopt.stages.auto import AutoPipeline
 from graphopt.stages.entries import Finalize, Vote
@@ -134,7 +134,9 @@ class Stages:
         """The compiled regions; one that several graphs share is listed once."""
         return [] if self.options is None else list(self._lower.lowering.subgraphs.values())
 
-    def compile(self, call: Call, ways: Iterable[Ranks]) -> tuple[CapturedStep, Agreed | None]:
+    def compile(
+        self, call: Call, ways: Iterable[CallCapture]
+    ) -> tuple[CapturedStep, RankAgreement | None]:
         """Compiles a call of a step to graphs that run: every stage, in order.
 
         Args:
@@ -161,7 +163,7 @@ class Stages:
                 return captured, ranks.agreed
         raise AssertionError("ranks can always agree anew")
 
-    def capture(self, call: Call, ranks: Ranks) -> CapturedStep:
+    def capture(self, call: Call, ranks: CallCapture) -> CapturedStep:
         """Captures a call, with markers where communication belongs.
 
         Raises:

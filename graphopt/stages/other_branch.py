@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import AssumptionFailedError, SpmdMismatchError
-from graphopt.host.used import Used
-from graphopt.runtime.agreed import NoGraphAloneError, Others
+from graphopt.host.used import UsedParameters
+from graphopt.runtime.agreed import NoGraphAloneError, OtherRanks
 from graphopt.runtime.bound_step import BoundStep
-from graphopt.runtime.budget import Cause
+from graphopt.runtime.budget import RecaptureCause
 from graphopt.runtime.other_launches import warn_of_other_launches
 from graphopt.runtime.sent_before import SentBefore
 from graphopt.runtime.sharing import begun, learn
@@ -38,10 +38,12 @@ class OtherBranch:
     ) -> None:
         self._calls, self._entry, self._failed = calls, entry, failed
         # What stands behind is found out by all ranks together, who guess as `entry` did.
-        behind = entry.answers[failed.index + 1 :] if isinstance(failed.found, Used) else ()
+        behind = (
+            entry.answers[failed.index + 1 :] if isinstance(failed.found, UsedParameters) else ()
+        )
         answers = (*entry.answers_before(failed.index), failed.found, *behind)
         self._call = call.deciding(answers)
-        self._cause = Cause.of_branch(failed.place, failed.found)
+        self._cause = RecaptureCause.of_branch(failed.place, failed.found)
 
     def run(self) -> Any:
         """Runs the call in the other branch, and returns what the step returns."""
@@ -70,7 +72,7 @@ class OtherBranch:
         """The branch's graph, captured if it is unknown or fits no graph of the other ranks.
 
         Args:
-            launched: see `Others`.
+            launched: see `OtherRanks`.
         """
         failed, entry = self._failed, self._entry
         if known is not None and failed.alone and not _stand_on_same(known, entry):
@@ -85,7 +87,7 @@ class OtherBranch:
                 return known
         vote = vote if known is None else None
         alone = (failed.alone, entry.agreed, f": {failed.place}")
-        others = Others(*alone, vote=vote, anew=known is not None, launched=launched)
+        others = OtherRanks(*alone, vote=vote, anew=known is not None, launched=launched)
         other = self._calls.captured_or_refused(self._call, self._cause, others)
         if other is not None:
             warn_of_other_launches(entry, other, failed)
@@ -103,7 +105,7 @@ def graph_of_all(
     calls: Calls,
     entry: BoundStep,
     call: Call,
-    cause: Cause | None,
+    cause: RecaptureCause | None,
     sent: SentBefore,
     error: BaseException,
 ) -> BoundStep | None:
@@ -125,7 +127,7 @@ def graph_of_all(
         raise SpmdMismatchError(str(error)) if lacks else error
     if number:
         return known
-    return calls.captured_or_refused(call, cause, Others(anew=True))
+    return calls.captured_or_refused(call, cause, OtherRanks(anew=True))
 
 
 def _stand_on_same(one: BoundStep, other: BoundStep) -> bool:

@@ -16,7 +16,7 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.scalars.numbers import SYMBOLIC
 
 _WRAPPER = functools._lru_cache_wrapper
@@ -25,7 +25,7 @@ _WRAPPER = functools._lru_cache_wrapper
 class CachedFunctions:
     """Those that a trace calls."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: OutsideRecord) -> None:
         self._record = record
 
     def __call__(self, callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:

@@ -21,7 +21,7 @@ from graphopt.errors import CaptureError
 from graphopt.host.assumptions import Answer
 from graphopt.host.sizes import Sizes
 from graphopt.tracing.inputs.argument_objects import GivenField, OpenedObjects, may_be_taken_apart
-from graphopt.tracing.inputs.implicit import NOTHING, ImplicitInputs, Remembered
+from graphopt.tracing.inputs.implicit import NOTHING, EarlierInputs, ImplicitInputs
 from graphopt.tracing.optimizers.optimizer_state import entries_at, is_known_kind, tensors_of
 from graphopt.tracing.tensors.classes import check_class
 
@@ -99,7 +99,7 @@ class Call:
         self.decided: tuple[Answer, ...] = ()
         self.sizes = SizesKept.UNKNOWN
         self.decides_alone = False
-        self.earlier: Remembered | None = None
+        self.earlier: EarlierInputs | None = None
         self.remembered: frozenset[int] = frozenset()
 
     def using(self, besides: ImplicitInputs) -> Call | None:

@@ -35,13 +35,13 @@ from graphopt.tracing.inputs.implicit import CarriedPlace, ImplicitInputs
 from graphopt.tracing.layouts.parts_of_storage import refuse_overlaps
 from graphopt.tracing.optimizers.optimizer_state import (
     ITSELF,
-    OfNone,
+    NonParameterKey,
     distinct_states,
     of_none,
     tensors_of,
 )
 from graphopt.tracing.outside.places import OutsidePlace, place_in
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.scalars.numbers import SCHEDULED
 from graphopt.tracing.scalars.tuples import TupleTable, is_tensor, leaves_of
 from graphopt.tracing.tensors.lost_history import accumulates, marks_of
@@ -195,7 +195,7 @@ def place_of(entry: ModuleTensor) -> OutsidePlace:
     return table.place if isinstance(table, TupleTable) else place_in(table, key)
 
 
-def found_twice(inputs: Inputs, record: Record) -> frozenset[Hashable]:
+def found_twice(inputs: Inputs, record: OutsideRecord) -> frozenset[Hashable]:
     """Places, by their identities, each of which would give the graph the tensor of a call, which
     the step finds elsewhere as well: it is one tensor in this call, and perhaps none in others."""
     read: dict[int, set[Hashable]] = {}
@@ -315,7 +315,7 @@ def _state_numbers(call: Call, by_id: dict[int, ModuleTensor]) -> Iterator[State
                     yield StateNumber(index, none, key, _name_of_none(prefix, none, key))
 
 
-def _name_of_none(prefix: str, none: OfNone, key: str) -> str:
+def _name_of_none(prefix: str, none: NonParameterKey, key: str) -> str:
     name = f"{prefix}.state[{none.key!r}]"
     return name if key == ITSELF else f"{name}[{key!r}]"
 

@@ -28,14 +28,14 @@ from graphopt._compat.sizes import (
 from graphopt.errors import CaptureError
 from graphopt.host.assumptions import Answer, Assumption, ValuesAssumption
 from graphopt.host.sizes import Relations, SizeAssumption, Sizes
-from graphopt.host.used import Used, UsedAnywhere
+from graphopt.host.used import UsedParameters, UsedParametersQuestion
 from graphopt.ir.metadata import set_value
 from graphopt.ir.user_frames import current_user_line
 from graphopt.parallel.markers import Group
 from graphopt.runtime.budget import WITHOUT_BRANCHES
 from graphopt.tracing.call import SizesKept
 from graphopt.tracing.functional.constant_values import ConstantValues
-from graphopt.tracing.functional.values import Values, ValuesBeforeCollectives
+from graphopt.tracing.functional.values import TracedValues, ValuesBeforeCollectives
 from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.interception.known_values import KnownValues
 from graphopt.tracing.ranks.uniformity import is_alike
@@ -81,7 +81,7 @@ class Decider:
         self._relations = Relations(AnsweredQuestions(mode))
         self._count = 0
         self._fake = any(map(_compat.is_fake, values))
-        known = Values if alone else ValuesBeforeCollectives
+        known = TracedValues if alone else ValuesBeforeCollectives
         self._values = (KnownValues if self._fake else known)(tracer, values)
         self._constants = ConstantValues(tracer)
 
@@ -117,7 +117,7 @@ class Decider:
     @property
     def may_know(self) -> bool:
         """Whether the values of this call are known, whatever they are computed by."""
-        return type(self._values) is Values
+        return type(self._values) is TracedValues
 
     def text(self, function: Callable[..., str], args: Sequence[Any]) -> str:
         """The text that a function gives of a traced number or tensor, as it is in this call."""
@@ -151,17 +151,19 @@ class Decider:
         """Which parameters other ranks use in this call, which the graph assumes from now on.
 
         Args:
-            positions: of parameters that this rank does not use; see `UsedAnywhere`.
+            positions: of parameters that this rank does not use; see `UsedParametersQuestion`.
             sent: what the ranks have sent for them.
             likely: the answer that is taken for true until the graph runs.
         """
         known = self._inputs.answers
         self._refuse_many(current_user_line())
-        assumption = UsedAnywhere(self._count, str(current_user_line()), positions)
+        assumption = UsedParametersQuestion(self._count, str(current_user_line()), positions)
         _compat.record_call(assumption, sent)
         found = known[self._count] if self._count < len(known) else None
-        if not isinstance(found, Used) or len(found) != len(likely):
-            known.insert(self._count, Used(likely))  # the others are answers to what comes behind
+        if not isinstance(found, UsedParameters) or len(found) != len(likely):
+            known.insert(
+                self._count, UsedParameters(likely)
+            )  # the others are answers to what comes behind
         return cast(tuple[int, ...], self._assumed(assumption))
 
     def _recorded(self, assumption: Assumption, value: Any) -> Any:

@@ -35,7 +35,7 @@ def no_other_optimizers(
         find: takes note of another one. Returns whether it may become one of them.
         made_here: whether the step has made one itself, whose code is traced as any other.
     """
-    idle: dict[Optimizer, _Idle] = {}
+    idle: dict[Optimizer, _IdleOptimizer] = {}
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(optimizer is other for other in known) or made_here(optimizer):
@@ -47,7 +47,7 @@ def no_other_optimizers(
                 hint="pass the optimizer to the step: step(model, optimizer, batch)",
             )
         if optimizer not in idle:
-            idle[optimizer] = _Idle(optimizer)
+            idle[optimizer] = _IdleOptimizer(optimizer)
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer in idle:
@@ -61,7 +61,7 @@ def no_other_optimizers(
             each.end()
 
 
-class _Idle:
+class _IdleOptimizer:
     """An optimizer without parameters, until the end, when it is what it was."""
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -19,7 +19,7 @@ from graphopt.ir.user_frames import is_own_file, is_torch_file
 from graphopt.tracing.effects import contents
 from graphopt.tracing.effects.contents import ObjectKind
 from graphopt.tracing.outside.given_functions import GivenFunction
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.replace import calling_frame, replaced
 from graphopt.tracing.unknown_features import refuse_address
 
@@ -60,7 +60,7 @@ def identified(tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
 @contextmanager
 def keyed_by_stand_ins(
     containers: Sequence[Keyed],
-    record: Record,
+    record: OutsideRecord,
     stand_ins: Mapping[int, torch.Tensor],
     replaced_in: Collection[int],
 ) -> Iterator[None]:

@@ -31,7 +31,7 @@ from graphopt.tracing import fast_path
 from graphopt.tracing.call import check_anomalies
 from graphopt.tracing.exactness import averages, ctc, fused, recurrent, smoothing, spectra
 from graphopt.tracing.functional.tagging import Tagger
-from graphopt.tracing.inputs.implicit import Finder
+from graphopt.tracing.inputs.implicit import ImplicitInputFinder
 from graphopt.tracing.interception.concrete import concrete
 from graphopt.tracing.layouts import sparse
 from graphopt.tracing.layouts.packed import Packing
@@ -40,7 +40,7 @@ from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.replace import replaced
 from graphopt.tracing.scalars import numbers, selecting
 from graphopt.tracing.shared_by_ranks import SharedByRanks
-from graphopt.tracing.substitute import Traced
+from graphopt.tracing.substitute import StandIns
 from graphopt.tracing.tensors import constants, copies, stale_constants
 from graphopt.tracing.tensors.obtained import ObtainedValues
 from graphopt.tracing.tensors.rebinding import Rebinding
@@ -91,12 +91,12 @@ class Redirect(TorchFunctionMode):
 
     def __init__(
         self,
-        traced: Traced,
+        traced: StandIns,
         tagger: Tagger,
         shared: SharedByRanks,
         made: ObtainedValues,
         optimizers: Sequence[Optimizer],
-        finder: Finder,
+        finder: ImplicitInputFinder,
         rebinding: Rebinding,
     ) -> None:
         super().__init__()

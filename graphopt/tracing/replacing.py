@@ -13,27 +13,29 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs, ModuleTensor
-from graphopt.tracing.inputs.implicit import Finder
+from graphopt.tracing.inputs.implicit import ImplicitInputFinder
 from graphopt.tracing.outside.places import OutsidePlace
-from graphopt.tracing.outside.record import Record
-from graphopt.tracing.substitute import Traced
+from graphopt.tracing.outside.record import OutsideRecord
+from graphopt.tracing.substitute import StandIns
 
 
-class Replacing:
+class ReplacedTensors:
     """Finds them when the step is over.
 
     Args:
         alone: no other rank runs the same step.
     """
 
-    def __init__(self, call: Call, record: Record, finder: Finder, alone: bool) -> None:
+    def __init__(
+        self, call: Call, record: OutsideRecord, finder: ImplicitInputFinder, alone: bool
+    ) -> None:
         self._call, self._record, self._finder, self._alone = call, record, finder, alone
         modules = [module for _, module in call.named_submodules()]
         self._attributes = {id(vars(module)) for module in modules}
         self._holders = {id(_compat.own_parameters(each)): vars(each) for each in modules}
         self._buffers = {id(_compat.own_buffers(module)) for module in modules}
 
-    def finish(self, inputs: Inputs, traced: Traced) -> None:
+    def finish(self, inputs: Inputs, traced: StandIns) -> None:
         """Let buffers that are replaced be places in which each call may find another tensor.
 
         Raises:

@@ -96,7 +96,7 @@ def _sharded(value: Any, parameter: Any, parallel: OverRanks) -> Any:
     return as_dtensor(part, shards, mesh_of(parallel.axes, value.device))
 
 
-class Windows:
+class ShardWindows:
     """The windows that stand for sharded inputs of a graph, by position.
 
     Args:

@@ -20,7 +20,7 @@ from graphopt.tracing.reduction import (
     mark_buffers,
     roots_of_parameters,
 )
-from graphopt.tracing.substitute import Traced
+from graphopt.tracing.substitute import StandIns
 
 
 class SharedByRanks:
@@ -43,7 +43,7 @@ class SharedByRanks:
         self._tagger, self._decider = tagger, decider
         self._marker: GradientMarker | None = None
 
-    def begin(self, traced: Traced) -> None:
+    def begin(self, traced: StandIns) -> None:
         """The step is to be run with these tensors."""
         communication = self._communication
         if communication is None:

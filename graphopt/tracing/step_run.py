@@ -37,9 +37,9 @@ from graphopt.tracing.functional.aliases import Aliases
 from graphopt.tracing.functional.tagging import Tagger, tagged
 from graphopt.tracing.host_reads import no_reading
 from graphopt.tracing.host_writes import no_printing
-from graphopt.tracing.inputs.attributes_before import HeldBefore
+from graphopt.tracing.inputs.attributes_before import AttributesBefore
 from graphopt.tracing.inputs.entries import ArgumentNumber, Inputs, PlacedNumber
-from graphopt.tracing.inputs.implicit import Finder
+from graphopt.tracing.inputs.implicit import ImplicitInputFinder
 from graphopt.tracing.inputs.pinned import pin_left, refuse_found_twice
 from graphopt.tracing.inputs.stand_ins import arguments_of, stand_ins_of
 from graphopt.tracing.interception.class_questions import asking
@@ -56,8 +56,8 @@ from graphopt.tracing.ranks.uniformity import own_inputs
 from graphopt.tracing.redirect import Redirect
 from graphopt.tracing.refused_calls import RefusedCalls, refusing
 from graphopt.tracing.replace import replaced
-from graphopt.tracing.replacing import Replacing
-from graphopt.tracing.results.collector import LeftOutside, Ran, ResultCollector
+from graphopt.tracing.replacing import ReplacedTensors
+from graphopt.tracing.results.collector import ResultCollector, StoredOutside, TraceOutcome
 from graphopt.tracing.results.recipes import Recipes
 from graphopt.tracing.results.signature import Signature, leaves_of
 from graphopt.tracing.scalars import numbers
@@ -65,8 +65,8 @@ from graphopt.tracing.scalars.conversions import converted, converting
 from graphopt.tracing.scalars.host_math import traced_math
 from graphopt.tracing.scalars.positions import Positions, takes_positions
 from graphopt.tracing.shared_by_ranks import SharedByRanks
-from graphopt.tracing.substitute import Traced, has_left_over, insert
-from graphopt.tracing.tensors.attributes import AttributeChange, Marks, marks_kept
+from graphopt.tracing.substitute import StandIns, has_left_over, insert
+from graphopt.tracing.tensors.attributes import AttributeChange, StandInAttributes, marks_kept
 from graphopt.tracing.tensors.constants import by_class
 from graphopt.tracing.tensors.obtained import ObtainedValues
 from graphopt.tracing.tensors.rebinding import Rebinding
@@ -112,7 +112,7 @@ class StepRun:
         places = [n.place for n in inputs.hyperparameters if isinstance(n, PlacedNumber)]
         self.outside = record_for(call, places)
         known = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
-        self.finder = Finder(self.outside, known, mode, call.besides)
+        self.finder = ImplicitInputFinder(self.outside, known, mode, call.besides)
         self.caches = CachedFunctions(self.outside)
         self._aliases = Aliases(call, inputs)
         self.signature: Signature | None = None
@@ -136,8 +136,8 @@ class StepRun:
             optimizers = self._call.optimizer_objects()
             self.outside.left_over = frozenset(map(id, filter(has_left_over, optimizers)))
             insert(self._call, self._inputs, traced)
-            marks = Marks(self._call, self._inputs, traced)
-            held = HeldBefore(self._call, self.outside, traced.by_id, self._alone)
+            marks = StandInAttributes(self._call, self._inputs, traced)
+            held = AttributesBefore(self._call, self.outside, traced.by_id, self._alone)
             self._shared.begin(traced)
             self._view = HostView(self._call, self.outside, held.tables, held.groups)
             ran = self._run(traced, held)
@@ -214,7 +214,7 @@ class StepRun:
 
     # ------------------------------------------------------------------ the step
 
-    def _run(self, traced: Traced, held: HeldBefore) -> Ran:
+    def _run(self, traced: StandIns, held: AttributesBefore) -> TraceOutcome:
         args, kwargs = arguments_of(self._call, self._inputs, traced)
         given = self._view.given = GivenContainers(
             args, kwargs, self._call.objects, self.outside.refused_change
@@ -267,10 +267,10 @@ class StepRun:
         self._shared.mark()
         flat = _compat.flatten_results(returned, self._stays)
         self._left = {}
-        return Ran(*flat, stepped, outside, changes, rebinding, told)
+        return TraceOutcome(*flat, stepped, outside, changes, rebinding, told)
 
     def _tell(
-        self, held: HeldBefore, given: GivenContainers, returned: Any
+        self, held: AttributesBefore, given: GivenContainers, returned: Any
     ) -> tuple[list[AttributeChange], list[ContainerChange]]:
         """What each call leaves in attributes, and in containers among its arguments."""
         record, made = self.outside, self._left
@@ -280,7 +280,7 @@ class StepRun:
         tell_shared(record, [returned, *(each.after for each in held_now)], self._stays, made)
         return attributes, changes
 
-    def _originals(self, traced: Traced) -> dict[int, torch.Tensor]:
+    def _originals(self, traced: StandIns) -> dict[int, torch.Tensor]:
         """Tensors that the step may hold elsewhere, by the ids of what stands for them."""
         tensors = [entry.tensor for entry in self._inputs.module_tensors]
         tensors += [self._call.leaves[position] for position in self._inputs.user]
@@ -309,13 +309,13 @@ class StepRun:
         gives(self.outside, _compat.result_parts(returned, self._stays))
         self._view.finish()
 
-    def _left_outside(self, traced: Traced, held: HeldBefore) -> LeftOutside:
+    def _left_outside(self, traced: StandIns, held: AttributesBefore) -> StoredOutside:
         """Take out what the step has left outside its arguments."""
         made = self._left
         tables = [*held.objects, *(each.table for each in self._call.objects.tables)]
         placed = take_placed(self.outside, self.finder, traced, tables, made)
         refuse_changed_containers(self.outside, self.state.puts_back)
-        return LeftOutside(placed, made)
+        return StoredOutside(placed, made)
 
     def _find_owners(self) -> None:
         """Look for what is to be an input besides: modules of tensors that have none, and
@@ -337,12 +337,17 @@ class StepRun:
         return isinstance(value, kinds) or is_there or not self.outside.is_outside(type(value))
 
     def _collect(
-        self, flat: Sequence[torch.Tensor], traced: Traced, marks: Marks, held: HeldBefore, ran: Ran
+        self,
+        flat: Sequence[torch.Tensor],
+        traced: StandIns,
+        marks: StandInAttributes,
+        held: AttributesBefore,
+        ran: TraceOutcome,
     ) -> list[Any]:
         """Say what the results of the graph are for. Returns the results."""
         marked = list(marks.changes())
         counted = held.counted(self.finder)
-        replacing = Replacing(self._call, self.outside, self.finder, self._alone)
+        replacing = ReplacedTensors(self._call, self.outside, self.finder, self._alone)
         replacing.finish(self._inputs, traced)
         held.note_counted(self.finder, self.outside.used_counts)
         rebinding = ran.rebinding

@@ -44,7 +44,7 @@ from graphopt.tracing.scalars.tuples import with_leaf
 
 
 @dataclass
-class Traced:
+class StandIns:
     """The tensors and numbers the step sees while it is traced.
 
     Attributes:
@@ -175,7 +175,7 @@ def _comparable(numpy_state: Any) -> tuple[Any, ...]:
     return (name, keys.tobytes(), *rest)
 
 
-def insert(call: Call, inputs: Inputs, traced: Traced) -> None:
+def insert(call: Call, inputs: Inputs, traced: StandIns) -> None:
     """Make modules and optimizers hold the stand-ins. Undone by `preserved`."""
     for entry in inputs.module_tensors:
         for owner, key in entry.slots:
@@ -196,7 +196,7 @@ def _insert_into_optimizer(
     optimizer: Optimizer,
     index: int,
     inputs: Inputs,
-    traced: Traced,
+    traced: StandIns,
     groups: dict[int, _Settings],
     states: dict[int, defaultdict[Any, Any]],
 ) -> None:
@@ -236,7 +236,7 @@ def _insert_into_optimizer(
 
 
 def _traced_state(
-    optimizer: Optimizer, parameters: Iterable[torch.Tensor], traced: Traced
+    optimizer: Optimizer, parameters: Iterable[torch.Tensor], traced: StandIns
 ) -> defaultdict[Any, Any]:
     """The state of an optimizer, of stand-ins."""
     state: defaultdict[Any, Any] = WatchedState(dict)
@@ -260,7 +260,7 @@ def has_left_over(optimizer: Optimizer) -> bool:
     return any(isinstance(key, torch.Tensor) and id(key) not in grouped for key in optimizer.state)
 
 
-def _stand_ins_in(key: Any, value: Any, traced: Traced) -> Any:
+def _stand_ins_in(key: Any, value: Any, traced: StandIns) -> Any:
     """What stands for an entry of the state; for a nest of tensors, another one."""
     if not is_nest(value):
         return traced.by_id.get(id(value), value)

@@ -34,7 +34,7 @@ from graphopt.tracing.layouts import strides, trusted
 from graphopt.tracing.layouts.parts_of_storage import of_their_own
 from graphopt.tracing.layouts.sparse import refuse_counts
 from graphopt.tracing.optimizers.optimizer_state import entries_at
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.outside.steps import not_repeated, refuse_unrepeated
 from graphopt.tracing.reduction import MarkedCommunication
 from graphopt.tracing.refusals import HostWork
@@ -60,7 +60,7 @@ class RawTrace:
     signature: Signature
     fakes: list[torch.Tensor]
     used: tuple[str, ...]
-    outside: Record
+    outside: OutsideRecord
     looks_at_state: bool
 
 
@@ -84,7 +84,7 @@ def trace(call: Call, inputs: Inputs, communication: MarkedCommunication | None)
 
 
 @dataclass(frozen=True)
-class Drawn:
+class OutsideDraw:
     """A random number generator outside the graph that the step has drawn from."""
 
     generator: str
@@ -93,7 +93,7 @@ class Drawn:
 
 def _attempt(
     call: Call, inputs: Inputs, communication: MarkedCommunication | None
-) -> tuple[RawTrace, Drawn | None]:
+) -> tuple[RawTrace, OutsideDraw | None]:
     """One trace, and the random generator outside the graph that it advanced, if any.
 
     Afterwards everything that the step can reach is as it was; see `effects.host_state`.
@@ -107,7 +107,7 @@ def _attempt(
         check_effects(effects)
     generator = drawn_from(effects)
     if generator is not None:
-        drawn = drawn or Drawn(generator, state.generator_advanced)
+        drawn = drawn or OutsideDraw(generator, state.generator_advanced)
     if effects and raw.outside.unrepeated.first is None:
         what, line = effects.first_change(raw.outside, call)
         raw.outside.unrepeated.add(what, line or definition_of(call))
@@ -116,7 +116,7 @@ def _attempt(
 
 def _traced(
     call: Call, inputs: Inputs, communication: MarkedCommunication | None, state: HostState
-) -> tuple[RawTrace, Drawn | None]:
+) -> tuple[RawTrace, OutsideDraw | None]:
     values = inputs.live_values(call)
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(
         strides.corrected, trusted.check, strides.known
@@ -155,7 +155,7 @@ def _traced(
 
 def _run_once(
     run: StepRun, call: Call, inputs: Inputs, fakes: list[torch.Tensor]
-) -> tuple[RawTrace, Drawn | None]:
+) -> tuple[RawTrace, OutsideDraw | None]:
     with ExitStack() as stack:
         stack.callback(run.outside.close)
         stack.enter_context(preserved(call))
@@ -182,7 +182,7 @@ def _run_once(
     if run.outside.refused is not None:
         raise run.outside.refused
     raw = RawTrace(graph_module, run.signature, fakes, run.used, run.outside, run.looks_at_state)
-    return raw, None if drawn is None else Drawn(drawn, generators.python_advanced)
+    return raw, None if drawn is None else OutsideDraw(drawn, generators.python_advanced)
 
 
 def _inputs_first(graph_module: fx.GraphModule) -> None:

@@ -20,7 +20,7 @@ from graphopt.host import is_host_call
 from graphopt.ir.metadata import source_line
 from graphopt.parallel import DataParallel
 from graphopt.pipelining.errors import StageCompileError
-from graphopt.runtime.agreed import NotAsAgreedError, Others, Ranks
+from graphopt.runtime.agreed import CallCapture, NotAsAgreedError, OtherRanks
 from graphopt.runtime.joint_capture import JointCapture
 from graphopt.stages import Stages
 from graphopt.stages.compiling import StepInMaking
@@ -109,11 +109,11 @@ class StageCapture:
                 return captured
         raise AssertionError("ranks can always agree anew")
 
-    def _ways(self, call: Call) -> Iterable[Ranks]:
+    def _ways(self, call: Call) -> Iterable[CallCapture]:
         if self._parallel is None:
-            return [Ranks(lasts=False)]
+            return [CallCapture(lasts=False)]
         mode = ("stage", self._stage)
-        return self._joint.ways(call, self._parallel, True, mode, Others())
+        return self._joint.ways(call, self._parallel, True, mode, OtherRanks())
 
     def _refuse_late(self, step: StepInMaking) -> None:
         if step.module.graph.late:

@@ -15,17 +15,17 @@ from typing import Any
 from graphopt._compat.own_tracing import without_overrides
 from graphopt.errors import CaptureError
 from graphopt.host import HostCall
-from graphopt.host.held import Given, HeldByFunction
-from graphopt.host.seen import SetBefore, Stale, UsedPlace
+from graphopt.host.held import GivenContainer, HeldByFunction
+from graphopt.host.seen import EarlierWrite, StaleValue, UsedPlace
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import current_user_line
 from graphopt.tracing.call import Call
 from graphopt.tracing.effects.argument_changes import GivenContainers
-from graphopt.tracing.effects.reachable import Reach, reached_from
+from graphopt.tracing.effects.reachable import ReachableObjects, reached_from
 from graphopt.tracing.optimizers.setting_place import SettingPlace
-from graphopt.tracing.outside.behind import Behind
+from graphopt.tracing.outside.behind import ReadsBehindCallbacks
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_value, same
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.results.signature import Signature
 
 Tables = Sequence[tuple[dict[str, Any], dict[str, Any]]]
@@ -43,13 +43,13 @@ class HostView:
     def __init__(
         self,
         call: Call,
-        record: Record,
+        record: OutsideRecord,
         tables: Tables,
         settings: Sequence[tuple[int, int, dict[str, Any]]],
     ) -> None:
         self._record, self._tables, self._settings = record, tables, settings
         self._optimizers = call.optimizer_objects()
-        self._calls: list[tuple[HostCall, Reach]] = []
+        self._calls: list[tuple[HostCall, ReachableObjects]] = []
         self._lines: list[SourceLine | None] = []
         self._groups: list[Any] = []
         self.given = GivenContainers((), {})
@@ -59,7 +59,7 @@ class HostView:
     def note(self, call: HostCall) -> None:
         """Records that the step calls a host callback."""
         if self._record.behind is None:
-            self._record.behind = Behind(self._record.times_written)
+            self._record.behind = ReadsBehindCallbacks(self._record.times_written)
         self._record.behind.calls()
         call.take_apart(self._is_own_nest)
         with without_overrides():
@@ -71,7 +71,7 @@ class HostView:
             value = place.now()
             if not same(value, before) and self._finds(reach, place):
                 plain = value is MISSING or is_value(value) or self._record.is_outside(value)
-                call.found.append(SetBefore(place, path, value if plain else Stale(path)))
+                call.found.append(EarlierWrite(place, path, value if plain else StaleValue(path)))
                 self._pin(place)
 
     def _is_own_nest(self, value: Any) -> bool:
@@ -83,7 +83,7 @@ class HostView:
 
     def _held(self, call: HostCall) -> HeldByFunction | None:
         """The step's own values that a callback's function and arguments hold."""
-        given = {id(value): (value, Given(path)) for value, path in self.given.paths()}
+        given = {id(value): (value, GivenContainer(path)) for value, path in self.given.paths()}
         held = HeldByFunction(self._is_used, given)
         for value in (call.fn, *call.constants):
             held.add(value)
@@ -98,7 +98,7 @@ class HostView:
         self._record.pin(value)
         return self._record.is_outside(value)
 
-    def _finds(self, reach: Reach, place: Any) -> bool:
+    def _finds(self, reach: ReachableObjects, place: Any) -> bool:
         """True if a callback may read the value in a place."""
         if not isinstance(place, OutsidePlace):
             groups = self._groups or self._record.real_groups.values()
@@ -173,7 +173,7 @@ class HostView:
             self._record.pin(place.holder)
             self._record.pin(self._record.owner(place.holder))
 
-    def _may_change(self, reach: Reach, place: Any) -> bool:
+    def _may_change(self, reach: ReachableObjects, place: Any) -> bool:
         """True if a callback may write to a place."""
         if self._finds(reach, place):
             return True

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 
 
-def refuse_changed_containers(record: Record, puts_back: Callable[[Any], bool]) -> None:
+def refuse_changed_containers(record: OutsideRecord, puts_back: Callable[[Any], bool]) -> None:
     """Records a refusal for each outside container that the step leaves with other items.
 
     Args:

@@ -107,7 +107,7 @@ def _write_cell(cell: CellType, content: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Names:
+class NamespacePart:
     """Part of a namespace: the globals that a function reads, attributes of a class, or an object's
     slots.
 
@@ -128,15 +128,15 @@ class Names:
         return ", ".join(name for name, a, b in pairs if not same_constant(a, b))
 
 
-def _read_names(some: Names) -> list[Any]:
+def _read_names(some: NamespacePart) -> list[Any]:
     return [some.get(name, _MISSING) for name in some.names]
 
 
-def _same_names(some: Names, before: list[Any]) -> bool:
+def _same_names(some: NamespacePart, before: list[Any]) -> bool:
     return _identical(_read_names(some), before)
 
 
-def _write_names(some: Names, content: list[Any]) -> None:
+def _write_names(some: NamespacePart, content: list[Any]) -> None:
     for name, now, value in zip(some.names, _read_names(some), content, strict=True):
         if now is value:
             continue

@@ -15,12 +15,12 @@ from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.call import Call
 from graphopt.tracing.effects import contents
-from graphopt.tracing.effects.contents import Names, ObjectKind
+from graphopt.tracing.effects.contents import NamespacePart, ObjectKind
 from graphopt.tracing.effects.reachable import reachable
 from graphopt.tracing.inputs.implicit import CarriedPlace, ImplicitInputs, MoreInputs
 from graphopt.tracing.interception.nests import parts
 from graphopt.tracing.keyed import Keyed, keyed_by_tensors
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.outside.steps import unchanged
 from graphopt.tracing.scalars.numbers import SYMBOLIC
 
@@ -48,14 +48,14 @@ class OutsideChanges:
     def __bool__(self) -> bool:
         return bool(self.changes)
 
-    def first_change(self, record: Record, call: Call) -> tuple[str, SourceLine | None]:
+    def first_change(self, record: OutsideRecord, call: Call) -> tuple[str, SourceLine | None]:
         """A text on the first change, with its source line if known."""
         known = [record.unrepeated.written_at(change.changed) for change in self.changes]
         seen = next((each for each in known if each is not None), None)
         if seen is not None:
             return seen
         change = self.changes[0]
-        if isinstance(change.changed, Names):
+        if isinstance(change.changed, NamespacePart):
             return change.changed.differing(change.before, change.after), None
         for name, module in call.named_submodules():
             for key, value in vars(module).items():
@@ -118,7 +118,7 @@ def check_effects(effects: OutsideChanges) -> None:
             )
 
 
-def refuse_left(record: Record) -> None:
+def refuse_left(record: OutsideRecord) -> None:
     """Refuses a step whose host state differs after the trace.
 
     Raises:

@@ -37,7 +37,7 @@ from graphopt import _compat
 from graphopt._compat import frames
 from graphopt.ir.user_frames import is_installed, is_library_file
 from graphopt.tracing.effects import contents
-from graphopt.tracing.effects.contents import Names, ObjectKind
+from graphopt.tracing.effects.contents import NamespacePart, ObjectKind
 from graphopt.tracing.outside.native import PUT_BACK
 
 _LIMIT = 200_000
@@ -158,7 +158,7 @@ class _ReachableSearch:
         for space in spaces:
             yield (
                 contents.NAMES,
-                Names(space, names, space.get, space.__setitem__, space.__delitem__),
+                NamespacePart(space, names, space.get, space.__setitem__, space.__delitem__),
             )
             self.add(space[name] for name in names if name in space)
 
@@ -228,7 +228,7 @@ def trained_objects(step: Any, arguments: Iterable[object]) -> list[nn.Module | 
     return [*(module for module in trained if id(module) not in inner), *optimizers]
 
 
-class Reach:
+class ReachableObjects:
     """The objects and names that a function can reach.
 
     Args:
@@ -262,13 +262,13 @@ class Reach:
                 yield from codes_in(function.__code__)
 
 
-def reached_from(function: Any, arguments: Iterable[object]) -> Reach:
+def reached_from(function: Any, arguments: Iterable[object]) -> ReachableObjects:
     """Everything that `function` can reach from its closure, arguments and globals."""
     search = _ReachableSearch(getattr(_function_of(function), "__globals__", {}))
     search.bound = True
     search.add([function, *arguments])
     held = {id(value) for _, value in search.run()}
-    return Reach(None if search.pending else search.seen | held, search.keep)
+    return ReachableObjects(None if search.pending else search.seen | held, search.keep)
 
 
 def _function_of(step: Any) -> Any:
@@ -368,11 +368,11 @@ def _function_in(attribute: Any) -> Any:
     return getattr(attribute, "__func__", attribute if callable(attribute) else None)
 
 
-def _attributes_of(kind: type) -> Names:
+def _attributes_of(kind: type) -> NamespacePart:
     def get(name: str, missing: Any) -> Any:
         return vars(kind).get(name, missing)
 
-    return Names(
+    return NamespacePart(
         kind,
         tuple(n for n, v in vars(kind).items() if _is_value(n, v)),
         get,
@@ -399,12 +399,12 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     )
 
 
-def _slots_in(value: Any, names: tuple[str, ...]) -> Names:
+def _slots_in(value: Any, names: tuple[str, ...]) -> NamespacePart:
     def get(name: str, missing: Any) -> Any:
         return getattr(value, name, missing)
 
     write, drop = partial(object.__setattr__, value), partial(object.__delattr__, value)
-    return Names(value, names, get, write, drop)
+    return NamespacePart(value, names, get, write, drop)
 
 
 def is_shared(attributes: dict[str, Any]) -> bool:

@@ -36,20 +36,24 @@ from graphopt.tracing.effects.written_values import (
     written_value,
 )
 from graphopt.tracing.inputs.entries import is_exact, may_be_input
-from graphopt.tracing.inputs.implicit import Finder
+from graphopt.tracing.inputs.implicit import ImplicitInputFinder
 from graphopt.tracing.outside.changed_containers import MUTABLE
 from graphopt.tracing.outside.held import is_plain_class
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, attributes_of, same
-from graphopt.tracing.outside.record import Record, WrittenPlace
+from graphopt.tracing.outside.record import OutsideRecord, WrittenPlace
 from graphopt.tracing.outside.unrepeated import LeftPlace
 from graphopt.tracing.results.signature import Constant, PlacedResult
 from graphopt.tracing.scalars.numbers import SYMBOLIC
 from graphopt.tracing.scalars.tuples import is_tensor, leaves_of
-from graphopt.tracing.substitute import Traced
+from graphopt.tracing.substitute import StandIns
 
 
 def take_placed(
-    record: Record, finder: Finder, traced: Traced, tables: Iterable[dict[str, Any]], made: MadeAnew
+    record: OutsideRecord,
+    finder: ImplicitInputFinder,
+    traced: StandIns,
+    tables: Iterable[dict[str, Any]],
+    made: MadeAnew,
 ) -> list[PlacedResult]:
     """Takes out the values that a traced step has stored outside, and restores the former ones.
     Tensors and numbers that the step replaces are reported to the finder.
@@ -64,7 +68,7 @@ def take_placed(
         made: what each call makes anew, by id; see `written_value`.
     """
     gradients = set(map(id, traced.gradients.values()))
-    places = _Places(*(record, finder, traced.by_id, gradients, made, set(map(id, tables))))
+    places = _PlacedValues(*(record, finder, traced.by_id, gradients, made, set(map(id, tables))))
     all_written = list(record.written_places())
     for replaced in filter(partial(_is_found, record), record.replaced_own()):
         finder.carries(replaced.path, replaced.place)
@@ -88,7 +92,7 @@ def _keys_behind(written: WrittenPlace) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class _Places:
+class _PlacedValues:
     """Takes the values out of the places that a step has written; see `take_placed`.
 
     Attributes:
@@ -96,8 +100,8 @@ class _Places:
         others: tables that are looked after otherwise, by id.
     """
 
-    record: Record
-    finder: Finder
+    record: OutsideRecord
+    finder: ImplicitInputFinder
     stand_ins: Mapping[int, torch.Tensor]
     gradients: Set[int]
     made: MadeAnew
@@ -165,7 +169,7 @@ class _Places:
         return self.stand_ins.get(id(tensor), self.finder.stand_in_of(tensor))
 
 
-def _leave(record: Record, written: WrittenPlace, value: Any) -> None:
+def _leave(record: OutsideRecord, written: WrittenPlace, value: Any) -> None:
     """Records a value that only the capture stores, and that each call must find in its place."""
     if same(written.before, value):
         record.holds(written.place, value, written.path, written.line)
@@ -176,14 +180,14 @@ def _leave(record: Record, written: WrittenPlace, value: Any) -> None:
         record.unrepeated.left.append(LeftPlace(written.path, place, written.line, told_of))
 
 
-def is_at(record: Record, value: Any, place: OutsidePlace) -> bool:
+def is_at(record: OutsideRecord, value: Any, place: OutsidePlace) -> bool:
     """True if a step reached an object through one place only, and depends on its content."""
     only = _only_place(record, value)
     found = only is not None and only.identity == place.identity
     return found and not record.is_pinned(value)
 
 
-def _only_place(record: Record, value: Any) -> OutsidePlace | None:
+def _only_place(record: OutsideRecord, value: Any) -> OutsidePlace | None:
     """The only place through which a step reached an object, or None."""
     places = {place.identity: place for place in record.places_of(value)}
     return next(iter(places.values())) if len(places) == 1 else None
@@ -192,7 +196,7 @@ def _only_place(record: Record, value: Any) -> OutsidePlace | None:
 _CONTAINERS = (dict, defaultdict, OrderedDict, list, deque)
 
 
-def _is_new(record: Record, written: WrittenPlace) -> bool:
+def _is_new(record: OutsideRecord, written: WrittenPlace) -> bool:
     """True if a step replaces a container by a new one of the same kind, with plain values only."""
     value = written.place.now()
     if type(value) not in _CONTAINERS or type(value) is not type(written.before):
@@ -204,7 +208,7 @@ def _is_new(record: Record, written: WrittenPlace) -> bool:
     return _is_of_plain(record, value)
 
 
-def _is_of_plain(record: Record, container: Any) -> bool:
+def _is_of_plain(record: OutsideRecord, container: Any) -> bool:
     """True if a container has only plain values, and new containers of these."""
     values = list(container.values() if isinstance(container, dict) else container)
     made = [type(each) in _CONTAINERS and not record.is_outside(each) for each in values]
@@ -214,7 +218,7 @@ def _is_of_plain(record: Record, container: Any) -> bool:
     )
 
 
-def _is_exchanged(record: Record, written: WrittenPlace) -> bool:
+def _is_exchanged(record: OutsideRecord, written: WrittenPlace) -> bool:
     """True if a step replaces an object by a new one of the same kind, or by None, at the only
     place through which it reached it."""
     before, now = written.before, written.place.now()
@@ -235,7 +239,12 @@ def _is_left_alone(written: WrittenPlace) -> bool:
 
 
 def note_counted(
-    finder: Finder, path: str, place: OutsidePlace, before: Any, value: Any, used: bool = False
+    finder: ImplicitInputFinder,
+    path: str,
+    place: OutsidePlace,
+    before: Any,
+    value: Any,
+    used: bool = False,
 ) -> bool:
     """Makes a place an input if the step replaces a number there by a number, or a tuple of them
     likewise. Returns True if it was not one before.
@@ -260,7 +269,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, SYMBOLIC)
 
 
-def _left_by_each_call(record: Record, written: WrittenPlace, value: Any, made: MadeAnew) -> Any:
+def _left_by_each_call(
+    record: OutsideRecord, written: WrittenPlace, value: Any, made: MadeAnew
+) -> Any:
     """The value that each call stores (see `written_value`), or None if only the capture does."""
     place, reads = written.place, record.depends_on(written.place)
     if value is MISSING and (record.is_input(place) or record.goes_by_keys(place.holder)):
@@ -287,12 +298,14 @@ def _left_by_each_call(record: Record, written: WrittenPlace, value: Any, made: 
     return left
 
 
-def _is_held(record: Record, value: Any, made: MadeAnew) -> bool:
+def _is_held(record: OutsideRecord, value: Any, made: MadeAnew) -> bool:
     """True if a new object holds a traced value, or is stored elsewhere as well."""
     return id(value) in made or holds_traced(record, value)
 
 
-def _stand_in(tensor: torch.Tensor, known: Mapping[int, torch.Tensor], finder: Finder) -> Any:
+def _stand_in(
+    tensor: torch.Tensor, known: Mapping[int, torch.Tensor], finder: ImplicitInputFinder
+) -> Any:
     return known.get(id(tensor), finder.stand_in_of(tensor))
 
 
@@ -315,7 +328,7 @@ def _is_traced(value: Any, tensors: bool = True) -> bool:
     return of_numbers or any(map(_compat.is_fake, leaves))
 
 
-def _is_found(record: Record, item: WrittenPlace) -> bool:
+def _is_found(record: OutsideRecord, item: WrittenPlace) -> bool:
     """True if the step uses the tensor, or the sequence of tensors, that it replaces here, and
     finds it nowhere else."""
     before = item.before

@@ -16,7 +16,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.effects.argument_changes import ContainerChange
 from graphopt.tracing.outside.places import is_value
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.results.signature import Constant, FromCall
 from graphopt.tracing.scalars.numbers import SYMBOLIC
 from graphopt.tracing.tensors.attributes import AttributeChange
@@ -26,7 +26,7 @@ _NEAR = 1000
 
 
 def written_value(
-    record: Record,
+    record: OutsideRecord,
     value: Any,
     made: MadeAnew | None = None,
     within: frozenset[int] = frozenset(),
@@ -74,7 +74,9 @@ MadeAnew = dict[int, MadeNest]
 """What each call makes anew, by id: one for all places where it stands."""
 
 
-def attribute_told(record: Record, change: AttributeChange, made: MadeAnew) -> AttributeChange:
+def attribute_told(
+    record: OutsideRecord, change: AttributeChange, made: MadeAnew
+) -> AttributeChange:
     """The recipe form of an attribute change of a module that stores a new object or container.
 
     Raises:
@@ -94,7 +96,7 @@ def attribute_told(record: Record, change: AttributeChange, made: MadeAnew) -> A
     return change
 
 
-def change_told(record: Record, change: ContainerChange, made: MadeAnew) -> ContainerChange:
+def change_told(record: OutsideRecord, change: ContainerChange, made: MadeAnew) -> ContainerChange:
     """The recipe form of a container change among the arguments.
 
     Raises:
@@ -110,7 +112,7 @@ def change_told(record: Record, change: ContainerChange, made: MadeAnew) -> Cont
 
 
 def tell_shared(
-    record: Record, left: Iterable[Any], is_kept: Callable[[object], bool], made: MadeAnew
+    record: OutsideRecord, left: Iterable[Any], is_kept: Callable[[object], bool], made: MadeAnew
 ) -> None:
     """Makes new objects that occur in several stored values one object in each call.
 
@@ -138,7 +140,7 @@ def refused_object(value: Any, path: str, location: str | None) -> CaptureError:
     )
 
 
-def read_and_replaced(record: Record) -> CaptureError | None:
+def read_and_replaced(record: OutsideRecord) -> CaptureError | None:
     """The reason why an object with traced values cannot replace one that the step has read;
     None if there is no such object."""
     for left in record.unrepeated.left:
@@ -155,7 +157,7 @@ def read_and_replaced(record: Record) -> CaptureError | None:
     return None
 
 
-def holds_traced(record: Record, value: Any) -> bool:
+def holds_traced(record: OutsideRecord, value: Any) -> bool:
     """True if a new object holds a traced value, itself or in a new object of its own."""
     others = (type, ModuleType) if type(value) is FunctionType else (type, ModuleType, FunctionType)
     seen, pending = {id(value)}, [value]

@@ -118,7 +118,7 @@ CROSS_ENTROPY = _define(
 )
 
 
-class _Again(NamedTuple):
+class _EagerFormulaGradient(NamedTuple):
     """The recomputation of a gradient by its eager formula.
 
     Attributes:
@@ -135,55 +135,57 @@ class _Again(NamedTuple):
     differs_twice: bool = False
 
 
-def _of_prod(function: Any, gradient: Tensor) -> _Again:
+def _of_prod(function: Any, gradient: Tensor) -> _EagerFormulaGradient:
     dim = getattr(function, "_saved_dim", None)
     keepdim = getattr(function, "_saved_keepdim", False)
     given = (None if dim is None else _signed(dim), keepdim)
-    return _Again(PROD, (function._saved_self, *given), differs_twice=True)
+    return _EagerFormulaGradient(PROD, (function._saved_self, *given), differs_twice=True)
 
 
-def _of_cumprod(function: Any, gradient: Tensor) -> _Again:
+def _of_cumprod(function: Any, gradient: Tensor) -> _EagerFormulaGradient:
     given = (function._saved_self, _signed(function._saved_dim))
-    return _Again(CUMPROD, given, differs_twice=True)
+    return _EagerFormulaGradient(CUMPROD, given, differs_twice=True)
 
 
-def _of_det(function: Any, gradient: Tensor) -> _Again | None:
+def _of_det(function: Any, gradient: Tensor) -> _EagerFormulaGradient | None:
     """Returns a recomputation only for gradients that are differentiated further, which is
     refused."""
-    return _Again(None, (), (), differs_twice=True) if torch.is_grad_enabled() else None
+    return (
+        _EagerFormulaGradient(None, (), (), differs_twice=True) if torch.is_grad_enabled() else None
+    )
 
 
-def _of_filled(function: Any, gradient: Tensor) -> _Again | None:
+def _of_filled(function: Any, gradient: Tensor) -> _EagerFormulaGradient | None:
     if len(function.next_functions) < 2 or function.next_functions[1][0] is None:
         return None
     given = gradient.new_zeros(()), function._saved_mask, gradient
-    return _Again(MASKED_FILL, given, positions=(None, 0), differs_twice=True)
+    return _EagerFormulaGradient(MASKED_FILL, given, positions=(None, 0), differs_twice=True)
 
 
-def _of_selected(name: str) -> Callable[[Any, Tensor], _Again | None]:
+def _of_selected(name: str) -> Callable[[Any, Tensor], _EagerFormulaGradient | None]:
     """Returns a recomputation for reductions such as `max` over all elements, not over a
     dimension."""
 
-    def again(function: Any, gradient: Tensor) -> _Again | None:
+    def again(function: Any, gradient: Tensor) -> _EagerFormulaGradient | None:
         if hasattr(function, "_saved_dim") or not hasattr(function, "_saved_self"):
             return None
-        return _Again(SELECTED, (function._saved_self, name))
+        return _EagerFormulaGradient(SELECTED, (function._saved_self, name))
 
     return again
 
 
-def _of_reflected(function: Any, gradient: Tensor) -> _Again:
+def _of_reflected(function: Any, gradient: Tensor) -> _EagerFormulaGradient:
     tensors = function._saved_self, function._saved_input2, function._saved_input3
     given = (*tensors, function._saved_left, function._saved_transpose)
-    return _Again(ORMQR, given, positions=(0, 1, 2))
+    return _EagerFormulaGradient(ORMQR, given, positions=(0, 1, 2))
 
 
-def _of_householder(function: Any, gradient: Tensor) -> _Again:
+def _of_householder(function: Any, gradient: Tensor) -> _EagerFormulaGradient:
     given = function._saved_input, function._saved_tau
-    return _Again(HOUSEHOLDER, given, positions=(0, 1))
+    return _EagerFormulaGradient(HOUSEHOLDER, given, positions=(0, 1))
 
 
-def _of_cross_entropy(function: Any, gradient: Tensor) -> _Again | None:
+def _of_cross_entropy(function: Any, gradient: Tensor) -> _EagerFormulaGradient | None:
     """Returns a recomputation only for mixed dtypes, where the eager formula's in-place update
     keeps one."""
     logits, target = function._saved_self, function._saved_target
@@ -191,7 +193,7 @@ def _of_cross_entropy(function: Any, gradient: Tensor) -> _Again | None:
     if len({each.dtype for each in (logits, target, *weights) if each is not None}) == 1:
         return None
     given = (logits, target, *weights, function._saved_reduction)
-    return _Again(CROSS_ENTROPY, given, positions=(0, 1))
+    return _EagerFormulaGradient(CROSS_ENTROPY, given, positions=(0, 1))
 
 
 def _signed(number: int) -> int:
@@ -199,7 +201,7 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-_FORMULAS: dict[str, Callable[[Any, Tensor], _Again | None]] = {
+_FORMULAS: dict[str, Callable[[Any, Tensor], _EagerFormulaGradient | None]] = {
     "ProdBackward": _of_prod,
     "CumprodBackward": _of_cumprod,
     "LinalgDetBackward": _of_det,
@@ -225,7 +227,7 @@ def as_in_eager() -> Iterator[None]:
     Raises:
         CaptureError: the step differentiates a gradient whose formula would differ.
     """
-    unpacked = _Unpacked()
+    unpacked = _UnpackedTensors()
 
     @contextmanager
     def around(functions: Iterable[Any]) -> Iterator[None]:
@@ -245,7 +247,7 @@ def as_in_eager() -> Iterator[None]:
         yield
 
 
-class _Unpacked:
+class _UnpackedTensors:
     """A cache of saved tensors while one autograd function runs, since some hooks unpack only
     once."""
 
@@ -286,7 +288,9 @@ def _behind(functions: Iterable[Any]) -> list[Any]:
 
 
 def _replacing(
-    function: Any, formula: Callable[[Any, Tensor], _Again | None], unpacked: _Unpacked
+    function: Any,
+    formula: Callable[[Any, Tensor], _EagerFormulaGradient | None],
+    unpacked: _UnpackedTensors,
 ) -> Callable[[Any, Any], tuple[Any, ...] | None]:
     """Returns an autograd hook that replaces the gradients of `function`."""
 
@@ -311,7 +315,9 @@ def _replacing(
     return replace
 
 
-def _computed(again: _Again, gradient: Tensor, former: Any, position: int | None) -> Any:
+def _computed(
+    again: _EagerFormulaGradient, gradient: Tensor, former: Any, position: int | None
+) -> Any:
     """Returns the recomputed gradient, or `former` if that is already right."""
     if former is None or position is None:
         return former

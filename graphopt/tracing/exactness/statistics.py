@@ -21,7 +21,7 @@ aten = torch.ops.aten
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 
-class _Kernel(NamedTuple):
+class _StatisticsKernel(NamedTuple):
     """A kernel that updates running statistics.
 
     Attributes:
@@ -35,7 +35,7 @@ class _Kernel(NamedTuple):
     training: int
 
 
-def _define(kernel: _compat.OpOverload) -> _Kernel:
+def _define(kernel: _compat.OpOverload) -> _StatisticsKernel:
     schema = _compat.schema_of(kernel)
     names = [argument.name for argument in schema.arguments]
     positions = [names.index(name) for name in _STATISTICS]
@@ -53,7 +53,7 @@ def _define(kernel: _compat.OpOverload) -> _Kernel:
     _library.impl(name, compute, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", compute, lib=_library)
     functional: _compat.OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
-    return _Kernel(functional, positions, names.index("training"))
+    return _StatisticsKernel(functional, positions, names.index("training"))
 
 
 KERNELS = {

@@ -18,7 +18,7 @@ from graphopt._compat.storages import address_of
 from graphopt._compat.tensor_classes import alias_of
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.refusals import HostWork
 
 
@@ -33,7 +33,7 @@ class Aliases:
         self._tensors = [entry.tensor for entry in inputs.module_tensors]
         self._groups = _groups(call)
 
-    def watch(self, record: Record, call: Call) -> None:
+    def watch(self, record: OutsideRecord, call: Call) -> None:
         """Replaces groups that the step reads by their stand-ins, and refuses reads of arrays in a
         traced tensor's memory.
 

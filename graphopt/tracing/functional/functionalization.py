@@ -59,7 +59,7 @@ aten = torch.ops.aten
 
 
 @dataclass
-class Functional:
+class FunctionalGraph:
     """A graph in the captured dialect, before its placeholders are named.
 
     Attributes:
@@ -70,7 +70,7 @@ class Functional:
     updated: list[int]
 
 
-def functionalize(raw: RawTrace) -> Functional:
+def functionalize(raw: RawTrace) -> FunctionalGraph:
     """Rewrites a raw trace functionally, in the output convention of the captured dialect."""
     _drop_profiling(raw.graph_module.graph)
     updated: list[int] = []
@@ -108,7 +108,7 @@ def functionalize(raw: RawTrace) -> Functional:
     note_order(graph, get_outputs(graph).updates)
     graph.lint()
     graph_module.recompile()
-    return Functional(graph_module, updated)
+    return FunctionalGraph(graph_module, updated)
 
 
 def _tag_arithmetic(graph: fx.Graph) -> None:

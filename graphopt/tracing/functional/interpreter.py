@@ -40,7 +40,7 @@ aten = torch.ops.aten
 _OF_NUMBERS = frozenset(numbers.ARITHMETIC) | PYTHON_FUNCTIONS
 
 
-class Copied(NamedTuple):
+class CopiedNode(NamedTuple):
     """A node that is the same in the functional graph as in the trace."""
 
     node: fx.Node
@@ -56,7 +56,7 @@ class WholeStorage:
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
-    now: Copied | None = None
+    now: CopiedNode | None = None
 
 
 class RawGraphRunner(fx.Interpreter):
@@ -80,7 +80,7 @@ class RawGraphRunner(fx.Interpreter):
         value = _wrapped(flat)
         if node in self._writes.whole:
             recorded = _compat.node_of(self._tracer, flat)
-            value = flat if recorded is None else Copied(recorded)
+            value = flat if recorded is None else CopiedNode(recorded)
         self._inputs.append((node, flat, value))
         return value
 
@@ -105,7 +105,7 @@ class RawGraphRunner(fx.Interpreter):
     def _run(self, n: fx.Node) -> Any:
         if self._writes.copied(n) or self._is_item_of_copy(n):
             args, kwargs = fx.map_arg((n.args, dict(n.kwargs)), self._recorded)
-            return Copied(copied_node(self._tracer, n, args, kwargs))
+            return CopiedNode(copied_node(self._tracer, n, args, kwargs))
         refuse_unusual_writes(n)
         functional = self._writes.functional_form(n)
         if functional is not None:
@@ -117,12 +117,12 @@ class RawGraphRunner(fx.Interpreter):
 
     def _is_item_of_copy(self, n: fx.Node) -> bool:
         is_item = n.target is operator.getitem and isinstance(n.args[0], fx.Node)
-        return is_item and isinstance(self.env[n.args[0]], Copied)  # type: ignore[index]
+        return is_item and isinstance(self.env[n.args[0]], CopiedNode)  # type: ignore[index]
 
     def _recorded(self, source: fx.Node) -> fx.Node:
         """Returns the functional graph's node for the value of a raw node."""
         value, traced = self.env[source], known_value(source)
-        if not isinstance(value, Copied):
+        if not isinstance(value, CopiedNode):
             keep_strides(value, traced)
             node = _compat.node_of(self._tracer, _compat.from_functional(value))
             assert node is not None, "whatever a trace computes with is recorded"
@@ -134,13 +134,13 @@ class RawGraphRunner(fx.Interpreter):
     def _bare(self, source: fx.Node) -> Any:
         """Returns a raw node's traced value with its strides, for operators to work on."""
         node = self._recorded(source)
-        copied = isinstance(self.env[source], Copied)
+        copied = isinstance(self.env[source], CopiedNode)
         return known_result(self._tracer, node) if copied else self.env[source]
 
     def _prepare(self, source: fx.Node, bare: bool) -> None:
         """Converts a value to the form needed by the next node, bare or wrapped, with its
         strides."""
-        if isinstance(self.env[source], Copied):
+        if isinstance(self.env[source], CopiedNode):
             value = self._bare(source)
             self.env[source] = value if bare else _compat.tree_map(_wrapped, value)
         keep_strides(self.env[source], known_value(source))
@@ -197,7 +197,7 @@ class RawGraphRunner(fx.Interpreter):
 
     def _hold(self, target: fx.Node, node: fx.Node) -> None:
         storage = self._whole[self._writes.whole[target]]
-        storage.now = Copied(node)
+        storage.now = CopiedNode(node)
         for each in storage.nodes:
             if each in self.env:
                 self.env[each] = storage.now

@@ -87,7 +87,7 @@ def _tried(node: fx.Node) -> str | None:
     if not all(isinstance(each, int) for each in sizes.values()) or sum(sizes.values()) > _MANY:
         return _UNTRIED
     with _compat.without_modes(), torch.no_grad():
-        as_they_lie, apart = _Memory(sizes), _Memory(sizes)
+        as_they_lie, apart = _SampleMemory(sizes), _SampleMemory(sizes)
         changed = set(written(node))
         lying = {each: as_they_lie.tensor(value) for each, value in values.items()}
         copied = {
@@ -116,7 +116,7 @@ def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-class _Memory:
+class _SampleMemory:
     """Storages of the same sizes as the step's, filled with reproducible numbers."""
 
     def __init__(self, sizes: dict[int, int]) -> None:

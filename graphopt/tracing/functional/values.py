@@ -24,7 +24,7 @@ from graphopt.parallel.sharding import is_dtensor
 from graphopt.tracing.ranks.uniformity import depends_on, reached_by
 
 
-class Values:
+class TracedValues:
     """The values of traced nodes in the capturing call, computed on demand without changing live
     tensors."""
 
@@ -106,7 +106,7 @@ class Values:
                 generator.set_state(state)
 
 
-class ValuesBeforeCollectives(Values):
+class ValuesBeforeCollectives(TracedValues):
     """Values of a trace with collectives. Behind a collective they assume that all ranks sent this
     rank's values; values computed from sharded rows are unknown.
 

@@ -110,7 +110,7 @@ class OpenedObjects:
         return bool(self.roots)
 
     def _take(self, value: Any, position: int) -> None:
-        walk = _Walk(position, self._known)
+        walk = _ObjectWalk(position, self._known)
         taken = walk.of_object(value, ())
         if not taken or not (id(value) in self._known or walk.has_tensors()):
             return
@@ -126,7 +126,7 @@ class OpenedObjects:
         return any(each.table is holder for each in self.tables)
 
 
-class _Walk:
+class _ObjectWalk:
     """Goes through one object.
 
     Args:

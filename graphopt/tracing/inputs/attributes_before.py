@@ -14,12 +14,12 @@ from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
 from graphopt.tracing.effects.state_writes import note_counted
 from graphopt.tracing.inputs.entries import is_number, is_switch
-from graphopt.tracing.inputs.implicit import Finder
-from graphopt.tracing.interception.replaced_modules import Registered
+from graphopt.tracing.inputs.implicit import ImplicitInputFinder
+from graphopt.tracing.interception.replaced_modules import RegisteredTensors
 from graphopt.tracing.optimizers.setting_place import may_be_left
 from graphopt.tracing.outside.held import is_object
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.scalars.host_numbers import is_host_number
 from graphopt.tracing.tensors.attributes import AttributeChange
 
@@ -27,7 +27,7 @@ _OF_OPTIMIZERS = frozenset({"state", "param_groups", "step"})
 """Attributes of optimizers that the trace itself replaces."""
 
 
-class HeldBefore:
+class AttributesBefore:
     """Attributes and settings as a traced step finds them.
 
     Attributes:
@@ -41,12 +41,12 @@ class HeldBefore:
     """
 
     def __init__(
-        self, call: Call, record: Record, by_id: Mapping[int, torch.Tensor], alone: bool
+        self, call: Call, record: OutsideRecord, by_id: Mapping[int, torch.Tensor], alone: bool
     ) -> None:
         self._alone = alone
         modules = list(call.named_submodules())
         objects = list(_plain_objects(call))
-        self._registered = [Registered(name, module) for name, module in modules]
+        self._registered = [RegisteredTensors(name, module) for name, module in modules]
         self._names = [name for name, _ in (*modules, *objects)]
         self.objects = [attributes for _, attributes in objects]
         self._of_optimizers = {id(vars(each)) for each in call.optimizer_objects()}
@@ -106,7 +106,7 @@ class HeldBefore:
                     )
         yield from self.changes()
 
-    def note_counted(self, finder: Finder, used: Set[Any]) -> None:
+    def note_counted(self, finder: ImplicitInputFinder, used: Set[Any]) -> None:
         """Let the finder know of numbers in attributes that the step has changed.
 
         Args:
@@ -120,7 +120,7 @@ class HeldBefore:
                 if place.identity in used:
                     note_counted(finder, f"{name}.{key}".strip("."), place, value, value, True)
 
-    def counted(self, finder: Finder) -> list[tuple[int, int, str, Any]]:
+    def counted(self, finder: ImplicitInputFinder) -> list[tuple[int, int, str, Any]]:
         """Settings of parameter groups that the step has changed: where, and what they are now."""
         found = []
         now = [group for _, _, group in groups_of(self._call)]

@@ -18,7 +18,7 @@ from graphopt.host.assumptions import Answer
 from graphopt.ir.placement import Placement
 from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.optimizers import optimizer_state
-from graphopt.tracing.optimizers.optimizer_state import OfNone
+from graphopt.tracing.optimizers.optimizer_state import NonParameterKey
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.scalars.expressions import Conditions
 from graphopt.tracing.scalars.host_numbers import EXACT, is_of_numpy
@@ -96,7 +96,7 @@ class _StateEntry:
     """`optimizers[optimizer].state[parameter][key]`, or what stands there for no parameter."""
 
     optimizer: int
-    parameter: ModuleTensor | OfNone
+    parameter: ModuleTensor | NonParameterKey
     key: str
     fqn: str
 
@@ -114,7 +114,7 @@ class StateNumber(_StateEntry):
     """A Python number there."""
 
 
-def state_key(owner: ModuleTensor | OfNone) -> Any:
+def state_key(owner: ModuleTensor | NonParameterKey) -> Any:
     """The key of an optimizer's state at which the entries of a parameter stand, or of none."""
     return owner.tensor if isinstance(owner, ModuleTensor) else owner.key
 

@@ -14,7 +14,7 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import is_exact
 from graphopt.tracing.inputs.implicit import CarriedPlace, ImplicitInputs
 from graphopt.tracing.outside.places import LISTS, OutsidePlace, attributes_of
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.tensors.lost_history import accumulates
 
 
@@ -61,7 +61,7 @@ class FoundPlace(NamedTuple):
         return type(now) is type(self.value) and is_exact(now) and now != self.value
 
 
-def found_places(record: Record, call: Call) -> Iterator[FoundPlace]:
+def found_places(record: OutsideRecord, call: Call) -> Iterator[FoundPlace]:
     """Where a step has found tensors, each in one place, and numbers."""
     for read in record.reads.values():
         value, holder = read.value, read.place.holder
@@ -81,7 +81,7 @@ def found_places(record: Record, call: Call) -> Iterator[FoundPlace]:
                 yield FoundPlace(f"{name}.{key}".strip("."), weakref.ref(module), key, value)
 
 
-def _is_in_one_place(record: Record, value: Any) -> bool:
+def _is_in_one_place(record: OutsideRecord, value: Any) -> bool:
     tensor = isinstance(value, torch.Tensor) and not accumulates(value)
     return tensor and len(record.places_of(value)) == 1
 
@@ -90,7 +90,7 @@ def _itself(value: Any) -> Callable[[], Any]:
     return lambda: value
 
 
-def _holder(record: Record, holder: Any) -> Callable[[], Any]:
+def _holder(record: OutsideRecord, holder: Any) -> Callable[[], Any]:
     owner = None if isinstance(holder, CellType) else record.owner(holder)
     if owner is None:
         return lambda: holder

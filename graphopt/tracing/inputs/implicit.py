@@ -29,7 +29,7 @@ from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import current_location, current_user_line
 from graphopt.tracing.outside.attributes import read_attribute
 from graphopt.tracing.outside.places import OutsidePlace
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.tensors.classes import WITH_GRADIENTS, check_class, special_class
 from graphopt.tracing.tensors.constants import constant_of, is_new
 from graphopt.tracing.tensors.lost_history import marks_of, without_history
@@ -133,7 +133,7 @@ NOTHING = ImplicitInputs()
 
 
 @dataclass(frozen=True)
-class Remembered:
+class EarlierInputs:
     """What earlier graphs of a step use besides its arguments.
 
     Attributes:
@@ -160,7 +160,7 @@ class MoreInputs(Exception):
         self.idle: frozenset[int] = frozenset()
 
 
-class Finder:
+class ImplicitInputFinder:
     """Looks for what one trace uses and has not been given.
 
     Args:
@@ -169,7 +169,9 @@ class Finder:
         besides: whose places are inputs.
     """
 
-    def __init__(self, record: Record, known: set[int], mode: Any, besides: ImplicitInputs) -> None:
+    def __init__(
+        self, record: OutsideRecord, known: set[int], mode: Any, besides: ImplicitInputs
+    ) -> None:
         self._carried = list(besides.carried)
         self._record, self._known, self._mode = record, set(known), mode
         self._inputs = frozenset(known)

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.ir.user_frames import is_library_file
-from graphopt.tracing.inputs.implicit import Remembered
+from graphopt.tracing.inputs.implicit import EarlierInputs
 from graphopt.tracing.outside.places import MISSING
 
 _DEEPEST = 8
@@ -38,14 +38,14 @@ _MOST_CODES = 400
 _MOST_ITEMS = 16
 
 
-class _Named(NamedTuple):
+class _NamedValue(NamedTuple):
     """A value, and how the code gets to it."""
 
     path: str
     value: Any
 
 
-class _Read(NamedTuple):
+class _CodeRead(NamedTuple):
     """What code reads: a variable, attributes of it one after the other, and perhaps all items of
     what that gives."""
 
@@ -55,34 +55,36 @@ class _Read(NamedTuple):
     items: bool
 
 
-def named_in(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Remembered:
+def named_in(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> EarlierInputs:
     """What the code of a step names, arguments included, and that of the functions it calls.
 
     Args:
         args, kwargs: with which it is called.
     """
-    search = _Search()
-    search.call(_Named("", fn), _given(fn, args, kwargs), _DEEPEST)
-    return Remembered(search.objects, search.tensors)
+    search = _CodeSearch()
+    search.call(_NamedValue("", fn), _given(fn, args, kwargs), _DEEPEST)
+    return EarlierInputs(search.objects, search.tensors)
 
 
 def _given(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, _Named]:
+) -> dict[str, _NamedValue]:
     try:
         bound = inspect.signature(fn).bind(*args, **kwargs)
     except (TypeError, ValueError):
         return {}
-    return {name: _Named(name, value) for name, value in bound.arguments.items()}
+    return {name: _NamedValue(name, value) for name, value in bound.arguments.items()}
 
 
-class _Search:
+class _CodeSearch:
     def __init__(self) -> None:
         self.objects: list[tuple[str, weakref.ref[Any]]] = []
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self._seen: set[tuple[int, int]] = set()
 
-    def call(self, called: _Named, variables: dict[str, _Named], depth: int) -> None:
+    def call(self, called: _NamedValue, variables: dict[str, _NamedValue], depth: int) -> None:
         """Note what a function names.
 
         Args:
@@ -93,7 +95,7 @@ class _Search:
         path, value = called
         while not isinstance(value, FunctionType):
             if isinstance(value, MethodType):
-                owner = _Named(path.rpartition(".")[0] or "self", value.__self__)
+                owner = _NamedValue(path.rpartition(".")[0] or "self", value.__self__)
                 value = value.__func__
                 if isinstance(value, FunctionType) and value.__code__.co_argcount:
                     variables = {value.__code__.co_varnames[0]: owner, **variables}
@@ -112,7 +114,7 @@ class _Search:
             self._code(value, value.__code__, variables, depth)
 
     def _code(
-        self, function: FunctionType, code: CodeType, variables: dict[str, _Named], depth: int
+        self, function: FunctionType, code: CodeType, variables: dict[str, _NamedValue], depth: int
     ) -> None:
         owner = next(iter(variables.values()), None)
         key = (id(code), id(owner.value) if owner else 0)
@@ -127,7 +129,7 @@ class _Search:
             if isinstance(constant, CodeType):
                 self._code(function, constant, known, depth)
 
-    def _note(self, found: _Named, read: _Read, depth: int) -> None:
+    def _note(self, found: _NamedValue, read: _CodeRead, depth: int) -> None:
         path, value = found
         if isinstance(value, (nn.Module, Optimizer)):
             self.objects.append((path, weakref.ref(value)))
@@ -142,11 +144,11 @@ class _Search:
             self.call(found, {}, depth - 1)
 
 
-def _cells(function: FunctionType) -> dict[str, _Named]:
+def _cells(function: FunctionType) -> dict[str, _NamedValue]:
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            found[name] = _Named(name, cell.cell_contents)
+            found[name] = _NamedValue(name, cell.cell_contents)
         except ValueError:  # nothing is in it yet
             continue
     return found
@@ -168,8 +170,8 @@ def _is_of_torch(value: Any) -> bool:
 
 
 def _followed(
-    read: _Read, variables: dict[str, _Named], globals_: dict[str, Any]
-) -> Iterator[_Named]:
+    read: _CodeRead, variables: dict[str, _NamedValue], globals_: dict[str, Any]
+) -> Iterator[_NamedValue]:
     """The modules and optimizers on the way of a read, and what it gives, as far as that is known
     without computing it."""
     path, value = read.variable, globals_.get(read.variable, MISSING)
@@ -177,10 +179,10 @@ def _followed(
         path, value = variables.get(read.variable, (path, MISSING))
     for name in read.attributes:
         if isinstance(value, (nn.Module, Optimizer)):
-            yield _Named(path, value)
+            yield _NamedValue(path, value)
         path, value = f"{path}.{name}", _attribute(value, name)
     if value is not MISSING:
-        yield _Named(path, value)
+        yield _NamedValue(path, value)
 
 
 def _attribute(value: Any, name: str) -> Any:
@@ -221,7 +223,7 @@ def _of_class(kind: type, owner: Any, name: str) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _reads(code: CodeType) -> tuple[_Read, ...]:
+def _reads(code: CodeType) -> tuple[_CodeRead, ...]:
     """What code reads in each execution of it, as far as it can be told."""
     return tuple(dict.fromkeys(_reads_of(list(_executed(code)))))
 
@@ -248,8 +250,8 @@ def _jump(instruction: dis.Instruction) -> tuple[int, bool]:
     return instruction.argval if is_condition or name == "JUMP_FORWARD" else -1, is_condition
 
 
-def _reads_of(instructions: list[dis.Instruction]) -> Iterator[_Read]:
-    current: _Read | None = None
+def _reads_of(instructions: list[dis.Instruction]) -> Iterator[_CodeRead]:
+    current: _CodeRead | None = None
     for instruction in instructions:
         name, argument = instruction.opname, instruction.argval
         if name in ("CACHE", "EXTENDED_ARG", "PUSH_NULL"):
@@ -264,9 +266,9 @@ def _reads_of(instructions: list[dis.Instruction]) -> Iterator[_Read]:
         yield current
 
 
-def _variable(instruction: str, argument: Any) -> _Read | None:
+def _variable(instruction: str, argument: Any) -> _CodeRead | None:
     if not instruction.startswith("LOAD_") or instruction.startswith("LOAD_FAST_LOAD"):
         return None
     if not instruction.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FAST")):
         return None
-    return _Read(argument, instruction in ("LOAD_GLOBAL", "LOAD_NAME"), (), False)
+    return _CodeRead(argument, instruction in ("LOAD_GLOBAL", "LOAD_NAME"), (), False)

@@ -10,7 +10,7 @@ from graphopt.errors import CaptureError
 from graphopt.tracing.effects.argument_changes import ContainerChange
 from graphopt.tracing.interception.nests import containers_in, parts
 from graphopt.tracing.outside.places import is_container
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.results.signature import Constant, Recipe
 
 
@@ -20,7 +20,7 @@ def nest_parts(value: Any) -> Iterator[Any]:
 
 
 def refuse_found_twice(
-    record: Record,
+    record: OutsideRecord,
     given: tuple[tuple[Any, ...], dict[str, Any]],
     changes: Iterable[ContainerChange],
 ) -> None:
@@ -48,7 +48,7 @@ def refuse_found_twice(
             )
 
 
-def pin_left(record: Record, recipes: Iterable[Recipe]) -> None:
+def pin_left(record: OutsideRecord, recipes: Iterable[Recipe]) -> None:
     """The step leaves constants in attributes of modules: each call leaves the containers that were
     there before, and so has to find them where this one has."""
     values = [recipe.value for recipe in recipes if isinstance(recipe, Constant)]

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.inputs.entries import Inputs, Storage
-from graphopt.tracing.inputs.implicit import ImplicitInputs, Remembered, tensors_of
+from graphopt.tracing.inputs.implicit import EarlierInputs, ImplicitInputs, tensors_of
 from graphopt.tracing.inputs.named_in_code import named_in
 
 
@@ -92,10 +92,10 @@ def without(call: Call, idle: Collection[int]) -> Call:
     return new
 
 
-def remembered(graphs: Iterable[tuple[ImplicitInputs, Inputs]]) -> Remembered:
+def remembered(graphs: Iterable[tuple[ImplicitInputs, Inputs]]) -> EarlierInputs:
     """What graphs use, the first of them first."""
     known = [*graphs]
-    return Remembered(
+    return EarlierInputs(
         [each for besides, _ in known for each in besides.objects],
         [each for besides, inputs in known for each in _plain_tensors(besides, inputs)],
         any(inputs.sizes is not SizesKept.UNKNOWN for _, inputs in known),

@@ -11,14 +11,14 @@ from graphopt import _compat
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import ArgumentNumber, Inputs, Storage
 from graphopt.tracing.scalars.host_numbers import stand_in_of_number
-from graphopt.tracing.substitute import Traced
+from graphopt.tracing.substitute import StandIns
 from graphopt.tracing.tensors.lost_history import accumulates, refuse_backward
 from graphopt.tracing.tensors.obtained import ObtainedValues
 
 
 def stand_ins_of(
     call: Call, inputs: Inputs, flat: Sequence[torch.Tensor], made: ObtainedValues
-) -> Traced:
+) -> StandIns:
     """What stands for the inputs of a call.
 
     Args:
@@ -49,11 +49,11 @@ def stand_ins_of(
     kept = [entry.tensor for entry in inputs.module_tensors]
     kept += [call.leaves[position] for position in inputs.user]
     refuse_backward(((tensor, by_id[id(tensor)]) for tensor in kept), by_id.values())
-    return Traced(by_id, numbers, gradients)
+    return StandIns(by_id, numbers, gradients)
 
 
 def arguments_of(
-    call: Call, inputs: Inputs, traced: Traced
+    call: Call, inputs: Inputs, traced: StandIns
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the step is called with; what stands for parts of objects is put into these."""
     leaves = [

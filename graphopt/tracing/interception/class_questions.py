@@ -98,7 +98,7 @@ def class_in_trace(value: Any, stands_for: Mapping[int, torch.Tensor]) -> type:
     return class_of(value, stands_for) if is_tensor else class_of_number(value)
 
 
-class Classed:
+class ClassProxy:
     """Has the class of another object for `__class__`."""
 
     def __init__(self, kind: type) -> None:

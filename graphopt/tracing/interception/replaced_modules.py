@@ -6,10 +6,10 @@ from torch import nn
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 
 
-class Registered:
+class RegisteredTensors:
     """What is registered in a module when a step begins.
 
     Args:
@@ -21,7 +21,7 @@ class Registered:
         self._names = _names_of_tensors(module)
         self._modules = dict(_compat.own_modules(module))
 
-    def refuse_changed(self, record: Record) -> None:
+    def refuse_changed(self, record: OutsideRecord) -> None:
         """Refuse a step that has registered, replaced or removed something. Buffers it may add.
 
         Args:
@@ -38,7 +38,7 @@ class Registered:
         if self._names[0] != parameters or self._names[1] != buffers[: len(self._names[1])]:
             raise self._refused("it registers parameters, or removes something, of", record)
 
-    def _refused(self, what: str, record: Record) -> CaptureError:
+    def _refused(self, what: str, record: OutsideRecord) -> CaptureError:
         written = record.unrepeated.written_at(vars(self._module))
         return CaptureError(
             f"{what} {self._name or 'the model'}",

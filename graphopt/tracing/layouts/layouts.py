@@ -27,7 +27,7 @@ class Layout(NamedTuple):
         return 1 + sum((size - 1) * stride for size, stride in pairs)
 
 
-class Items(NamedTuple):
+class ContainerLayout(NamedTuple):
     """The description of a list, tuple or dictionary among arguments or results."""
 
     kind: type
@@ -44,7 +44,7 @@ class PlainArgument(NamedTuple):
 
 def map_layouts(described: Any, function: Callable[[Any], Any]) -> Any:
     """Replaces every `Layout` and `PlainArgument` of a description by `function` of it."""
-    if isinstance(described, Items):
+    if isinstance(described, ContainerLayout):
         values = tuple(map_layouts(value, function) for value in described.values)
         return described._replace(values=values)
     return function(described)
@@ -52,7 +52,7 @@ def map_layouts(described: Any, function: Callable[[Any], Any]) -> Any:
 
 def leaves(described: Any) -> Iterator[Any]:
     """Yields every `Layout` and `PlainArgument` of a description, in order."""
-    if isinstance(described, Items):
+    if isinstance(described, ContainerLayout):
         for value in described.values:
             yield from leaves(value)
     else:
@@ -107,9 +107,9 @@ def described(value: Any) -> Any:
         return Layout(tuple(value.shape), value.stride(), value.dtype, value.device)
     if isinstance(value, (list, tuple)):
         kind = list if isinstance(value, list) else tuple
-        return Items(kind, (), tuple(map(described, value)))
+        return ContainerLayout(kind, (), tuple(map(described, value)))
     if isinstance(value, dict):
-        return Items(dict, tuple(value), tuple(map(described, value.values())))
+        return ContainerLayout(dict, tuple(value), tuple(map(described, value.values())))
     if isinstance(value, torch.SymFloat):
         return PlainArgument(float, 0.5)
     if isinstance(value, torch.Generator):

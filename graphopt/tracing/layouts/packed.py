@@ -59,7 +59,7 @@ class Packing:
         _check_lengths(known, x, batch_first)
         sizes = [sum(length > step for length in known) for step in range(max(known))]
         rows = x.transpose(0, 1) if batch_first else x
-        data = _Pack.apply(rows, sizes)
+        data = _PackRows.apply(rows, sizes)
         return data, self._tensor(sizes)
 
     def _padded(
@@ -141,7 +141,7 @@ def _check_lengths(lengths: Sequence[int], x: torch.Tensor, batch_first: bool) -
         )
 
 
-class _Pack(torch.autograd.Function):
+class _PackRows(torch.autograd.Function):
     """An autograd function that concatenates the first rows of each step; gradients are copied
     back, not summed."""
 

@@ -19,7 +19,7 @@ from graphopt import _compat
 from graphopt.graph_utils import without_autocast
 from graphopt.ir.generators import generators_apart
 from graphopt.tracing.layouts.layouts import (
-    Items,
+    ContainerLayout,
     Layout,
     PlainArgument,
     described,
@@ -41,7 +41,7 @@ _KEPT = 8
 list)."""
 
 
-Call = tuple[Any, Items, Items]
+Call = tuple[Any, ContainerLayout, ContainerLayout]
 """Operator, positional and keyword arguments."""
 
 

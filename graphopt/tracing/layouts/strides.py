@@ -20,7 +20,7 @@ from graphopt.ir.writing_operators import NAMESPACE
 from graphopt.tracing import fast_path
 from graphopt.tracing.exactness import recurrent, small
 from graphopt.tracing.layouts import scratch
-from graphopt.tracing.layouts.layouts import Items, Layout, described, layouts, leaves
+from graphopt.tracing.layouts.layouts import ContainerLayout, Layout, described, layouts, leaves
 from graphopt.tracing.layouts.scratch import Call
 
 _LIKE_ELEMENTWISE = frozenset(
@@ -109,7 +109,7 @@ def _has_slow_rule(func: Any) -> bool:
 
 def _made(mode: Any, found: Any) -> Any:
     """Returns fake tensors with the layouts in `found`, in the same nest."""
-    if isinstance(found, Items):
+    if isinstance(found, ContainerLayout):
         return found.kind(_made(mode, each) for each in found.values)
     if not isinstance(found, Layout):
         return found.value

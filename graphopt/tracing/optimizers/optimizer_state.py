@@ -24,7 +24,7 @@ ITSELF = "(itself)"
 
 
 @dataclass(frozen=True)
-class OfNone:
+class NonParameterKey:
     """A key of the state that is no parameter."""
 
     key: Any
@@ -39,7 +39,7 @@ _NESTS = frozenset({list, tuple, dict})
 
 
 @dataclass(frozen=True)
-class Within:
+class NestedStateKey:
     """The second key of a nest in the state, and the positions and keys that lead on from there."""
 
     key: Any
@@ -54,14 +54,14 @@ def tensors_of(key: Any, value: Any) -> Iterator[tuple[Any, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield key, value
     elif type(value) in _NESTS:
-        at, path = (key.key, key.path) if isinstance(key, Within) else (key, ())
+        at, path = (key.key, key.path) if isinstance(key, NestedStateKey) else (key, ())
         for step, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from tensors_of(Within(at, (*path, step)), item)
+            yield from tensors_of(NestedStateKey(at, (*path, step)), item)
 
 
 def value_at(entries: dict[Any, Any], key: Any) -> Any:
     """What stands at a second key, or within a nest there; None where nothing does."""
-    if not isinstance(key, Within):
+    if not isinstance(key, NestedStateKey):
         return entries.get(key)
     value: Any = entries.get(key.key)
     try:
@@ -130,11 +130,11 @@ def distinct_states(optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, Opti
             yield number, optimizer
 
 
-def of_none(state: State) -> Iterator[tuple[OfNone, dict[Any, Any]]]:
+def of_none(state: State) -> Iterator[tuple[NonParameterKey, dict[Any, Any]]]:
     """What stands in the state of no parameter."""
     for key, value in state.items():
         if not isinstance(key, torch.Tensor):
-            yield OfNone(key), entries_at(value)
+            yield NonParameterKey(key), entries_at(value)
 
 
 def is_known_kind(key: Any, value: Any) -> bool:

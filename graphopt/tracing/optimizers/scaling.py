@@ -23,7 +23,7 @@ from graphopt._compat import scaling
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import current_user_line
-from graphopt.tracing.inputs.implicit import Finder
+from graphopt.tracing.inputs.implicit import ImplicitInputFinder
 from graphopt.tracing.replace import replaced
 
 
@@ -35,7 +35,7 @@ class TracedScaling:
         fake: the mode of tensors that are fake outside the trace, if they are.
     """
 
-    def __init__(self, finder: Finder, fake: Any) -> None:
+    def __init__(self, finder: ImplicitInputFinder, fake: Any) -> None:
         self._finder, self._fake = finder, fake
         self._ready: list[GradScaler] = []
         self._used: dict[int, tuple[GradScaler, SourceLine | None]] = {}

@@ -17,7 +17,7 @@ from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import is_own_file
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, attributes_of
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 
 _FIXED = frozenset({object, type, torch.nn.Module, types.ModuleType})
 """Classes that nobody gives new attributes to hide those of their subclasses."""
@@ -29,7 +29,9 @@ _WATCHED_OF_OPTIMIZERS = frozenset({"param_groups", "state", "step"})
 """Attributes of optimizers that have stand-ins while a step is traced."""
 
 
-def read_attribute(record: Record, value: Any, name: str, path: str, line: SourceLine) -> None:
+def read_attribute(
+    record: OutsideRecord, value: Any, name: str, path: str, line: SourceLine
+) -> None:
     """The step reads `value.name`; `path` is how a message calls `value.name`."""
     if isinstance(value, torch.Tensor):
         _of_class(record, torch.Tensor, name, f"Tensor.{name}", line)
@@ -51,7 +53,9 @@ def read_attribute(record: Record, value: Any, name: str, path: str, line: Sourc
         _of_object(record, value, name, path, line)
 
 
-def _refuse_left_over(record: Record, optimizer: Optimizer, path: str, line: SourceLine) -> None:
+def _refuse_left_over(
+    record: OutsideRecord, optimizer: Optimizer, path: str, line: SourceLine
+) -> None:
     """Refuse to use all state where some is left over; the optimizer's own methods look for its
     parameters there."""
     if id(optimizer) not in record.left_over:
@@ -67,12 +71,12 @@ def _refuse_left_over(record: Record, optimizer: Optimizer, path: str, line: Sou
         )
 
 
-def read_method(record: Record, owner: type, name: str, line: SourceLine) -> None:
+def read_method(record: OutsideRecord, owner: type, name: str, line: SourceLine) -> None:
     """The step calls a method that Python finds in the class of an object."""
     _of_class(record, owner, name, f"{owner.__name__}.{name}", line)
 
 
-def read_class(record: Record, value: Any, path: str, line: SourceLine) -> None:
+def read_class(record: OutsideRecord, value: Any, path: str, line: SourceLine) -> None:
     """The step asks for the class of an object, which some classes allow to change."""
     attributes = attributes_of(value)
     if isinstance(value, torch.Tensor) or not record.is_outside(value):
@@ -83,7 +87,7 @@ def read_class(record: Record, value: Any, path: str, line: SourceLine) -> None:
         record.read(OutsidePlace("type", value), f"the class of {path}", line)
 
 
-def read_function(record: Record, function: types.FunctionType, line: SourceLine) -> None:
+def read_function(record: OutsideRecord, function: types.FunctionType, line: SourceLine) -> None:
     """The step runs a function: its code, default arguments and closure. Those of graphopt are
     not looked at: some stand for functions of torch during a trace, and are gone after it."""
     if not record.is_outside(function) or is_own_file(function.__code__.co_filename):
@@ -100,7 +104,7 @@ def read_function(record: Record, function: types.FunctionType, line: SourceLine
         record.owned(cell, function)
 
 
-def read_setting(record: Record, owner: Any, name: str, line: SourceLine) -> None:
+def read_setting(record: OutsideRecord, owner: Any, name: str, line: SourceLine) -> None:
     """The step sets `owner.name`, for which the class may come to have code of its own."""
     kinds = (type, types.ModuleType, torch.Tensor, torch.nn.Module, Optimizer)
     if not isinstance(owner, kinds) and record.is_outside(owner):
@@ -119,7 +123,7 @@ def attribute_place(value: Any, name: str) -> OutsidePlace | None:
     return None if attributes is None else OutsidePlace("item", attributes, name)
 
 
-def _of_object(record: Record, value: Any, name: str, path: str, line: SourceLine) -> None:
+def _of_object(record: OutsideRecord, value: Any, name: str, path: str, line: SourceLine) -> None:
     owner = type(value)
     if issubclass(owner, _WITH_OTHER_ATTRIBUTES):
         if record.is_outside(value):
@@ -143,7 +147,7 @@ def _of_object(record: Record, value: Any, name: str, path: str, line: SourceLin
 
 
 def _of_descriptor(
-    record: Record, value: Any, found: Any, name: str, path: str, line: SourceLine
+    record: OutsideRecord, value: Any, found: Any, name: str, path: str, line: SourceLine
 ) -> None:
     """Slots, fields and properties that are not written in Python; others are observed."""
     if not record.is_outside(value):
@@ -159,7 +163,7 @@ def _is_python(descriptor: Any) -> bool:
     return isinstance(getattr(type(descriptor), "__get__", None), types.FunctionType)
 
 
-def _registered(record: Record, value: Any, name: str, path: str) -> None:
+def _registered(record: OutsideRecord, value: Any, name: str, path: str) -> None:
     """A parameter, buffer or submodule: guarded with its module."""
     if isinstance(value, torch.nn.Module):
         for table in _compat.own_tables(value):
@@ -167,24 +171,24 @@ def _registered(record: Record, value: Any, name: str, path: str) -> None:
                 record.reached(table[name], path)
 
 
-def _of_type(record: Record, value: type, name: str, path: str, line: SourceLine) -> None:
+def _of_type(record: OutsideRecord, value: type, name: str, path: str, line: SourceLine) -> None:
     if _of_class(record, value, name, path, line) is None:
         _of_class(record, type(value), name, path, line)
 
 
-def _of_super(record: Record, value: Any, name: str, line: SourceLine) -> None:
+def _of_super(record: OutsideRecord, value: Any, name: str, line: SourceLine) -> None:
     mro = value.__self_class__.__mro__
     following = mro[mro.index(value.__thisclass__) + 1 :]
     _in_classes(record, following, name, f"super().{name}", line)
 
 
-def _of_class(record: Record, owner: type, name: str, path: str, line: SourceLine) -> Any:
+def _of_class(record: OutsideRecord, owner: type, name: str, path: str, line: SourceLine) -> Any:
     """What the class has for a name; None if nothing."""
     return _in_classes(record, owner.__mro__, name, path, line)
 
 
 def _in_classes(
-    record: Record, classes: tuple[type, ...], name: str, path: str, line: SourceLine
+    record: OutsideRecord, classes: tuple[type, ...], name: str, path: str, line: SourceLine
 ) -> Any:
     for each in classes:
         if each in _FIXED and name not in vars(each):

@@ -36,7 +36,7 @@ class ReadPlace(NamedTuple):
     line: SourceLine
 
 
-class Behind:
+class ReadsBehindCallbacks:
     """The reads of one trace, from the first call of a function on.
 
     Args:

@@ -34,7 +34,7 @@ from graphopt.tracing.outside.places import (
     is_value,
     key_text,
 )
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.outside.unrepeated import users
 from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.replace import original
@@ -71,7 +71,7 @@ _KEYS: type = type({}.keys())
 class NativeCalls:
     """Follows calls of what is not a Python function."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: OutsideRecord) -> None:
         self._record = record
         self._variables = ContextVariables(record)
 

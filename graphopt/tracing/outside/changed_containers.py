@@ -13,7 +13,7 @@ from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.known_objects import KnownObjects
 from graphopt.tracing.outside.places import OutsidePlace
-from graphopt.tracing.outside.unrepeated import Unrepeated
+from graphopt.tracing.outside.unrepeated import UnrepeatedChanges
 from graphopt.tracing.refusals import HostWork
 
 MUTABLE = frozenset({list, deque, set})
@@ -61,7 +61,7 @@ class ContainerChanges(KnownObjects):
 
     def __init__(self, own: Iterable[dict[str, Any]]) -> None:
         super().__init__(own)
-        self.unrepeated = Unrepeated()
+        self.unrepeated = UnrepeatedChanges()
         self.rewritten: dict[int, tuple[Any, SourceLine]] = {}
         self._mutated: dict[int, Any] = {}
         self._tables: list[dict[Any, Any]] = []

@@ -8,13 +8,13 @@ from typing import Any
 
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.places import OutsidePlace
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 
 
 class ContextVariables:
     """Those of one trace."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: OutsideRecord) -> None:
         self._record = record
         self._held: dict[contextvars.ContextVar[Any], _Variable] = {}
 

@@ -17,17 +17,17 @@ _callbacks = threading.RLock()
 """Held while the callbacks of the collector change, which captures of all threads do."""
 
 
-class Existing:
+class ExistingObjects:
     """The objects that the collector knows and that were made before a moment."""
 
-    def __init__(self, births: Births, moment: int) -> None:
+    def __init__(self, births: CreationTimes, moment: int) -> None:
         self._births, self._moment = births, moment
 
     def __contains__(self, value: Any) -> bool:
         return gc.is_tracked(value) and self._births.before(value, self._moment)
 
 
-class Births:
+class CreationTimes:
     """Between which moments objects were made.
 
     New objects are in the collector's youngest generation until it runs. Each of its runs is
@@ -56,11 +56,11 @@ class Births:
             with _callbacks:
                 gc.callbacks.remove(self._before_run)
 
-    def now(self) -> Existing:
+    def now(self) -> ExistingObjects:
         """The objects that there are now."""
         self._look()
         self._moment += 1
-        return Existing(self, self._moment)
+        return ExistingObjects(self, self._moment)
 
     def before(self, value: Any, moment: int) -> bool:
         """Whether an object was made before a moment."""
@@ -99,7 +99,7 @@ class Births:
         self._made.update(zip(map(identity_of, objects), repeat(self._moment)))
 
 
-_births: ContextVar[Births | None] = ContextVar("births", default=None)
+_births: ContextVar[CreationTimes | None] = ContextVar("births", default=None)
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def births_noted() -> Iterator[None]:
     if _births.get() is not None:
         yield
         return
-    births = Births()
+    births = CreationTimes()
     token = _births.set(births)
     try:
         with births.noted():
@@ -117,7 +117,7 @@ def births_noted() -> Iterator[None]:
         _births.reset(token)
 
 
-def existing_now() -> Existing:
+def existing_now() -> ExistingObjects:
     """All objects that are there now, where `births_noted` is active."""
     births = _births.get()
     assert births is not None

@@ -8,13 +8,13 @@ from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, Module
 from graphopt._compat import frames
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.places import OutsidePlace
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 
 _CALLED = (FunctionType, BuiltinFunctionType, type)
 _FILES = ("torch/nn/", "torch/optim/", "torch/functional.py", "torch/_tensor.py")
 
 
-def called_by_torch(record: Record, frame: FrameType) -> None:
+def called_by_torch(record: OutsideRecord, frame: FrameType) -> None:
     """The function of torch that begins may call functions by name: which they are is a read."""
     code = frame.f_code
     if code in record.functions_of_torch:

@@ -16,7 +16,7 @@ from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.callees import Substitute
 from graphopt.tracing.outside.calls import NativeCalls
 from graphopt.tracing.outside.files import is_observed
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.replace import is_in
 from graphopt.tracing.scalars.numbers import current_notes
 
@@ -47,7 +47,7 @@ class GivenFunction:
         self,
         function: Any,
         line: SourceLine,
-        record: Record,
+        record: OutsideRecord,
         calls: NativeCalls,
         substitute: Substitute,
     ) -> None:

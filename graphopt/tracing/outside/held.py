@@ -23,7 +23,7 @@ from graphopt._compat.disabled_functions import undisabled
 from graphopt.guards.values import is_plain
 from graphopt.tracing.outside.files import is_observed
 from graphopt.tracing.outside.modules import description_of
-from graphopt.tracing.outside.places import MISSING, OutsidePlace, Read, is_value, same
+from graphopt.tracing.outside.places import MISSING, OutsidePlace, OutsideRead, is_value, same
 
 CONTAINERS = frozenset({dict, list, set, deque, defaultdict, OrderedDict})
 
@@ -221,7 +221,9 @@ class GuardedPlace:
         held: the object that is there; None for values, which are compared as such.
     """
 
-    def __init__(self, read: Read, holder: GuardedObject, held: GuardedObject | None) -> None:
+    def __init__(
+        self, read: OutsideRead, holder: GuardedObject, held: GuardedObject | None
+    ) -> None:
         self.kind, self.key = read.place.kind, read.place.key
         self.path, self.line = read.path, read.line
         self.holder, self.held = holder, held

@@ -17,7 +17,7 @@ from graphopt import _compat
 from graphopt._compat.frames import NULL
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.inputs.entries import may_be_input
-from graphopt.tracing.interception.class_questions import Classed, class_in_trace, is_of_trace
+from graphopt.tracing.interception.class_questions import ClassProxy, class_in_trace, is_of_trace
 from graphopt.tracing.interception.nests import leaves_in
 from graphopt.tracing.outside.accesses import OutsideAccess
 from graphopt.tracing.outside.attributes import (
@@ -31,7 +31,7 @@ from graphopt.tracing.outside.calls import NativeCalls
 from graphopt.tracing.outside.given_functions import GivenFunction, is_called_by
 from graphopt.tracing.outside.native import is_large_array, set_by_c
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_container, is_read
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.scalars.host_numbers import is_host_number, plain
 from graphopt.tracing.scalars.numbers import SYMBOLIC
@@ -46,7 +46,7 @@ _BEGINNING = frozenset({defaultdict, Counter})
 class Instructions:
     """Follows the instructions of observed functions into a record."""
 
-    def __init__(self, record: Record, substitute: Substitute) -> None:
+    def __init__(self, record: OutsideRecord, substitute: Substitute) -> None:
         self._record = record
         self._substitute = substitute
         self._calls = NativeCalls(record)
@@ -141,7 +141,7 @@ class Instructions:
             self._record.pin(value)
             return
         if at.step.name == "__class__" and (_compat.is_fake(value) or is_of_trace(value)):
-            at.put(1, Classed(class_in_trace(value, self._record.stands_for)))
+            at.put(1, ClassProxy(class_in_trace(value, self._record.stands_for)))
             return
         marked = self._record.marked(value, at.step.name)
         if marked is not value:

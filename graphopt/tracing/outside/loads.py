@@ -13,7 +13,7 @@ Store = tuple[int, int]
 """A frame, by its id, and the offset of an instruction in it."""
 
 
-class Loads:
+class PendingLoads:
     """What is loaded for one store alone, and not yet stored."""
 
     def __init__(self) -> None:

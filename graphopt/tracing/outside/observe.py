@@ -29,7 +29,7 @@ from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import frames as frames_around
 from graphopt.ir.user_frames import is_library_file
-from graphopt.tracing.functional.values import Values
+from graphopt.tracing.functional.values import TracedValues
 from graphopt.tracing.layouts import scratch
 from graphopt.tracing.outside.accesses import OutsideAccess, steps_of
 from graphopt.tracing.outside.attributes import read_function, read_method
@@ -37,7 +37,7 @@ from graphopt.tracing.outside.callees import Substitute
 from graphopt.tracing.outside.files import is_generated, is_observed
 from graphopt.tracing.outside.functions import called_by_torch
 from graphopt.tracing.outside.instructions import Instructions
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.refused_calls import refuse_begun
 
 _MODULE_CALL = _compat.module_call_code()
@@ -55,7 +55,7 @@ _FORGETTING = frozenset(
 _APART = frozenset(
     {logging.Logger.handle.__code__, getattr(importlib, "_bootstrap")._find_and_load.__code__,  # noqa: B009
      getattr(warnings, "_showwarnmsg").__code__,  # noqa: B009
-     scratch.called.__code__, Values.computed.__code__}
+     scratch.called.__code__, TracedValues.computed.__code__}
 )  # fmt: skip
 """Functions within which handlers, import hooks and kernels of operators run, as the trace runs:
 what these do is not the step's."""
@@ -64,7 +64,7 @@ what these do is not the step's."""
 class Observer:
     """Follows what functions do into a record."""
 
-    def __init__(self, record: Record, modules: set[int], substitute: Substitute) -> None:
+    def __init__(self, record: OutsideRecord, modules: set[int], substitute: Substitute) -> None:
         self.record = record
         self._instructions = Instructions(record, substitute)
         self._modules = modules

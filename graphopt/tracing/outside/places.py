@@ -307,7 +307,7 @@ def key_text(key: Any) -> str:
     return repr(key) if is_value(key) else f"<{type(key).__name__}>"
 
 
-class Read(NamedTuple):
+class OutsideRead(NamedTuple):
     """A place that was read, what was there, how the program gets there, and the line."""
 
     place: OutsidePlace

@@ -13,14 +13,14 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.outside.behind import Behind
+from graphopt.tracing.outside.behind import ReadsBehindCallbacks
 from graphopt.tracing.outside.changed_containers import ContainerChanges
-from graphopt.tracing.outside.loads import Load, Loads, Store
+from graphopt.tracing.outside.loads import Load, PendingLoads, Store
 from graphopt.tracing.outside.places import (
     LISTS,
     MISSING,
     OutsidePlace,
-    Read,
+    OutsideRead,
     bytes_in,
     is_bytes,
     is_read,
@@ -66,14 +66,14 @@ class OutsideReads(ContainerChanges):
         self._written: set[tuple[Any, ...]] = set()
         self._derived: set[tuple[Any, ...]] = set()
         self._begun: dict[tuple[Any, ...], Load] = {}
-        self.reads: dict[tuple[Any, ...], Read] = {}
-        self._own_reads: dict[tuple[Any, ...], Read] = {}
-        self.counted: Read | None = None
+        self.reads: dict[tuple[Any, ...], OutsideRead] = {}
+        self._own_reads: dict[tuple[Any, ...], OutsideRead] = {}
+        self.counted: OutsideRead | None = None
         self.used_counts: set[tuple[Any, ...]] = set()
         self.advanced: tuple[str, SourceLine] | None = None
         self.pending: list[Load] | None = None
-        self.loads = Loads()
-        self.behind: Behind | None = None
+        self.loads = PendingLoads()
+        self.behind: ReadsBehindCallbacks | None = None
 
     def read(self, place: OutsidePlace, path: str, line: SourceLine) -> Any:
         """The step reads a place. Returns what is there."""
@@ -275,10 +275,10 @@ class OutsideReads(ContainerChanges):
             path, line = self.advanced
             raise HostWork.ITERATOR.refused(path, str(line))
 
-    def _made(self, place: OutsidePlace, value: Any, path: str, line: SourceLine) -> Read:
+    def _made(self, place: OutsidePlace, value: Any, path: str, line: SourceLine) -> OutsideRead:
         if self.stands_for and place.kind in ("keys", "whole") and isinstance(value, _SEVERAL):
             value = type(value)(map(self._original, value))
-        return Read(self._outside(place), value, path, line)
+        return OutsideRead(self._outside(place), value, path, line)
 
 
 def of_none(container: Any) -> None:

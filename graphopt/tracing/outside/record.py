@@ -16,7 +16,7 @@ from graphopt.tracing.outside.changed_containers import MUTABLE
 from graphopt.tracing.outside.places import (
     MISSING,
     OutsidePlace,
-    Read,
+    OutsideRead,
     attributes_of,
     key_text,
     same,
@@ -47,7 +47,7 @@ class WrittenPlace(NamedTuple):
         return None if self.line is None else str(self.line)
 
 
-class Record(OutsideReads):
+class OutsideRecord(OutsideReads):
     """What one trace read outside, and what it wrote there.
 
     A place that the step has written is its own from then on. A value that only goes into the next
@@ -79,7 +79,7 @@ class Record(OutsideReads):
         self.left_over: frozenset[int] = frozenset()
         self.modules: dict[int, tuple[str, torch.nn.Module]] = {}
         self.functions_of_torch: set[types.CodeType] = set()
-        self.changed: tuple[Read, Any] | None = None
+        self.changed: tuple[OutsideRead, Any] | None = None
         self.times_written: Counter[tuple[Any, ...]] = Counter()
         self._left_in: dict[int, Any] = {}
 
@@ -277,7 +277,7 @@ class Record(OutsideReads):
         """Whether the step wrote to an item of a dictionary."""
         return OutsidePlace("item", table, key).identity in self._written
 
-    def _changed(self) -> tuple[Read, Any] | None:
+    def _changed(self) -> tuple[OutsideRead, Any] | None:
         """A place that the step has read, and then changed, and what is there now."""
         for identity, read in list(self.reads.items()):
             now = read.place.now()

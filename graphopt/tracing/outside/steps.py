@@ -18,8 +18,8 @@ from graphopt.tracing.outside.callees import Substitute
 from graphopt.tracing.outside.changed_containers import MUTABLE
 from graphopt.tracing.outside.held import is_object
 from graphopt.tracing.outside.observe import Observer, observed
-from graphopt.tracing.outside.places import OutsidePlace, Read
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.places import OutsidePlace, OutsideRead
+from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.refusals import HostWork
 
 _HINT = (
@@ -28,7 +28,7 @@ _HINT = (
 )
 
 
-def record_for(call: Call, inputs: Iterable[OutsidePlace]) -> Record:
+def record_for(call: Call, inputs: Iterable[OutsidePlace]) -> OutsideRecord:
     """An empty record of a step. Made before anything has stand-ins.
 
     Args:
@@ -40,13 +40,13 @@ def record_for(call: Call, inputs: Iterable[OutsidePlace]) -> Record:
     own += [vars(optimizer) for optimizer in call.optimizer_objects()]
     told = {each.place.identity for each in call.besides.carried if each.counted}
     places = [*inputs, *(field.place for field in call.objects.fields)]
-    record = Record(own, {place.identity for place in places}, told)
+    record = OutsideRecord(own, {place.identity for place in places}, told)
     record.repeated = {id(each.table) for each in call.objects.tables}
     return record
 
 
 @contextmanager
-def observed_step(call: Call, record: Record, substitute: Substitute) -> Iterator[None]:
+def observed_step(call: Call, record: OutsideRecord, substitute: Substitute) -> Iterator[None]:
     """While active, what the step reads outside its arguments goes into `record`.
 
     Args:
@@ -98,7 +98,7 @@ def observed_step(call: Call, record: Record, substitute: Substitute) -> Iterato
     record.refuse_advanced()
 
 
-def gives(record: Record, returned: Iterable[Any]) -> None:
+def gives(record: OutsideRecord, returned: Iterable[Any]) -> None:
     """The step returns objects from outside: those very ones.
 
     Args:
@@ -109,7 +109,7 @@ def gives(record: Record, returned: Iterable[Any]) -> None:
             record.pin(value)
 
 
-def unchanged(record: Record) -> Record:
+def unchanged(record: OutsideRecord) -> OutsideRecord:
     """The record of a step that leaves what it reads as it was.
 
     Raises:
@@ -127,7 +127,7 @@ def unchanged(record: Record) -> Record:
     return record
 
 
-def refuse_unrepeated(record: Record) -> None:
+def refuse_unrepeated(record: OutsideRecord) -> None:
     """Refuse a step that changes what no later call would change again."""
     if record.unrepeated.first is not None:
         raise not_repeated(*record.unrepeated.first)
@@ -144,7 +144,7 @@ def _is_flag(value: Any) -> bool:
     return value is None or type(value) in (bool, str)
 
 
-def _refuse(record: Record, read: Read, now: Any) -> None:
+def _refuse(record: OutsideRecord, read: OutsideRead, now: Any) -> None:
     if type(read.place.holder) in MUTABLE or read.place.kind == "whole":
         changed = record.unrepeated.written_at(read.place.holder)
         raise not_repeated(*(changed or (read.path, read.line)))

@@ -31,7 +31,7 @@ class LeftPlace(NamedTuple):
     may_be_told: bool
 
 
-class Unrepeated:
+class UnrepeatedChanges:
     """Notes such changes.
 
     Attributes:

@@ -18,7 +18,7 @@ from graphopt.tracing.failures import located
 from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.optimizers.first_gradients import FirstGradients
 from graphopt.tracing.optimizers.optimizer_state import (
-    OfNone,
+    NonParameterKey,
     distinct_states,
     entries_at,
     is_known_kind,
@@ -38,13 +38,13 @@ from graphopt.tracing.results.signature import (
     StateResult,
 )
 from graphopt.tracing.scalars.numbers import SYMBOLIC
-from graphopt.tracing.substitute import Traced, traced_key
+from graphopt.tracing.substitute import StandIns, traced_key
 from graphopt.tracing.tensors.attributes import AttributeChange
 from graphopt.tracing.tensors.lost_history import check_history, is_computed
 from graphopt.tracing.tensors.rebinding import Rebinding
 
 
-class LeftOutside(NamedTuple):
+class StoredOutside(NamedTuple):
     """The values that a traced step has stored outside its arguments.
 
     Attributes:
@@ -56,7 +56,7 @@ class LeftOutside(NamedTuple):
     made: MadeAnew
 
 
-class Ran(NamedTuple):
+class TraceOutcome(NamedTuple):
     """The outcome of tracing a step once: what it returned, and what it changed.
 
     Attributes:
@@ -71,7 +71,7 @@ class Ran(NamedTuple):
     returned: list[Any]
     spec: Any
     stepped: list[int]
-    outside: LeftOutside
+    outside: StoredOutside
     given: list[ContainerChange]
     rebinding: Rebinding
     told: list[AttributeChange]
@@ -89,7 +89,7 @@ class ResultCollector:
         self,
         call: Call,
         inputs: Inputs,
-        traced: Traced,
+        traced: StandIns,
         recipes: Recipes,
         gradients: FirstGradients,
     ) -> None:
@@ -99,7 +99,7 @@ class ResultCollector:
 
     def collect(
         self,
-        ran: Ran,
+        ran: TraceOutcome,
         attributes: Iterable[AttributeChange],
         counted: Sequence[tuple[int, int, str, Any]],
     ) -> Signature:
@@ -238,7 +238,7 @@ class ResultCollector:
 
     def _state_owner(
         self, key: Any, value: Any, owners: dict[int, tuple[int, Any]]
-    ) -> int | OfNone:
+    ) -> int | NonParameterKey:
         """The parameter that an entry of a traced optimizer's state belongs to."""
         if id(key) in owners:
             return owners[id(key)][0]
@@ -249,7 +249,7 @@ class ResultCollector:
                 " tensor, number, or dictionary of these",
                 hint="let it keep that in its parameter groups, or in the state of each parameter",
             )
-        return OfNone(key)
+        return NonParameterKey(key)
 
 
 def _drops_state() -> CaptureError:

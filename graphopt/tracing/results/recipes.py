@@ -17,7 +17,7 @@ from graphopt.tracing.effects.written_values import MadeAnew
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.inputs.entries import Inputs, is_exact, is_number
 from graphopt.tracing.outside.places import is_container, is_value
-from graphopt.tracing.outside.record import Record
+from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.results.signature import (
     Computed,
     Constant,
@@ -29,7 +29,7 @@ from graphopt.tracing.results.signature import (
 )
 from graphopt.tracing.scalars.host_numbers import is_host_number, scalar_of_numpy
 from graphopt.tracing.scalars.numbers import SYMBOLIC
-from graphopt.tracing.substitute import Traced
+from graphopt.tracing.substitute import StandIns
 from graphopt.tracing.tensors.attributes import AttributeChange
 from graphopt.tracing.tensors.lost_history import has_history
 from graphopt.tracing.tensors.obtained import ObtainedValues
@@ -56,11 +56,11 @@ class Recipes:
         self,
         call: Call,
         inputs: Inputs,
-        traced: Traced,
+        traced: StandIns,
         flat: Sequence[torch.Tensor],
         made: ObtainedValues,
         left_storages: Collection[int],
-        outside: Record,
+        outside: OutsideRecord,
         left: MadeAnew,
     ) -> None:
         self._is_outside, self._of_call, self._left = outside.is_outside, outside.of_call, left

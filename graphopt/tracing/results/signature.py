@@ -12,7 +12,7 @@ from graphopt import _compat
 from graphopt.tracing.effects.argument_changes import ContainerChange
 from graphopt.tracing.inputs.entries import ModuleTensor
 from graphopt.tracing.interception.nests import Path
-from graphopt.tracing.optimizers.optimizer_state import OfNone
+from graphopt.tracing.optimizers.optimizer_state import NonParameterKey
 from graphopt.tracing.outside.places import OutsidePlace
 
 
@@ -123,13 +123,17 @@ class StateResult:
     no parameter."""
 
     optimizer: int
-    owner: int | OfNone
+    owner: int | NonParameterKey
     key: str
     recipe: Recipe
 
     def stands_at(self, tensors: Sequence[ModuleTensor]) -> Any:
         """The key in the optimizer's state: one of the module tensors, or another value."""
-        return self.owner.key if isinstance(self.owner, OfNone) else tensors[self.owner].tensor
+        return (
+            self.owner.key
+            if isinstance(self.owner, NonParameterKey)
+            else tensors[self.owner].tensor
+        )
 
 
 @dataclass(frozen=True)

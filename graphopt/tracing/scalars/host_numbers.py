@@ -38,7 +38,7 @@ from graphopt.tracing.scalars.functions import (
 )
 from graphopt.tracing.scalars.numbers import (
     COMPARISONS,
-    Notes,
+    NumberListener,
     TracedFloat,
     as_read,
     compared,
@@ -75,7 +75,7 @@ class HostNumber(TracedFloat):
         value: Any,
         expression: Any,
         conditions: Conditions,
-        notes: Notes,
+        notes: NumberListener,
     ) -> None:
         torch.SymFloat.__init__(self, symbolic.node)
         self.value = value
@@ -199,14 +199,14 @@ class ScheduledFloat(HostNumber):
         value: Any,
         index: int,
         conditions: Conditions,
-        notes: Notes,
+        notes: NumberListener,
     ) -> None:
         HostNumber.__init__(self, symbolic, value, Leaf(index), conditions, notes)
         self.tensor = tensor
 
 
 def stand_in_of_number(
-    tensor: torch.Tensor, value: Any, index: int, conditions: Conditions, notes: Notes
+    tensor: torch.Tensor, value: Any, index: int, conditions: Conditions, notes: NumberListener
 ) -> HostNumber:
     """What stands for a number, given the input that it comes in as.
 

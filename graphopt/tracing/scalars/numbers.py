@@ -151,7 +151,7 @@ def may_be_of_numpy(value: Any) -> bool:
     return isinstance(value, torch.SymFloat) and "of_numpy" in vars(value)
 
 
-class Notes(Protocol):
+class NumberListener(Protocol):
     """Who is told what a step does with numbers.
 
     Attributes:
@@ -179,15 +179,15 @@ class Notes(Protocol):
         """The step is refused, even if it goes on: some code swallows errors, as `logging` does."""
 
 
-_made: ContextVar[Notes | None] = ContextVar("made", default=None)
+_made: ContextVar[NumberListener | None] = ContextVar("made", default=None)
 
 
-def current_notes() -> Notes | None:
+def current_notes() -> NumberListener | None:
     """Who is told now; None outside a trace."""
     return _made.get()
 
 
-def noting(made: Notes) -> AbstractContextManager[None]:
+def noting(made: NumberListener) -> AbstractContextManager[None]:
     """While active, `made` is told what the step does with numbers."""
     return while_set(_made, made)
 

@@ -73,12 +73,12 @@ class Positions:
         order = len(self._numbers)
         self._numbers[symbol] = number.value
         self._questions.add(symbol, order, False)
-        asked = _Asked(self._questions, self._numbers, symbol, order)
+        asked = _PositionQuestion(self._questions, self._numbers, symbol, order)
         self._conditions.add(Condition(asked, number.expression, None, True))
         return position
 
 
-class _Asked:
+class _PositionQuestion:
     """Says whether what was asked of a position is so of a number."""
 
     def __init__(

@@ -20,7 +20,7 @@ from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.outside.places import MISSING
-from graphopt.tracing.substitute import Traced, tables_kept
+from graphopt.tracing.substitute import StandIns, tables_kept
 
 
 class AttributeChange(NamedTuple):
@@ -42,10 +42,10 @@ def marks_kept(inputs: Inputs) -> AbstractContextManager[None]:
     return tables_kept(filter(None, tables))
 
 
-class Marks:
+class StandInAttributes:
     """The attributes and hooks of the stand-ins of tensors in one trace."""
 
-    def __init__(self, call: Call, inputs: Inputs, traced: Traced) -> None:
+    def __init__(self, call: Call, inputs: Inputs, traced: StandIns) -> None:
         pairs = [(entry, traced.by_id[id(entry.tensor)]) for entry in inputs.module_tensors]
         given = [(call.names[p], traced.by_id[id(call.leaves[p])]) for p in inputs.user]
         self._arguments = [(name, stand_in, dict(vars(stand_in))) for name, stand_in in given]

@@ -94,7 +94,7 @@ def refuse_backward(
     computed = [(t, s) for t, s in pairs if is_computed(t) and not s.requires_grad]
     if not computed:
         return
-    apply: Any = _Computed.apply
+    apply: Any = _MarkComputed.apply
     with _compat.without_modes():
         source = torch.empty(0, requires_grad=True)
     inputs = list(filter(accumulates, inputs))
@@ -131,7 +131,7 @@ def check_history(name: str, tensor: torch.Tensor, stand_in: torch.Tensor) -> No
         )
 
 
-class _Computed(torch.autograd.Function):
+class _MarkComputed(torch.autograd.Function):
     """An autograd function that marks a tensor as computed by unknown code."""
 
     @staticmethod

@@ -29,7 +29,7 @@ from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs, Storage
-from graphopt.tracing.substitute import Traced
+from graphopt.tracing.substitute import StandIns
 
 
 class Rebinding:
@@ -42,7 +42,7 @@ class Rebinding:
         given: gradients and arguments that end in other storage, by their placeholder.
     """
 
-    def __init__(self, call: Call, inputs: Inputs, traced: Traced) -> None:
+    def __init__(self, call: Call, inputs: Inputs, traced: StandIns) -> None:
         alone = {id(h) for h in inputs.placeholders if not isinstance(h, Storage)}
         self._positions = {
             id(traced.by_id[id(entry.tensor)]): index
@@ -179,7 +179,7 @@ def _flat(sizes: list[Any]) -> Any:
     return sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (list, tuple)) else sizes
 
 
-def _given(call: Call, inputs: Inputs, traced: Traced) -> Iterator[tuple[int, int]]:
+def _given(call: Call, inputs: Inputs, traced: StandIns) -> Iterator[tuple[int, int]]:
     """The stand-ins of gradients and arguments that share storage with no other input, by id,
     with their placeholder numbers."""
     stand_ins = {id(tensor): tensor for tensor in traced.by_id.values()}
