@@ -65,7 +65,7 @@ def planned(options: Figures) -> Figures:
     from graphopt.tracing.call import Call
     from graphopt.tracing.capture import capture_call, communication_for
     from graphopt.verify.equivalence import Proof
-    from graphopt.verify.marker_meaning import sharing_problems
+    from graphopt.verify.sharding.marker_meaning import sharing_problems
 
     arguments = _arguments(options)
     watch, kind = Stopwatch(), graphopt.ZeRO(stage=options["stage"])

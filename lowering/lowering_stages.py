@@ -14,7 +14,7 @@ from graphopt.lowering.regions import MARK, mark_regions
 from graphopt.manager.records import PassRecord
 from graphopt.manager.stages import DerivedGraph, GraphStage
 from graphopt.verify import Problem
-from graphopt.verify.cuda_graph_checks import recording_problems
+from graphopt.verify.checks.cuda_graph_checks import recording_problems
 
 
 class Lower(GraphStage):

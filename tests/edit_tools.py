@@ -21,7 +21,7 @@ from graphopt.graph_utils import (
     same_kind,
 )
 from graphopt.iter_graph import IterGraph
-from graphopt.verify.terms import layout_of
+from graphopt.verify.values.terms import layout_of
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

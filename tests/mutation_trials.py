@@ -32,7 +32,7 @@ from graphopt.manager.text import Pipeline
 from graphopt.manager.wellformed import find_problem
 from graphopt.tracing.call import Call
 from graphopt.verify import check_finalized
-from graphopt.verify.written_nodes import changed_problems
+from graphopt.verify.checks.written_nodes import changed_problems
 from replica_runs import Row, difference, random_inputs, run_steps
 from zoo import MODELS, OPTIMIZERS, train_step
 

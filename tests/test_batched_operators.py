@@ -15,7 +15,7 @@ from torch import fx, nn
 import graphopt
 from graphopt.executable.batching import LIST_BYTES, SMALL_BYTES, batch_small_operators
 from graphopt.graph_utils import call_function_with_meta, evaluate
-from graphopt.verify.call_terms import CALLED
+from graphopt.verify.values.call_terms import CALLED
 
 aten = torch.ops.aten
 

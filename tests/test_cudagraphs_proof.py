@@ -23,7 +23,7 @@ from graphopt.stages import default_pipeline
 from graphopt.stages.compiling import Stages
 from graphopt.testing import fake_ranks
 from graphopt.verify import check_divided
-from graphopt.verify.cuda_graph_checks import recording_problems
+from graphopt.verify.checks.cuda_graph_checks import recording_problems
 from zoo import MODELS, OPTIMIZERS, train_step
 
 aten = torch.ops.aten

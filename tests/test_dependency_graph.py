@@ -26,10 +26,10 @@ from graphopt.graph_utils import (
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.verify import check_dependencies, dependency_graph
-from graphopt.verify.any_order import AnyOrder
-from graphopt.verify.flow import DataFlow
-from graphopt.verify.labels import CollectiveLabels
-from graphopt.verify.reach import CHUNK
+from graphopt.verify.dependency.any_order import AnyOrder
+from graphopt.verify.dependency.flow import DataFlow
+from graphopt.verify.dependency.labels import CollectiveLabels
+from graphopt.verify.dependency.reach import CHUNK
 from graphs import step_of_size, training_step
 from rewrites import fuse, nodes_of, reduced, report_of, snapshot, split_list_operator, updates_of
 

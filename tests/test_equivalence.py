@@ -25,8 +25,8 @@ from graphopt.graph_utils import (
 )
 from graphopt.iter_graph import IterGraphModule
 from graphopt.verify import check_equivalence
-from graphopt.verify.evaluation import evaluate_graph
-from graphopt.verify.terms import Segment, TensorValue, Terms
+from graphopt.verify.symbolic.evaluation import evaluate_graph
+from graphopt.verify.values.terms import Segment, TensorValue, Terms
 from sketch import one_rank
 from slices import examples
 from zoo import MODELS, OPTIMIZERS, train_step

@@ -29,7 +29,7 @@ from graphopt.parallel.parallelize import parallelize
 from graphopt.testing import fake_ranks
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import capture_call, communication_for
-from graphopt.verify.marker_meaning import sharing_problems
+from graphopt.verify.sharding.marker_meaning import sharing_problems
 from zero_cases import Beside, Language, Uneven, batches, clipped_step, same, train_step, whole
 from zero_edits import Edit
 

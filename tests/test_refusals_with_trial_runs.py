@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import graphopt
 from graphopt.graph_utils import call_function_with_meta, find_nodes, is_operator
 from graphopt.testing import fake_ranks
-from graphopt.verify.forked_process import EndedError, run_in_fork
-from graphopt.verify.numeric_trial import verdict
+from graphopt.verify.trials.forked_process import EndedError, run_in_fork
+from graphopt.verify.trials.numeric_trial import verdict
 
 aten = torch.ops.aten
 seen: list[Any] = []

@@ -21,8 +21,8 @@ from graphopt.errors import VerificationError
 from graphopt.graph_utils import call_function_with_meta, evaluate
 from graphopt.tracing.functional.whole_writes import WholeWrites
 from graphopt.tracing.layouts import strides
-from graphopt.verify.call_terms import entries, fresh, named
-from graphopt.verify.terms import Segment, Terms
+from graphopt.verify.values.call_terms import entries, fresh, named
+from graphopt.verify.values.terms import Segment, Terms
 from zoo import MODELS, OPTIMIZERS, train_step
 
 aten = torch.ops.aten

@@ -22,7 +22,7 @@ from graphopt.testing import fake_ranks
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import capture_call, communication_for
 from graphopt.tracing.captured_step import CapturedStep
-from graphopt.verify.marker_meaning import sharing_problems
+from graphopt.verify.sharding.marker_meaning import sharing_problems
 from sketch import one_rank
 from zoo import MODELS, OPTIMIZERS, train_step
 

@@ -26,7 +26,7 @@ from graphopt.graph_utils import find_nodes, is_operator
 from graphopt.ir.families import COLLECTIVE_KINDS, CollectiveKind
 from graphopt.testing import check_pass, fake_ranks
 from graphopt.verify import check_equivalence
-from graphopt.verify.axioms import AXIOMS, RULES, Axiom
+from graphopt.verify.values.axioms import AXIOMS, RULES, Axiom
 from sketch import Sketch
 from twins import SEED
 from zoo import MODELS

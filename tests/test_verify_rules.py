@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graphopt
 from graphopt.graph_utils import call_function_with_meta
-from graphopt.verify.elementwise import BY_ELEMENT, elementwise
-from graphopt.verify.evaluation import evaluate_graph
-from graphopt.verify.terms import TensorValue, Terms, whole
+from graphopt.verify.symbolic.evaluation import evaluate_graph
+from graphopt.verify.values.elementwise import BY_ELEMENT, elementwise
+from graphopt.verify.values.terms import TensorValue, Terms, whole
 from replica_runs import same_bits
 
 aten = torch.ops.aten

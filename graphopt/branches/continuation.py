@@ -34,10 +34,10 @@ from graphopt.ir.operators import draws
 from graphopt.ir.views import is_pure_view
 from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.iter_graph.graph import IterGraph
-from graphopt.verify.callees import OF_STORAGE
-from graphopt.verify.evaluation_outcome import Evaluation, NotDecidedError
-from graphopt.verify.outcome_differences import differences
-from graphopt.verify.terms import Terms, layout_of
+from graphopt.verify.differences.outcome_differences import differences
+from graphopt.verify.symbolic.callees import OF_STORAGE
+from graphopt.verify.symbolic.evaluation_outcome import Evaluation, NotDecidedError
+from graphopt.verify.values.terms import Terms, layout_of
 
 Beginning = Callable[[fx.Graph], tuple[Course, dict[fx.Node, fx.Node]]]
 """What a call has done when a graph begins, and what stands for each input of the graph in it."""

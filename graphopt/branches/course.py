@@ -19,10 +19,10 @@ from torch import fx
 from graphopt import _compat
 from graphopt.host import is_host_call
 from graphopt.ir.metadata import known_value, set_value
-from graphopt.verify.evaluation import evaluate_graph
-from graphopt.verify.evaluation_outcome import Evaluation
-from graphopt.verify.module_constants import attribute, same_object
-from graphopt.verify.terms import Terms
+from graphopt.verify.checks.module_constants import attribute, same_object
+from graphopt.verify.symbolic.evaluation import evaluate_graph
+from graphopt.verify.symbolic.evaluation_outcome import Evaluation
+from graphopt.verify.values.terms import Terms
 
 
 class CourseNames:

@@ -16,7 +16,7 @@ from graphopt.ir.effects import Effects
 from graphopt.ir.metadata import carried_index, fake_value, known_value
 from graphopt.ir.operators import draws, is_collective, written
 from graphopt.ir.views import is_pure_view, may_be_view
-from graphopt.verify.terms import TensorValue
+from graphopt.verify.values.terms import TensorValue
 
 
 def handed_out(nodes: Iterable[fx.Node], value_of: Mapping[fx.Node, Any]) -> dict[Any, fx.Node]:

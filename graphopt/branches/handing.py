@@ -18,8 +18,8 @@ from graphopt.host import is_host_call
 from graphopt.host.assumptions import Assumption, hand_out
 from graphopt.ir.operators import draws, is_collective
 from graphopt.iter_graph import IterGraphModule, copy_graph
+from graphopt.verify.checks.launches import launch_of
 from graphopt.verify.inlining import in_one
-from graphopt.verify.launches import launch_of
 
 
 def handing_out(

@@ -27,15 +27,16 @@ from graphopt.manager.text import Pipeline
 from graphopt.manager.unread_collectives import newly_unread
 from graphopt.readable import graph_diff, graph_text
 from graphopt.runtime import places
-from graphopt.verify import Problem, structure
+from graphopt.verify import Problem
+from graphopt.verify.checks import structure
+from graphopt.verify.checks.group_checks import changed_groups
+from graphopt.verify.checks.interface import changed_arguments, kinds_returned, returned_problems
+from graphopt.verify.checks.written_nodes import KindsOfResults, changed_problems
 from graphopt.verify.dependencies import CommunicationKept, DependencyCheck
+from graphopt.verify.dependency.matching import correspondence_by_name, same_nodes
 from graphopt.verify.equivalence import EquivalenceReport, Proof
-from graphopt.verify.evaluation_outcome import NotDecidedError
-from graphopt.verify.exchanged_regions import RewrittenRegions
-from graphopt.verify.group_checks import changed_groups
-from graphopt.verify.interface import changed_arguments, kinds_returned, returned_problems
-from graphopt.verify.matching import correspondence_by_name, same_nodes
-from graphopt.verify.written_nodes import KindsOfResults, changed_problems
+from graphopt.verify.symbolic.evaluation_outcome import NotDecidedError
+from graphopt.verify.trials.exchanged_regions import RewrittenRegions
 
 logger = logging.getLogger("graphopt")
 

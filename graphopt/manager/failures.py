@@ -19,9 +19,9 @@ from graphopt.manager.problems import Refused
 from graphopt.manager.reproducers import saved
 from graphopt.manager.text import Pipeline, is_text, marked_text
 from graphopt.verify import Problem
-from graphopt.verify.difference import HINT
-from graphopt.verify.numeric_trial import DIFFERENT
+from graphopt.verify.differences.difference import HINT
 from graphopt.verify.problems import describe
+from graphopt.verify.trials.numeric_trial import DIFFERENT
 
 _SHOWN = 4
 """The number of problems shown after the first."""

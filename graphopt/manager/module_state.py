@@ -23,8 +23,8 @@ from graphopt.ir.metadata import (
 )
 from graphopt.iter_graph import copy_graph
 from graphopt.verify import Problem
+from graphopt.verify.checks.module_constants import attribute
 from graphopt.verify.inlining import graph_of_part
-from graphopt.verify.module_constants import attribute
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 """The tables of a module's forward hooks."""

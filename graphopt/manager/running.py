@@ -45,7 +45,7 @@ from graphopt.runtime.collector import collector_paused
 from graphopt.schedule.program import step_peak_bytes
 from graphopt.verify import Problem
 from graphopt.verify.equivalence import Proof
-from graphopt.verify.numeric_trial import module_of, verdict
+from graphopt.verify.trials.numeric_trial import module_of, verdict
 
 PipelineEntry: TypeAlias = str | Pass | tuple[str | Pass, Mapping[str, Any]]
 

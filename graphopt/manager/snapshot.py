@@ -18,8 +18,8 @@ from graphopt.iter_graph import IterGraph
 from graphopt.iter_graph.graph import empty_like
 from graphopt.manager.module_state import HOOKS, ModuleState
 from graphopt.runtime.collector import collector_paused
-from graphopt.verify.interface import kinds_returned
-from graphopt.verify.written_nodes import GivenArgument
+from graphopt.verify.checks.interface import kinds_returned
+from graphopt.verify.checks.written_nodes import GivenArgument
 
 _TABLES = ("_modules", "_parameters", "_buffers", *HOOKS)
 

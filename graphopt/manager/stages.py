@@ -27,7 +27,7 @@ from graphopt.manager.reproducers import reproducer_folder
 from graphopt.manager.settings import Settings
 from graphopt.ranks.spmd import launches_digest
 from graphopt.verify import Problem
-from graphopt.verify.launches import FollowedLaunches
+from graphopt.verify.checks.launches import FollowedLaunches
 from graphopt.verify.stage_checks import StageProof
 
 if TYPE_CHECKING:

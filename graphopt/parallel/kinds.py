@@ -20,8 +20,9 @@ class Parallel(ABC):
     """A kind of parallelism: what becomes of the markers in a captured graph.
 
     Attributes:
-        meaning: the name of the markers' definition in `graphopt.verify.marker_meaning.MEANINGS`,
-            against which its collectives are proven; without one, nothing is proven.
+        meaning: the name of the markers' definition in
+            `graphopt.verify.sharding.marker_meaning.MEANINGS`, against which its collectives are
+            proven; without one, nothing is proven.
     """
 
     meaning: ClassVar[str] = ""

@@ -14,13 +14,13 @@ from graphopt.errors import VerificationError
 from graphopt.ir.metadata import known_value
 from graphopt.partition.hazards import hazards
 from graphopt.partition.module_attributes import Attributes
+from graphopt.verify.checks.same_calls import call_problems
 from graphopt.verify.composition import ComposedGraph, NamedObjects
-from graphopt.verify.evaluation import evaluate_graph
-from graphopt.verify.evaluation_outcome import NotDecidedError
-from graphopt.verify.outcome_differences import differences
+from graphopt.verify.differences.outcome_differences import differences
 from graphopt.verify.problems import Problem
-from graphopt.verify.same_calls import call_problems
-from graphopt.verify.terms import Terms
+from graphopt.verify.symbolic.evaluation import evaluate_graph
+from graphopt.verify.symbolic.evaluation_outcome import NotDecidedError
+from graphopt.verify.values.terms import Terms
 
 
 def check_split(whole: fx.GraphModule, split: fx.GraphModule, attributes: Attributes) -> None:

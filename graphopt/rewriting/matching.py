@@ -23,7 +23,7 @@ from graphopt import _compat
 from graphopt.graph_utils import is_operator
 from graphopt.ir.metadata import known_value, source_line
 from graphopt.rewriting.patterns import Pattern
-from graphopt.verify.call_terms import parameters
+from graphopt.verify.values.call_terms import parameters
 
 Binding = dict[Any, Any]
 """Pattern node, or name of a number -> the matched node or number of the graph."""

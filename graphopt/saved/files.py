@@ -22,7 +22,7 @@ from graphopt.saved.group_sizes import KEY as GROUPS
 from graphopt.saved.group_sizes import sizes_now
 from graphopt.saved.json_values import DescriptionDecoder, ValueDecoder, ValueEncoder
 from graphopt.saved.nodes import decode_graph, encode_graph
-from graphopt.verify.group_checks import sizes_of_groups
+from graphopt.verify.checks.group_checks import sizes_of_groups
 
 FORMAT, VERSION = "graphopt graph", 1
 """What a file says that it is."""

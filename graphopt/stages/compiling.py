@@ -35,7 +35,7 @@ from graphopt.tracing.optimizers.optimizer_state import has
 from graphopt.tracing.outside.existing import births_noted
 from graphopt.verify import Problem, SpecReport, check_graph
 from graphopt.verify.equivalence import Proof
-from graphopt.verify.marker_meaning import sharing_problems
+from graphopt.verify.sharding.marker_meaning import sharing_problems
 from graphopt.verify.stage_checks import StageProof
 
 if TYPE_CHECKING:

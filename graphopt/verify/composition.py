@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graphopt.verify.module_constants import attribute, same_object
+from graphopt.verify.checks.module_constants import attribute, same_object
 
 
 class NamedObjects:

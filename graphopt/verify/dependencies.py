@@ -5,9 +5,9 @@
     g1 ─ all_reduce ─ wait ─ adamw
 
 Nodes that both graphs have are *anchors*. What a pass took out or put in lies between anchors and
-is read element by element (`graphopt.verify.flow`); a value that went through a collective from one
-anchor to another must still go through it. So of both steps above remains the same: each update
-needs its own gradient, reduced.
+is read element by element (`graphopt.verify.dependency.flow`); a value that went through a
+collective from one anchor to another must still go through it. So of both steps above remains the
+same: each update needs its own gradient, reduced.
 
 This is no proof that the same values are computed: an operator may have been replaced by another
 one with the same inputs.
@@ -22,14 +22,15 @@ from torch import fx
 
 from graphopt.graph_utils.nodes import graph_of
 from graphopt.ir.accesses import MemoryOrder
-from graphopt.verify import sent_elements, structure
-from graphopt.verify.executable import as_captured, is_finalized, works_in_place
-from graphopt.verify.kept_reads import kept_arguments, shared_results
-from graphopt.verify.labels import CollectiveLabels
-from graphopt.verify.matching import End, NodeMatching, Sink, correspondence_by_name
+from graphopt.verify.checks import structure
+from graphopt.verify.dependency import sent_elements
+from graphopt.verify.dependency.executable import as_captured, is_finalized, works_in_place
+from graphopt.verify.dependency.kept_reads import kept_arguments, shared_results
+from graphopt.verify.dependency.labels import CollectiveLabels
+from graphopt.verify.dependency.matching import End, NodeMatching, Sink, correspondence_by_name
+from graphopt.verify.dependency.reach import CHUNK, labelled, missing, numbers
+from graphopt.verify.dependency.sink_sources import SinkPlace, SinkSources
 from graphopt.verify.problems import DependencyReport, Problem
-from graphopt.verify.reach import CHUNK, labelled, missing, numbers
-from graphopt.verify.sink_sources import SinkPlace, SinkSources
 
 _NAMED = 3
 """The number of lost sources that are named for one reader."""

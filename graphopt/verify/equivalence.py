@@ -2,9 +2,9 @@
 
 Translation validation by value numbering (Necula, "Translation validation for an optimizing
 compiler", PLDI 2000): both graphs are evaluated on arbitrary inputs to canonical terms
-(`graphopt.verify.terms`) under the rules of `graphopt.verify.axioms`. Every result, state update
-and carried value has to be the same term in both; every gradient has to be reduced as often as
-before; random numbers have to be drawn by the same operators in the same order.
+(`graphopt.verify.values.terms`) under the rules of `graphopt.verify.values.axioms`. Every result,
+state update and carried value has to be the same term in both; every gradient has to be reduced as
+often as before; random numbers have to be drawn by the same operators in the same order.
 
 For a graph with late nodes two statements are shown of the graphs that run, for arbitrary state
 `s`, carried values `c` and inputs `x`:
@@ -23,20 +23,20 @@ from torch import fx
 
 from graphopt.graph_utils.nodes import graph_of
 from graphopt.iter_graph import IterGraphModule
-from graphopt.verify.evaluation import evaluate_graph
-from graphopt.verify.evaluation_outcome import Evaluation, NotDecidedError
-from graphopt.verify.exchanged_regions import RewrittenRegions
-from graphopt.verify.graph_copies import is_copy_of
-from graphopt.verify.late_work import DerivedEvaluation, DerivedEvaluations, late_problems
-from graphopt.verify.module_constants import constant_problems
-from graphopt.verify.outcome_differences import (
+from graphopt.verify.checks.module_constants import constant_problems
+from graphopt.verify.differences.outcome_differences import (
     differences,
     error_problems,
     reorders_sums,
     total_problems,
 )
+from graphopt.verify.graph_copies import is_copy_of
+from graphopt.verify.late_work import DerivedEvaluation, DerivedEvaluations, late_problems
 from graphopt.verify.problems import CheckReport, Problem
-from graphopt.verify.terms import Terms
+from graphopt.verify.symbolic.evaluation import evaluate_graph
+from graphopt.verify.symbolic.evaluation_outcome import Evaluation, NotDecidedError
+from graphopt.verify.trials.exchanged_regions import RewrittenRegions
+from graphopt.verify.values.terms import Terms
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from graphopt.ir.metadata import known_value
-from graphopt.verify.remembered_calls import same_arguments
+from graphopt.verify.values.remembered_calls import same_arguments
 
 
 def is_copy_of(graph: fx.Graph, copy: fx.Graph) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from graphopt.verify.module_constants import attribute, same_object
+from graphopt.verify.checks.module_constants import attribute, same_object
 
 BOXED_CALL = "call_boxed"
 """The method of compiled regions that takes a list of inputs."""

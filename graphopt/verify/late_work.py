@@ -16,12 +16,12 @@ from torch import fx
 
 from graphopt.graph_utils import get_outputs
 from graphopt.ir.metadata import CARRIED, input_kind, known_value
-from graphopt.verify.call_terms import fresh
-from graphopt.verify.evaluation import evaluate_graph
-from graphopt.verify.evaluation_outcome import Evaluation, SettledUpdate, input_value
-from graphopt.verify.outcome_differences import outcome_problems
+from graphopt.verify.differences.outcome_differences import outcome_problems
 from graphopt.verify.problems import Problem
-from graphopt.verify.terms import PendingResult, Terms
+from graphopt.verify.symbolic.evaluation import evaluate_graph
+from graphopt.verify.symbolic.evaluation_outcome import Evaluation, SettledUpdate, input_value
+from graphopt.verify.values.call_terms import fresh
+from graphopt.verify.values.terms import PendingResult, Terms
 
 
 class DerivedEvaluation(NamedTuple):

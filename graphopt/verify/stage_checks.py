@@ -16,18 +16,18 @@ from typing import Any
 from torch import fx
 
 from graphopt.iter_graph import IterGraphModule
+from graphopt.verify.checks.launches import launches_of, other_launches
+from graphopt.verify.checks.module_constants import constant_problems
 from graphopt.verify.dependencies import check_dependencies
+from graphopt.verify.dependency.executable import works_in_place
+from graphopt.verify.differences.outcome_differences import differences
 from graphopt.verify.equivalence import EquivalenceReport, Proof, check_equivalence
-from graphopt.verify.evaluation import evaluate_graph
-from graphopt.verify.evaluation_outcome import NotDecidedError
-from graphopt.verify.executable import works_in_place
 from graphopt.verify.inlining import in_one
 from graphopt.verify.late_work import DerivedEvaluation, DerivedEvaluations
-from graphopt.verify.launches import launches_of, other_launches
-from graphopt.verify.module_constants import constant_problems
-from graphopt.verify.outcome_differences import differences
 from graphopt.verify.problems import Problem
-from graphopt.verify.terms import Terms
+from graphopt.verify.symbolic.evaluation import evaluate_graph
+from graphopt.verify.symbolic.evaluation_outcome import NotDecidedError
+from graphopt.verify.values.terms import Terms
 
 logger = logging.getLogger("graphopt")
 

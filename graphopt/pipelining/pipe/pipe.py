@@ -25,7 +25,7 @@ from graphopt.pipelining.pipe.placement import module_of, place_state, stage_nod
 from graphopt.pipelining.pipe.proof import PipeProof, check_backward
 from graphopt.pipelining.pipe.sharing import MultiUseSpec, ParameterReplica, transmit_shared
 from graphopt.pipelining.pipe.stage_module import StageModule
-from graphopt.verify.module_constants import attribute
+from graphopt.verify.checks.module_constants import attribute
 
 if TYPE_CHECKING:
     import torch.distributed as dist

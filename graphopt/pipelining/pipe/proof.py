@@ -28,14 +28,14 @@ from graphopt.pipelining.pipe.boundary import give_back, receive, send
 from graphopt.pipelining.pipe.placement import arguments_of, module_of, results, stage_nodes
 from graphopt.pipelining.pipe.sharing import ParameterReplica
 from graphopt.pipelining.stage.chain import ChainPlan
+from graphopt.verify.checks.module_constants import attribute
+from graphopt.verify.checks.same_calls import OrderedPair, call_problems
 from graphopt.verify.composition import ComposedGraph, NamedObjects
-from graphopt.verify.evaluation import evaluate_graph
-from graphopt.verify.evaluation_outcome import NotDecidedError
-from graphopt.verify.module_constants import attribute
-from graphopt.verify.outcome_differences import differences
+from graphopt.verify.differences.outcome_differences import differences
 from graphopt.verify.problems import Problem
-from graphopt.verify.same_calls import OrderedPair, call_problems
-from graphopt.verify.terms import Terms
+from graphopt.verify.symbolic.evaluation import evaluate_graph
+from graphopt.verify.symbolic.evaluation_outcome import NotDecidedError
+from graphopt.verify.values.terms import Terms
 
 logger = logging.getLogger("graphopt")
 

@@ -36,12 +36,12 @@ from graphopt.pipelining.stage.microbatch_graph import (
 from graphopt.pipelining.stage.stage_graphs import SLOT, StageGraph
 from graphopt.tracing.captured_step import CapturedStep
 from graphopt.verify import Problem
+from graphopt.verify.checks.module_constants import attribute
 from graphopt.verify.composition import ComposedGraph, NamedObjects
-from graphopt.verify.evaluation import evaluate_graph
-from graphopt.verify.evaluation_outcome import Evaluation, NotDecidedError
-from graphopt.verify.module_constants import attribute
-from graphopt.verify.outcome_differences import differences
-from graphopt.verify.terms import Terms
+from graphopt.verify.differences.outcome_differences import differences
+from graphopt.verify.symbolic.evaluation import evaluate_graph
+from graphopt.verify.symbolic.evaluation_outcome import Evaluation, NotDecidedError
+from graphopt.verify.values.terms import Terms
 
 logger = logging.getLogger("graphopt")
 

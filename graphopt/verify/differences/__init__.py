@@ -1,0 +1,1 @@
+"""Differences between two evaluations, and their smallest explanation in both graphs."""
