@@ -171,10 +171,4 @@ from graphopt._compat.trees import (
     tree_map,
     tree_unflatten,
 )
-from graphopt._compat.user_modes import (
-    modes_checked,
-    modes_learned,
-    trust_modes,
-    unwatched,
-    watches_functions,
-)
+from graphopt._compat.user_modes import unwatched, watches_functions

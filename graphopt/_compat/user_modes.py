@@ -6,10 +6,8 @@ again when its graph runs:
     with FlopCounterMode() as counter:
         step(x)      capture: unseen; graph: each operator is seen
 
-A mode of operators that is not torch's might give other results than it is given. A first call
-runs eagerly in it, and shows that (`modes_learned`). A rank of several cannot run a call eagerly
-alone: there the class has to say it, `only_looks = True`, and the first graph that runs in it is
-checked for that (`modes_checked`).
+A mode of operators that is not torch's may give other results than it is given. Its class says that
+it does not, `only_looks = True`; otherwise a call in it runs eagerly.
 
 Written for torch 2.11 to 2.15.
 """
@@ -20,20 +18,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from graphopt._compat.torch_functions import function_modes, hooks_on_saved_tensors, is_of_program
-from graphopt.errors import GraphOptError
 
 _GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
     *(
@@ -50,16 +40,6 @@ _TRACKERS = {
     "torch.distributed._tools.mod_tracker": "ModTracker",
 }
 """Classes whose hooks note which module runs, for modes that count."""
-
-
-_ONLY_LOOK: WeakSet[type] = WeakSet()
-"""Classes of modes of operators that have been seen to give what they are given."""
-
-_CHANGE: WeakSet[type] = WeakSet()
-"""Classes of those that have been seen not to."""
-
-_TRUSTED: WeakSet[type] = WeakSet()
-"""Classes that say that they only look."""
 
 
 class Watching(NamedTuple):
@@ -83,8 +63,7 @@ def watches_functions() -> Watching | None:
     for kind in unknown_modes():
         return Watching(
             f"a {kind.__qualname__}, a mode of torch that may change what operators give",
-            f"{_WITHIN}; or let its class say that it only looks, only_looks = True, which one rank"
-            " of several cannot find out by an eager call",
+            f"{_WITHIN}; or let its class say that it only looks, only_looks = True",
         )
     for mode in function_modes():
         what = f"a {type(mode).__qualname__}, which sees functions of torch"
@@ -99,123 +78,19 @@ def watches_functions() -> Watching | None:
 
 
 def unknown_modes() -> list[type]:
-    """The classes of active user modes on operators that may change results."""
-    known = (_ONLY_LOOK | _TRUSTED) - _CHANGE
-    return [kind for kind in _kinds_of_program() if kind not in known]
-
-
-def trust_modes() -> None:
-    """Trusts user modes whose classes declare `only_looks`; the next graph run checks them."""
-    _TRUSTED.update(each for each in unknown_modes() if getattr(each, "only_looks", False) is True)
-
-
-def _kinds_of_program() -> list[type]:
+    """The classes of active user modes on operators that may change results: those neither of torch
+    nor with `only_looks = True`."""
     kinds = map(type, _modes_of_operators())
-    return [kind for kind in kinds if not kind.__module__.startswith("torch.")]
+    return [kind for kind in kinds if not (kind.__module__.startswith("torch.") or _looks(kind))]
+
+
+def _looks(kind: type) -> bool:
+    return getattr(kind, "only_looks", False) is True
 
 
 def _modes_of_operators() -> list[Any]:
     modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
     return list(filter(is_of_program, modes))
-
-
-@contextmanager
-def modes_learned() -> Iterator[None]:
-    """While active, an eager run shows whether user modes change operators."""
-    kinds = unknown_modes()
-    if not kinds:
-        yield
-        return
-    with _looked_at(kinds):
-        yield
-
-
-@contextmanager
-def modes_checked() -> Iterator[None]:
-    """While active, a graph run checks the trusted user modes.
-
-    Raises:
-        GraphOptError: one does, so that the graph has computed other values than the step.
-    """
-    found = torch._C._len_torch_dispatch_stack() and _TRUSTED
-    kinds = [kind for kind in _kinds_of_program() if kind in _TRUSTED - _ONLY_LOOK] if found else []
-    if not kinds:
-        yield
-        return
-    with _looked_at(kinds):
-        yield
-    if not _CHANGE.isdisjoint(kinds):
-        raise GraphOptError(
-            f"a {kinds[0].__qualname__}, a mode of torch around the call, says that it only looks,"
-            " but gives other values than the operators that it sees: what this call has updated is"
-            " neither what the step computes nor what it computes without the mode\n"
-            "  hint:  enter the mode within the step, and load a checkpoint or begin anew"
-        )
-
-
-@contextmanager
-def _looked_at(kinds: list[type]) -> Iterator[None]:
-    """While active, checks if user modes of these classes change operators or results."""
-    below, above = _OperatorsOfUserModes(), None
-    with ExitStack() as stack:
-        modes = _modes_of_operators()
-        for _ in modes:
-            stack.callback(_push_mode, _pop_mode())
-        with below, ExitStack() as inside:
-            for mode in modes:
-                _push_mode(mode)
-                inside.callback(_pop_mode)
-            above = inside.enter_context(_OperatorsOfGraph(below))
-            yield
-    (_CHANGE if above.changed else _ONLY_LOOK).update(kinds)
-
-
-class _OperatorsOfUserModes(TorchDispatchMode):
-    """A mode below the user's modes that records the operators that they call.
-
-    Attributes:
-        calls: operator, arguments and result of each.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[Any, list[int], list[Any]]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.calls.append((func, _identities((args, kwargs)), tree_leaves(result)))
-        return result
-
-
-class _OperatorsOfGraph(TorchDispatchMode):
-    """A mode above the user's modes that compares its operators and results with theirs.
-
-    Attributes:
-        changed: whether one of them has given anything else.
-    """
-
-    def __init__(self, below: _OperatorsOfUserModes) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.below, self.changed = below, False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        asked, calls = _identities((args, kwargs)), self.below.calls
-        calls.clear()
-        result = func(*args, **(kwargs or {}))
-        own = [results for called, given, results in calls if called is func and given == asked]
-        wrote = any(called._schema.is_mutable for called, _, _ in calls if called is not func)
-        same = len(own) == 1 and _identities(own[0]) == _identities(result)
-        self.changed |= wrote or not same
-        calls.clear()
-        return result
-
-
-def _identities(nest: Any) -> list[int]:
-    return [id(each) for each in tree_leaves(nest) if isinstance(each, torch.Tensor)]
 
 
 def global_hooks() -> list[tuple[Any, ...]]:

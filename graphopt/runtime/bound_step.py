@@ -150,8 +150,7 @@ class BoundStep:
             noting = CollectiveResults(sent or {}) if notes else nullcontext()
             branch, there = (begun.branch, begun.there) if begun else (self.branch, [])
             try:
-                checked = _compat.modes_checked()
-                with torch.no_grad(), without_autocast(), running(host), noting, checked:
+                with torch.no_grad(), without_autocast(), running(host), noting:
                     user, _, carried = branch.run(flat, there, leave)
                 host.say()
             except AssumptionFailedError as error:

@@ -22,7 +22,7 @@ from graphopt.saved.group_sizes import KEY as GROUPS
 from graphopt.saved.group_sizes import sizes_now
 from graphopt.saved.json_values import DescriptionDecoder, ValueDecoder, ValueEncoder
 from graphopt.saved.nodes import decode_graph, encode_graph
-from graphopt.verify.checks.group_checks import sizes_of_groups
+from graphopt.verify.checks.group_checks import group_problems
 
 FORMAT, VERSION = "graphopt graph", 1
 """What a file says that it is."""
@@ -168,7 +168,7 @@ def _decode(
     graph = IterGraph() if content["iterations"] else fx.Graph()
     decode_graph(content["graph"], graph, constants, decoder(content["graph"]["storages"]))
     graph.lint()
-    for problem in sizes_of_groups(graph):
+    for problem in group_problems(graph):
         raise SavedGraphError(problem.message)
     loaded = fx.GraphModule(root, graph)
     if content.get("groups"):

@@ -69,8 +69,7 @@ class Calls:
         if self._fallback.active:
             return self.run_eagerly(call)
         if self._is_watched():
-            with _compat.modes_learned():
-                return self.run_eagerly(call)
+            return self.run_eagerly(call)
         try:
             with _compat.named_in_profile(STEP):
                 entry = self._found_or_captured(call)
@@ -81,13 +80,9 @@ class Calls:
 
     def _is_watched(self) -> bool:
         """True if a call runs eagerly because a mode or hook must see the functions that it
-        calls. Several ranks refuse this, except for modes whose classes declare that they only
-        look."""
+        calls. Several ranks refuse this: the others run their graphs meanwhile."""
         watching = _compat.watches_functions()
-        if watching is None:
-            return False
-        if _compat.rank_among_several() is not None:
-            _compat.trust_modes()
+        if watching is None or _compat.rank_among_several() is not None:
             return False
         self.entries.flush()
         self._fallback.warn_of(watching.what)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,17 +13,20 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import (
+    find_nodes,
     get_output,
     get_outputs,
     is_collective,
     is_operator,
-    is_view,
     is_wait,
     tensors_in,
 )
+from graphopt.ir.accesses import MemoryOrder
 from graphopt.ir.metadata import fake_value, has_value, known_value, phase_of, source_line
-from graphopt.ir.operators import calls_of
+from graphopt.ir.operators import calls_of, first_argument
 from graphopt.ir.placement import placement_of
+from graphopt.ir.views import launch_of
+from graphopt.verify.checks.structure import waits_of_launches
 from graphopt.verify.problems import CheckReport
 
 if TYPE_CHECKING:
@@ -151,34 +153,21 @@ def _nodes(graph: fx.Graph) -> Iterator[str]:
 
 def _mutation(graph: fx.Graph) -> Iterator[str]:
     updates = set(get_outputs(graph).updates)
-    overwritten: dict[fx.Node, fx.Node] = {}
-    origin: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            origin[node] = node
-        for source in node.all_input_nodes:
-            root = origin.get(source)
-            if root in overwritten and node.op != "output":
-                yield (
-                    f"{root.name} is read after {overwritten[root].name} has updated it; read the"
-                    f" result of the copy_\n{_at(node)}"
-                )
-        if is_view(node) and node.all_input_nodes:
-            root = origin.get(node.all_input_nodes[0])
-            if root is not None:
-                origin[node] = root
-        if not _writes(node):
-            continue
-        destination = node.args[0]
+    stale = MemoryOrder(graph).implicit
+    for node, source in ((n, s) for n in stale if not is_wait(n) for s in stale[n]):
+        update = stale[node][source].node.name
+        yield (
+            f"{source.name} is read after {update} has updated it; read the result of the copy_\n"
+            f"{_at(node)}"
+        )
+    for node in find_nodes(graph, _writes):
+        destination = first_argument(node)
         if not is_operator(node.target, "aten::copy_"):
             yield f"an operator other than copy_ writes in place\n{_at(node)}"
         elif not isinstance(destination, fx.Node) or destination.op != "placeholder":
             yield f"copy_ into something other than a placeholder\n{_at(node)}"
         elif node not in updates:
             yield f"an orphan copy_: not listed among the state updates\n{_at(node)}"
-        else:
-            origin.pop(node, None)
-            overwritten[destination] = node
 
 
 def _writes(node: fx.Node) -> bool:
@@ -188,15 +177,12 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _collectives(graph: fx.Graph) -> Iterator[str]:
+    yield from map(str, waits_of_launches(graph))
     for node in graph.nodes:
-        if is_wait(node):
-            source = node.args[0]
-            if not isinstance(source, fx.Node) or not _launched(source):
-                yield f"a wait for something that is not a collective\n{_at(node)}"
+        if is_wait(node) and launch_of(node) is None:
+            yield f"a wait for something that is not a collective\n{_at(node)}"
         if not is_collective(node):
             continue
-        for result in _results(node):
-            yield from _one_wait(node, result)
         if not isinstance(node.args[-1], str):
             yield f"a collective without a named group\n{_at(node)}"
         if not any(True for _ in tensors_in(fake_value(node))):
@@ -206,27 +192,3 @@ def _collectives(graph: fx.Graph) -> Iterator[str]:
 def _markers(graph: fx.Graph) -> Iterator[str]:
     for node in calls_of(graph, attrgetter("marker")):
         yield f"a marker that no kind of parallelism has expanded\n{_at(node)}"
-
-
-def _results(launch: fx.Node) -> list[fx.Node]:
-    """Returns the nodes to wait for: a launch, or its items where it sends several tensors."""
-    if isinstance(fake_value(launch), (list, tuple)):
-        items = [user for user in launch.users if user.target is operator.getitem]
-        if len(items) == len(launch.users):
-            return items
-    return [launch]
-
-
-def _one_wait(launch: fx.Node, result: fx.Node) -> Iterator[str]:
-    waits = [user for user in result.users if is_wait(user)]
-    readers = [user for user in result.users if not is_wait(user)]
-    if len(waits) != 1:
-        yield f"a collective with {len(waits)} waits\n{_at(launch)}"
-    elif readers:
-        yield f"the result of a collective is read before its wait\n{_at(readers[0])}"
-
-
-def _launched(node: fx.Node) -> bool:
-    if is_wait(node) or not is_view(node):
-        return is_collective(node)
-    return is_collective(node) or any(map(is_collective, node.all_input_nodes))

@@ -67,7 +67,7 @@ def _parts(outer: Any) -> Iterator[Any]:
 def in_one(graph: fx.Graph) -> fx.Graph:
     """Returns the graph with all calls of other graphs inlined, for reading only; itself if it has
     none."""
-    if all(call_of(node) is None for node in graph.nodes):
+    if not any(graph.find_nodes(op=op) for op in ("call_module", "call_method")):
         return graph
     whole = fx.Graph()
     values: dict[fx.Node, Any] = {}

@@ -22,7 +22,6 @@ from graphopt.verify.dependencies import check_dependencies
 from graphopt.verify.dependency.executable import works_in_place
 from graphopt.verify.differences.outcome_differences import differences
 from graphopt.verify.equivalence import EquivalenceReport, Proof, check_equivalence
-from graphopt.verify.inlining import in_one
 from graphopt.verify.late_work import DerivedEvaluation, DerivedEvaluations
 from graphopt.verify.problems import Problem
 from graphopt.verify.symbolic.evaluation import evaluate_graph
@@ -69,7 +68,7 @@ def check_divided(before: fx.GraphModule, after: fx.GraphModule) -> EquivalenceR
     >>> check_divided(gm, parts).ok
     True
     """
-    report = check_equivalence(in_one(before.graph), in_one(after.graph))
+    report = check_equivalence(before.graph, after.graph)
     if report.ok or other_launches(launches_of(before), launches_of(after)) is not None:
         return report
     with suppress(NotDecidedError):  # the report says so then
@@ -83,8 +82,7 @@ def _differing(
     """Returns the differences between graphs with the same launches in the same order. Sent
     constants go by launch, since lowering makes padding anew."""
     old, new = (
-        evaluate_graph(in_one(graph), terms, dict(inputs), by_launch=True)
-        for graph in (before, after)
+        evaluate_graph(graph, terms, dict(inputs), by_launch=True) for graph in (before, after)
     )
     return list(differences(terms, old, new))
 
@@ -157,11 +155,9 @@ class StageProof:
         if exchanged:
             return exchanged
         if known is None:
-            known = DerivedEvaluation(after, evaluate_graph(in_one(before), terms))
+            known = DerivedEvaluation(after, evaluate_graph(before, terms))
         try:
-            new = evaluate_graph(
-                in_one(after.graph), terms, dict(known.inputs), settled=known.settled
-            )
+            new = evaluate_graph(after, terms, dict(known.inputs), settled=known.settled)
             found = list(differences(terms, known.evaluation, new))
             if found:
                 found = _differing(before, after.graph, terms, known.inputs)

@@ -6,6 +6,7 @@ A rank that names the wrong group, or a wrong size, waits forever or dies in the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -13,14 +14,15 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.ir.metadata import known_value
-from graphopt.ir.operators import argument, first_argument, is_collective
+from graphopt.ir.operators import argument, calls_of, first_argument, is_operator
 from graphopt.verify.problems import Problem
 
 
 def changed_groups(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
     """Yields a problem for each collective with an unknown group or a wrong size that `before` did
     not have."""
-    names = {str(argument(node, "group_name")) for node in before.nodes if is_collective(node)}
+    launches = calls_of(before, attrgetter("collective"))
+    names = {str(argument(node, "group_name")) for node in launches}
     known = {problem.message.partition(":")[2] for problem in group_problems(before, names)}
     for problem in group_problems(after, names):
         if problem.message.partition(":")[2] not in known:
@@ -28,71 +30,52 @@ def changed_groups(before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:
 
 
 def group_problems(graph: fx.Graph, known: set[str] | None = None) -> Iterator[Problem]:
-    """Yields problems with the groups of a graph's collectives.
+    """Yields collectives with an unknown group, or whose group size contradicts others or does not
+    divide what they scatter.
 
     Args:
-        known: names of groups that are not asked for: the graph may have been made elsewhere.
+        known: names of groups that may be unknown to this process; None: the graph was read from a
+            file, and no process is asked.
     """
     sizes = _sizes_said(graph)
-    for node in graph.nodes:
-        if is_collective(node):
-            problem = _problem(node, sizes, known)
-            if problem is not None:
-                yield problem
-
-
-def sizes_of_groups(graph: fx.Graph) -> Iterator[Problem]:
-    """Yields collectives whose group size contradicts others or does not divide what they scatter.
-    For graphs read from a file, whose groups need not exist here."""
-    sizes = _sizes_said(graph)
-    for node in graph.nodes:
-        if is_collective(node):
-            problem = _of_size(node, sizes.get(str(argument(node, "group_name"))))
-            if problem is not None:
-                yield problem
+    for node in calls_of(graph, attrgetter("collective")):
+        name = str(argument(node, "group_name"))
+        asked = known is not None and dist.is_initialized()
+        there = _compat.ranks_of_group(name) if asked else None
+        if there is None and known is not None and name not in known:
+            hint = (
+                "take the name from a collective that is there: CommBlock.group,"
+                " CommBlock.group_size"
+            )
+            yield Problem(f"%{node.name}: there is no process group {name!r}", (node,), hint)
+        else:
+            yield from _of_size(node, sizes.get(name) if there is None else len(there))
 
 
 def _sizes_said(graph: fx.Graph) -> dict[str, int]:
     """Returns the size of each group as its first collective states it."""
     found: dict[str, int] = {}
-    for node in graph.nodes:
-        if is_collective(node) and argument(node, "group_size") is not None:
+    for node in calls_of(graph, attrgetter("collective")):
+        if argument(node, "group_size") is not None:
             found.setdefault(str(argument(node, "group_name")), int(argument(node, "group_size")))
     return found
 
 
-def _problem(node: fx.Node, sizes: dict[str, int], known: set[str] | None) -> Problem | None:
-    name = argument(node, "group_name")
-    there = _compat.ranks_of_group(str(name)) if dist.is_initialized() else None
-    if there is None and known is not None and str(name) not in known:
-        hint = (
-            "take the name from a collective that is there: CommBlock.group, CommBlock.group_size"
-        )
-        return Problem(f"%{node.name}: there is no process group {name!r}", (node,), hint)
-    return _of_size(node, len(there) if there is not None else sizes.get(str(name)))
-
-
-def _of_size(node: fx.Node, size: int | None) -> Problem | None:
-    name = argument(node, "group_name")
-    said = argument(node, "group_size")
+def _of_size(node: fx.Node, size: int | None) -> Iterator[Problem]:
+    """Yields a problem if a collective says another group size, or if what it scatters does not
+    divide by it."""
+    name, said = argument(node, "group_name"), argument(node, "group_size")
     if said is None or size is None:
-        return None
+        return
     if int(said) != size:
-        return Problem(
+        yield Problem(
             f"%{node.name}: says group_size={said}, but group {name!r} has {size} ranks",
             (node,),
             "graphopt.comm.CommBlock.group_size is the size of a group",
         )
-    return _uneven(node, size)
-
-
-def _uneven(node: fx.Node, size: int) -> Problem | None:
-    """Returns a problem if what a collective scatters does not divide by the group size."""
-    if not str(node.target).startswith("_c10d_functional.reduce_scatter_tensor."):
-        return None
-    sent = first_argument(node)
-    held = known_value(sent) if isinstance(sent, fx.Node) else None
-    rows = held.shape[0] if isinstance(held, torch.Tensor) and held.dim() else None
-    if isinstance(rows, int) and rows % size:
-        return Problem(f"%{node.name}: {rows} rows are no {size} equal parts", (node,))
-    return None
+    elif is_operator(node.target, "_c10d_functional::reduce_scatter_tensor"):
+        sent = first_argument(node)
+        held = known_value(sent) if isinstance(sent, fx.Node) else None
+        rows = held.shape[0] if isinstance(held, torch.Tensor) and held.dim() else None
+        if isinstance(rows, int) and rows % size:
+            yield Problem(f"%{node.name}: {rows} rows are no {size} equal parts", (node,))

@@ -13,7 +13,7 @@ from torch import fx
 
 from graphopt.graph_utils import get_output, get_outputs
 from graphopt.ir.metadata import known_value
-from graphopt.ir.operators import argument_at, operator_of
+from graphopt.ir.operators import argument, operator_of
 from graphopt.verify.problems import Problem
 from graphopt.verify.values.terms import layout_of
 
@@ -76,8 +76,7 @@ def changed_arguments(after: fx.Graph, same: Same) -> Iterator[Problem]:
 def _renames(node: fx.Node) -> bool:
     traits = operator_of(node)
     if traits.elements in ("split", "slice"):
-        place = 2 if traits.elements == "split" else 1
-        return argument_at(node, place) in (None, 0)  # of rows; columns are not followed
+        return bool(argument(node, "dim") == 0)  # of rows; columns are not followed
     return traits.item or traits.elements in ("cat", "same")
 
 

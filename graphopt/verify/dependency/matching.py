@@ -18,6 +18,7 @@ from graphopt.ir.accesses import MemoryOrder
 from graphopt.ir.entries import Entry
 from graphopt.ir.operators import operator_of
 from graphopt.verify.dependency.segments import segmented
+from graphopt.verify.values.remembered_calls import same_arguments
 
 End = tuple[str, Hashable]
 """A place where a value leaves the graph: ("result", 0), ("carried", 1), ("state", placeholder)."""
@@ -84,7 +85,7 @@ class NodeMatching:
         if node in self.anchors:
             if not settled:
                 self.sinks.append(Sink(Entry(old), Entry(node)))
-        elif settled and self._equal(node.args, old.args) and self._equal(node.kwargs, old.kwargs):
+        elif settled and self._equal((node.args, node.kwargs), (old.args, old.kwargs)):
             self._settled.add(node)
 
     def _reads_the_same(self, new: fx.Node, old: fx.Node) -> bool:
@@ -100,15 +101,7 @@ class NodeMatching:
 
     def _equal(self, new: Any, old: Any) -> bool:
         """True if two arguments are equal, where nodes are equal if they correspond."""
-        if isinstance(new, fx.Node):
-            return self.same.get(new) is old
-        if isinstance(new, (list, tuple)):
-            if not isinstance(old, (list, tuple)) or len(new) != len(old):
-                return False
-            return all(map(self._equal, new, old))
-        if isinstance(new, dict):
-            return new.keys() == old.keys() and all(self._equal(new[k], old[k]) for k in new)
-        return type(new) is type(old) and (new is old or bool(new == old))
+        return same_arguments(new, old, lambda node, was: self.same.get(node) is was)
 
     def _compare_results(self, before: fx.Graph, after: fx.Graph) -> None:
         old, new = get_outputs(before), get_outputs(after)

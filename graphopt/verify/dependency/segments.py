@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from graphopt.ir.metadata import known_value
-from graphopt.ir.operators import operator_of
+from graphopt.ir.operators import argument, operator_of
 
 
 @dataclass(eq=False)
@@ -100,7 +100,7 @@ def split_ends(node: fx.Node) -> list[int] | None:
     None where the parts are not runs of elements.
     """
     parts = known_value(node)
-    if _argument(node, 2, "dim", 0) != 0 or not isinstance(parts, (list, tuple)):
+    if argument(node, "dim") != 0 or not isinstance(parts, (list, tuple)):
         return None
     ends, end = [], 0
     for part in parts:
@@ -117,16 +117,12 @@ def slice_range(node: fx.Node, whole: torch.Tensor) -> tuple[int, int] | None:
     None."""
     part = known_value(node)
     size, total = size_of(part), size_of(whole)
-    if _argument(node, 1, "dim", 0) != 0 or _argument(node, 4, "step", 1) != 1:
+    if argument(node, "dim") != 0 or argument(node, "step") != 1:
         return None
-    start = _argument(node, 2, "start", None) or 0
+    start = argument(node, "start") or 0
     if not isinstance(start, int) or not size or not total:
         return None
     rows = whole.shape[0]
     start = max(start + rows, 0) if start < 0 else start
     first = start * (total // rows)
     return first, first + size
-
-
-def _argument(node: fx.Node, index: int, name: str, default: Any) -> Any:
-    return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch import fx
 
-from graphopt.ir.operators import is_operator, operator_of
+from graphopt.ir.operators import argument, is_operator, operator_of
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,9 @@ class NormsOfRows:
 
 def norm_order(node: fx.Node) -> float | None:
     """Returns the order of a norm that can be combined from rows, or None."""
-    order: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("ord", 2)
-    if is_operator(node.target, "aten::linalg_vector_norm"):
-        args = dict(enumerate(node.args))
-        if args.get(2, node.kwargs.get("dim")) is not None or args.get(3):
-            return None
+    order: Any = argument(node, "ord")
+    if argument(node, "dim") is not None or argument(node, "keepdim"):
+        return None
     return order if isinstance(order, (int, float)) and order >= 1 else None
 
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import reduce
-from operator import attrgetter
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import get_output, written
+from graphopt.graph_utils import written
+from graphopt.graph_utils.nodes import graph_of
 from graphopt.host import is_host_call
 from graphopt.ir.metadata import fake_value, known_value
 from graphopt.ir.operators import (
     aliased,
-    calls_of,
     draws,
     first_argument,
     is_list_operator,
@@ -27,14 +25,14 @@ from graphopt.ir.operators import (
     overwritten,
 )
 from graphopt.ir.writing_operators import FunctionalForm, form_of
-from graphopt.verify.inlining import call_of, constant_name
+from graphopt.verify.inlining import in_one
 from graphopt.verify.symbolic.callees import Callees
 from graphopt.verify.symbolic.collective_results import CollectiveTerms
 from graphopt.verify.symbolic.evaluation_outcome import (
     Evaluation,
     NotDecidedError,
     SettledUpdate,
-    unknown_input,
+    input_value,
 )
 from graphopt.verify.symbolic.node_values import NodeValues, is_itself
 from graphopt.verify.symbolic.outcome_recording import record_outcome
@@ -65,7 +63,8 @@ def evaluate_graph(
     unknowns: Mapping[fx.Node, UnknownPlace] | None = None,
     settled: Mapping[str, SettledUpdate] | None = None,
 ) -> Evaluation:
-    """Evaluates a graph symbolically, for arbitrary or for given symbolic inputs.
+    """Evaluates a graph symbolically, for arbitrary or for given symbolic inputs. Graphs that it
+    calls are a part of it; a compiled one is trusted to compute what its source does.
 
     Args:
         terms: the table of terms, shared by all compared graphs.
@@ -78,7 +77,7 @@ def evaluate_graph(
     Raises:
         NotDecidedError: naming the node that terms cannot speak of.
     """
-    graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
+    graph = in_one(graph_of(gm))
     evaluator = _Evaluator(
         graph, terms, inputs or {}, by_launch=by_launch, unknowns=unknowns, settled=settled
     )
@@ -86,31 +85,24 @@ def evaluate_graph(
 
 
 class _Evaluator:
-    """Evaluates one graph. `found` collects its effects; `outer` is the calling module, if this
-    graph belongs to a submodule."""
+    """Evaluates one graph that calls no others."""
 
     def __init__(
         self,
         graph: fx.Graph,
         terms: Terms,
         inputs: dict[str, Any],
-        found: Evaluation | None = None,
         *,
         by_launch: bool = False,
         unknowns: Mapping[fx.Node, UnknownPlace] | None = None,
         settled: Mapping[str, SettledUpdate] | None = None,
-        outer: Any = None,
     ) -> None:
-        self._outer = outer
         self._graph, self._terms, self._inputs = graph, terms, inputs
-        self._by_launch = by_launch
         self._sent_constants = {} if by_launch else sent_constants(graph)
-        self._found = found or Evaluation()
+        self._found = Evaluation()
         self._callees = Callees()
         self._unknowns = unknowns or {}
         self._separate: set[fx.Node] = set()  # whose items share no storage with others
-        waits = calls_of(graph, attrgetter("wait"))
-        self._awaited = {source for wait in waits for source in wait.all_input_nodes}
         self._reading = NodeValues(terms, self._view)
         self._contents, self._read = self._reading.contents, self._reading.read
         self._communication = CollectiveTerms(
@@ -222,8 +214,7 @@ class _Evaluator:
         given = self._inputs.get(str(node.target))
         if given is not None:
             return given
-        value = unknown_input(self._terms, node)
-        return PendingResult(value) if node in self._awaited else value
+        return input_value(self._terms, node)
 
     def _recalled(self, node: fx.Node) -> RecalledCall | None:
         """Returns the remembered evaluation of the same call, or None."""
@@ -283,15 +274,10 @@ class _Evaluator:
 
     def _value(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
-            name = str(node.target)
-            if self._outer is not None:
-                name = constant_name(node, self._outer)
-            return fresh(self._terms, ("attribute", name), known_value(node))
+            return fresh(self._terms, ("attribute", str(node.target)), known_value(node))
         if node.op != "call_function":
-            call = call_of(node)
-            if call is not None:
-                return self._module(node, *call)
-            raise NotDecidedError(f"it calls {node.op} {node.target}", node, foreign=True)
+            what = f"it calls {node.op} {node.target}, of which no graph is known"
+            raise NotDecidedError(what, node, foreign=True)
         traits = operator_of(node)
         if traits.wait:
             return self._communication.waited(node)
@@ -327,30 +313,6 @@ class _Evaluator:
         for source in overwritten(node):
             self._updates.taken(node, source)
         return found
-
-    def _module(self, node: fx.Node, body: fx.GraphModule | None, arguments: Any) -> Any:
-        """Evaluates a submodule by its graph; a compiled one is trusted to compute what its source
-        does."""
-        if body is None:
-            raise NotDecidedError(
-                f"it calls the module {node.target}, whose graph is unknown", node, foreign=True
-            )
-        inputs = body.graph.find_nodes(op="placeholder")
-        given = dict(zip((str(n.target) for n in inputs), self._read(arguments), strict=False))
-        found = replace(self._found, results=[], carried=[], states={}, nodes={}, aliases={})
-        outer = self._graph.owning_module if self._outer is None else self._outer
-        inner = _Evaluator(
-            body.graph, self._terms, given, found, by_launch=self._by_launch, outer=outer
-        )
-        inner._walk()
-        for owner in inner._contents.written():
-            argument = arguments[inputs.index(owner)] if owner in inputs else None
-            if not isinstance(argument, fx.Node):
-                raise NotDecidedError("it updates a constant of its module", node)
-            self._updates.written(node, argument, inner._contents.read(owner))
-        self._found.launches = found.launches
-        self._found.calls_of_host = found.calls_of_host
-        return inner._read(get_output(body.graph).args[0], sent=True)
 
     def _call(self, node: fx.Node) -> Any:
         self._reading.refuse_pending(node)

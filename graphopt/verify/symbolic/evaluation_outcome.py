@@ -102,12 +102,11 @@ class SettledUpdate(NamedTuple):
 def input_value(terms: Terms, node: fx.Node) -> Any:
     """Returns an arbitrary value for a placeholder; a pending one if it holds a running
     collective."""
-    value = unknown_input(terms, node)
+    value = _unknown_input(terms, node)
     return PendingResult(value) if any(map(is_wait, node.users)) else value
 
 
-def unknown_input(terms: Terms, node: fx.Node) -> Any:
-    """Returns an arbitrary value for a placeholder that holds no pending result."""
+def _unknown_input(terms: Terms, node: fx.Node) -> Any:
     fake = known_value(node)
     for call in terms.recall.by_name.get(node.name, ()):
         if call.fake is fake and call.target == node.target and not call.args:
