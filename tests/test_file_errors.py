@@ -13,16 +13,9 @@ from typer.testing import CliRunner
 import graphopt
 from graphopt.cli import app
 from graphopt.manager import enable_graph_optimization_dump
-from graphopt.pipelining.timeline import (
-    ScheduleOrder,
-    ScheduleTimeline,
-    StageDurations,
-    predict_schedule,
-)
 from graphopt.saved import SavedGraphError, load_graph, save_graph
+from graphopt.schedule import Timeline
 from graphs import training_step
-
-SCHEDULE = "0F0,0B0\n"
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +36,8 @@ def home(without_settings: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return folder
 
 
-def picture() -> ScheduleTimeline:
-    durations = StageDurations.given((1.0, 1.0), (2.0, 2.0))
-    return predict_schedule(ScheduleOrder.named("1f1b", 2, 2, 2), durations)
+def picture() -> Timeline:
+    return graphopt.simulate(training_step(1, ranks=None))
 
 
 # What is read
@@ -128,34 +120,6 @@ def test_commands_given_files_without_a_graph(
         assert isinstance(result.exception, SystemExit)
 
 
-SCHEDULES = {
-    "empty": b"",
-    "not UTF-8": b"0F0\xff,\n",
-    "no actions": b"hello,there\n",
-    "a zero": b"0F0,\0\n",
-    "blank lines": b"\n\n",
-}
-
-
-@pytest.mark.parametrize("content", SCHEDULES.values(), ids=SCHEDULES.keys())
-def test_files_without_a_schedule(content: bytes, home: Path) -> None:
-    Path("order.csv").write_bytes(content)
-    result = CliRunner().invoke(app, ["trace", "--schedule", "order.csv"])
-    assert (result.exit_code, "order.csv" in result.output) == (2, True), result.output
-    with pytest.raises(graphopt.GraphOptError, match=r"order\.csv"):
-        ScheduleOrder.from_csv("order.csv")
-
-
-@pytest.mark.parametrize("path", ["nothing.csv", "folder.csv", "file.csv/below.csv"])
-def test_schedules_that_cannot_be_read(path: str, home: Path) -> None:
-    Path("folder.csv").mkdir()
-    Path("file.csv").write_text(SCHEDULE)
-    with pytest.raises(graphopt.FileError, match=path):
-        ScheduleOrder.from_csv(path)
-    result = CliRunner().invoke(app, ["trace", "--schedule", path])
-    assert (result.exit_code, path in result.output) == (2, True), result.output
-
-
 # What is written
 
 WRITERS: dict[str, Callable[[str], object]] = {
@@ -202,8 +166,6 @@ def test_the_home_folder(saved: Path, home: Path, monkeypatch: pytest.MonkeyPatc
     load_graph("~/graphs/step.pt")
     picture().save_chrome_trace("~/trace.json")
     picture().to_html("~/trace.html")
-    (home / "order.csv").write_text(SCHEDULE)
-    assert ScheduleOrder.from_csv("~/order.csv").num_ranks == 1
     assert enable_graph_optimization_dump("~/enabled") == home / "enabled"
     monkeypatch.setenv("GRAPHOPT_DUMP", "~/variable")
     graphopt.PassManager("remove_copy_from_optimizer").run(graph)
@@ -216,14 +178,13 @@ def test_the_home_folder(saved: Path, home: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_home_folder_in_commands(saved: Path, home: Path) -> None:
     shutil.copy(saved, home / "step.pt")
-    (home / "order.csv").write_text(SCHEDULE)
     (home / "own.py").write_text("")
     for words in (
         "show ~/step.pt",
         "show ~/step.pt --diff ~/step.pt",
         "optimize ~/step.pt --pipeline none --out ~/out/step.pt --import ~/own.py",
         "optimize ~/step.pt --pipeline remove_copy_from_optimizer --dump ~/dump",
-        "trace --schedule ~/order.csv --out ~/pictures",
+        "trace --schedule gpipe --out ~/pictures",
         "passes --import ~/own.py",
     ):
         result = CliRunner().invoke(app, words.split())

@@ -1,38 +1,29 @@
-"""Pictures of schedules: known closed forms, properties of any schedule, files, messages, and the
-durations of stages that are measured alone."""
+"""Pictures of schedules: known closed forms, properties of any schedule, files and messages."""
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt.errors import GraphOptError
-from graphopt.pipelining import Pipe, pipeline
 from graphopt.pipelining.timeline import (
     SCHEDULES,
     Action,
-    ScheduleDeadlockError,
     ScheduleError,
     ScheduleOrder,
     ScheduleTimeline,
-    Slot,
     StageDurations,
-    measure_durations,
     predict_schedule,
 )
 from graphopt.pipelining.timeline.orders import find_schedule
-from graphopt.pipelining.timeline.pages import schedules_page
-from pipeline_cases import CASES, Case, Normed
+from graphopt.viewing import trace_page
 
 
 def predicted(
@@ -42,7 +33,7 @@ def predicted(
     stages = ranks * (per_rank or SCHEDULES[name].usual_stages)
     order = ScheduleOrder.named(name, ranks, stages, microbatches)
     share = ranks / stages
-    durations = StageDurations.given([share] * stages, [2 * share] * stages)
+    durations = StageDurations([share] * stages, [2 * share] * stages)
     return predict_schedule(order, durations, transfer=transfer)
 
 
@@ -89,7 +80,7 @@ def test_a_transfer_delays_every_hop() -> None:
 
 def test_unequal_stages() -> None:
     order = ScheduleOrder.named("gpipe", 2, 2, 2)
-    timeline = predict_schedule(order, StageDurations.given([1, 3], [1, 3]))
+    timeline = predict_schedule(order, StageDurations([1, 3], [1, 3]))
     # Rank 1 runs from 1 to 13, and what follows it takes 1 second.
     assert timeline.step_seconds == 14
     assert [figures.busy for figures in timeline.ranks] == [4, 12]
@@ -149,8 +140,8 @@ def cases(draw: st.DrawFn) -> tuple[ScheduleOrder, StageDurations]:
     stages = ranks * per_rank
     microbatches = stages * draw(st.integers(1, 3))
     order = ScheduleOrder.named(kind.name, ranks, stages, microbatches)
-    lists = [draw(st.lists(SECONDS, min_size=stages, max_size=stages)) for _ in range(4)]
-    return order, StageDurations(*map(tuple, lists))
+    lists = [draw(st.lists(SECONDS, min_size=stages, max_size=stages)) for _ in range(2)]
+    return order, StageDurations(*lists)
 
 
 @given(cases(), st.sampled_from([0.0, 0.5]))
@@ -164,17 +155,6 @@ def test_any_schedule(case: tuple[ScheduleOrder, StageDurations], transfer: floa
 # ---------------------------------------------------------------------------- orders and errors
 
 
-def test_an_order_from_a_file_and_from_a_schedule_of_torch(tmp_path: Path) -> None:
-    order = ScheduleOrder.named("zbv", 2, 4, 4)
-    rows = [",".join([*map(str, rank), "", "0SEND_F0"]) for rank in order.actions]
-    path = tmp_path / "mine.csv"
-    path.write_text("\n".join(rows))
-    assert ScheduleOrder.from_csv(path) == ScheduleOrder("mine", order.actions)
-    path.write_text("0F0,what")
-    with pytest.raises(ScheduleError, match=r"mine\.csv: .*what"):
-        ScheduleOrder.from_csv(path)
-
-
 def order_of(*ranks: str) -> ScheduleOrder:
     rows = [[Action(int(a[0]), a[1], int(a[2:])) for a in rank.split()] for rank in ranks]  # type: ignore[arg-type]
     return ScheduleOrder("mine", tuple(map(tuple, rows)))
@@ -182,11 +162,10 @@ def order_of(*ranks: str) -> ScheduleOrder:
 
 def test_a_deadlock_names_what_waits() -> None:
     order = order_of("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
-    with pytest.raises(ScheduleDeadlockError) as raised:
-        predict_schedule(order, StageDurations.given([1, 1], [2, 2]))
-    assert raised.value.waiting == {0: ("0B0", "1B0"), 1: ("1F1", "0F1")}
-    assert "rank 0: 0B0 waits for 1B0" in str(raised.value)
-    assert isinstance(raised.value, GraphOptError) and isinstance(raised.value, RuntimeError)
+    with pytest.raises(ScheduleError) as raised:
+        predict_schedule(order, StageDurations([1, 1], [2, 2]))
+    waiting = ["  rank 0: 0B0 waits for 1B0", "  rank 1: 1F1 waits for 0F1"]
+    assert str(raised.value).splitlines()[1:] == waiting
 
 
 @pytest.mark.parametrize(
@@ -240,13 +219,13 @@ def test_durations_that_make_no_sense(
     forward: list[float], backward: list[float], message: str
 ) -> None:
     with pytest.raises(ScheduleError, match=message):
-        StageDurations.given(forward, backward)
+        StageDurations(forward, backward)
 
 
 def test_durations_of_other_stages() -> None:
     order = ScheduleOrder.named("gpipe", 2, 2, 2)
     with pytest.raises(ScheduleError, match="has 2 stages, and there are durations of 3"):
-        predict_schedule(order, StageDurations.given([1] * 3, [2] * 3))
+        predict_schedule(order, StageDurations([1] * 3, [2] * 3))
 
 
 # ---------------------------------------------------------------------------- pictures
@@ -274,61 +253,25 @@ def test_chrome_trace(tmp_path: Path) -> None:
     trace = json.loads((tmp_path / "trace.json").read_text())
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert [
-        (event["pid"], event["name"], event["ts"] / 1e6, event["dur"] / 1e6) for event in events
+        (event["tid"], event["name"], event["ts"] / 1e6, event["dur"] / 1e6) for event in events
     ] == [(s.rank, str(s.action), s.start, pytest.approx(s.seconds)) for s in timeline.slots]
-    names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"]
     assert names == ["rank 0: stages 0, 3", "rank 1: stages 1, 2"]
     assert trace["otherData"]["bubble_share"] == timeline.bubble_share
 
 
-def contents(page: str) -> dict[str, Any]:
-    """What a page shows, as JSON."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
-    assert found is not None
-    result: dict[str, Any] = json.loads(found.group(1))
-    return result
-
-
-def test_page(tmp_path: Path) -> None:
-    timeline = predicted("zbv", 2, 4)
-    timeline.to_html(tmp_path / "page.html")
-    found = contents((tmp_path / "page.html").read_text())
-    blocks = [block for lane in found["lanes"] for block in lane["blocks"]]
-    assert [lane["name"] for lane in found["lanes"]] == ["0 zbv", "1 zbv"]
-    assert len(blocks) == len(timeline.slots)
-    assert blocks[0][3] == "0F0: forward of microbatch 0 in stage 0, rank 0\n0 s to 500 ms: 500 ms"
-    assert found["summary"] == (
-        "zbv, predicted: 2 ranks, 4 microbatches, step 12.5 s, bubble share 4.0 %"
-    )
-    cells = found["collectives"][0]["cells"]
-    assert cells[:6] == ["zbv", "0", "0, 3", "12 s", "500 ms", "4.0 %"]
-    assert found["table"] == "ranks" and len(found["heads"]) == len(cells)
-
-
-def test_page_needs_nothing_else_and_stays_small() -> None:
-    text = schedules_page([predicted("zbv", 16, 64)])
-    assert "http" not in text and "<link" not in text and len(text) < 2_000_000
-
-
-def test_pictures_of_one_page_share_their_scale() -> None:
-    short, long = predicted("gpipe", 2, 2), predicted("gpipe", 2, 5)
-    found = contents(schedules_page([short, long]))
-    assert found["seconds"] == long.step_seconds > short.step_seconds
-
-
-def test_names_are_escaped() -> None:
-    slots = (Slot(0, 0, "F", 0, 0.0, 1.0),)
-    page = schedules_page([ScheduleTimeline("<b>&", 1, slots)])
-    assert "<b>&" not in page and contents(page)["title"].endswith("<b>&")
+def test_a_trace_is_shown_as_a_page(tmp_path: Path) -> None:
+    predicted("zbv", 16, 64).save_chrome_trace(tmp_path / "zbv.json")
+    page = trace_page((tmp_path / "zbv.json").read_text(), "zbv.json")
+    assert "rank 15: stages 15, 16" in page and len(page) < 2_000_000
 
 
 def test_a_step_of_no_length() -> None:
     timeline = predict_schedule(
-        ScheduleOrder.named("gpipe", 2, 2, 2), StageDurations.given([0, 0], [0, 0])
+        ScheduleOrder.named("gpipe", 2, 2, 2), StageDurations([0, 0], [0, 0])
     )
     assert timeline.bubble_share == timeline.imbalance_share == 0
     assert "step 0 s, bubble share 0.0 %" in str(timeline)
-    assert contents(schedules_page([timeline]))["seconds"] == 0
 
 
 def test_the_documentation(
@@ -342,63 +285,4 @@ def test_the_documentation(
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "pipelining.md", "exec"), {})
     assert capsys.readouterr().out == text
-    assert Path("1f1b.html").exists() and Path("1f1b.json").exists()
-
-
-def make_pipe(case: Case, stages: int) -> Pipe:
-    args, kwargs = case.microbatch(0)
-    return pipeline(case.model(stages), args, kwargs, multi_use_param_spec=case.sharing)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_stage_has_durations(name: str) -> None:
-    durations = measure_durations(make_pipe(CASES[name], 4), repeats=1)
-    assert durations.num_stages == 4
-    assert all(seconds > 0 for seconds in durations.forward)
-    # The first stage of "views" has no parameter that is trained.
-    trained = range(name == "views", 4)
-    assert all(durations.backward[stage] > 0 for stage in trained)
-    assert all(
-        durations.backward_input[stage] + durations.backward_weight[stage] > 0 for stage in trained
-    )
-
-
-def test_the_first_stage_does_its_whole_backward_in_w() -> None:
-    durations = measure_durations(make_pipe(CASES["mlp"], 3), repeats=1)
-    assert durations.backward_input[0] == 0
-    assert durations.backward_weight[0] == durations.backward[0] == durations.of(Action(0, "B", 5))
-    assert min(durations.backward_input[1:] + durations.backward_weight[1:]) > 0
-
-
-def test_an_undivided_stage_does_its_whole_backward_in_i() -> None:
-    """A stage that sends a parameter which has met nothing received."""
-    durations = measure_durations(make_pipe(CASES["shared later, transmitted"], 4), repeats=1)
-    assert durations.backward_weight[1] == 0
-    assert durations.backward_input[1] == durations.backward[1] > 0
-
-
-def test_the_pipe_and_the_random_numbers_are_as_before() -> None:
-    model = Normed(3)
-    args, kwargs = CASES["buffers"].microbatch(0)
-    pipe = pipeline(model, args, kwargs)
-    before = copy.deepcopy(model.state_dict())
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    measure_durations(pipe, repeats=1)
-    assert torch.equal(torch.rand(3), expected)
-    after = model.state_dict()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_a_pipe_that_is_frozen() -> None:
-    case = CASES["mlp"]
-    model = case.model(2).requires_grad_(False)
-    with pytest.raises(ScheduleError, match="nothing that the pipe returns needs a gradient"):
-        measure_durations(pipeline(model, *case.microbatch(0)))
-
-
-def test_under_no_grad() -> None:
-    with torch.no_grad():
-        assert min(measure_durations(make_pipe(CASES["mlp"], 2), repeats=1).backward) > 0
+    assert Path("1f1b.json").exists()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
-
-import torch
-from torch import nn
 
 _COMPUTE = ("F", "B", "I", "W")
 
@@ -40,45 +36,6 @@ def compute_actions(schedule: Any) -> list[list[_Computed]] | None:
     return (
         [_renumbered(row) for row in rows] if isinstance(schedule, PipelineScheduleSingle) else rows
     )
-
-
-def actions_in_csv(text: str) -> list[list[_Computed]]:
-    """The compute actions of each rank in a schedule file, without sends and receives.
-
-    Raises:
-        RuntimeError: a cell is not an action.
-    """
-    from torch.distributed.pipelining.schedules import _Action
-
-    rows = csv.reader(text.splitlines())
-    return [list(_computed(map(_Action.from_str, row))) for row in rows]
-
-
-def input_backward(
-    outputs: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor] | None,
-    inputs: Sequence[torch.Tensor],
-    module: nn.Module,
-) -> Any:
-    """Computes a stage's input gradients as torch's zero-bubble schedules do.
-
-    What it returns is for `weight_backward`.
-    """
-    from torch.distributed.pipelining._backward import stage_backward_input
-
-    # Torch 2.11 takes no output that has no gradient.
-    chosen = [n for n, output in enumerate(outputs) if output.requires_grad]
-    given = None if gradients is None else [gradients[n] for n in chosen]
-    differentiated = [outputs[n] for n in chosen]
-    _, groups = stage_backward_input(differentiated, given, list(inputs), module.parameters())
-    return groups
-
-
-def weight_backward(groups: Any, module: nn.Module) -> None:
-    """Computes the weight gradients that `input_backward` left."""
-    from torch.distributed.pipelining._backward import stage_backward_weight
-
-    stage_backward_weight(module.parameters(), groups)
 
 
 def _computed(actions: Iterable[Any]) -> Iterator[_Computed]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from torch import fx
 from graphopt.ir.metadata import phase_of, source_line
 from graphopt.readable.columns import readable_bytes
 from graphopt.readable.html_page import lanes_page
+from graphopt.readable.trace_events import TraceEvent, trace_text
 from graphopt.schedule.simulated_step import CollectiveSlot, ComputeSlot, SimulatedStep
 
 _MOST_BLOCKS = 3000
@@ -21,52 +21,44 @@ _NAMES_SHOWN = 4
 def chrome_trace(timeline: SimulatedStep) -> str:
     """Returns JSON in the trace event format, with one thread for compute and one for each
     group."""
-    groups = _groups(timeline)
-    events = [_named(0, "compute"), *(_named(tid, f"group {g}") for g, tid in groups.items())]
-    events += [
-        _event(slot.node.name, 0, slot.start - timeline.begin, slot.end - slot.start, {})
-        for slot in timeline.compute
-    ]
-    for slot in timeline.collectives:
-        arguments = dict(_facts(slot))
-        tid = groups[slot.message.group]
-        begin = slot.start - timeline.begin
-        name = slot.message.launch.name
-        events.append(_event(name, tid, begin, slot.end - slot.start, arguments))
+    begin = timeline.begin
+    lanes = {"compute": [_compute_event(slot, begin) for slot in timeline.compute]}
+    for group in _groups(timeline):
+        lanes[f"group {group}"] = [
+            TraceEvent(
+                slot.message.launch.name,
+                slot.start - begin,
+                slot.end - slot.start,
+                "exposed" if slot.exposed else "hidden",
+                dict(_facts(slot)),
+            )
+            for slot in timeline.collectives
+            if slot.message.group == group
+        ]
     about = {
         "step_seconds": timeline.step_seconds,
         "exposed_comm_seconds": timeline.exposed_comm_seconds,
         "bound_seconds": timeline.bound_seconds,
     }
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about})
+    return trace_text(lanes, about)
+
+
+def _compute_event(slot: ComputeSlot, begin: float) -> TraceEvent:
+    kind = phase_of(slot.node) or "graph"
+    return TraceEvent(slot.node.name, slot.start - begin, slot.end - slot.start, kind, {})
 
 
 def page(timeline: SimulatedStep) -> str:
     """Returns HTML with a lane for compute and one for each group, and a table of the
     collectives."""
-    summary = (
-        f"{timeline}; with due dates {1e3 * timeline.preemptive_bound_seconds:.3f} ms. In flight at"
-        f" most {readable_bytes(timeline.peak_bytes_in_flight)}. What has to become shorter for the"
-        f" step to become shorter: {_critical(timeline)}. Gaps in the first lane are waits."
-    )
+    in_flight = readable_bytes(timeline.peak_bytes_in_flight)
+    summary = f"{timeline}. In flight at most {in_flight}. Gaps in the first lane are waits."
     drawn = [
         {"name": name, "blocks": [[b.kind, b.start, b.seconds, b.hover, None, ""] for b in blocks]}
         for name, blocks in _lanes(timeline)
     ]
     heads, rows = _table(timeline)
     return lanes_page("Simulated step", summary, drawn, table="collectives", heads=heads, rows=rows)
-
-
-def _critical(timeline: SimulatedStep) -> str:
-    """Formats the parts of the critical path with their seconds, longest first."""
-    seconds: dict[str, float] = {}
-    for part in timeline.critical_path:
-        name = "compute" if part.message is None else f"%{part.message.launch.name}"
-        seconds[name] = seconds.get(name, 0.0) + part.end - part.start
-    longest = sorted(seconds, key=seconds.__getitem__, reverse=True)
-    named = [f"{name} {_milliseconds(seconds[name])}" for name in longest[:_NAMES_SHOWN]]
-    more = len(longest) - len(named)
-    return ", ".join(named) + (f" and {more} more" if more else "")
 
 
 def lanes_of(timeline: SimulatedStep, index: Mapping[fx.Node, int]) -> Iterator[dict[str, Any]]:
@@ -163,19 +155,9 @@ def _table(timeline: SimulatedStep) -> tuple[list[str], list[list[str]]]:
     return heads, rows
 
 
-def _groups(timeline: SimulatedStep) -> dict[str, int]:
-    """Numbers the groups by their first launch."""
-    found = dict.fromkeys(slot.message.group for slot in timeline.collectives)
-    return {group: index + 1 for index, group in enumerate(found)}
-
-
-def _event(name: str, tid: int, start: float, seconds: float, args: Any) -> dict[str, Any]:
-    times = {"ts": start * 1e6, "dur": seconds * 1e6}
-    return {"name": name, "ph": "X", "pid": 0, "tid": tid, **times, "args": args}
-
-
-def _named(tid: int, name: str) -> dict[str, Any]:
-    return {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}}
+def _groups(timeline: SimulatedStep) -> list[str]:
+    """Returns the groups in the order of their first launch."""
+    return list(dict.fromkeys(slot.message.group for slot in timeline.collectives))
 
 
 def _milliseconds(seconds: float) -> str:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import ScheduleError
 from graphopt.pipelining.timeline.slots import Action
-from graphopt.runtime.places import place, read_text
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -179,23 +176,6 @@ class ScheduleOrder:
             raise ScheduleError(f"{torch_name} does not say in what order it runs its actions")
         known = {kind.torch_name: kind.name for kind in SCHEDULES.values()}
         return cls(name or known.get(torch_name, torch_name), _rows(rows))
-
-    @classmethod
-    def from_csv(cls, path: str | Path) -> ScheduleOrder:
-        """Reads an order in torch's file format: a line for each rank, as `0F0,0F1,1F0`.
-
-        Raises:
-            ScheduleError: a cell is not an action.
-            FileError: the file cannot be read.
-        """
-        from graphopt._compat import schedules
-
-        path = place(path)
-        text = read_text(path)
-        try:
-            return cls(path.stem, _rows(schedules.actions_in_csv(text)))
-        except (RuntimeError, ValueError, csv.Error) as error:
-            raise ScheduleError(f"{path}: {error}") from error
 
 
 def _rows(rows: Sequence[Sequence[tuple[int, Any, int]]]) -> tuple[tuple[Action, ...], ...]:

@@ -3,14 +3,48 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from graphopt.errors import ScheduleError
-from graphopt.pipelining.timeline.durations import StageDurations
-from graphopt.pipelining.timeline.errors import ScheduleDeadlockError
 from graphopt.pipelining.timeline.orders import ScheduleOrder
 from graphopt.pipelining.timeline.picture import ScheduleTimeline
 from graphopt.pipelining.timeline.slots import Action, Slot
+
+
+@dataclass(frozen=True)
+class StageDurations:
+    """The seconds that each stage takes for one microbatch.
+
+    Attributes:
+        forward: the seconds of F, the forward.
+        backward: the seconds of B, the whole backward; I, the backward of the inputs, and W, that
+            of the weights, take half of it each.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+
+    def __post_init__(self) -> None:
+        if len(self.forward) != len(self.backward) or not self.forward:
+            raise ScheduleError(
+                "durations need one number for each stage: there are"
+                f" {len(self.forward)} of forwards and {len(self.backward)} of backwards"
+            )
+        if any(not 0 <= value < float("inf") for value in (*self.forward, *self.backward)):
+            raise ScheduleError("durations are seconds: finite, and not less than 0")
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages that have durations."""
+        return len(self.forward)
+
+    def of(self, action: Action) -> float:
+        """The duration of an action, in seconds."""
+        if action.kind == "F":
+            return self.forward[action.stage]
+        return self.backward[action.stage] / (1 if action.kind == "B" else 2)
 
 
 def predict_schedule(
@@ -29,8 +63,8 @@ def predict_schedule(
         transfer: seconds from the end of an action to when another rank has what it sends.
 
     Raises:
-        ScheduleError: there are not as many durations as stages.
-        ScheduleDeadlockError: the order lets ranks wait for each other.
+        ScheduleError: there are not as many durations as stages, or the ranks would wait for each
+            other forever.
     """
     order = schedule if isinstance(schedule, ScheduleOrder) else ScheduleOrder.of(schedule)
     if durations.num_stages != order.num_stages:
@@ -101,10 +135,13 @@ class _Simulation:
         return needs
 
     def _check_done(self) -> None:
-        stuck = {
-            rank: (str(queue[0]), str(self._lacking(queue[0])))
+        stuck = [
+            f"  rank {rank}: {queue[0]} waits for {self._lacking(queue[0])}"
             for rank, queue in enumerate(self._queues)
             if queue
-        }
+        ]
         if stuck:
-            raise ScheduleDeadlockError(self._order.name, stuck)
+            waiting = "\n".join(stuck)
+            raise ScheduleError(
+                f"the schedule {self._order.name} cannot go on; these ranks wait:\n{waiting}"
+            )
