@@ -104,13 +104,15 @@ def _arguments(options: Figures) -> tuple[Any, ...]:
 
 
 def _simulated(gm: fx.GraphModule) -> Figures:
+    from due_dates import due_date_bound
+
     step = graphopt.simulate(gm)
     return {
         "seconds": step.step_seconds,
         "compute": step.compute_seconds,
         "communication": step.comm_seconds,
         "bound": step.bound_seconds,
-        "due_bound": step.preemptive_bound_seconds,
+        "due_bound": due_date_bound(step),
         "peak": step.peak_bytes,
         "collectives": len(step.collectives),
     }

@@ -39,13 +39,12 @@ from graphopt.cost import CostModel
 from graphopt.errors import ScheduleError
 from graphopt.readable.columns import readable_bytes
 from graphopt.runtime.collector import collector_paused
-from graphopt.schedule.bounds import communication_bound
 from graphopt.schedule.buckets import BucketChooser, Buckets, crowded, side_by_side
 from graphopt.schedule.constraints import Predecessors, predecessors
 from graphopt.schedule.frugal import frugal_order
 from graphopt.schedule.list_scheduler import ListPolicy, ListScheduler
 from graphopt.schedule.order import Schedule
-from graphopt.schedule.program import Program, Storages, program_of
+from graphopt.schedule.program import Program, Storages, communication_bound, program_of
 from graphopt.schedule.simulator import steady_seconds
 from graphopt.schedule.tables import ProgramTables
 

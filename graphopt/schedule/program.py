@@ -15,6 +15,7 @@ out, as communicators do.
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,7 +28,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.comm import argument, kind_of, late_nodes, view_tail
 from graphopt.cost import CostModel, Transfer
-from graphopt.graph_utils import is_collective, is_wait, tensors_in, written
+from graphopt.graph_utils import is_collective, is_wait, tensors_in
 from graphopt.ir.metadata import known_value, sent_names
 
 
@@ -341,6 +342,17 @@ def _sent(message: Message) -> Iterator[fx.Node]:
         yield from launch.all_input_nodes
 
 
-def states_written_late(program: Program) -> dict[fx.Node, list[fx.Node]]:
-    """Maps late nodes to the inputs of the step that they update."""
-    return {node: written(node) for node in program.order if node in program.late and written(node)}
+def communication_bound(program: Program, burst: float = 0.0) -> float:
+    """Returns the seconds that the busiest group or link needs: no order of a step is shorter.
+
+    Args:
+        burst: seconds of transfer that a link gives at once where it has idled.
+    """
+    groups: defaultdict[str, float] = defaultdict(float)
+    links: defaultdict[str, float] = defaultdict(float)
+    for message in program.messages:
+        asked = message.transfer
+        groups[message.group] += asked.latency + max(0.0, asked.transfer - burst)
+        for link in asked.links:
+            links[link] += asked.transfer
+    return max((*groups.values(), *links.values()), default=0.0)

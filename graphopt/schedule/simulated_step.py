@@ -1,4 +1,4 @@
-"""A simulated step: slots of compute and collectives, exposed seconds, and lower bounds."""
+"""A simulated step: slots of compute and collectives, exposed seconds, and a lower bound."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from functools import cached_property
 
 from torch import fx
 
-from graphopt.schedule.bounds import communication_bound, preemptive_bound
-from graphopt.schedule.program import Message, Program
+from graphopt.schedule.program import Message, Program, communication_bound
 
 
 @dataclass(frozen=True)
@@ -50,16 +49,6 @@ class CollectiveSlot:
     distance: int | None
 
 
-@dataclass(frozen=True)
-class PathPart:
-    """A part of the critical path: a message, or compute (without a message)."""
-
-    kind: str
-    message: Message | None
-    start: float
-    end: float
-
-
 @dataclass
 class SimulatedStep:
     """The steady state of a simulated step.
@@ -70,7 +59,6 @@ class SimulatedStep:
         begin, end: of the iteration that the slots below are of.
         compute: in order.
         collectives: of this iteration, in launch order; the last may end after it.
-        critical_path: in order.
         peak_bytes_in_flight: launched and not waited for.
         peak_bytes: of values that are held at once, without the inputs of the step.
         burst: of its links, in seconds.
@@ -82,7 +70,6 @@ class SimulatedStep:
     end: float
     compute: Sequence[ComputeSlot] = field(repr=False)
     collectives: Sequence[CollectiveSlot] = field(repr=False)
-    critical_path: Sequence[PathPart] = field(repr=False)
     peak_bytes_in_flight: int
     peak_bytes: int
     burst: float = 0.0
@@ -106,12 +93,6 @@ class SimulatedStep:
     def bound_seconds(self) -> float:
         """The larger of compute and communication: no order of these collectives is faster."""
         return max(self.compute_seconds, self.comm_seconds)
-
-    @cached_property
-    def preemptive_bound_seconds(self) -> float:
-        """A tighter bound that respects dependencies of each collective; see
-        `graphopt.schedule.bounds`."""
-        return max(self.bound_seconds, preemptive_bound(self.program, self.burst))
 
     def __str__(self) -> str:
         return (

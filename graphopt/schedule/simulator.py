@@ -17,7 +17,7 @@ from torch import fx
 from graphopt.cost import CostModel, default_cost_model
 from graphopt.schedule.links import HandedOn, Links, MessageInFlight
 from graphopt.schedule.program import Message, Program, peak_bytes, program_of
-from graphopt.schedule.simulated_step import CollectiveSlot, ComputeSlot, PathPart
+from graphopt.schedule.simulated_step import CollectiveSlot, ComputeSlot
 from graphopt.schedule.timeline import Timeline
 
 MOST_ITERATIONS = 24
@@ -243,7 +243,6 @@ def _timeline(program: Program, machine: _Machine, step: float, begin: float) ->
         end=end,
         compute=machine.computed,
         collectives=slots,
-        critical_path=_critical_path(machine, begin, end),
         peak_bytes_in_flight=_most_in_flight(program),
         peak_bytes=peak_bytes(program),
         burst=machine.links.burst,
@@ -275,27 +274,3 @@ def _most_in_flight(program: Program) -> int:
             if not left[message]:
                 held -= message.nbytes
     return most
-
-
-def _critical_path(machine: _Machine, begin: float, end: float) -> list[PathPart]:
-    """Returns the critical path from a step's end back to its begin: compute, and the messages that
-    it waits for."""
-    parts: list[PathPart] = []
-    stalls = list(machine.stalls)
-    now = end
-    while now > begin:
-        while stalls and stalls[-1][1] > now:
-            stalls.pop()
-        since = stalls[-1][1] if stalls else begin
-        if now > since:
-            parts.append(PathPart("compute", None, max(since, begin), now))
-        if not stalls:
-            break
-        flight: MessageInFlight | None = stalls.pop()[2]
-        while flight is not None:
-            assert flight.start is not None and flight.end is not None
-            parts.append(PathPart("communication", flight.message, flight.start, flight.end))
-            now = flight.start
-            waited = flight.behind is not None and flight.start > flight.launched
-            flight = flight.behind if waited and now > begin else None
-    return parts[::-1]

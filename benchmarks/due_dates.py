@@ -1,7 +1,4 @@
-"""Lower bounds of a step's seconds, valid for any order of its compute, launches and waits.
-
-**Communication.** What a group sends passes its queue, and what links carry passes them: the sum of
-the busiest is a bound.
+"""A lower bound of a step's seconds, valid for any order of its compute, launches and waits.
 
 **Due dates.** A collective cannot start before what it needs is computed (its *head*), and has to
 have arrived before what needs it is computed (its *tail*). On one machine, with interruptions
@@ -33,7 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from graphopt.schedule.program import Message, Program, states_written_late
+from graphopt.graph_utils import written
+from graphopt.schedule import Message, Program, Timeline
 
 Bits = NDArray[np.uint8]
 Seconds = NDArray[np.float64]
@@ -48,20 +46,14 @@ class Job(NamedTuple):
     tail: float
 
 
-def communication_bound(program: Program, burst: float = 0.0) -> float:
-    """Returns the seconds that the busiest group or link needs."""
-    resources = _resources(program, burst)
-    return max((sum(seconds for _, seconds in jobs) for jobs in resources), default=0.0)
-
-
-def preemptive_bound(program: Program, burst: float = 0.0) -> float:
-    """Returns a lower bound, in seconds, of a step under any order; the module's docstring has the
-    method."""
+def due_date_bound(step: Timeline) -> float:
+    """The lower bound, in seconds, of a simulated step under any order of its nodes."""
+    program, burst = step.program, step.burst
+    found = step.bound_seconds
     if not program.messages:
-        return program.compute_seconds
+        return found
     heads = _reached(program, _Backward(program))
     tails = _reached(program, _Forward(program))
-    found = program.compute_seconds
     for resource in _resources(program, burst):
         jobs = [
             (message, Job(heads[message.index], seconds, tails[message.index]))
@@ -160,7 +152,7 @@ class _Forward:
     def __init__(self, program: Program) -> None:
         self.order = program.order
         self._program = program
-        self._states = states_written_late(program)
+        self._states = _states_written_late(program)
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
         late = self._program.late
@@ -184,7 +176,7 @@ class _Backward:
     def __init__(self, program: Program) -> None:
         self.order = program.order[::-1]
         self._program = program
-        self._states = states_written_late(program)
+        self._states = _states_written_late(program)
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
         late = self._program.late
@@ -198,3 +190,8 @@ class _Backward:
 
     def passed_on(self, node: fx.Node, row: Bits, rows: dict[fx.Node, Bits]) -> None:
         """Does nothing: `sources` already includes the readers of a state."""
+
+
+def _states_written_late(program: Program) -> dict[fx.Node, list[fx.Node]]:
+    """Maps late nodes to the inputs of the step that they update."""
+    return {node: written(node) for node in program.order if node in program.late and written(node)}
