@@ -7,17 +7,14 @@ file that it imports is another, or where a closure or a module holds other valu
 
 from __future__ import annotations
 
-import ast
 import dis
 import hashlib
-import importlib.util
 import logging
-import pkgutil
 import sys
-import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec
+from importlib.metadata import packages_distributions, version
+from modulefinder import ModuleFinder
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -48,8 +45,7 @@ def source_digest(function: Callable[..., Any]) -> str | None:
 
     That is: the loaded code of the function and of the functions that it calls by global names, the
     plain values that they read from modules and closures, and the text of its file and of every
-    file that this imports, wherever the import stands. Of installed packages, only what is imported
-    directly is read.
+    file that this imports, wherever the import stands. Of installed packages, the version counts.
 
     Returns:
         None if the file cannot be read, as for a function typed into a shell, if the function
@@ -59,17 +55,18 @@ def source_digest(function: Callable[..., Any]) -> str | None:
     module = function.__module__ or "__main__"  # None where a text is run without a module
     if _elsewhere(module):
         return f"{module}.{function.__qualname__}"
-    loaded, texts = _LoadedCode(), _SourceFiles(module)
+    loaded = _LoadedCode()
     known = loaded.add(function)
+    files = _imported_files(module, Path(function.__code__.co_filename))
     reason = loaded.changed
     if reason is None and not known:
         reason = "it closes over what has no text form"
-    elif reason is None and not texts.add_file(module, Path(function.__code__.co_filename)):
+    elif reason is None and files is None:
         reason = "its file cannot be read"
     if reason is not None:
         logger.info("what %s leaves is not cached: %s", function.__qualname__, reason)
         return None
-    parts = (sorted(loaded.parts), sorted(texts.parts))
+    parts = (sorted(loaded.parts), sorted(files or ()))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -183,88 +180,27 @@ def _constant_text(constant: Any) -> str:
     return repr(constant)
 
 
-class _SourceFiles:
-    """The source files of modules, and of the modules that they import.
-
-    Args:
-        module: the one that everything is imported from; its package is followed even where it is
-            installed.
-    """
-
-    def __init__(self, module: str) -> None:
-        self.parts: set[tuple[str, str]] = set()
-        self._package = module.partition(".")[0]
-        self._seen: set[str] = set()
-
-    def add_file(self, module: str, path: Path) -> bool:
-        """Adds a module's file and its imports; False without a file."""
-        pending = [(module, path)]
-        self._seen.add(module)
-        while pending:
-            name, file = pending.pop()
-            try:
-                text = file.read_bytes()
-            except OSError:
-                if name == module:
-                    return False
-                continue
-            self.parts.add((name, hashlib.sha256(text).hexdigest()))
-            if file.suffix == ".py" and self._is_followed(name, file):
-                pending += self._imports(name, file, text)
-        return True
-
-    def _is_followed(self, name: str, file: Path) -> bool:
-        if name.partition(".")[0] == self._package:
-            return True
-        installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-        return not any(file.is_relative_to(folder) for folder in installed)
-
-    def _imports(self, name: str, file: Path, text: bytes) -> Iterator[tuple[str, Path]]:
-        try:
-            tree = ast.parse(text)
-        except (SyntaxError, ValueError):
-            return
-        package = name if file.name == "__init__.py" else name.rpartition(".")[0]
-        for imported in _imported_names(tree, package):
-            if imported in self._seen or _elsewhere(imported):
-                continue
-            self._seen.add(imported)
-            spec = _find(imported)
-            if spec is not None and spec.has_location and spec.origin is not None:
-                yield imported, Path(spec.origin)
-
-
-def _imported_names(tree: ast.AST, package: str) -> Iterator[str]:
-    """The module names in all import statements, with the packages that they are in."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _with_parents(alias.name)
-        elif isinstance(node, ast.ImportFrom):
-            try:
-                base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            except ImportError:  # beyond the top: not a module of a package
-                continue
-            yield from _with_parents(base)
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def _with_parents(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    yield from (".".join(parts[: i + 1]) for i in range(len(parts)))
-
-
-def _find(name: str) -> ModuleSpec | None:
-    """The file of a module, found without importing it."""
-    loaded = sys.modules.get(name)
-    if loaded is not None:
-        return loaded.__spec__
-    parent, _, _ = name.rpartition(".")
-    if not parent:
-        return next(filter(None, (finder.find_spec(name, None) for finder in sys.meta_path)), None)
-    spec = _find(parent)
-    if spec is None or spec.submodule_search_locations is None:
+def _imported_files(module: str, file: Path) -> set[tuple[str, str]] | None:
+    """The digests of a module's file and of all files that it imports, wherever the import stands,
+    and the versions of installed packages among them; None if they cannot be read."""
+    installed = packages_distributions()
+    own = module.partition(".")[0]
+    known = [name for name in installed if name != own]
+    root = file.parents[module.count(".") + (file.name == "__init__.py")]
+    finder = ModuleFinder([str(root), *sys.path], excludes=[*_ELSEWHERE, *known])
+    try:
+        if module == "__main__":
+            finder.run_script(str(file))
+        else:
+            finder.import_hook(module)
+        files = {name: each.__file__ for name, each in finder.modules.items()}
+        found = {(name, _digest(Path(path))) for name, path in files.items() if path}
+    except Exception:  # whatever reading and compiling the files raises
         return None
-    # Not by `sys.meta_path`: for a folder without `__init__` that asks for the loaded parent.
-    finders = map(pkgutil.get_importer, spec.submodule_search_locations)
-    return next(filter(None, (each.find_spec(name) for each in finders if each is not None)), None)
+    for package in {name.partition(".")[0] for name in finder.badmodules}:
+        found.update((name, version(name)) for name in installed.get(package, ()))
+    return found
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
