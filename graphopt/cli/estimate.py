@@ -41,7 +41,10 @@ def estimate(
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each variant, with --measure.")] = 8,
     turn: Annotated[int, typer.Option(min=1, help="Steps of a turn, with --measure.")] = 4,
     inductor: Annotated[
-        bool, typer.Option(help="Also measure the graph compiled by Inductor.")
+        bool,
+        typer.Option(
+            help="Also measure the graph compiled by Inductor; on one device beside torch.compile."
+        ),
     ] = True,
 ) -> None:
     """Say what your own training step would gain over DistributedDataParallel, or over eager.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,9 @@ from graphopt.errors import GraphOptError
 from graphopt.estimate.memory import peak_memory
 from graphopt.estimate.target import StepCalls
 
-COMPUTE, EAGER = "compute alone", "eager"
+logger = logging.getLogger("graphopt")
+
+COMPUTE, EAGER, TORCH = "compute alone", "eager", "torch.compile"
 DDP_BUCKETS_MB = (25.0, 4.0, 1.0)
 WARM_UP_STEPS = 3
 
@@ -99,16 +103,28 @@ def measure(
     Args:
         rounds: turns of each variant.
         turn: steps of a turn; steps of graphopt overlap, so a turn ends with a flush.
-        inductor: also compile the regions of the graph.
+        inductor: also compile the regions of the graph, and on one device the models by torch.
 
     Raises:
         GraphOptError: the model is not among the arguments of a step on several ranks.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks > 1 and not any(isinstance(argument, nn.Module) for argument in calls.arguments):
+        raise GraphOptError(
+            "on several ranks the step is compared with DistributedDataParallel, so that its model"
+            " has to be among its arguments: train_step(model, optimizer, …)"
+        )
     made = dict(_variants(calls, ranks, inductor))
     device = _device(made)
-    for variant in made.values():
-        variant.first_call = _seconds(variant, calls, calls.next_batches(1), device)
+    for name, variant in list(made.items()):
+        try:
+            variant.first_call = _seconds(variant, calls, calls.next_batches(1), device)
+        except Exception as error:
+            if name != TORCH:
+                raise
+            logger.warning("torch.compile does not take the models: %s", type(error).__name__)
+            del made[name]
+            continue
         _seconds(variant, calls, calls.next_batches(WARM_UP_STEPS - 1, 1), device)
         variant.peak_bytes = peak_memory(
             lambda v=variant: _run(v, calls, calls.next_batches(1)),  # type: ignore[misc]
@@ -128,16 +144,21 @@ def measure(
 def _variants(calls: StepCalls, ranks: int, inductor: bool) -> Iterator[tuple[str, Variant]]:
     if ranks == 1:
         yield EAGER, _variant(calls, calls.function)
+        if inductor:
+            yield TORCH, _variant(calls, calls.function, lambda model: torch.compile(model))
     else:
         yield COMPUTE, _variant(calls, calls.function)
         for size in DDP_BUCKETS_MB:
-            yield _ddp_name(size), _variant(calls, calls.function, size)
+            yield _ddp_name(size), _variant(calls, calls.function, partial(_ddp, size))
     yield "graphopt, default", _variant(calls, graphopt.compile(calls.function))
     if ranks > 1:
         yield "graphopt, auto", _variant(calls, graphopt.compile(calls.function, pipeline="auto"))
     if inductor:
         compiled = graphopt.compile(calls.function, lower="inductor")
         yield "graphopt, Inductor", _variant(calls, compiled)
+        if torch.cuda.is_available():
+            recorded = graphopt.compile(calls.function, lower="inductor+cudagraphs")
+            yield "graphopt, CUDA graphs", _variant(calls, recorded)
 
 
 def _ddp_name(size: float) -> str:
@@ -145,23 +166,21 @@ def _ddp_name(size: float) -> str:
 
 
 def _variant(
-    calls: StepCalls, function: Callable[..., Any], bucket: float | None = None
+    calls: StepCalls,
+    function: Callable[..., Any],
+    wrapped: Callable[[nn.Module], Any] = lambda model: model,
 ) -> Variant:
+    """A variant on copies of the arguments, whose models are then `wrapped`."""
     arguments = copy.deepcopy(calls.arguments)
     models = [argument for argument in arguments if isinstance(argument, nn.Module)]
-    if bucket is not None:
-        if not models:
-            raise GraphOptError(
-                "on several ranks the step is compared with DistributedDataParallel, so that its"
-                " model has to be among its arguments: train_step(model, optimizer, …)"
-            )
-        arguments = tuple(
-            DistributedDataParallel(a, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
-            if isinstance(a, nn.Module) and any(p.requires_grad for p in a.parameters())
-            else a
-            for a in arguments
-        )
-    return Variant(function, arguments, models)
+    given = tuple(wrapped(a) if isinstance(a, nn.Module) else a for a in arguments)
+    return Variant(function, given, models)
+
+
+def _ddp(bucket_mb: float, model: nn.Module) -> nn.Module:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return model
+    return DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
 
 
 def _run(variant: Variant, calls: StepCalls, batches: list[tuple[Any, ...]]) -> None:

@@ -1,7 +1,16 @@
-"""Correctness checks on a CUDA device: training as in eager code, and the tests that need one."""
+"""Correctness checks on a CUDA device: training as in eager code, and the tests that need one.
+
+    python benchmarks/gpu_checks.py
+    python benchmarks/gpu_checks.py --quick --json gpu.json
+
+The exit status is 1 if a check failed, and 2 without a device; benchmarks/README.md says what is
+checked.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import logging
 import subprocess
 import sys
@@ -11,13 +20,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gpu_step_variants import GRAPHOPT, synchronize
 from step_models import GPT_ALPHABET, GPT_LENGTH, train_step
 from torch import Tensor, nn
 
 import graphopt
 from graphopt.demo.model import CharGPT, GPTSize
 
+VARIANTS = (
+    "graphopt none",
+    "graphopt default",
+    "graphopt inductor",
+    "graphopt inductor+cudagraphs",
+)
 STEPS = 5
 LIMIT = 3.0
 """How many times eager's own error the error of compiled code may be."""
@@ -89,7 +103,8 @@ def train(variant: str, device: str, dropout: float, dtype: torch.dtype) -> Trai
     if isinstance(step, graphopt.TrainStep):
         step.flush()
     run.parameters.extend(parameter.detach() for parameter in model.parameters())
-    synchronize(device)
+    if device == "cuda":
+        torch.cuda.synchronize()
     return run
 
 
@@ -113,7 +128,7 @@ def check_numerics(device: str) -> Iterator[Check]:
     plain = train("eager", device, 0.0, torch.float32)
     dropped = train("eager", device, 0.2, torch.float32)
     own = relative_error(plain.parameters, exact)
-    for variant in GRAPHOPT:
+    for variant in VARIANTS:
         with fallbacks() as found:
             run = train(variant, device, 0.0, torch.float32)
             masked = train(variant, device, 0.2, torch.float32)
@@ -155,3 +170,27 @@ def check_program(name: str, *arguments: str) -> Check:
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     last = (done.stdout.strip().splitlines() or [done.stderr.strip()])[-1]
     return Check(name, done.returncode == 0, "; ".join([last, *failed]))
+
+
+def main() -> int:
+    """Runs all checks and prints what each found."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="leave out what takes long")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the checks as well")
+    parser.add_argument("--rehearse", action="store_true", help="check numerics alone, on the CPU")
+    options = parser.parse_args()
+    if not options.rehearse and not torch.cuda.is_available():
+        print("there is no CUDA device; --rehearse runs this script on the CPU", file=sys.stderr)
+        return 2
+    checks = list(check_numerics("cpu" if options.rehearse else "cuda"))
+    if not options.rehearse:
+        checks += check_programs(options.quick)
+    for check in checks:
+        print(f"{check.name}: {'ok' if check.passed else 'FAILED'}  {check.found}")
+    if options.json:
+        options.json.write_text(json.dumps([check._asdict() for check in checks], indent=2))
+    return 0 if all(check.passed for check in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
