@@ -4,8 +4,6 @@
     python benchmarks/coverage.py vision styles.logged  families or single cases
     python benchmarks/coverage.py --write               into docs/coverage.md as well
     python benchmarks/coverage.py --device cuda --jobs 8   on a GPU, several cases at once
-    python benchmarks/coverage.py --against aot_eager   CPU seconds of torch.compile beside them
-    python benchmarks/coverage.py --fullgraph           what torch.compile takes as one graph
     python benchmarks/coverage.py --steps 40            what a step takes beside eager's as well
 
 Every case is a loop as people publish it, in a small size (`benchmarks/cases`). It is run eagerly
@@ -38,18 +36,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy
 import torch
 from cases import Build, Case, cases, cured_cases, tensors_of
-from coverage_outcomes import (
-    CURED,
-    Outcome,
-    compared,
-    show,
-    steps_compared,
-    summary,
-    table,
-    taken_whole,
-)
+from coverage_outcomes import CURED, Outcome, show, steps_compared, summary, table
 from coverage_steps import step_times
-from coverage_torch import first_of_torch, whole_by_torch
 
 import graphopt
 from graphopt.errors import GraphOptError
@@ -181,12 +169,6 @@ def in_process(name: str, job: Callable[[], Outcome], device: str = "cpu") -> Ou
 def found(name: str, build: Build, options: argparse.Namespace) -> Outcome:
     """Runs everything that is asked for on one case, each in a process of its own."""
     outcome = in_process(name, partial(judged, name, build, options.device), options.device)
-    if options.against:
-        job = partial(first_of_torch, name, build, built, options.against)
-        outcome.against = in_process(name, job, options.device).against
-    if options.fullgraph:
-        whole = in_process(name, partial(whole_by_torch, name, build, built), options.device)
-        outcome.whole_step, outcome.whole_models = whole.whole_step, whole.whole_models
     if options.steps and outcome.verdict == "bitwise":
         job = partial(timed, name, build, options.steps, options.against)
         times = in_process(name, job, options.device)
@@ -215,11 +197,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the outcomes there")
     parser.add_argument("--reasons", action="store_true", help="show refusals in full")
     parser.add_argument("--device", default="cpu", help="where models and data are; cpu")
-    parser.add_argument("--against", metavar="BACKEND", help="time torch.compile with it as well")
-    parser.add_argument(
-        "--fullgraph", action="store_true", help="what torch.compile(fullgraph=True) takes"
-    )
     parser.add_argument("--steps", type=int, default=0, help="time as many later steps; 0")
+    parser.add_argument("--against", metavar="BACKEND", help="time those of torch.compile as well")
     parser.add_argument("--jobs", type=int, default=1, help="cases at once; 1")
     options = parser.parse_args()
     outcomes = []
@@ -229,10 +208,6 @@ def main() -> None:
             outcomes.append(outcome)
             show(outcome, options.reasons)
     print(summary(outcomes))
-    if options.against:
-        print(compared(outcomes, options.against))
-    if options.fullgraph:
-        print(taken_whole(outcomes))
     if options.steps:
         print(steps_compared(outcomes))
     if options.json:

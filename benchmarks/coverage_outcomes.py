@@ -21,12 +21,6 @@ class Outcome:
         captures: the number of graphs that the calls needed.
         nodes: the number of nodes of the last graph.
         seconds: CPU seconds of the first call.
-        against: those of the first call of the same loop with its models compiled by torch, forward
-            and backward (the optimizer runs eagerly); None where that fails, or was not asked for.
-        whole_step: whether `torch.compile(fullgraph=True)` takes the step; None where that was not
-            asked for.
-        whole_models: whether it takes each of the models among the arguments; None where there are
-            none, or it was not asked for.
         eager_step: CPU seconds of an eager step later on; None where it was not asked for.
         step_ratio: the ratio of the captured step to eager's.
         torch_ratio: the ratio of the step with models compiled by torch to eager's.
@@ -38,9 +32,6 @@ class Outcome:
     captures: int = 0
     nodes: int = 0
     seconds: float = 0.0
-    against: float | None = None
-    whole_step: bool | None = None
-    whole_models: bool | None = None
     eager_step: float | None = None
     step_ratio: float | None = None
     torch_ratio: float | None = None
@@ -102,31 +93,6 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     return f"{text}; by regression {fixed:.1f} s and {slope:.1f} s per 1,000 nodes"
 
 
-def compared(outcomes: Sequence[Outcome], backend: str) -> str:
-    """A comparison of first calls with those of `torch.compile`, for cases that both capture."""
-    pairs = [(each.seconds, each.against) for each in outcomes if each.nodes and each.against]
-    if not pairs:
-        return f"no case to compare with {backend}"
-    ours, theirs = (sum(column) for column in zip(*pairs, strict=True))
-    ratio = median(a / b for a, b in pairs)
-    less = sum(a <= b for a, b in pairs)
-    return (
-        f"{len(pairs)} cases beside torch.compile(backend={backend!r}): {ours:.0f} and"
-        f" {theirs:.0f} CPU seconds in all, less in {less}, median ratio {ratio:.2f}"
-    )
-
-
-def taken_whole(outcomes: Sequence[Outcome]) -> str:
-    """The number of cases that `torch.compile(fullgraph=True)` takes, beside those captured."""
-    steps = [each.whole_step for each in outcomes if each.whole_step is not None]
-    models = [each.whole_models for each in outcomes if each.whole_models is not None]
-    ours = sum(each.verdict == "bitwise" for each in outcomes)
-    return (
-        f"whole steps: {ours} of {len(outcomes)}, torch.compile(fullgraph=True) {sum(steps)} of"
-        f" {len(steps)}, and the models alone of {sum(models)} of {len(models)}"
-    )
-
-
 def steps_compared(outcomes: Sequence[Outcome]) -> str:
     """A comparison of later steps with eager's, for all cases and for those above 5 ms."""
     each = [(o.step_ratio, o.eager_step, o.name) for o in outcomes if o.step_ratio and o.eager_step]
@@ -147,10 +113,10 @@ def _slower(ratio: float, eager: float) -> bool:
 def show(outcome: Outcome, reasons: bool) -> None:
     """One line about an outcome, with the reason if it is asked for or unexpected."""
     line = f"{outcome.name:44} {outcome.verdict:14} {outcome.captures:2} {outcome.nodes:5}"
-    against = "" if outcome.against is None else f" {outcome.against:5.1f}"
+    later = ""
     if outcome.eager_step is not None:
-        against += f"  {_milliseconds(outcome.eager_step)} ms {_ratio(outcome.step_ratio)}"
-        against += f" {_ratio(outcome.torch_ratio)}"
-    print(f"{line} {outcome.seconds:5.1f}{against}", flush=True)
+        later = f"  {_milliseconds(outcome.eager_step)} ms {_ratio(outcome.step_ratio)}"
+        later += f" {_ratio(outcome.torch_ratio)}"
+    print(f"{line} {outcome.seconds:5.1f}{later}", flush=True)
     if outcome.reason and (reasons or outcome.verdict in ("failed", "differs")):
         print("    " + outcome.reason.strip().replace("\n", "\n    "), flush=True)
