@@ -88,15 +88,7 @@ def test_the_command_line_itself_needs_no_torch() -> None:
 def test_demo_defaults(requests: list[dict[str, Any]]) -> None:
     assert invoke("demo").exit_code == 0
     assert requests == [
-        {
-            "ranks": 2,
-            "rounds": 3,
-            "links": "0,0.5,1,2",
-            "device": "cpu",
-            "backend": "gloo",
-            "pipeline": "default",
-            "seed": 0,
-        }
+        {"ranks": 2, "rounds": 3, "links": "0,0.5,1,2", "pipeline": "default", "seed": 0}
     ]
 
 
@@ -105,12 +97,6 @@ def test_demo_examples_are_accepted(requests: list[dict[str, Any]]) -> None:
     for words in lines:
         assert invoke(*words[1:]).exit_code == 0, words
     assert len(requests) == len(lines) > 2
-
-
-def test_demo_on_cuda_uses_nccl(requests: list[dict[str, Any]]) -> None:
-    invoke("demo", "--device", "cuda")
-    invoke("demo", "--device", "cuda", "--backend", "gloo")
-    assert [request["backend"] for request in requests] == ["nccl", "gloo"]
 
 
 def test_exit_status_is_the_demos(requests: list[dict[str, Any]]) -> None:
@@ -123,9 +109,6 @@ def test_exit_status_is_the_demos(requests: list[dict[str, Any]]) -> None:
         ("--ranks 0", "--ranks"),
         ("--rounds -1", "--rounds"),
         ("--rounds many", "--rounds"),
-        ("--device tpu", "--device"),
-        ("--backend mpi", "--backend"),
-        ("--backend nccl", "add --device cuda"),
         ("--nope", "--nope"),
         ("file.py", "file.py"),
     ],

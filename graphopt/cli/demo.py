@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from graphopt.cli.options import Backend, DeviceOption, not_empty
+from graphopt.cli.options import not_empty
 
 EXAMPLES = """
 Examples:
@@ -16,8 +16,6 @@ Examples:
     graphopt demo --ranks 1 --rounds 3
 
     graphopt demo --links 0,1 --pipeline auto
-
-    graphopt demo --device cuda --ranks 2
 """
 
 
@@ -28,14 +26,9 @@ def demo(
         str,
         typer.Option(
             help="Emulated links: the time that all gradients take, in multiples of the compute of"
-            " a step; 0 is the loopback. Linux, gloo, several ranks."
+            " a step; 0 is the loopback. Linux, several ranks."
         ),
     ] = "0,0.5,1,2",
-    device: Annotated[DeviceOption, typer.Option(help="Where to train.")] = DeviceOption.cpu,
-    backend: Annotated[
-        Backend | None,
-        typer.Option(help="Communication backend. Default: gloo on cpu, nccl on cuda."),
-    ] = None,
     pipeline: Annotated[
         str, typer.Option(help="Passes that graphopt applies.", callback=not_empty)
     ] = "default",
@@ -43,24 +36,12 @@ def demo(
 ) -> None:
     """Show a captured step, a pass that is refused, and what graphopt gains over DDP.
 
-    A small GPT is trained on local ranks with one step function: by DistributedDataParallel with
-    several bucket sizes and by graphopt, in turns, over loopback and over emulated slow links. On
-    one or two ranks all parameters must agree bit for bit: otherwise the exit status is 1.
+    A small GPT is trained on the CPU, on local ranks with one step function: by
+    DistributedDataParallel with several bucket sizes and by graphopt, in turns, over loopback and
+    over emulated slow links. On one or two ranks all parameters must agree bit for bit: otherwise
+    the exit status is 1. `graphopt estimate train.py --measure` runs your own step, on GPUs too.
     """
-    chosen = backend or (Backend.nccl if device is DeviceOption.cuda else Backend.gloo)
-    if chosen is Backend.nccl and device is DeviceOption.cpu:
-        raise typer.BadParameter(
-            "nccl moves GPU memory only; add --device cuda, or use gloo", param_hint="--backend"
-        )
     from graphopt.demo.main import run_demo
 
-    status = run_demo(
-        ranks=ranks,
-        rounds=rounds,
-        links=links,
-        device=device.value,
-        backend=chosen.value,
-        pipeline=pipeline,
-        seed=seed,
-    )
+    status = run_demo(ranks=ranks, rounds=rounds, links=links, pipeline=pipeline, seed=seed)
     raise typer.Exit(status)

@@ -9,20 +9,6 @@ from typing import Annotated
 import typer
 
 
-class DeviceOption(str, Enum):
-    """The device on which ranks compute."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Backend(str, Enum):
-    """The backend of the process groups that carry collectives."""
-
-    gloo = "gloo"
-    nccl = "nccl"
-
-
 class Phase(str, Enum):
     """The parts of a training step that can be shown."""
 

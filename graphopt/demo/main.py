@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.markup import escape
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -30,9 +28,7 @@ TURN = 4
 _WORKER = ("-m", "graphopt.demo.worker")
 
 
-def run_demo(
-    ranks: int, rounds: int, links: str, device: str, backend: str, pipeline: str, seed: int
-) -> int:
+def run_demo(ranks: int, rounds: int, links: str, pipeline: str, seed: int) -> int:
     """Shows a graph and a refused pass, then trains in turns with DDP and graphopt and prints
     tables.
 
@@ -41,8 +37,6 @@ def run_demo(
         rounds: turns of each variant on each link.
         links: numbers separated by commas: the time that all gradients take on a link, as multiples
             of the compute of a step; 0 is the machine's own loopback.
-        device: "cpu" or "cuda".
-        backend: "gloo" or "nccl".
         pipeline: the pipeline of `graphopt.compile`.
         seed: the seed of the weights, the data and the dropout.
 
@@ -52,8 +46,8 @@ def run_demo(
     """
     console, errors = Console(), Console(stderr=True)
     try:
-        chosen = _links(links) if ranks > 1 and backend == "gloo" else (0.0,)
-        task = DemoTask(TURN, rounds, chosen, device, backend, pipeline, seed, _chosen_port())
+        chosen = _links(links) if ranks > 1 else (0.0,)
+        task = DemoTask(TURN, rounds, chosen, pipeline, seed)
         _check(task, ranks)
         show_graph_and_passes(console)
         return _measure(task, ranks, console)
@@ -79,7 +73,7 @@ def _measure(task: DemoTask, ranks: int, console: Console) -> int:
         _run(task, ranks, on_event)
     with console.status("DDP and graphopt alone, to measure first call and memory"):
         for variant in (DEFAULT_DDP, GRAPHOPT):
-            alone = replace(task, alone=variant, port=None)
+            alone = replace(task, alone=variant)
             _run(alone, ranks, partial(results.alone[variant].__setitem__))
     console.print()
     console.print(step_table(results, ranks))
@@ -108,7 +102,7 @@ def _setting(task: DemoTask, ranks: int) -> str:
     threads = threads_per_rank(ranks)
     text = (
         f"A GPT of 3.2 million parameters, dropout and AdamW, on {ranks} local"
-        f" rank{'s' * (ranks > 1)} ({task.device}, {task.backend}, {threads}"
+        f" rank{'s' * (ranks > 1)} ({threads}"
         f" thread{'s' * (threads > 1)} each; {os.cpu_count()} cores, torch {torch.__version__});"
         f" turns of {task.turn} steps of one step function."
     )
@@ -135,49 +129,10 @@ def _links(text: str) -> tuple[float, ...]:
 def _check(task: DemoTask, ranks: int) -> None:
     if ranks < 1 or task.rounds < 1:
         raise DemoError("--ranks and --rounds must be at least 1", exit_code=2)
-    if task.device not in ("cpu", "cuda") or task.backend not in ("gloo", "nccl"):
-        raise DemoError("--device is cpu or cuda, --backend is gloo or nccl", exit_code=2)
-    if task.device == "cuda" and not torch.cuda.is_available():
-        raise DemoError("--device cuda: torch sees no CUDA device; use --device cpu", exit_code=2)
-    if task.backend == "nccl":
-        _check_nccl(ranks, task.device)
     try:
         graphopt.compile(train_step, pipeline=task.pipeline)
     except graphopt.GraphOptError as error:
         raise DemoError(f"--pipeline: {error}", exit_code=2) from error
-
-
-def _check_nccl(ranks: int, device: str) -> None:
-    if device != "cuda" or not dist.is_nccl_available():
-        raise DemoError("--backend nccl needs --device cuda; on CPU use gloo", exit_code=2)
-    if ranks > torch.cuda.device_count():
-        raise DemoError(
-            f"--backend nccl needs a GPU for each of {ranks} ranks, and torch sees"
-            f" {torch.cuda.device_count()}: use --backend gloo, or fewer --ranks",
-            exit_code=2,
-        )
-
-
-def _chosen_port() -> int | None:
-    """MASTER_PORT, or None; without it ranks meet through a file."""
-    text = os.environ.get("MASTER_PORT")
-    if not text:
-        return None
-    if not text.isdigit() or not 0 < int(text) < 2**16:
-        raise DemoError(
-            f"MASTER_PORT={text!r} is not a port; unset it: none is needed", exit_code=2
-        )
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", int(text)))
-        except OSError as error:
-            raise DemoError(
-                f"port {text} (from MASTER_PORT) cannot be used: {error.strerror};"
-                " unset MASTER_PORT, since the demo needs no port, or choose a free one",
-                exit_code=2,
-            ) from error
-    return int(text)
 
 
 def _interrupted(number: signal.Signals, errors: Console) -> int:

@@ -33,27 +33,19 @@ def train_step(model: nn.Module, optimizer: Optimizer, inputs: Tensor, targets: 
 
 
 class RandomState:
-    """The random generator states of one replica, so that replicas in a process draw alike."""
+    """The random generator state of one replica, so that replicas in a process draw alike."""
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         self.save()
 
     def save(self) -> None:
-        """Saves the states of the random generators."""
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(self._device) if self._on_cuda else None
+        """Saves the state of the random generator."""
+        self._state = torch.get_rng_state()
 
     def restore(self) -> None:
-        """Restores the saved states of the random generators."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
-
-    @property
-    def _on_cuda(self) -> bool:
-        return self._device.type == "cuda"
+        """Restores the saved state of the random generator."""
+        torch.set_rng_state(self._state)
 
 
 @dataclass
@@ -72,7 +64,6 @@ class Training:
     optimizer: Optimizer
     scheduler: LRScheduler
     random: RandomState
-    device: torch.device
 
     def train(self, batches: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[float], float]:
         """Runs one step per batch and flushes; returns the losses and the mean seconds of a step.
@@ -80,7 +71,6 @@ class Training:
         Work that a step leaves to the next belongs to it, so the time ends after the last flush.
         """
         self.random.restore()
-        _synchronize(self.device)
         start = perf_counter()
         losses = []
         for inputs, targets in batches:
@@ -88,16 +78,15 @@ class Training:
             self.scheduler.step()
         if isinstance(self.step, graphopt.TrainStep):
             self.step.flush()
-        _synchronize(self.device)
         seconds = perf_counter() - start
         self.random.save()
         return [loss.item() for loss in losses], seconds / len(batches)
 
 
-def make_training(variant: str, pipeline: str, seed: int, device: torch.device) -> Training:
+def make_training(variant: str, pipeline: str, seed: int) -> Training:
     """Makes a variant's training, with the same initial bits on every rank, by `seed`."""
     torch.manual_seed(seed)
-    model = CharGPT(GPTSize(ALPHABET)).to(device)
+    model = CharGPT(GPTSize(ALPHABET))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), fused=True)
     scheduler = LambdaLR(optimizer, lambda step: 20 / (20 + step))
     trained: nn.Module = model
@@ -110,26 +99,19 @@ def make_training(variant: str, pipeline: str, seed: int, device: torch.device) 
     elif variant == GRAPHOPT:
         step = graphopt.compile(train_step, pipeline=pipeline)
     rank_seed = 1 + seed * 1000 + torch.distributed.get_rank()
-    random = RandomState(rank_seed, device)
-    return Training(step, model, trained, optimizer, scheduler, random, device)
+    random = RandomState(rank_seed)
+    return Training(step, model, trained, optimizer, scheduler, random)
 
 
 class Batches:
     """An endless iterator over this rank's batches, in which each sequence counts up by its own
     stride."""
 
-    def __init__(self, seed: int, rank: int, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, seed: int, rank: int) -> None:
         self._generator = torch.Generator().manual_seed(seed * 1000 + rank)
 
     def next(self) -> tuple[Tensor, Tensor]:
         """The next inputs and next-token targets, both int64 of shape (batch, length)."""
         start, stride = torch.randint(ALPHABET, (2, BATCH, 1), generator=self._generator)
         sequence = (start + stride * torch.arange(GPTSize.length + 1)) % ALPHABET
-        sequence = sequence.to(self._device)
         return sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

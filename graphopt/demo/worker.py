@@ -3,7 +3,6 @@ set."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +43,6 @@ class DemoTask(RankTask):
         rounds: turns of each variant on each link.
         links: the time that all gradients take on a link, as a multiple of the compute of a step;
             0 is the machine's own loopback.
-        port: the port of a TCP rendezvous on this machine; None meets through a file.
         alone: train this variant by itself and report its first call and its memory;
             None trains all variants in turns.
     """
@@ -52,11 +50,8 @@ class DemoTask(RankTask):
     turn: int
     rounds: int
     links: tuple[float, ...]
-    device: str
-    backend: str
     pipeline: str
     seed: int
-    port: int | None = None
     alone: str | None = None
 
 
@@ -66,35 +61,25 @@ def main() -> None:
     folder = Path(sys.argv[1])
     reporter = Reporter(folder)
     task = DemoTask.load(folder)
-    with _process_group(task, folder) as device:
-        batches = Batches(task.seed, dist.get_rank(), device)
+    with _process_group(reporter, folder):
+        batches = Batches(task.seed, reporter.rank)
         if task.alone is None:
-            _in_turns(task, batches, device, reporter)
+            _in_turns(task, batches, reporter)
         else:
-            _alone(task, task.alone, batches, device, reporter)
+            _alone(task, task.alone, batches, reporter)
 
 
 @contextmanager
-def _process_group(task: DemoTask, folder: Path) -> Iterator[torch.device]:
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device(task.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    store: dist.Store
-    if task.port is None:
-        store = dist.FileStore(str(folder / "rendezvous"), ranks)
-    else:
-        store = dist.TCPStore("127.0.0.1", task.port, ranks, is_master=rank == 0)
-    dist.init_process_group(
-        task.backend, store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT
-    )
-    yield device
+def _process_group(reporter: Reporter, folder: Path) -> Iterator[None]:
+    rank, ranks = reporter.rank, reporter.ranks
+    store = dist.FileStore(str(folder / "rendezvous"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=_TIMEOUT)
+    yield
     dist.destroy_process_group()
 
 
-def _in_turns(task: DemoTask, batches: Batches, device: torch.device, reporter: Reporter) -> None:
-    trainings = {name: make_training(name, task.pipeline, task.seed, device) for name in VARIANTS}
+def _in_turns(task: DemoTask, batches: Batches, reporter: Reporter) -> None:
+    trainings = {name: make_training(name, task.pipeline, task.seed) for name in VARIANTS}
     parameters = list(trainings[COMPUTE].model.parameters())
     reporter.send("start", parameters=sum(p.numel() for p in parameters))
     data = [batches.next() for _ in range(WARM_UP_STEPS)]
@@ -131,18 +116,16 @@ def _comparison(trainings: dict[str, Training]) -> dict[str, object]:
     return asdict(compare((one.model, one.optimizer), (other.model, other.optimizer)))
 
 
-def _alone(
-    task: DemoTask, variant: str, batches: Batches, device: torch.device, reporter: Reporter
-) -> None:
+def _alone(task: DemoTask, variant: str, batches: Batches, reporter: Reporter) -> None:
     first: list[float] = []
 
     def train() -> None:
-        training = make_training(variant, task.pipeline, task.seed, device)
+        training = make_training(variant, task.pipeline, task.seed)
         first.append(training.train([batches.next()])[1])
         for _ in range(ALONE_STEPS):
             training.train([batches.next()])
 
-    peak = peak_memory(train, device)
+    peak = peak_memory(train, torch.device("cpu"))
     reporter.send("alone", peak=peak, first_call=first[0])
 
 
