@@ -19,10 +19,10 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import is_copy, is_list_operator, is_pointwise
+from graphopt.graph_utils import is_copy, is_list_operator
 from graphopt.host.assumptions import Assumption
 from graphopt.ir.entries import list_positions
-from graphopt.ir.metadata import fake_value, input_kind, is_state, known_value, phase_of, set_value
+from graphopt.ir.metadata import fake_value, input_kind, phase_of, set_value
 from graphopt.ir.operators import is_marker, operator_of
 from graphopt.ir.placement import placement_of
 from graphopt.ir.rows import RowShards
@@ -31,11 +31,17 @@ from graphopt.parallel.data_parallel import average, receive_buffers
 from graphopt.parallel.hybrid import summed_over_replicas
 from graphopt.parallel.kept_parameters import is_cast, kept_parameters
 from graphopt.parallel.markers import Group, Nodes, group_of, marks_gradient, replace_marker
+from graphopt.parallel.row_operators import (
+    goes_along,
+    has_shape_of,
+    is_elementwise,
+    is_reducing,
+    written_elementwise,
+)
 from graphopt.parallel.shard_communication import At, gathered, part_of, scattered
 from graphopt.parallel.shard_norms import Norms
+from graphopt.parallel.shard_views import average_behind_views, cancel_views
 from graphopt.parallel.sharding import shards_of
-
-aten = torch.ops.aten
 
 
 class Expansion:
@@ -70,11 +76,11 @@ class Expansion:
     def run(self) -> int:
         """Rewrite the graph. Returns how many markers there were."""
         markers = 0
-        _cancel_views(self._graph)
-        self._written = _written_elementwise(self._graph)
+        cancel_views(self._graph)
+        self._written = written_elementwise(self._graph)
         for node in list(self._graph.nodes):
             if is_marker(node) and marks_gradient(node):
-                _average_behind_views(node)
+                average_behind_views(node)
         for node in list(self._graph.nodes):
             if node.op == "placeholder":
                 self._cut(node)
@@ -154,11 +160,11 @@ class Expansion:
             self._give_wholes(node)
         elif self._norms.is_norm(node):
             self._norms.take(node, self._rows)
-        elif is_list_operator(node) and not _is_reducing(node):
+        elif is_list_operator(node) and not is_reducing(node):
             self._rewrite_entries(node)
         elif operator_of(node).metadata_only and not str(node.target).count("_like"):
             return
-        elif _is_elementwise(node) and (shards := self._common(node, inputs)):
+        elif is_elementwise(node) and (shards := self._common(node, inputs)):
             self._rows_of(node, shards)
         else:
             self._give_wholes(node)
@@ -199,7 +205,7 @@ class Expansion:
     def _rows_of(self, node: fx.Node, shards: RowShards) -> None:
         """Let a node compute rows: its operands are windows, or single numbers."""
         for source in node.all_input_nodes:
-            if source not in self._rows and _is_of(source, shards):
+            if source not in self._rows and has_shape_of(source, shards):
                 node.replace_input_with(source, self._part(source, shards, node))
         set_value(node, _window_like(fake_value(node), shards))
         self._rows[node] = shards
@@ -222,7 +228,7 @@ class Expansion:
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != shards.shape:
             return None
         others = (source for source in inputs if source not in self._rows)
-        return shards if all(_goes_along(source, shards) for source in others) else None
+        return shards if all(goes_along(source, shards) for source in others) else None
 
     def _rewrite_entries(self, node: fx.Node) -> None:
         """Let each entry of a list operator compute rows, or wholes."""
@@ -256,7 +262,7 @@ class Expansion:
         found = {self._rows[value] for value in tensors if value in self._rows}
         shards = next(iter(found)) if len(found) == 1 else None
         others = [value for value in tensors if value not in self._rows]
-        if shards and not all(_goes_along(each, shards) for each in others):
+        if shards and not all(goes_along(each, shards) for each in others):
             shards = None
         for values in lists.values():
             value = values[index] if len(values) > index else None
@@ -264,7 +270,7 @@ class Expansion:
                 continue
             if shards is None:
                 values[index] = self._whole(value, node)
-            elif value not in self._rows and _is_of(value, shards):
+            elif value not in self._rows and has_shape_of(value, shards):
                 values[index] = self._part(value, shards, node)
         return shards
 
@@ -362,114 +368,6 @@ class Expansion:
         return not self._is_kept(source)
 
 
-def _cancel_views(graph: fx.Graph) -> None:
-    """Leave out views that undo one another, as two transposes do: they are of a whole alone."""
-    for node in list(graph.nodes):
-        if not _is_view_of_one(node):
-            continue
-        source = node.all_input_nodes[0]
-        while _is_view_of_one(source):
-            source = source.all_input_nodes[0]
-            if _is_view_like(node, source):
-                node.replace_all_uses_with(source)
-                break
-    for node in reversed(list(graph.nodes)):
-        if not node.users and _is_view_of_one(node):
-            graph.erase_node(node)  # nothing is gathered for what nobody reads
-
-
-def _written_elementwise(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the nodes of which elementwise operators make what is written into placeholders."""
-    found: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if is_copy(node):
-            found.update(source for source in node.all_input_nodes[1:] if _acts_on_rows(source))
-        elif node in found:
-            found.update(filter(_acts_on_rows, node.all_input_nodes))
-    return found
-
-
-def _acts_on_rows(node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return False
-    if node.target is operator.getitem:
-        return True
-    if is_list_operator(node):
-        return not _is_reducing(node)
-    return _is_elementwise(node)
-
-
-def _is_view_of_one(node: fx.Node) -> bool:
-    if node.op != "call_function" or not is_pure_view(node) or len(node.all_input_nodes) != 1:
-        return False
-    return isinstance(known_value(node), torch.Tensor)
-
-
-def _is_view_like(view: fx.Node, source: fx.Node) -> bool:
-    """True if a view has all of its source, as that lies in memory."""
-    one, other = fake_value(view), known_value(source)
-    if not isinstance(other, torch.Tensor) or one.shape != other.shape:
-        return False
-    lie_alike = one.stride() == other.stride() and one.dtype == other.dtype
-    return bool(lie_alike and one.storage_offset() == other.storage_offset())
-
-
-def _average_behind_views(marker: fx.Node) -> None:
-    """Let what is averaged have the shape in which the optimizer reads it: rows of a transposed
-    gradient would be columns of its parameter."""
-    graph = marker.graph
-    while len(marker.users) == 1:
-        (view,) = marker.users
-        if not _is_view_of_one(view):
-            return
-        with graph.inserting_before(marker):
-            first = graph.node_copy(view, lambda _: cast(fx.Node, marker.args[0]))
-        first.meta = dict(view.meta)
-        set_value(marker, fake_value(view))
-        marker.args = (first, *marker.args[1:])
-        view.replace_all_uses_with(marker)
-        graph.erase_node(view)
-
-
 def _window_like(value: torch.Tensor, shards: RowShards) -> torch.Tensor:
     """A window of what an elementwise operator gives."""
     return value.new_empty(shards.length)
-
-
-def _is_of(node: fx.Node, shards: RowShards) -> bool:
-    """True if a value has an element for each of a whole."""
-    value = known_value(node)
-    return isinstance(value, torch.Tensor) and tuple(value.shape) == shards.shape
-
-
-def _goes_along(node: fx.Node, shards: RowShards) -> bool:
-    """True if each rank may compute with its rows of a value: a number, or what all ranks have. A
-    tensor among the arguments of the step need not be that."""
-    own = node.op == "placeholder" and not is_state(node)
-    return _is_number(node) or (_is_of(node, shards) and not own)
-
-
-def _is_number(node: fx.Node) -> bool:
-    """True if a value is one number for all elements."""
-    value = known_value(node)
-    return not isinstance(value, torch.Tensor) or tuple(value.shape) in ((), (1,))
-
-
-_REDUCING_LISTS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
-"""List operators whose entries are no elementwise computations."""
-
-
-def _is_reducing(node: fx.Node) -> bool:
-    name = _compat.operator_name(node.target).removeprefix("aten::")
-    return name in _REDUCING_LISTS
-
-
-_KEEP_ELEMENTS = frozenset({aten.clone.default, aten._to_copy.default, aten.alias.default})
-
-
-def _is_elementwise(node: fx.Node) -> bool:
-    """True if an element of the result is computed of one of each operand."""
-    if operator_of(node).random:
-        return False
-    like = operator_of(node).metadata_only
-    return is_pointwise(node.target) or node.target in _KEEP_ELEMENTS or like
