@@ -11,28 +11,14 @@ When this process ends, in whatever way, so do those, and the kernel removes wha
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 
 from graphopt.demo import DemoError
 
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
-_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _BUFFERED_SECONDS = 0.0105  # 256 KiB at 200 Mbit/s; a shorter burst starves the shaper's timer
 _SMALLEST_BURST = 64 * 1024  # one segment as large as the network stack hands down
-
-
-def parse_rate(text: str) -> int:
-    """Parses a rate such as `"200mbit"` to bits per second."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
-    rate = int(float(found[1]) * _UNITS[found[2]]) if found else 0
-    if rate <= 0:
-        raise DemoError(
-            f"--link {text!r} is not a rate: write a number and kbit, mbit or gbit, as in 200mbit",
-            exit_code=2,
-        )
-    return rate
 
 
 class SlowLink:
@@ -86,9 +72,8 @@ class SlowLink:
             return self._hold(["unshare", "--user", "--map-root-user", "--net"])
         except DemoError as error:
             raise DemoError(
-                "--link has to create network namespaces, which this machine does not allow"
-                f" ({error}): run it as root, or allow unprivileged user namespaces;"
-                " without --link the demo needs neither",
+                "an emulated link needs network namespaces, which this machine does not allow"
+                f" ({error}): run it as root, or allow unprivileged user namespaces",
                 exit_code=2,
             ) from error
 
@@ -161,8 +146,8 @@ def _check_tools() -> None:
     packages = " ".join(sorted({_TOOLS[tool] for tool in missing}))
     programs = f"program{'s' * (len(missing) > 1)} {', '.join(missing)}"
     raise DemoError(
-        f"--link needs the {programs}, not found on PATH: install them"
-        f" (on Debian and Ubuntu: apt-get install {packages}); the demo without --link needs none",
+        f"an emulated link needs the {programs}, not found on PATH: install them"
+        f" (on Debian and Ubuntu: apt-get install {packages})",
         exit_code=2,
     )
 
@@ -173,7 +158,7 @@ def _run(command: list[str]) -> None:
         return
     problem = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
     raise DemoError(
-        f"--link could not set up the emulated link: {problem[0]}\n  from:  {' '.join(command)}",
+        f"the emulated link could not be set up: {problem[0]}\n  from:  {' '.join(command)}",
         exit_code=2,
     )
 

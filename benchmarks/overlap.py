@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +24,11 @@ import ranks
 import torch
 import torch.distributed as dist
 from emulated_link import set_rate
-from overlap_models import FORMS, OVERLAP_MODELS, average_of, overlap_batch
 from ranks import WARM_UP_STEPS, paired, slowest
 from rich.console import Console
 from rich.table import Table
 from spread import Figures, spread
+from step_models import FORMS, MODELS, average_of, drawn_batch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
@@ -66,7 +65,7 @@ class Training:
         self, task: Figures, buckets_mb: float | None = None, pipeline: Any | None = None
     ) -> None:
         torch.manual_seed(0)
-        self.model = OVERLAP_MODELS[task["model"]]().to(device())
+        self.model = MODELS[task["model"]]()
         self.trained: nn.Module = self.model
         if buckets_mb is not None:
             self.trained = DistributedDataParallel(
@@ -83,7 +82,7 @@ class Training:
         self.step: Callable[..., Tensor] = self.form.step
         if pipeline is not None:
             self.step = graphopt.compile(self.step, pipeline=pipeline)
-        self._random = RandomState(1, device())
+        self._random = RandomState(1)
 
     def run(self, batches: Batches) -> None:
         """Runs one step for each batch, with random numbers of its own."""
@@ -104,7 +103,7 @@ class Communication:
 
     def __init__(self, task: Figures) -> None:
         size = gradient_bytes(task["model"])
-        flat = torch.zeros(size // 4, device=device())
+        flat = torch.zeros(size // 4)
         self._chunks = flat.split(CHUNK // 4)
 
     def run(self, batches: Batches) -> None:
@@ -118,17 +117,10 @@ class Communication:
         return [dist.all_reduce(chunk, async_op=True) for chunk in self._chunks]
 
 
-def device() -> torch.device:
-    """The device of this rank."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
 def gradient_bytes(model: str) -> int:
     """The bytes that a step of a model averages."""
     with torch.device("meta"):
-        return sum(p.nbytes for p in OVERLAP_MODELS[model]().parameters())
+        return sum(p.nbytes for p in MODELS[model]().parameters())
 
 
 def variants(task: Figures) -> dict[str, Variant]:
@@ -185,8 +177,7 @@ def turns(task: Figures) -> Figures:
     calls: Counter[str] = Counter()
 
     def given() -> tuple[Tensor, Tensor]:
-        inputs, targets = overlap_batch(task["model"], generator, task["batch"])
-        return inputs.to(device()), targets.to(device())
+        return drawn_batch(task["model"], generator, task["batch"])
 
     link = AdjustedLink(task) if task["bits_per_second"] else None
 
@@ -206,12 +197,8 @@ def turns(task: Figures) -> Figures:
 
 def timed(variant: Variant, batches: Batches) -> float:
     """The seconds per step of one turn."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
     start = time.perf_counter()
     variant.run(batches)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
     return (time.perf_counter() - start) / len(batches)
 
 
@@ -323,7 +310,7 @@ def parse() -> argparse.Namespace:
     """Parses the command line options."""
     parser = ranks.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="emulated hosts")
-    parser.add_argument("--models", nargs="+", choices=OVERLAP_MODELS, default=["stack"])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["stack"])
     parser.add_argument(
         "--ratios",
         nargs="+",

@@ -32,13 +32,13 @@ import ranks
 import torch
 import torch.distributed as dist
 from overlap import AdjustedLink, Communication, Training, link_bits, link_rate, timed
-from overlap_models import OVERLAP_MODELS, overlap_batch
 from ranks import WARM_UP_STEPS, paired, slowest
 from rich.console import Console
 from rich.table import Table
 from sharded_variants import PLAIN, TUNED, FullySharded, Sharded, ZeroOptimizer
 from spread import Figures, spread
 from step_memory import bucket_bytes, has_mallinfo, kept_bytes, rise
+from step_models import MODELS, drawn_batch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -130,7 +130,7 @@ def turns(task: Figures, reporter: Reporter) -> Figures:
     generator = torch.Generator().manual_seed(dist.get_rank())
 
     def given() -> tuple[Tensor, Tensor]:
-        return overlap_batch(task["model"], generator, task["batch"])
+        return drawn_batch(task["model"], generator, task["batch"])
 
     made: dict[str, Any] = {}
     peak: dict[str, int] = {}
@@ -298,7 +298,7 @@ def parse() -> argparse.Namespace:
     """Parses the command line options."""
     parser = ranks.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="emulated hosts")
-    parser.add_argument("--models", nargs="+", choices=OVERLAP_MODELS, default=["gpt"])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["gpt"])
     parser.add_argument("--ratios", nargs="+", type=float, default=[1.0])
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="N times the batch")
     parser.add_argument("--sweep", nargs="+", type=float, default=[0.5, 1, 2, 25], help="MB")

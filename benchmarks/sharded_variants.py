@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from overlap_models import FORMS, OVERLAP_MODELS, Block
 from spread import Figures
+from step_models import FORMS, MODELS, Block
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -28,10 +28,10 @@ class ShardedTraining:
 
     def __init__(self, task: Figures) -> None:
         torch.manual_seed(0)
-        self.model = OVERLAP_MODELS[task["model"]]()
+        self.model = MODELS[task["model"]]()
         self.trained: nn.Module = self.model
         self.step: Any = FORMS[task["form"]].step
-        self._random = RandomState(1, torch.device("cpu"))
+        self._random = RandomState(1)
 
     def run(self, batches: Any) -> None:
         """Runs one step for each batch, with random numbers of its own."""
