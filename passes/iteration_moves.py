@@ -61,7 +61,8 @@ from graphopt.manager import PassArgumentError, graph_optimization_pass
 from graphopt.manager.notes import note
 from graphopt.optim import split_updates
 from graphopt.readable.columns import readable_bytes
-from graphopt.schedule import Send, apply_launch_order, defer_products, hasten, hold_back
+from graphopt.schedule.deferral import defer_products, hasten
+from graphopt.schedule.launch_order import Send, apply_launch_order, hold_back
 
 REDUCTIONS = ("all_reduce", "reduce_scatter_tensor", "all_to_all_single")
 GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")

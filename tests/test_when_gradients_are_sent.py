@@ -17,8 +17,10 @@ from graphopt.cost import Collective, CostModel, Transfer, default_cost_model
 from graphopt.graph_utils import find_nodes, is_collective, is_operator
 from graphopt.iter_graph import IterGraphModule
 from graphopt.passes import comm_fusion_with_concat
-from graphopt.schedule import Send, collectives_by_cost, defer_products, hasten, hold_back
+from graphopt.schedule import collectives_by_cost
+from graphopt.schedule.deferral import defer_products, hasten
 from graphopt.schedule.granularity import MOST
+from graphopt.schedule.launch_order import Send, hold_back
 from sketch import Sketch, gradients, one_rank, targets
 from zoo import OPTIMIZERS, train_step
 

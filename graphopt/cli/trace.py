@@ -58,19 +58,17 @@ def trace(
 
     The exit status is 2 when the schedule cannot be used.
     """
-    from graphopt.commands.trace import TraceArguments, run_trace
+    from graphopt.commands.trace import run_trace
 
     run_trace(
-        TraceArguments(
-            schedule=schedule,
-            microbatches=microbatches,
-            ranks=ranks,
-            stages=stages,
-            forward=_seconds(forward, "--forward"),
-            backward=_seconds(backward, "--backward"),
-            transfer=transfer,
-            out=out,
-        )
+        schedule,
+        microbatches=microbatches,
+        ranks=ranks,
+        stages=stages,
+        forward=_seconds(forward, "--forward"),
+        backward=_seconds(backward, "--backward"),
+        transfer=transfer,
+        out=out,
     )
 
 

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from torch import fx
 
 from graphopt.commands.errors import FAILED, reported
 from graphopt.commands.fake_groups import groups_present
 from graphopt.commands.imports import import_passes
 from graphopt.iter_graph import IterGraphModule
-from graphopt.manager import PassManager, PassRecord, applied_passes
+from graphopt.manager import PassManager, Report, applied_passes
 from graphopt.readable import graph_text
 from graphopt.saved import load_graph, save_graph
 from graphopt.stages import manager_for
@@ -55,7 +53,7 @@ def run_optimize(
     with reported("optimize", FAILED), groups_present(graph_module):
         records = manager.run(graph_module)
     if records:
-        console.print(_table(records))
+        console.print(str(Report(records)), markup=False, highlight=False, soft_wrap=True)
     console.print(
         f"before: {before}\nafter:  {_summary(graph_module)}", highlight=False, soft_wrap=True
     )
@@ -67,25 +65,3 @@ def run_optimize(
 
 def _summary(graph_module: fx.GraphModule) -> str:
     return graph_text(graph_module).partition("\n")[0]
-
-
-def _table(records: Sequence[PassRecord]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    table.add_column("pass", no_wrap=True)
-    for heading in ("changes", "nodes", "collectives", "copies", "seconds"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for record in records:
-        changes = "" if record.changes is None else str(record.changes)
-        table.add_row(
-            escape(record.name),
-            changes,
-            _change(record.nodes_before, record.nodes_after),
-            _change(record.collectives_before, record.collectives_after),
-            _change(record.copies_before, record.copies_after),
-            f"{record.seconds:.3f}",
-        )
-    return table
-
-
-def _change(before: int, after: int) -> str:
-    return str(after) if before == after else f"{before} → {after}"

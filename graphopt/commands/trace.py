@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -26,90 +25,71 @@ from graphopt.runtime.places import make_folder, place
 _USUAL_RANKS = 4
 
 
-@dataclass(frozen=True)
-class TraceArguments:
-    """The command line arguments of `graphopt trace`.
+def run_trace(
+    schedule: str,
+    *,
+    microbatches: int,
+    ranks: int | None,
+    stages: int | None,
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
+    transfer: float,
+    out: Path | None,
+) -> None:
+    """Prints the figures of one schedule or of all, and writes their traces.
 
-    Attributes:
+    Args:
         schedule: a name, or "all".
         forward, backward: seconds on one rank, or of each stage.
         transfer: seconds between ranks.
         out: a folder for files.
     """
+    if stages is None:
+        stages = next((len(s) for s in (forward, backward) if len(s) > 1), None)
 
-    schedule: str
-    microbatches: int
-    ranks: int | None
-    stages: int | None
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    transfer: float
-    out: Path | None
+    def predicted(kind: ScheduleKind) -> ScheduleTimeline:
+        used_ranks, used_stages = _layout(kind, ranks, stages)
+        order = ScheduleOrder.named(kind.name, used_ranks, used_stages, microbatches)
+        durations = StageDurations(
+            _of_each_stage(forward, used_ranks, used_stages),
+            _of_each_stage(backward, used_ranks, used_stages),
+        )
+        return predict_schedule(order, durations, transfer=transfer)
 
-
-@dataclass(frozen=True)
-class SchedulePicture:
-    """The timeline of one schedule, or the reason for having none."""
-
-    name: str
-    stages: int = 0
-    picture: ScheduleTimeline | None = None
-    reason: str = ""
-
-
-def run_trace(request: TraceArguments) -> None:
-    """Prints the figures of the schedules, and writes their traces."""
     console = Console()
     with reported("trace"):
-        out = None if request.out is None else place(request.out)
-        rows = _predicted(request)
-    if len(rows) == 1:
-        console.print(str(rows[0].picture), markup=False, highlight=False, soft_wrap=True)
+        folder = None if out is None else place(out)
+        chosen = SCHEDULES.values() if schedule == "all" else [find_schedule(schedule)]
+        rows = {kind.name: _picture_or_reason(kind, predicted) for kind in chosen}
+        pictures = {n: row for n, row in rows.items() if isinstance(row, ScheduleTimeline)}
+        if not pictures:
+            raise ScheduleError("\n".join(dict.fromkeys(map(str, rows.values()))))
+    if schedule != "all":
+        console.print(*map(str, pictures.values()), markup=False, highlight=False, soft_wrap=True)
     console.print(_table(rows))
-    if out is not None:
+    if folder is not None:
         with reported("trace"):
-            make_folder(out)
-            for row in rows:
-                if row.picture is not None:
-                    row.picture.save_chrome_trace(out / f"{row.name}.json")
-        console.print(f"saved: {out}", markup=False, highlight=False, soft_wrap=True)
+            make_folder(folder)
+            for name, picture in pictures.items():
+                picture.save_chrome_trace(folder / f"{name}.json")
+        console.print(f"saved: {folder}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _predicted(request: TraceArguments) -> list[SchedulePicture]:
-    if request.schedule != "all":
-        return [_named(find_schedule(request.schedule), request)]
-    rows = [_named_or_reason(kind, request) for kind in SCHEDULES.values()]
-    if not any(row.picture for row in rows):
-        raise ScheduleError("\n".join(dict.fromkeys(row.reason for row in rows)))
-    return rows
-
-
-def _named_or_reason(kind: ScheduleKind, request: TraceArguments) -> SchedulePicture:
+def _picture_or_reason(
+    kind: ScheduleKind, predicted: Callable[[ScheduleKind], ScheduleTimeline]
+) -> ScheduleTimeline | str:
     try:
-        return _named(kind, request)
+        return predicted(kind)
     except ScheduleError as error:
-        return SchedulePicture(kind.name, reason=str(error))
+        return str(error)
 
 
-def _named(kind: ScheduleKind, request: TraceArguments) -> SchedulePicture:
-    ranks, stages = _layout(kind, request)
-    order = ScheduleOrder.named(kind.name, ranks, stages, request.microbatches)
-    durations = StageDurations(
-        _of_each_stage(request.forward, ranks, stages),
-        _of_each_stage(request.backward, ranks, stages),
-    )
-    picture = predict_schedule(order, durations, transfer=request.transfer)
-    return SchedulePicture(kind.name, stages, picture)
-
-
-def _layout(kind: ScheduleKind, request: TraceArguments) -> tuple[int, int]:
+def _layout(kind: ScheduleKind, ranks: int | None, stages: int | None) -> tuple[int, int]:
     """The numbers of ranks and stages, with defaults for those left out."""
-    ranks, stages, usual = request.ranks, request.stages, kind.usual_stages
     if stages is None:
-        lists = [len(s) for s in (request.forward, request.backward) if len(s) > 1]
-        stages = lists[0] if lists else (ranks or _USUAL_RANKS) * usual
+        stages = (ranks or _USUAL_RANKS) * kind.usual_stages
     if ranks is None:
-        ranks = max(1, stages // usual)
+        ranks = max(1, stages // kind.usual_stages)
     kind.check(ranks, stages)
     return ranks, stages
 
@@ -119,21 +99,19 @@ def _of_each_stage(seconds: tuple[float, ...], ranks: int, stages: int) -> tuple
     return seconds if len(seconds) > 1 else (seconds[0] * ranks / stages,) * stages
 
 
-def _table(rows: Sequence[SchedulePicture]) -> Table:
+def _table(rows: Mapping[str, ScheduleTimeline | str]) -> Table:
+    """A table of schedules, each with its figures or the reason for having none."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("schedule", no_wrap=True)
     for heading in ("ranks", "stages", "step", "bubble"):
         table.add_column(heading, justify="right", no_wrap=True)
-    if any(row.reason for row in rows):
+    if any(isinstance(row, str) for row in rows.values()):
         table.add_column("", overflow="fold")
-    for row in rows:
-        table.add_row(row.name, *_cells(row), escape(row.reason))
+    for name, row in rows.items():
+        if isinstance(row, str):
+            table.add_row(name, *[""] * 4, escape(row))
+            continue
+        stages = sum(len(figures.stages) for figures in row.ranks)
+        figures = (seconds_text(row.step_seconds), percent(row.bubble_share))
+        table.add_row(name, str(row.num_ranks), str(stages), *figures)
     return table
-
-
-def _cells(row: SchedulePicture) -> list[str]:
-    picture = row.picture
-    if picture is None:
-        return [""] * 4
-    figures = [seconds_text(picture.step_seconds), percent(picture.bubble_share)]
-    return [str(picture.num_ranks), str(row.stages), *figures]

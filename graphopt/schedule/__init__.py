@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from graphopt.errors import ScheduleError
 from graphopt.schedule.collectives_table import collectives_text
-from graphopt.schedule.deferral import defer_products, hasten
 from graphopt.schedule.granularity import collectives_by_cost
-from graphopt.schedule.launch_order import LaunchOrder, Send, apply_launch_order, hold_back
 from graphopt.schedule.order import Schedule, apply_schedule
 from graphopt.schedule.overlap import overlap_schedule
 from graphopt.schedule.program import Message, Program, program_of
@@ -20,20 +18,14 @@ from graphopt.schedule.timeline import Timeline
 __all__ = [
     "CollectiveSlot",
     "ComputeSlot",
-    "LaunchOrder",
     "Message",
     "Program",
     "Schedule",
     "ScheduleError",
-    "Send",
     "Timeline",
-    "apply_launch_order",
     "apply_schedule",
     "collectives_by_cost",
     "collectives_text",
-    "defer_products",
-    "hasten",
-    "hold_back",
     "overlap_schedule",
     "program_of",
     "simulate",

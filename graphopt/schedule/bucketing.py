@@ -54,11 +54,6 @@ def bucket_kind(launch: fx.Node) -> BucketKind | None:
 
     Such are all collectives but gathers and reduce-scatters, and those whose size is dynamic, that
     send no element, or whose result is not read through one wait alone.
-
-    >>> from graphopt.comm import get_all_comm_blocks
-    >>> from graphopt.schedule.bucketing import bucket_kind
-    >>> [bucket_kind(block.comm_node) for block in get_all_comm_blocks(gm)]  # all-reduces
-    [None, None]
     """
     if not is_collective(launch) or kind_of(launch) not in _OF_SEVERAL:
         return None
@@ -78,13 +73,6 @@ def check_bucket(bucket: Sequence[fx.Node]) -> None:
 
     Raises:
         ScheduleError: fewer than two, of several kinds, or of a kind that is in no bucket.
-
-    >>> from graphopt.comm import get_all_comm_blocks
-    >>> from graphopt.schedule.bucketing import check_bucket
-    >>> check_bucket([block.comm_node for block in get_all_comm_blocks(gm)])
-    Traceback (most recent call last):
-    ...
-    graphopt.errors.ScheduleError: ...
     """
     if len(bucket) < 2:
         raise ScheduleError("a bucket has at least two members")

@@ -42,13 +42,6 @@ class Send:
         nbytes: that a rank sends.
         due: position in the graph of the first node of the next iteration that needs it.
         now: whether some rank waits for it within the step.
-
-    >>> from graphopt.comm import get_all_comm_blocks
-    >>> from graphopt.schedule import Send
-    >>> launches = [block.comm_node for block in get_all_comm_blocks(gm)]
-    >>> sends = [Send(launch, nbytes=8, due=due) for due, launch in enumerate(launches)]
-    >>> [send.due for send in sends]
-    [0, 1]
     """
 
     launch: fx.Node
@@ -61,13 +54,6 @@ class Send:
 class LaunchOrder:
     """An order of sends: first those that go as they are made, then those held back, most urgent
     first.
-
-    >>> from graphopt.comm import get_all_comm_blocks
-    >>> from graphopt.schedule import LaunchOrder, Send
-    >>> launches = [block.comm_node for block in get_all_comm_blocks(gm)]
-    >>> sends = [Send(launch, nbytes=8, due=due) for due, launch in enumerate(launches)]
-    >>> [send.due for send in LaunchOrder((sends[1],), (sends[0],)).sends]
-    [1, 0]
     """
 
     at_once: tuple[Send, ...]
@@ -86,14 +72,6 @@ def hold_back(sends: Sequence[Send], share: float) -> LaunchOrder:
     Args:
         sends: in the order in which the backward makes what they send.
         share: of all bytes, from 0 to below 1.
-
-    >>> from graphopt.comm import get_all_comm_blocks
-    >>> from graphopt.schedule import Send, hold_back
-    >>> launches = [block.comm_node for block in get_all_comm_blocks(gm)]
-    >>> sends = [Send(launch, nbytes=8, due=due) for due, launch in enumerate(launches)]
-    >>> order = hold_back(sends, share=0.5)
-    >>> len(order.at_once), len(order.held)
-    (1, 1)
     """
     held: list[Send] = []
     owed = 0.0
@@ -107,15 +85,6 @@ def hold_back(sends: Sequence[Send], share: float) -> LaunchOrder:
 
 
 def apply_launch_order(order: LaunchOrder) -> None:
-    """Moves the launches held back behind the last one that is not.
-
-    >>> from graphopt.comm import get_all_comm_blocks
-    >>> from graphopt.schedule import Send, apply_launch_order, hold_back
-    >>> launches = [block.comm_node for block in get_all_comm_blocks(gm)]
-    >>> sends = [Send(launch, nbytes=8, due=due) for due, launch in enumerate(launches)]
-    >>> apply_launch_order(hold_back(sends, share=0.0))
-    >>> [block.comm_node for block in get_all_comm_blocks(gm)] == launches
-    True
-    """
+    """Moves the launches held back behind the last one that is not."""
     if order.held:
         move_after([send.launch for send in order.held], order.at_once[-1].launch)

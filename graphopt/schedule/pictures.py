@@ -17,6 +17,9 @@ _MOST_BLOCKS = 3000
 """The most compute blocks on a page; more would be narrower than a pixel."""
 _NAMES_SHOWN = 4
 
+PARAMETERS = "parameters"
+"""The label of the fact that takes most room."""
+
 
 def chrome_trace(timeline: SimulatedStep) -> str:
     """Returns JSON in the trace event format, with one thread for compute and one for each
@@ -30,7 +33,7 @@ def chrome_trace(timeline: SimulatedStep) -> str:
                 slot.start - begin,
                 slot.end - slot.start,
                 "exposed" if slot.exposed else "hidden",
-                dict(_facts(slot)),
+                facts_of(slot),
             )
             for slot in timeline.collectives
             if slot.message.group == group
@@ -57,7 +60,8 @@ def page(timeline: SimulatedStep) -> str:
         {"name": name, "blocks": [[b.kind, b.start, b.seconds, b.hover, None, ""] for b in blocks]}
         for name, blocks in _lanes(timeline)
     ]
-    heads, rows = _table(timeline)
+    facts = [facts_of(slot) for slot in timeline.collectives]
+    heads, rows = list(facts[0]) if facts else [], [list(each.values()) for each in facts]
     return lanes_page("Simulated step", summary, drawn, table="collectives", heads=heads, rows=rows)
 
 
@@ -112,23 +116,26 @@ def _compute_block(timeline: SimulatedStep, run: Sequence[ComputeSlot]) -> _Bloc
 
 
 def _block(timeline: SimulatedStep, slot: CollectiveSlot) -> _Block:
-    facts = "\n".join(f"{name}: {value}" for name, value in _facts(slot))
-    hover = f"%{slot.message.launch.name}\n{facts}"
+    hover = "\n".join(f"{name}: {value}" for name, value in facts_of(slot).items())
     kind = "exposed" if slot.exposed else "hidden"
     begin = slot.start - timeline.begin
     return _Block(kind, begin, slot.end - slot.start, hover, slot.message.launch)
 
 
-def _facts(slot: CollectiveSlot) -> Iterator[tuple[str, str]]:
-    """Yields labels and values that describe a collective."""
+def facts_of(slot: CollectiveSlot) -> dict[str, str]:
+    """Returns what describes a collective, as texts by label; tables have them as columns."""
     message = slot.message
-    yield "collective", message.kind
-    yield "bytes", readable_bytes(message.nbytes)
-    yield "parameters", parameters_text(message.parameters)
-    yield "time", _milliseconds(slot.end - slot.start)
-    yield "queued", _milliseconds(slot.start - slot.launched)
-    yield "exposed", _milliseconds(slot.exposed)
-    yield "waited for by", reader_text(slot)
+    return {
+        "launch": f"%{message.launch.name}",
+        "collective": message.kind,
+        "group": message.group,
+        "bytes": readable_bytes(message.nbytes),
+        PARAMETERS: parameters_text(message.parameters),
+        "time": _milliseconds(slot.end - slot.start),
+        "queued": _milliseconds(slot.start - slot.launched),
+        "exposed": _milliseconds(slot.exposed),
+        "waited for by": reader_text(slot),
+    }
 
 
 def parameters_text(names: Sequence[str]) -> str:
@@ -144,15 +151,6 @@ def reader_text(slot: CollectiveSlot) -> str:
     if reader is None:
         return "nobody"
     return f"%{reader.name}" + (", one iteration later" if slot.message.lag else "")
-
-
-def _table(timeline: SimulatedStep) -> tuple[list[str], list[list[str]]]:
-    heads = ["launch", "collective", "bytes", "parameters", "time", "queued", "exposed", "reader"]
-    rows = [
-        [f"%{slot.message.launch.name}", *(value for _, value in _facts(slot))]
-        for slot in timeline.collectives
-    ]
-    return heads, rows
 
 
 def _groups(timeline: SimulatedStep) -> list[str]:

@@ -7,24 +7,15 @@ from typing import Any
 
 from torch import fx
 
-from graphopt.graph_utils import is_collective
 from graphopt.ir.metadata import has_value, input_name, modules_of, provenance_of, source_line
 from graphopt.iter_graph import IterGraph
 from graphopt.manager import PassRecord, records_of
-from graphopt.readable.columns import readable_bytes
 from graphopt.readable.listing import MARKS
 from graphopt.readable.plain_text import summary
 from graphopt.readable.rows import row_of, target_text, title_of
-from graphopt.schedule.pictures import lanes_of, parameters_text, reader_text
-from graphopt.schedule.simulated_step import CollectiveSlot
+from graphopt.schedule.pictures import PARAMETERS, facts_of, lanes_of
 from graphopt.schedule.simulator import simulate
-from graphopt.schedule.timeline import Timeline
 
-HEADS = (
-    "launch", "operator", "arguments", "group", "bytes", "parameters", "time", "queued", "exposed",
-    "waited for by",
-)  # fmt: skip
-_PARAMETERS = HEADS.index("parameters")
 _LONGEST = 400
 """Characters of a call."""
 
@@ -40,6 +31,9 @@ def contents_of(
     """
     timeline = simulate(gm) if _can_be_simulated(gm.graph) else None
     nodes = _Nodes(gm.graph)
+    slots = () if timeline is None else timeline.collectives
+    facts = [facts_of(slot) for slot in slots]
+    heads = list(facts[0]) if facts else []
     return {
         "title": title,
         "summary": next(summary(gm.graph)),
@@ -48,9 +42,12 @@ def contents_of(
         "phases": nodes.phases.values,
         "modules": nodes.modules.values,
         "places": nodes.places.values,
-        "collectives": [] if timeline is None else list(_collectives(timeline, nodes.index)),
-        "heads": HEADS,
-        "wide": _PARAMETERS,
+        "collectives": [
+            {"node": nodes.index[slot.message.launch], "cells": list(fact.values())}
+            for slot, fact in zip(slots, facts, strict=True)
+        ],
+        "heads": heads,
+        "wide": heads.index(PARAMETERS) if heads else -1,
         "table": "",
         "passes": list(_passes(records_of(gm), diffs or {})),
         "lanes": [] if timeline is None else list(lanes_of(timeline, nodes.index)),
@@ -123,25 +120,6 @@ def _module(node: fx.Node) -> str:
         return (input_name(node) or "").rpartition(".")[0]
     modules = modules_of(node)
     return str(list(modules.values())[-1][0]) if modules else ""
-
-
-def _collectives(timeline: Timeline, index: Mapping[fx.Node, int]) -> Iterator[dict[str, Any]]:
-    for slot in timeline.collectives:
-        yield {"node": index[slot.message.launch], "cells": list(_cells(slot))}
-
-
-def _cells(slot: CollectiveSlot) -> Iterator[str]:
-    message, launch = slot.message, slot.message.launch
-    assert is_collective(launch)
-    yield f"%{launch.name}"
-    yield target_text(launch)
-    yield ", ".join(str(value) for value in launch.args[1:-1] if not isinstance(value, fx.Node))
-    yield message.group
-    yield readable_bytes(message.nbytes)
-    yield parameters_text(message.parameters)
-    for seconds in (slot.end - slot.start, slot.start - slot.launched, slot.exposed):
-        yield f"{1e3 * seconds:.3f} ms"
-    yield reader_text(slot)
 
 
 def _passes(

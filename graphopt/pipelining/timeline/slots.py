@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -58,7 +57,6 @@ class RankFigures:
         stages: the stages that it ran.
         busy, idle: together the step.
         bubble_share: `idle` as a share of the step.
-        by_kind: `busy` divided by what was run.
     """
 
     rank: int
@@ -66,7 +64,6 @@ class RankFigures:
     busy: float
     idle: float
     bubble_share: float
-    by_kind: dict[Kind, float]
 
 
 @dataclass(frozen=True)
@@ -137,16 +134,12 @@ class ScheduleTimes:
         return (max(busy) - sum(busy) / len(busy)) / self.step_seconds
 
     def _figures(self, rank: int, slots: tuple[Slot, ...]) -> RankFigures:
-        by_kind: defaultdict[Kind, float] = defaultdict(float)
-        for slot in slots:
-            by_kind[slot.kind] += slot.seconds
         # Rounding must not make an idle time of less than nothing.
-        idle = max(0.0, self.step_seconds - sum(by_kind.values()))
+        idle = max(0.0, self.step_seconds - sum(slot.seconds for slot in slots))
         return RankFigures(
             rank=rank,
             stages=tuple(sorted({slot.stage for slot in slots})),
             busy=self.step_seconds - idle,
             idle=idle,
             bubble_share=idle / self.step_seconds if self.step_seconds else 0.0,
-            by_kind=dict(by_kind),
         )
