@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,6 @@ import torch
 import torch.distributed as dist
 from emulated_link import set_rate
 from ranks import WARM_UP_STEPS, paired, slowest
-from rich.console import Console
 from rich.table import Table
 from spread import Figures, spread
 from step_models import FORMS, MODELS, average_of, drawn_batch
@@ -202,17 +200,24 @@ def timed(variant: Variant, batches: Batches) -> float:
     return (time.perf_counter() - start) / len(batches)
 
 
-def differences(made: dict[str, Variant]) -> dict[str, float]:
+def differences(made: dict[str, Any]) -> dict[str, float]:
     """The largest difference of any parameter to DDP's, by variant."""
-    reference = made.get(DDP_DEFAULT)
-    if not isinstance(reference, Training):
+    reference = next((v for n, v in made.items() if n.startswith("DDP,")), None)
+    if reference is None:
         return {}
     found = {}
     for name, variant in made.items():
-        if isinstance(variant, Training) and name != COMPUTE:
-            pairs = zip(variant.model.parameters(), reference.model.parameters(), strict=True)
-            found[name] = max(float((a - b).abs().max()) for a, b in pairs)
+        if not hasattr(variant, "model") or name == COMPUTE:
+            continue
+        pairs = zip(variant.model.parameters(), reference.model.parameters(), strict=True)
+        found[name] = max(float((whole(a) - whole(b)).abs().max()) for a, b in pairs)
     return found
+
+
+def whole(tensor: Any) -> Tensor:
+    """The whole tensor, gathered on all ranks."""
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found.detach()
 
 
 def work(task: Figures, folder: Path) -> None:
@@ -340,13 +345,7 @@ def main() -> None:
     options = parse()
     if ranks.works(options, work):
         return
-    rows: list[Figures] = []
-    with ranks.failures_shown():
-        for row in measure(options):
-            Console().print(table(row))
-            rows.append(row)
-    if options.json:
-        options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2))
+    ranks.tabulate(options, measure(options), table)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,6 @@ import ranks
 import torch
 import torch.distributed as dist
 from emulated_link import set_rate
-from rich.console import Console
 from rich.table import Table
 from spread import Figures
 from torch import Tensor, nn
@@ -165,18 +163,17 @@ def measure(options: argparse.Namespace) -> Iterator[Figures]:
             yield {"model": model, **event}
 
 
-def table(rows: list[Figures]) -> Table:
-    """The table of predicted over measured seconds."""
+def table(row: Figures) -> Table:
+    """The table of predicted over measured seconds of one model on one link."""
     made = Table(
-        *("model", "Mbit/s", "comm. / compute", "step", "predicted, ms", "measured, ms", "ratio"),
-        title="graphopt estimate beside measured steps, two emulated hosts",
+        *("step", "predicted, ms", "measured, ms", "ratio"),
+        title=f"{row['model']}, two hosts, {row['rate'] / 1e6:.0f} Mbit/s, communication / compute"
+        f" set to {row['ratio']:g}",
     )
-    for row in rows:
-        for name, measured in row["measured"].items():
-            predicted = row["predicted"][name]
-            link = (row["model"], f"{row['rate'] / 1e6:.0f}", f"{row['ratio']:g}")
-            seconds = (f"{1e3 * predicted:.0f}", f"{1e3 * measured:.0f}")
-            made.add_row(*link, name, *seconds, f"{predicted / measured:.2f}")
+    for name, measured in row["measured"].items():
+        predicted = row["predicted"][name]
+        seconds = (f"{1e3 * predicted:.0f}", f"{1e3 * measured:.0f}")
+        made.add_row(name, *seconds, f"{predicted / measured:.2f}")
     return made
 
 
@@ -195,11 +192,7 @@ def main() -> None:
     options = parser.parse_args()
     if ranks.works(options, work):
         return
-    with ranks.failures_shown():
-        rows = list(measure(options))
-    Console().print(table(rows))
-    if options.json:
-        options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2))
+    ranks.tabulate(options, measure(options), table)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,17 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from emulated_link import SlowLink
+from rich.console import Console
+from rich.table import Table
 from spread import Figures
 
 from graphopt.demo import DemoError
@@ -55,6 +58,19 @@ def failures_shown() -> Iterator[None]:
         yield
     except DemoError as error:
         sys.exit(str(error))
+
+
+def tabulate(
+    options: argparse.Namespace, rows: Iterable[Figures], table: Callable[[Figures], Table]
+) -> None:
+    """Prints a table for each row of figures, and writes all rows where `--json` says."""
+    found = []
+    with failures_shown():
+        for row in rows:
+            Console(width=max(150, Console().width)).print(table(row))
+            found.append(row)
+    if options.json:
+        options.json.write_text(json.dumps({"torch": torch.__version__, "rows": found}, indent=2))
 
 
 def run_work(

@@ -18,7 +18,6 @@ Rounds end when `--minutes` are over.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import threading
 import time
@@ -31,7 +30,17 @@ from typing import Any
 import ranks
 import torch
 import torch.distributed as dist
-from overlap import AdjustedLink, Communication, Training, link_bits, link_rate, timed
+from overlap import (
+    COMMUNICATION,
+    COMPUTE,
+    AdjustedLink,
+    Communication,
+    Training,
+    differences,
+    link_bits,
+    link_rate,
+    timed,
+)
 from ranks import WARM_UP_STEPS, paired, slowest
 from rich.console import Console
 from rich.table import Table
@@ -47,7 +56,6 @@ from graphopt.demo.launch import Event, Reporter
 
 Makers = dict[str, Callable[[], Any]]
 
-COMPUTE, COMMUNICATION = "compute alone", "communication alone"
 OPTIMIZER = "DDP + ZeroRedundancyOptimizer"
 
 
@@ -185,26 +193,6 @@ def state_bytes(variant: Any) -> tuple[int, int]:
     )
 
 
-def differences(made: dict[str, Any]) -> dict[str, float]:
-    """The largest difference of any parameter to DDP's, by variant."""
-    reference = next((v for n, v in made.items() if n.startswith("DDP,")), None)
-    if reference is None:
-        return {}
-    found = {}
-    for name, variant in made.items():
-        if not hasattr(variant, "model") or name == COMPUTE:
-            continue
-        pairs = zip(variant.model.parameters(), reference.model.parameters(), strict=True)
-        found[name] = max(float((whole(a) - whole(b)).abs().max()) for a, b in pairs)
-    return found
-
-
-def whole(tensor: Any) -> Tensor:
-    """The whole tensor, gathered on all ranks."""
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found.detach()
-
-
 @record
 def work(task: Figures, folder: Path) -> None:
     """Runs the task of one emulated host."""
@@ -315,13 +303,7 @@ def main() -> None:
     options = parse()
     if ranks.works(options, work):
         return
-    rows = []
-    with ranks.failures_shown():
-        for row in measure(options):
-            Console(width=150).print(table(row))
-            rows.append(row)
-    if options.json:
-        options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2))
+    ranks.tabulate(options, measure(options), table)
 
 
 if __name__ == "__main__":
