@@ -193,7 +193,7 @@ def _imported_files(module: str, file: Path) -> set[tuple[str, str]] | None:
             finder.run_script(str(file))
         else:
             finder.import_hook(module)
-        files = {name: each.__file__ for name, each in finder.modules.items()}
+        files = {name: vars(each)["__file__"] for name, each in finder.modules.items()}
         found = {(name, _digest(Path(path))) for name, path in files.items() if path}
     except Exception:  # whatever reading and compiling the files raises
         return None
