@@ -15,7 +15,7 @@ from graphopt.graph_utils import find_nodes, get_outputs, is_collective, is_oper
 from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.manager import PassRegistry
 from graphopt.verify import check_equivalence, late_work
-from graphopt.verify.graph_copies import is_copy_of
+from graphopt.verify.equivalence import _is_copy_of as is_copy_of
 from graphopt.verify.symbolic import evaluation
 from sketch import one_rank
 from zoo import MODELS, OPTIMIZERS, train_step
