@@ -109,11 +109,6 @@ def measure(
         GraphOptError: the model is not among the arguments of a step on several ranks.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks > 1 and not any(isinstance(argument, nn.Module) for argument in calls.arguments):
-        raise GraphOptError(
-            "on several ranks the step is compared with DistributedDataParallel, so that its model"
-            " has to be among its arguments: train_step(model, optimizer, …)"
-        )
     made = dict(_variants(calls, ranks, inductor))
     device = _device(made)
     for name, variant in list(made.items()):
@@ -142,9 +137,15 @@ def measure(
 
 
 def _variants(calls: StepCalls, ranks: int, inductor: bool) -> Iterator[tuple[str, Variant]]:
+    has_models = any(isinstance(argument, nn.Module) for argument in calls.arguments)
+    if ranks > 1 and not has_models:
+        raise GraphOptError(
+            "on several ranks the step is compared with DistributedDataParallel, so that its model"
+            " has to be among its arguments: train_step(model, optimizer, …)"
+        )
     if ranks == 1:
         yield EAGER, _variant(calls, calls.function)
-        if inductor:
+        if inductor and has_models:
             yield TORCH, _variant(calls, calls.function, lambda model: torch.compile(model))
     else:
         yield COMPUTE, _variant(calls, calls.function)
