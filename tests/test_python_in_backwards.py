@@ -4,15 +4,18 @@ program's. All of it finds what lies outside, as code of the forward does."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import graphopt
+from gloo import Pool
 from graphopt.ir.bits import same_bits
 
 SCALE = torch.tensor([1.0, 0.5, 2.0, 0.25])
@@ -187,3 +190,123 @@ def test_as_in_eager_code(loss: Callable[[Net, Tensor], Tensor]) -> None:
     assert len(ours) == len(theirs)
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         assert same_bits(mine, other), (number, mine, other)
+
+
+# Checkpoints that run a backward within a backward, on several ranks
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, way: Callable[[Layers, Tensor], Tensor]) -> Tensor:
+        return way(self, self.layers[0](x))
+
+    def half(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.drop(self.layers[2](torch.tanh(self.layers[1](x)))))
+
+
+def _reentrantly(function: Any, *args: Tensor) -> Tensor:
+    found: Tensor = checkpoint(function, *args, use_reentrant=True)
+    return found
+
+
+def of_middle(model: Layers, x: Tensor) -> Tensor:
+    return model.layers[3](_reentrantly(model.half, x)) + x
+
+
+def of_last(model: Layers, x: Tensor) -> Tensor:
+    return _reentrantly(lambda h: model.layers[3](model.half(h)), x)
+
+
+def of_one_in_another(model: Layers, x: Tensor) -> Tensor:
+    return _reentrantly(lambda h: model.layers[3](_reentrantly(model.half, h) * h), x)
+
+
+def of_one_behind_another(model: Layers, x: Tensor) -> Tensor:
+    parts = [*model.layers[1:], nn.Tanh()]
+    return checkpoint_sequential(nn.Sequential(*parts), 3, x, use_reentrant=True)
+
+
+def of_a_parameter_given(model: Layers, x: Tensor) -> Tensor:
+    weight = model.layers[3].weight
+    return (
+        _reentrantly(lambda h, w: torch.tanh(h @ w), model.half(x), weight) + model.layers[3].bias
+    )
+
+
+def of_one_among_others(model: Layers, x: Tensor) -> Tensor:
+    inner = _reentrantly(model.layers[1], x)
+    outer: Tensor = checkpoint(lambda h: model.layers[2](h) * inner, x, use_reentrant=False)
+    return model.layers[3](outer)
+
+
+REENTRANT = [
+    of_middle,
+    of_last,
+    of_one_in_another,
+    of_one_behind_another,
+    of_a_parameter_given,
+    of_one_among_others,
+]
+ENDINGS = ["plain", "clipped", "twice", "twice, watched between", "twice, hooked"]
+
+
+def _halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def _trained_on(rank: int, ranks: int, way: Any, ending: str, compiled: bool) -> list[Tensor]:
+    torch.manual_seed(3)
+    model = Layers()
+    net: Any = model
+    if not compiled:
+        net = DistributedDataParallel(model, bucket_cap_mb=1e-6 if ranks > 2 else 25)
+    if ending == "twice, hooked":
+        model.layers[1].weight.register_post_accumulate_grad_hook(_halve)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        averages_once = ending == "twice" and not compiled  # docs/exactness.md
+        with net.no_sync() if averages_once else nullcontext():
+            loss = net(x, way).square().mean()
+            loss.backward()
+        if ending.startswith("twice"):
+            if ending == "twice, watched between":
+                loss = loss + model.layers[2].weight.grad.norm()
+            net(x + 1.0, way).square().mean().backward()
+        if ending == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        return loss.detach()
+
+    run: Any = graphopt.compile(step, pipeline="none" if ranks > 2 else "default")
+    torch.manual_seed(rank)
+    losses = [(run if compiled else step)(torch.randn(3, 4)) for _ in range(3)]
+    if compiled:
+        run.flush()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [*losses, *(p.detach() for p in model.parameters()), *gradients, torch.rand(1)]
+
+
+def _compare_reentrant(rank: int, ranks: int, ending: str) -> None:
+    for way in REENTRANT:
+        theirs = _trained_on(rank, ranks, way, ending, compiled=False)
+        ours = _trained_on(rank, ranks, way, ending, compiled=True)
+        assert len(ours) == len(theirs)
+        assert all(map(same_bits, ours, theirs)), (way.__name__, ours, theirs)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_reentrant_checkpoints_on_two_ranks(two_ranks: Pool, ending: str) -> None:
+    two_ranks.run(_compare_reentrant, 2, ending)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_reentrant_checkpoints_on_three_ranks(three_ranks: Pool, ending: str) -> None:
+    three_ranks.run(_compare_reentrant, 3, ending)

@@ -164,13 +164,13 @@ class Redirect(TorchFunctionMode):
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in first_gradients.ACCESSES and self._is_back:
-            self._shared.refuse_reading()
+            self._shared.refuse_reading(args[0])
         elif func in first_gradients.ACCESSES:
             self.first_gradients.note(func, args[0])
             self._shared.mark()
         elif func in _BACKWARDS:
             check_anomalies()
-            if not self._is_out:
+            if not self._is_out and not self._is_back:
                 self._shared.begin_backward()
             before, self._is_out = self._is_out, True
             try:

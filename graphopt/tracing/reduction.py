@@ -125,13 +125,13 @@ class GradientMarker:
             self.mark_ready()
         self.earlier = frozenset(self.ready)
 
-    def refuse_reading(self) -> None:
-        """A hook reads a gradient while a backward runs.
+    def refuse_reading(self, tensor: torch.Tensor) -> None:
+        """A hook reads the gradient of a tensor while a backward runs.
 
         Raises:
-            CaptureError: it may be one that an earlier backward has left.
+            CaptureError: the tensor is a parameter, and an earlier backward has left gradients.
         """
-        if self.earlier:
+        if self.earlier and any(each is tensor for each in self.parameters.values()):
             raise CaptureError(
                 "it reads a gradient while a second backward runs, before which the gradients of"
                 " the first one have not been averaged over the ranks",

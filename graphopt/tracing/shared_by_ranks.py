@@ -75,14 +75,14 @@ class SharedByRanks:
             self._marker.mark_ready()
 
     def begin_backward(self) -> None:
-        """A backward begins."""
+        """A backward begins that no other one runs, as that of a reentrant checkpoint is run."""
         if self._marker is not None:
             self._marker.begin_backward()
 
-    def refuse_reading(self) -> None:
-        """The step looks at a gradient while a backward runs."""
+    def refuse_reading(self, tensor: torch.Tensor) -> None:
+        """The step looks at the gradient of a tensor while a backward runs."""
         if self._marker is not None:
-            self._marker.refuse_reading()
+            self._marker.refuse_reading(tensor)
 
     def finish(self) -> tuple[str, ...]:
         """The step is over. Returns the parameters with marked gradients, in the order they were
