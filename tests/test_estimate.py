@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import Result
+from rich.console import Console
 from typer.testing import CliRunner
 
 from graphopt import cli
 from graphopt.errors import GraphOptError
+from graphopt.estimate.measure import MeasuredVariants, Variant, process_group
 from graphopt.estimate.predict import Prediction, captured_for_ranks, network_named, slowdown_of
-from graphopt.estimate.tables import prediction_advice
+from graphopt.estimate.tables import measurement_table, prediction_advice, prediction_table
 from graphopt.estimate.target import find_step
 
 SCRIPT = """
@@ -139,6 +141,38 @@ def test_where_it_is_not_worth_it_the_advice_says_so(
 ) -> None:
     found = Prediction(8, compute, communication, {25.0: 1.5, 1.0: 1.2}, ours, (1, 1))
     assert said in prediction_advice([found])
+
+
+def test_tables_fit_80_columns() -> None:
+    """Slow steps of large models too: nothing is cut off or wrapped."""
+    names = ["compute alone", "DDP, 25 MB", "DDP, 1 MB", "graphopt, default", "graphopt, Inductor"]
+    differences = dict.fromkeys(names, 1.2345e-7)
+    variants = {
+        name: Variant(print, (), [], [1.234 + n, 1.3 + n, 1.31], 123.4, 40 << 30)
+        for n, name in enumerate(names)
+    }
+    found = MeasuredVariants(variants, "DDP, 25 MB", differences, 8, torch.device("cuda"))
+    times = {25.0: 1.234, 4.0: 1.234, 1.0: 1.234}
+    prediction = Prediction(1024, 1.234, 1.234, times, 0.00123, (1 << 30, 3 << 40))
+    for table, rows in (
+        (measurement_table(found), names),
+        (prediction_table([prediction], "infiniband"), ["1024"]),
+    ):
+        console = Console(width=80, no_color=True)
+        with console.capture() as captured:
+            console.print(table)
+        lines = captured.get().splitlines()
+        assert len(lines) == 2 + len(rows), lines
+        assert all(any(name in line for line in lines) for name in rows)
+        assert max(map(len, lines)) <= 80 and "…" not in captured.get()
+
+
+def test_fewer_gpus_than_ranks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(GraphOptError, match="torch sees 2"), process_group():
+        raise AssertionError("no device may be given out")
 
 
 def test_one_process_is_measured_against_eager(script: Path) -> None:

@@ -99,6 +99,82 @@ def test_numbers_that_differ_are_shown() -> None:
     assert "aten.addmm.default gets alpha=2, before it was 1" in refusal(scale, arguments())
 
 
+def square_arguments(make: Callable[..., Any] = torch.optim.SGD, **options: Any) -> tuple[Any, ...]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    return model, make(model.parameters(), lr=0.1, **options), torch.randn(4, 4)
+
+
+@pytest.mark.parametrize("numerics", [False, True])
+def test_operands_that_are_exchanged_are_shown(numerics: bool) -> None:
+    edited: list[str] = []
+
+    def exchange(gm: fx.GraphModule) -> None:
+        node = calls(gm, "aten::mm")[0]
+        node.args = node.args[1], node.args[0]
+        edited.append(node.name)
+
+    message = said(exchange, square_arguments(), numerics)
+    assert f"the pass edited %{edited[0]}" in message
+    now, before = re.findall(rf"%{edited[0]} = aten.mm.default\((.*?)\)", message)[-2:]
+    assert now.split(", ") == before.split(", ")[::-1]
+
+
+@pytest.mark.parametrize("numerics", [False, True])
+def test_a_slice_of_a_bucket_that_is_another_is_named(numerics: bool) -> None:
+    """Both weights have the same shape."""
+    edited: list[str] = []
+
+    def take_another(gm: fx.GraphModule) -> None:
+        (split,) = calls(gm, "aten::split_with_sizes")
+        slices = {node.meta["val"].shape: node for node in split.users}
+        for node in split.users:
+            other = slices[node.meta["val"].shape]
+            if other is not node:
+                node.args = split, other.args[1]
+                edited.append(node.name)
+                return
+
+    with fake_ranks(2):
+        message = said(take_another, square_arguments(), numerics, after="comm_fusion_with_concat")
+    assert f"%{edited[0]}" in message
+
+
+def test_a_copy_to_itself_is_named() -> None:
+    def copy_itself(gm: fx.GraphModule) -> None:
+        node = calls(gm, "aten::copy_")[0]
+        node.args = node.args[0], node.args[0]
+
+    args = arguments(torch.optim.AdamW, foreach=False)
+    assert said(copy_itself, args).splitlines()[0].count("%copy__default") == 1
+
+
+@pytest.mark.parametrize("numerics", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_gradients_that_are_averaged_twice_are_said_to_be(make: Any, numerics: bool) -> None:
+    def average_again(gm: fx.GraphModule) -> None:
+        for block in get_all_comm_blocks(gm, "all_reduce"):
+            (wait,) = block.wait_nodes
+            with gm.graph.inserting_after(wait):
+                half = call_function_with_meta(gm.graph, aten.div.Tensor, (wait, 2), like=wait)
+            wait.replace_all_uses_with(half, delete_user_cb=lambda user, h=half: user is not h)
+
+    with fake_ranks(2):
+        message = said(average_again, arguments(make), numerics)
+    assert "%div_tensor" in message and "aten.div.Tensor(%wait_tensor" in message
+    if numerics:
+        assert "an average over 2 ranks is divided by 2 twice?" in message
+
+
+def said(function: Any, args: Any, numerics: bool = False, **options: Any) -> str:
+    """What `check_pass` says of a pass; numbers decide where it changes them."""
+    pass_ = graphopt.graph_optimization_pass(registry=PassRegistry(), changes_numerics=numerics)(
+        function
+    )
+    with pytest.raises((graphopt.GraphOptError, AssertionError)) as caught:
+        check_pass(train_step, args, pass_, idempotent=False, **options)
+    return str(caught.value)
+
+
 def test_an_operator_that_works_in_place_is_named() -> None:
     def in_place(gm: fx.GraphModule) -> None:
         (node,) = calls(gm, "aten::gelu")

@@ -58,8 +58,8 @@ def measurement_table(found: MeasuredVariants) -> Table:
     """A table with one row per variant."""
     turns = len(found.variants[found.baseline].seconds)
     title = f"Measured step on {_where(found)}, {turns} turns"
-    table = _table(title)
-    table.add_column("")
+    table = _table(title, gap=1)
+    table.add_column("", no_wrap=True)
     other = "eager" if found.baseline == EAGER else "DDP"
     for heading in (f"/ {other}", "ms", "exposed", "1st call", "MiB", "differs"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -92,15 +92,15 @@ def measurement_advice(found: MeasuredVariants) -> str:
     return f"Use {fastest}: {ratio:.2f} of {other}, the best of the others, with {exact}."
 
 
-def _table(title: str) -> Table:
+def _table(title: str, gap: int = 2) -> Table:
     return Table(
-        title=title, title_style="bold", title_justify="left", box=None, padding=(0, 2, 0, 0)
+        title=title, title_style="bold", title_justify="left", box=None, padding=(0, gap, 0, 0)
     )
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as text in milliseconds, such as ``12.3``."""
-    return f"{1e3 * seconds:.3g}"
+    """Seconds as text in milliseconds, such as ``12.3`` or ``1234``."""
+    return f"{1e3 * seconds:.3g}" if seconds < 0.9995 else f"{1e3 * seconds:.0f}"
 
 
 def _ratio(one: Variant, other: Variant) -> str:

@@ -14,6 +14,7 @@ from graphopt import _compat
 from graphopt.errors import GraphOptError, PassError, VerificationError
 from graphopt.manager.callbacks import PassContext
 from graphopt.manager.declaration import Pass
+from graphopt.manager.edits import Edits
 from graphopt.manager.options import PassArgumentError
 from graphopt.manager.problems import Refused
 from graphopt.manager.reproducers import saved
@@ -28,12 +29,18 @@ _SHOWN = 4
 
 
 def refusal(
-    context: PassContext, refused: Refused, folder: Path, trial: str | None = None
+    context: PassContext,
+    refused: Refused,
+    folder: Path,
+    trial: str | None = None,
+    made: Edits | None = None,
 ) -> VerificationError | PassError:
     """Builds the error for a refused pass. The graph must already be restored.
 
     Args:
         trial: what random inputs say of what the pass left.
+        made: the nodes that the pass edited, which the first line names where another shows first
+            that values differ.
         folder: for reproducers.
     """
     error_type = VerificationError if refused.broken else PassError
@@ -41,7 +48,22 @@ def refusal(
     problems = refused.problems
     if trial is not None and trial.startswith(DIFFERENT):
         problems = tuple(map(_without_declaration, problems))
-    return error_type(_text(head, problems, context, folder, trial=trial))
+    changed = None
+    if made is not None and made.names and not _shows_one(problems[0], made):
+        problems = (_with_edits(problems[0], made), *problems[1:])
+        changed = f"\n{'':13}".join(made.lines)
+    return error_type(_text(head, problems, context, folder, trial=trial, changed=changed))
+
+
+def _shows_one(problem: Problem, made: Edits) -> bool:
+    """True if a problem shows a node first that the pass edited, or has no node."""
+    return not problem.nodes or problem.nodes[0].name in made.names
+
+
+def _with_edits(problem: Problem, made: Edits) -> Problem:
+    """Adds to the first line about a problem which nodes the pass edited."""
+    first, end, rest = problem.message.partition("\n")
+    return replace(problem, message=f"{first} (the pass edited {made.said}){end}{rest}")
 
 
 def _without_declaration(problem: Problem) -> Problem:
@@ -147,9 +169,10 @@ def _text(
     folder: Path,
     place: str | None = None,
     trial: str | None = None,
+    changed: str | None = None,
 ) -> str:
     pipeline = marked_text(context.pipeline, context.index)
-    known = {"at:": place, "trial:": trial, "pipeline:": pipeline}
+    known = {"at:": place, "edited:": changed, "trial:": trial, "pipeline:": pipeline}
     return _layout(head, problems, {**known, "reproduce:": _reproduce(context, folder)})
 
 

@@ -21,6 +21,7 @@ from graphopt.manager.admission import check_graph_module, check_iterations, che
 from graphopt.manager.callbacks import PassCallback, PassContext, Timing, Verification, dump_of
 from graphopt.manager.declaration import Pass
 from graphopt.manager.differences import difference
+from graphopt.manager.edits import edits
 from graphopt.manager.failures import crash, refusal
 from graphopt.manager.notes import collected
 from graphopt.manager.options import bind
@@ -219,12 +220,14 @@ class PassManager:
             forget_places(context.gm.graph)
         except BaseException as error:
             tried = _trial(context, error) if isinstance(error, Refused) else None
+            of_values = isinstance(error, Refused) and error.of_values
+            made = edits(context.before.graph, context.gm.graph) if of_values else None
             context.before.restore()
             for callback in reversed(callbacks):
                 callback.failed(context, error)
             folder = reproducer_folder(self._settings.dump_dir)
             if isinstance(error, Refused):
-                raise refusal(context, error, folder, tried) from error.__cause__
+                raise refusal(context, error, folder, tried, made) from error.__cause__
             if isinstance(error, _Raised):
                 raised = crash(context, error.cause, folder)
                 raise raised from raised.__cause__

@@ -16,6 +16,7 @@ from graphopt import _compat
 from graphopt.graph_utils import eliminate_dead_code
 from graphopt.iter_graph import IterGraphModule
 from graphopt.manager import Pass, PassManager, PassRecord, default_registry, discovery
+from graphopt.manager.edits import edits
 from graphopt.readable import compact_text, text_diff
 from graphopt.testing.comparing import Values, difference, wide
 from graphopt.testing.experiments import Experiment, Experiments, as_given
@@ -205,7 +206,9 @@ class StepUnderTest:
         else:
             problems = _differences(expected, actual)
         for where, problem in problems:
-            hint = _factor_hint(expected, actual)
+            made = edits(untouched.graph, rewritten.graph)
+            lines = [f"\n  the pass edited {made.said}:", *made.lines] if made.names else []
+            hint = _factor_hint(expected, actual) + "\n    ".join(lines)
             raise AssertionError(f"{pass_.name} changes {where}: {problem}{hint}")
 
     def _run(
@@ -263,12 +266,16 @@ def _factor_hint(expected: Values, actual: Values) -> str:
         if factor is None:
             continue
         what = f"\n  {where} changes by {factor:.3g} times as much as it did"
-        if ranks > 1 and abs(factor * ranks - 1) < _NEAR:
+        if ranks > 1 and _is_near(factor * ranks, factor * ranks**2):  # squares go by squares
             return f"{what}: an average over {ranks} ranks is divided by {ranks} twice?"
-        if ranks > 1 and abs(factor / ranks - 1) < _NEAR:
+        if ranks > 1 and _is_near(factor / ranks, factor / ranks**2):
             return f"{what}: a sum over {ranks} ranks that is not divided, or is made twice?"
         return what
     return ""
+
+
+def _is_near(*factors: float) -> bool:
+    return any(abs(factor - 1) < _NEAR for factor in factors)
 
 
 _NEAR = 0.05
