@@ -36,7 +36,6 @@ from graphopt.runtime.agreed import (
     first_difference,
     plans_of,
 )
-from graphopt.runtime.collector import collector_paused
 from graphopt.runtime.joined import JoinedModules
 from graphopt.runtime.joint_names import JointNames
 from graphopt.runtime.joint_traces import (
@@ -53,11 +52,9 @@ from graphopt.tracing.capture import communication_for
 from graphopt.tracing.captured_dialect import finish
 from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.collecting import module_tensors
-from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.inputs.implicit import MoreInputs
 from graphopt.tracing.inputs.notes import held_names
 from graphopt.tracing.inputs.remembered import with_remembered
-from graphopt.tracing.outside.existing import births_noted
 from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication, UnagreedParameterError
 from graphopt.tracing.retries import retried
 from graphopt.tracing.trace import RawTrace
@@ -95,8 +92,7 @@ class _CaptureAsAgreed(CallCapture):
         call = call if call.decided else call.deciding(self.agreed.likely)
         call = with_remembered(self._joint.prepared(call))
         try:
-            with _compat.without_fake_mode(), collector_paused(), births_noted():
-                captured = self._captured(call, self.agreed.held)
+            captured = self._captured(call, self.agreed.held)
         except UnagreedParameterError:
             raise NotAsAgreedError from None
         return self._joint.checked(call, captured)
@@ -104,27 +100,27 @@ class _CaptureAsAgreed(CallCapture):
     def _captured(self, call: Call, held: Set[str]) -> CapturedStep:
         beforehand = True
         while True:
-            call, inputs, raw, made = first_joint_trace(
+            call, raw, made = first_joint_trace(
                 call, self._joint.marked(self._parallel), beforehand=beforehand
             )
             alone = itertools.takewhile(
-                lambda answer: type(answer) is not UsedParameters, inputs.answers
+                lambda answer: type(answer) is not UsedParameters, raw.inputs.answers
             )
             self.answers = tuple(alone)
-            order = AgreedOrder(self._order(inputs, raw), frozenset(raw.used))
+            order = AgreedOrder(self._order(raw), frozenset(raw.used))
             communication = self._joint.marked(self._parallel, order)
             try:
                 with made.present():
-                    found = trace_in_order(call, inputs, raw, made, communication, order.names)
+                    found = trace_in_order(call, raw, made, communication, order.names)
                     if found is not None:
-                        return finish(call, communication, *found, held=held)
+                        return finish(*found, communication, held)
                 beforehand = False
             except (MoreInputs, CaptureError) as error:
-                call = retried(call, inputs, error)
+                call = retried(call, raw.inputs, error)
 
-    def _order(self, inputs: Inputs, raw: RawTrace) -> tuple[str, ...]:
+    def _order(self, raw: RawTrace) -> tuple[str, ...]:
         assert self.agreed is not None
-        order = self.agreed.order(inputs)
+        order = self.agreed.order(raw.inputs)
         if len(order) < len(self.agreed.parameters) or not set(order).issuperset(raw.used):
             raise NotAsAgreedError
         return order
@@ -196,23 +192,23 @@ class _CaptureInMeeting(CallCapture):
         self._separate_buffers(call)
         beforehand = True
         while captured is None:
-            call, inputs, raw, made = first_joint_trace(
+            call, raw, made = first_joint_trace(
                 call, self._communication(None), beforehand=beforehand
             )
             if self._shard(call):
                 continue
-            communication = self._communication(self._meet(call, inputs, raw))
+            communication = self._communication(self._meet(call, raw))
             if self._sync and self._joint.uneven and not call.decides_alone:
                 call = call.deciding_alone()
                 continue
             try:
                 with made.present():
-                    found = trace_in_order(call, inputs, raw, made, communication, self._order)
+                    found = trace_in_order(call, raw, made, communication, self._order)
                     beforehand = found is not None
                     if found is not None:
-                        captured = finish(call, communication, *found, held=self._held)
+                        captured = finish(*found, communication, self._held)
             except (MoreInputs, CaptureError) as error:
-                call = retried(call, inputs, error)
+                call = retried(call, raw.inputs, error)
             everyone = self._meeting.exchange({"complete": captured is not None})
             if not all(theirs["complete"] for theirs in everyone):
                 captured = None
@@ -235,8 +231,9 @@ class _CaptureInMeeting(CallCapture):
     def _communication(self, order: AgreedOrder | None) -> MarkedCommunication | None:
         return self._joint.marked(self._parallel, order) if self._sync else None
 
-    def _meet(self, call: Call, inputs: Inputs, raw: RawTrace) -> AgreedOrder:
+    def _meet(self, call: Call, raw: RawTrace) -> AgreedOrder:
         """Compares the ranks' traces; returns which gradients are averaged."""
+        inputs = raw.inputs
         names = JointNames(call, inputs.module_tensors)
         uniform, alone = decisions(raw)
         mine = {
@@ -244,7 +241,7 @@ class _CaptureInMeeting(CallCapture):
             "tensors": names.tensors,
             "besides": names.besides,
             "used": names.told(raw.used),
-            "held": names.told(sorted(held_names(inputs, raw))),
+            "held": names.told(sorted(held_names(raw))),
             "uniform": uniform,
             "alone": alone,
             "trained": names.told(trained(call, inputs, raw.used)),

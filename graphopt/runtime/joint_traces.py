@@ -19,7 +19,7 @@ from graphopt.tracing.trace import RawTrace, trace
 
 def first_joint_trace(
     call: Call, communication: MarkedCommunication | None, *, beforehand: bool
-) -> tuple[Call, Inputs, RawTrace, NewState]:
+) -> tuple[Call, RawTrace, NewState]:
     """A first trace without knowledge of the parameters that other ranks use.
 
     Args:
@@ -27,34 +27,31 @@ def first_joint_trace(
     """
     decided = call.decided
     known = tuple(answer for answer in decided if not isinstance(answer, UsedParameters))
-    call, inputs, raw, made = trace_from_state(
-        call.with_answers(known), communication, lasts=beforehand
-    )
+    call, raw, made = trace_from_state(call.with_answers(known), communication, lasts=beforehand)
     if len(known) < len(decided):
-        inputs.answers[: len(known)] = decided
+        raw.inputs.answers[: len(known)] = decided
         call = call.with_answers((*decided, *call.decided[len(known) :]))
-    return call, inputs, raw, made
+    return call, raw, made
 
 
 def trace_in_order(
     call: Call,
-    inputs: Inputs,
     raw: RawTrace,
     made: NewState,
     communication: MarkedCommunication | None,
     order: Sequence[str],
-) -> tuple[Inputs, RawTrace, NewState] | None:
-    """The trace in which gradients are averaged in the order that the ranks have agreed on, with
-    its inputs; None where it does not use the state that was made beforehand.
+) -> tuple[RawTrace, NewState] | None:
+    """The trace in which gradients are averaged in the order that the ranks have agreed on; None
+    where it does not use the state that was made beforehand.
 
     Args:
         raw: the first trace, which is that one where it has averaged in this order.
         made: is there.
     """
     if tuple(order) == raw.used:
-        return inputs, raw, made
-    again = trace(call, inputs, communication)
-    return with_state_used(call, made, inputs, again) if made else (inputs, again, made)
+        return raw, made
+    again = trace(call, raw.inputs, communication)
+    return with_state_used(call, made, again) if made else (again, made)
 
 
 def left_out(call: Call, inputs: Inputs, order: Collection[str]) -> list[str]:

@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import Any
 
 from graphopt import _compat
-from graphopt._compat.settings import dispatch_keys_kept
 from graphopt.errors import AssumptionFailedError, CaptureError
 from graphopt.runtime.agreed import NotAsAgreedError, OtherRanks
 from graphopt.runtime.binding import Binding
@@ -177,12 +176,7 @@ class Calls:
             for ranks in ways:  # which tell ranks that have come to agree
                 with suppress(NotAsAgreedError), ranks:
                     raise
-        with (
-            undisturbed(),
-            dispatch_keys_kept(),
-            _compat.unwatched(),
-            self.communication.shards_admitted(),
-        ):
+        with undisturbed(), self.communication.shards_admitted():
             captured, agreed = self.stages.compile(call, ways)
         call = call.using(captured.besides) or call
         keep_memory_of(captured.graph_module.graph)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from graphopt import _compat
 from graphopt.errors import PipelineSyntaxError
 from graphopt.host.assumptions import assumptions
 from graphopt.ir.metadata import KIND, NAME
@@ -24,15 +23,14 @@ from graphopt.parallel import DataParallel, Parallel
 from graphopt.parallel.parallelize import communicates, parallelize
 from graphopt.ranks.independent_ranks import keep_launches
 from graphopt.runtime.agreed import CallCapture, NotAsAgreedError, RankAgreement
-from graphopt.runtime.collector import collector_paused
 from graphopt.stages.auto import AutoPipeline
 from graphopt.stages.entries import Finalize, Vote
 from graphopt.stages.pipelines import manager_for, options_for, pipeline_with
 from graphopt.tracing.call import Call
+from graphopt.tracing.capture import capturing
 from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.inputs.entries import InputSpec
 from graphopt.tracing.optimizers.optimizer_state import has
-from graphopt.tracing.outside.existing import births_noted
 from graphopt.verify import Problem, SpecReport, check_graph
 from graphopt.verify.equivalence import Proof
 from graphopt.verify.sharding.marker_meaning import sharing_problems
@@ -148,7 +146,7 @@ class Stages:
             have agreed on for it.
         """
         for ranks in ways:
-            with suppress(NotAsAgreedError), _compat.without_fake_mode(), collector_paused(), ranks:
+            with suppress(NotAsAgreedError), capturing(), ranks:
                 captured = self.capture(call, ranks)
                 proof = self.parallelize(captured)
                 call = call.using(captured.besides) or call
@@ -171,7 +169,7 @@ class Stages:
             VerificationError: what was captured is not in the captured dialect.
         """
         start = time.perf_counter()
-        with births_noted():
+        with capturing():
             captured = ranks.capture(call)
         record = PassRecord("capture", stage=True, seconds=time.perf_counter() - start)
         report = check_graph(captured.graph_module.graph, captured.inputs, marked=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch.optim import Optimizer
@@ -29,7 +29,7 @@ from graphopt.tracing.inputs.implicit import MoreInputs
 from graphopt.tracing.inputs.remembered import idle_in, without
 from graphopt.tracing.optimizers.beforehand import state_beforehand, with_state_used
 from graphopt.tracing.optimizers.new_state import NO_STATE, NewState
-from graphopt.tracing.outside.existing import births_noted
+from graphopt.tracing.outside.existing import births_are_noted, births_noted
 from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication
 from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.retries import retried
@@ -72,48 +72,50 @@ def capture(
 
 
 def capture_call(
-    call: Call,
-    communication: MarkedCommunication | None = None,
-    *,
-    lasts: bool = False,
-    held: Set[str] = frozenset(),
+    call: Call, communication: MarkedCommunication | None = None, *, lasts: bool = False
 ) -> CapturedStep:
     """`capture`, of arguments already taken apart, with the markers that `parallelize` expands.
 
     Args:
         lasts: state that optimizers make in their first step is made before it is traced.
-        held: see `finish`.
     """
     alone = _compat.rank_among_several() is None  # else a rank may wait for what another one does
-    with ExitStack() as stack:
-        for context in (
-            taking_turns() if alone else nullcontext(),
-            *(dispatch_keys_kept(), _compat.unwatched(), _compat.without_fake_mode()),
-            collector_paused(),
-            births_noted(),
-        ):
-            stack.enter_context(context)
+    with taking_turns() if alone else nullcontext(), capturing():
         call = call.with_whole_objects()
         while True:
-            call, inputs, raw, made = trace_from_state(call, communication, lasts=lasts)
+            call, raw, made = trace_from_state(call, communication, lasts=lasts)
             try:
                 with made.present():
-                    return finish(call, communication, inputs, raw, made, held=held)
+                    return finish(raw, made, communication)
             except (MoreInputs, CaptureError) as error:
-                call = retried(call, inputs, error)
+                call = retried(call, raw.inputs, error)
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """What is so while a step is captured; within a capture, nothing more."""
+    if births_are_noted():
+        yield
+        return
+    with ExitStack() as stack:
+        for context in (dispatch_keys_kept, _compat.unwatched, _compat.without_fake_mode):
+            stack.enter_context(context())
+        for context in (collector_paused, births_noted):
+            stack.enter_context(context())
+        yield
 
 
 def trace_from_state(
     call: Call, communication: MarkedCommunication | None, *, lasts: bool
-) -> tuple[Call, Inputs, RawTrace, NewState]:
+) -> tuple[Call, RawTrace, NewState]:
     """The first trace of a call, from the state that its optimizers make in it, where that is known
     beforehand.
 
     Args:
         lasts: see `capture_call`.
     """
-    traced, inputs, raw, made = first_trace(call, communication, lasts=lasts)
-    found = with_state_used(traced, made, inputs, raw) if made else (inputs, raw, made)
+    traced, raw, made = first_trace(call, communication, lasts=lasts)
+    found = with_state_used(traced, made, raw) if made else (raw, made)
     if found is not None and not (made and raw.signature.states):
         return traced, *found
     return first_trace(call, communication, lasts=False)
@@ -121,7 +123,7 @@ def trace_from_state(
 
 def first_trace(
     call: Call, communication: MarkedCommunication | None, *, lasts: bool
-) -> tuple[Call, Inputs, RawTrace, NewState]:
+) -> tuple[Call, RawTrace, NewState]:
     """The first trace of a call that has all that it works on, that call, and the state from which
     it is traced: that of optimizers which a trace has found besides the arguments as well.
 
@@ -137,17 +139,15 @@ def first_trace(
     while True:
         if lasts and optimizers != call.optimizer_objects():
             optimizers, made = call.optimizer_objects(), NO_STATE  # no two states at once
-            made = state_beforehand(call)
+            made = state_beforehand(optimizers)
         with made.present():
             found = _attempt(call, communication)
         if not isinstance(found, Call):
-            return call, *found, made
+            return call, found, made
         call = found
 
 
-def _attempt(
-    call: Call, communication: MarkedCommunication | None
-) -> tuple[Inputs, RawTrace] | Call:
+def _attempt(call: Call, communication: MarkedCommunication | None) -> RawTrace | Call:
     """The trace of a call, or the call as it has to be traced instead.
 
     Raises:
@@ -172,10 +172,10 @@ def _attempt(
     if uses_none and not alone and not trained_objects(call.fn, call.leaves):
         raise CaptureError(
             "there is no torch.nn.Module among its arguments, and it reaches none",
-            location=str(definition_of(call)),
+            location=str(definition_of(call.fn)),
             hint="pass the model and the optimizer to the step: step(model, optimizer, batch)",
         )
-    return inputs, raw
+    return raw
 
 
 def prepare(call: Call) -> Inputs:
@@ -184,12 +184,12 @@ def prepare(call: Call) -> Inputs:
     Raises:
         CaptureError: the arguments hold what cannot be captured exactly.
     """
-    with explained(call):
+    with explained(call.fn):
         check_supported(call)
         for position in call.constants:
             if is_array(call.leaves[position]):
                 what = f"argument {call.names[position]}"
-                raise HostWork.ARRAY.refused(what, str(definition_of(call)))
+                raise HostWork.ARRAY.refused(what, str(definition_of(call.fn)))
         return collect(call)
 
 

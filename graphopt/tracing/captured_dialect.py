@@ -13,7 +13,6 @@ from graphopt.guards.outside import OutsideGuard
 from graphopt.ir.placement import Placement, set_placement
 from graphopt.parallel import Manual
 from graphopt.parallel.markers import Group
-from graphopt.tracing.call import Call
 from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.decisions import another_on_each_rank
 from graphopt.tracing.effects.host_state import refuse_left
@@ -21,7 +20,6 @@ from graphopt.tracing.failures import explained
 from graphopt.tracing.functional.functionalization import functionalize, name_placeholders
 from graphopt.tracing.inputs.entries import Inputs, InputSpec, Kind, PlacedNumber
 from graphopt.tracing.inputs.found_places import found_places
-from graphopt.tracing.inputs.implicit import ImplicitInputs
 from graphopt.tracing.inputs.notes import (
     forget_unwritten,
     held_names,
@@ -31,7 +29,7 @@ from graphopt.tracing.inputs.notes import (
     note_unread_numbers,
     refuse_shared_updates,
 )
-from graphopt.tracing.optimizers.new_state import NO_STATE, NewState
+from graphopt.tracing.optimizers.new_state import NewState
 from graphopt.tracing.ranks.uniformity import first_own, own_inputs
 from graphopt.tracing.reduction import MarkedCommunication
 from graphopt.tracing.results.signature import Signature
@@ -42,12 +40,9 @@ logger = logging.getLogger("graphopt")
 
 
 def finish(
-    call: Call,
-    communication: MarkedCommunication | None,
-    inputs: Inputs,
     raw: RawTrace,
-    made: NewState = NO_STATE,
-    *,
+    made: NewState,
+    communication: MarkedCommunication | None,
     held: Set[str] = frozenset(),
 ) -> CapturedStep:
     """Make the captured dialect of a trace.
@@ -60,41 +55,41 @@ def finish(
         CaptureError: the step leaves something on the host.
     """
     refuse_left(raw.outside)
-    besides = call.besides
+    inputs, besides = raw.inputs, raw.besides
     parallel = Manual() if communication is None else communication.parallel
     if besides.as_traced:
-        _warn_of_rounding(call.fn, besides.as_traced)
-    graph_module = _functional(call, inputs, raw)
+        _warn_of_rounding(raw.step, besides.as_traced)
+    graph_module = _functional(raw)
     if communication is not None:
-        own = own_inputs(inputs, call, broadcast=communication.parallel.broadcast)
+        own = own_inputs(inputs, raw.modules, broadcast=communication.parallel.broadcast)
         _refuse_own_assumptions(graph_module.graph, inputs, own, raw.signature, communication.group)
-    kinds = list(inputs.kinds_and_names(call))
-    specs = _described(graph_module, kinds, placements(inputs, call, parallel))
-    _note_uses(graph_module, specs, inputs, raw, held)
+    kinds = list(inputs.kinds_and_names())
+    specs = _described(graph_module, kinds, placements(inputs, raw.values, parallel))
+    _note_uses(graph_module, specs, raw, held)
     made = NewState(shard_made(made.entries, parallel), [*made.attributes, *besides.made])
     return CapturedStep(
         graph_module,
         specs,
         raw.signature,
         inputs,
-        _guard_outside(raw, inputs, besides),
+        _guard_outside(raw),
         replace(besides, rounds=0),
         made or None,
         parallel,
-        tuple(found_places(raw.outside, call)),
+        tuple(found_places(raw.outside, raw.modules)),
     )
 
 
-def _functional(call: Call, inputs: Inputs, raw: RawTrace) -> fx.GraphModule:
+def _functional(raw: RawTrace) -> fx.GraphModule:
     """The graph of a trace, written functionally.
 
     Raises:
         CaptureError: the step writes where a graph cannot follow.
     """
-    with explained(call):
+    with explained(raw.step):
         functional = functionalize(raw)
-    forget_unwritten(functional.graph_module, inputs, raw.signature)
-    refuse_shared_updates(call, inputs, functional.updated)
+    forget_unwritten(functional.graph_module, raw.inputs, raw.signature)
+    refuse_shared_updates(raw, functional.updated)
     return functional.graph_module
 
 
@@ -127,36 +122,33 @@ def _described(
 
 
 def _note_uses(
-    graph_module: fx.GraphModule,
-    specs: tuple[InputSpec, ...],
-    inputs: Inputs,
-    raw: RawTrace,
-    held: Set[str],
+    graph_module: fx.GraphModule, specs: tuple[InputSpec, ...], raw: RawTrace, held: Set[str]
 ) -> None:
     """Note of inputs who else has them, and which nobody reads."""
+    inputs = raw.inputs
     note_returned(graph_module, inputs, raw.signature)
     note_dead_gradients(graph_module, specs, inputs, raw.signature)
     note_unread_numbers(graph_module, inputs)
     inputs.rebound = list(raw.signature.rebound)
-    note_held(graph_module, inputs, held_names(inputs, raw), held)
+    note_held(graph_module, inputs, held_names(raw), held)
 
 
-def _guard_outside(raw: RawTrace, inputs: Inputs, besides: ImplicitInputs) -> OutsideGuard:
+def _guard_outside(raw: RawTrace) -> OutsideGuard:
     """The guard of what the step has read outside its arguments."""
-    with besides.present():
-        return OutsideGuard(raw.outside, _changed_objects(raw, inputs, besides))
+    with raw.besides.present():
+        return OutsideGuard(raw.outside, _changed_objects(raw))
 
 
-def _changed_objects(raw: RawTrace, inputs: Inputs, besides: ImplicitInputs) -> list[Any]:
+def _changed_objects(raw: RawTrace) -> list[Any]:
     """The objects outside of which a graph takes something that it changes: each call needs these
     very objects."""
-    placed = [each.place for each in raw.signature.placed]
+    inputs, placed = raw.inputs, [each.place for each in raw.signature.placed]
     lists = tuple(place.holder for place in placed if type(place.holder) is list)
     inputs.hyperparameters = [
         replace(each, apart=lists) if isinstance(each, PlacedNumber) else each
         for each in inputs.hyperparameters
     ]
-    places = [*placed, *(each.place for each in besides.carried)]
+    places = [*placed, *(each.place for each in raw.besides.carried)]
     places += [each.place for each in inputs.hyperparameters if isinstance(each, PlacedNumber)]
     for place in places:
         raw.outside.need(place.holder)

@@ -73,10 +73,11 @@ def collect(call: Call, known: Inputs | None = None) -> Inputs:
     )
     leaves = {id(call.leaves[position]): position for position in inputs.user}
     inputs.argument_gradients = [p for p in leaves.values() if has_gradient(call.leaves[p])]
+    inputs.names = {position: call.names[position] for position in inputs.user}
     _take_aliases(inputs, call)
     inputs.answers.extend(call.decided)
     inputs.sizes = call.sizes
-    refuse_overlaps(inputs.kinds_and_names(call), inputs.live_values(call))
+    refuse_overlaps(inputs.kinds_and_names(), inputs.live_values(call))
     inputs.held = _held(inputs, call, frozenset() if known is None else known.found_held)
     return inputs
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -12,7 +13,6 @@ from graphopt import _compat
 from graphopt.errors import CaptureError, GraphOptError
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import is_library_file, is_tracing_file, user_line_of
-from graphopt.tracing.call import Call
 from graphopt.tracing.refusals import HostWork
 from graphopt.tracing.unknown_features import unknown_feature
 
@@ -95,18 +95,18 @@ _SIZES = (
 
 
 @contextmanager
-def explained(call: Call) -> Iterator[None]:
+def explained(step: Callable[..., Any]) -> Iterator[None]:
     """While active, exceptions become `CaptureError`s; graphopt's own keep their type."""
     try:
         yield
     except CaptureError as error:
         if error.location is None:
-            error.location = _location(error, call)
+            error.location = _location(error, step)
         raise
     except GraphOptError:
         raise
     except Exception as error:
-        raise _explain(error, call) from error
+        raise _explain(error, step) from error
 
 
 def raised_by_step(error: CaptureError) -> Exception | None:
@@ -150,21 +150,21 @@ def located(line: str | None) -> Iterator[None]:
         raise
 
 
-def _location(error: BaseException, call: Call) -> str | None:
-    line = user_line_of(error) or definition_of(call)
+def _location(error: BaseException, step: Callable[..., Any]) -> str | None:
+    line = user_line_of(error) or definition_of(step)
     return None if line is None else str(line)
 
 
-def definition_of(call: Call) -> SourceLine | None:
-    """Where the step is defined."""
-    code = getattr(call.fn, "__code__", None)
+def definition_of(step: Callable[..., Any]) -> SourceLine | None:
+    """Where a step is defined."""
+    code = getattr(step, "__code__", None)
     if code is None:
         return None
     return SourceLine(code.co_filename, code.co_firstlineno, code.co_name)
 
 
-def _explain(error: Exception, call: Call) -> CaptureError:
-    location = _location(error, call)
+def _explain(error: Exception, step: Callable[..., Any]) -> CaptureError:
+    location = _location(error, step)
     text = str(error)
     unknown = unknown_feature(error)
     if unknown is not None:

@@ -23,7 +23,6 @@ from graphopt.ir.user_frames import current_location
 from graphopt.parallel import OverRanks
 from graphopt.parallel.data_parallel import put_received
 from graphopt.parallel.markers import Group, reduce_gradient, sync_buffers
-from graphopt.tracing.call import Call
 from graphopt.tracing.functional.tagging import Tagger
 from graphopt.tracing.inputs.entries import Inputs
 
@@ -253,10 +252,10 @@ def mark_buffers(module: nn.Module, group: Group) -> None:
     put_received(given, sync_buffers(given, list(buffers), group))
 
 
-def roots_of_parameters(call: Call, inputs: Inputs) -> dict[str, int]:
+def roots_of_parameters(modules: Sequence[torch.nn.Module], inputs: Inputs) -> dict[str, int]:
     """By the name of each parameter, the number of the module that it belongs to; -1: none."""
     roots: dict[int, int] = {}
-    for number, (_, root) in enumerate(call.named_roots()):
+    for number, root in enumerate(modules):
         for parameter in root.parameters():
             roots.setdefault(id(parameter), number)
     return {e.fqn: roots.get(id(e.tensor), -1) for e in inputs.parameters}

@@ -7,11 +7,13 @@ buffer that is replaced on several ranks, and a parameter that is replaced anywh
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence, Set
 from typing import Any
+
+from torch import nn
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs, ModuleTensor
 from graphopt.tracing.inputs.implicit import ImplicitInputFinder
 from graphopt.tracing.outside.places import OutsidePlace
@@ -23,14 +25,20 @@ class ReplacedTensors:
     """Finds them when the step is over.
 
     Args:
+        modules: of the step.
+        known: places, by their identities, whose buffers are known to be replaced.
         alone: no other rank runs the same step.
     """
 
     def __init__(
-        self, call: Call, record: OutsideRecord, finder: ImplicitInputFinder, alone: bool
+        self,
+        modules: Sequence[nn.Module],
+        known: Set[Hashable],
+        record: OutsideRecord,
+        finder: ImplicitInputFinder,
+        alone: bool,
     ) -> None:
-        self._call, self._record, self._finder, self._alone = call, record, finder, alone
-        modules = [module for _, module in call.named_submodules()]
+        self._known, self._record, self._finder, self._alone = known, record, finder, alone
         self._attributes = {id(vars(module)) for module in modules}
         self._holders = {id(_compat.own_parameters(each)): vars(each) for each in modules}
         self._buffers = {id(_compat.own_buffers(module)) for module in modules}
@@ -74,7 +82,7 @@ class ReplacedTensors:
         if id(owner) in self._attributes:
             return True
         identity = OutsidePlace("item", owner, key).identity
-        if id(owner) in self._buffers and identity not in self._call.besides.replaced:
+        if id(owner) in self._buffers and identity not in self._known:
             self._finder.found.replaced |= {identity}
             return False
         return id(owner) in self._buffers

@@ -7,7 +7,7 @@ graph takes the window in which these lie (`graphopt.parallel.sharding`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +25,14 @@ if TYPE_CHECKING:
     from graphopt.tracing.inputs.entries import Inputs
 
 
-def placements(inputs: Inputs, call: Call, parallel: Parallel) -> dict[int, Placement]:
-    """How the ranks hold inputs of a step, by position, where they do not hold them whole."""
+def placements(
+    inputs: Inputs, values: Sequence[torch.Tensor], parallel: Parallel
+) -> dict[int, Placement]:
+    """How the ranks hold inputs of a step, by position, where they do not hold them whole.
+
+    Args:
+        values: of the inputs.
+    """
     if not isinstance(parallel, OverRanks):
         return {}
     found = {}
@@ -35,8 +41,7 @@ def placements(inputs: Inputs, call: Call, parallel: Parallel) -> dict[int, Plac
             found[index] = parallel.placement_of_parameter(holder.tensor)
     for index, state in enumerate(inputs.states, len(inputs.placeholders)):
         if isinstance(state.parameter, ModuleTensor):
-            value = state.read(call)
-            found[index] = parallel.placement_of_state(value, state.parameter.tensor)
+            found[index] = parallel.placement_of_state(values[index], state.parameter.tensor)
     return {index: placement for index, placement in found.items() if placement != Placement.FULL}
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from graphopt.tracing.call import Call
 from graphopt.tracing.decisions import Decider
 from graphopt.tracing.functional.tagging import Tagger
 from graphopt.tracing.inputs.entries import Inputs
@@ -28,18 +27,19 @@ class SharedByRanks:
 
     Args:
         communication: what is marked; None where the ranks share nothing in this call.
+        roots: the modules of the step that are in no other one.
         decider: asks whether other ranks use a parameter.
     """
 
     def __init__(
         self,
         communication: MarkedCommunication | None,
-        call: Call,
+        roots: Sequence[torch.nn.Module],
         inputs: Inputs,
         tagger: Tagger,
         decider: Callable[[], Decider],
     ) -> None:
-        self._communication, self._call, self._inputs = communication, call, inputs
+        self._communication, self._roots, self._inputs = communication, roots, inputs
         self._tagger, self._decider = tagger, decider
         self._marker: GradientMarker | None = None
 
@@ -50,7 +50,7 @@ class SharedByRanks:
             return
         self._marker = GradientMarker(
             parameters={e.fqn: traced.by_id[id(e.tensor)] for e in self._inputs.parameters},
-            roots=roots_of_parameters(self._call, self._inputs),
+            roots=roots_of_parameters(self._roots, self._inputs),
             group=communication.group,
             tagger=self._tagger,
             agreed=communication.agreed,
@@ -111,10 +111,7 @@ class SharedByRanks:
             with torch.no_grad(), self._tagger.sending(*names):
                 mark_buffers(module, communication.buffers)
 
-        handles = [
-            root.register_forward_pre_hook(mark, prepend=True)
-            for _, root in self._call.named_roots()
-        ]
+        handles = [root.register_forward_pre_hook(mark, prepend=True) for root in self._roots]
         try:
             yield
         finally:

@@ -79,6 +79,9 @@ class StepRun:
     """The function that is traced.
 
     Attributes:
+        step: the user's function.
+        modules: all modules of the step, with names.
+        values: of the inputs.
         made: what the step has got from torch.
         outside: what it has read and written outside its arguments.
         finder: what is to be an input besides.
@@ -98,13 +101,16 @@ class StepRun:
         state: HostState,
     ) -> None:
         self._call, self._inputs, self._communication = call, inputs, communication
-        self.mode, self._values = mode, values
+        self.mode, self.values, self.step = mode, values, call.fn
+        self.modules = list(call.named_submodules())
+        self._optimizers = call.optimizer_objects()
         self.state, self._keyed = state, state.keyed_by_tensors()
         self._casts = StepCasts()
         self._alone = communication is None and _compat.rank_among_several() is None
-        self._tagger = Tagger({module: name for name, module in call.named_submodules()})
+        self._tagger = Tagger({module: name for name, module in self.modules})
         self._shared = SharedByRanks(
-            *(communication, call, inputs, self._tagger), lambda: self.made.decider
+            *(communication, [root for _, root in call.named_roots()], inputs, self._tagger),
+            lambda: self.made.decider,
         )
         of_step = (ArgumentNumber, PlacedNumber)
         given = {i for i, n in enumerate(inputs.hyperparameters) if isinstance(n, of_step)}
@@ -114,7 +120,7 @@ class StepRun:
         known = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
         self.finder = ImplicitInputFinder(self.outside, known, mode, call.besides)
         self.caches = CachedFunctions(self.outside)
-        self._aliases = Aliases(call, inputs)
+        self._aliases = Aliases(self._optimizers, inputs)
         self.signature: Signature | None = None
         self.used: tuple[str, ...] = ()
         self.kept_numbers: set[int] = set()
@@ -133,13 +139,12 @@ class StepRun:
             _compat.copy_hooks(
                 (entry.tensor, traced.by_id[id(entry.tensor)]) for entry in self._inputs.parameters
             )
-            optimizers = self._call.optimizer_objects()
-            self.outside.left_over = frozenset(map(id, filter(has_left_over, optimizers)))
-            insert(self._call, self._inputs, traced)
-            marks = StandInAttributes(self._call, self._inputs, traced)
+            self.outside.left_over = frozenset(map(id, filter(has_left_over, self._optimizers)))
+            insert(self._optimizers, self._inputs, traced)
+            marks = StandInAttributes(self._call.leaves, self._inputs, traced)
             held = AttributesBefore(self._call, self.outside, traced.by_id, self._alone)
             self._shared.begin(traced)
-            self._view = HostView(self._call, self.outside, held.tables, held.groups)
+            self._view = HostView(self._optimizers, self.outside, held.tables, held.groups)
             ran = self._run(traced, held)
             return self._collect(flat, traced, marks, held, ran)
 
@@ -149,10 +154,10 @@ class StepRun:
         """Begin to answer what the step asks of values."""
         inputs, communication, tracer = self._inputs, self._communication, _compat.current_tracer()
         begin_alike = communication is not None and communication.parallel.broadcast
-        own = own_inputs(inputs, self._call, broadcast=begin_alike)
+        own = own_inputs(inputs, self.modules, broadcast=begin_alike)
         group = None if communication is None else communication.group
         self.made.decider = Decider(
-            *(tracer, inputs, self.mode, self._values, own, self._alone),
+            *(tracer, inputs, self.mode, self.values, own, self._alone),
             *(group, self._call.decides_alone),
         )
         self.made.positions = Positions(tracer, self.mode, inputs.conditions)
@@ -170,7 +175,7 @@ class StepRun:
 
     def _is_told(self) -> bool:
         """Whether libraries find out that the step is traced."""
-        return bool(self._call.besides.as_traced) or any(map(_compat.is_fake, self._values))
+        return bool(self._call.besides.as_traced) or any(map(_compat.is_fake, self.values))
 
     def _is_made_here(self, optimizer: Optimizer) -> bool:
         """Whether the step has made an optimizer, of which nobody else knows: not where gradients
@@ -191,7 +196,7 @@ class StepRun:
 
     def _running(self) -> Scene:
         """What is so while the step runs."""
-        optimizers, own = self._call.optimizer_objects(), self._is_made_here
+        optimizers, own = self._optimizers, self._is_made_here
         yield inference_as_no_grad()
         yield fast_path.as_in_eager()
         yield formulas.as_in_eager()
@@ -220,7 +225,7 @@ class StepRun:
             args, kwargs, self._call.objects, self.outside.refused_change
         )
         self.outside.of_call = given.places()
-        optimizers = self._call.optimizer_objects()
+        optimizers = self._optimizers
         self.outside.stands_for = self._originals(traced)
         tensors = [entry.tensor for entry in self._inputs.module_tensors]
         self.outside.stand_ins = WeakValueDictionary(
@@ -234,19 +239,19 @@ class StepRun:
             stepped = notice_steps(
                 *(optimizers, self._tagger, self._view.steps, self._communication is not None)
             )
-            rebinding = Rebinding(self._call, self._inputs, traced)
+            rebinding = Rebinding(self._call.leaves, self._inputs, traced)
             redirect = Redirect(
                 *(traced, self._tagger, self._shared, self.made, optimizers),
                 *(self.finder, rebinding),
             )
-            scalers = TracedScaling(self.finder, _compat.fake_mode_of(self._values))
+            scalers = TracedScaling(self.finder, _compat.fake_mode_of(self.values))
             for context in (
                 *(scalers.active(), redirect.in_backwards(), redirect),
                 viewed_by(self._view),
             ):
                 stack.enter_context(context)
             instead = self._instead()
-            self._aliases.watch(self.outside, self._call)
+            self._aliases.watch(self.outside)
             with observed_step(self._call, self.outside, instead):
                 exchanged = self._call.besides.exchanged
                 with keyed_by_stand_ins(self._keyed, self.outside, traced.by_id, exchanged):
@@ -347,16 +352,21 @@ class StepRun:
         """Say what the results of the graph are for. Returns the results."""
         marked = list(marks.changes())
         counted = held.counted(self.finder)
-        replacing = ReplacedTensors(self._call, self.outside, self.finder, self._alone)
+        modules = [module for _, module in self.modules]
+        known = self._call.besides.replaced
+        replacing = ReplacedTensors(modules, known, self.outside, self.finder, self._alone)
         replacing.finish(self._inputs, traced)
         held.note_counted(self.finder, self.outside.used_counts)
         rebinding = ran.rebinding
         recipes = Recipes(
-            *(self._call, self._inputs, traced, flat, self.made, rebinding.left_storages),
+            *(self.step, self._inputs, traced, flat, self.made, rebinding.left_storages),
             outside=self.outside,
             left=ran.outside.made,
         )
-        collector = ResultCollector(self._call, self._inputs, traced, recipes, self._gradients)
+        collector = ResultCollector(
+            *(self._call.leaves, self._optimizers, self._inputs),
+            *(traced, recipes, self._gradients),
+        )
         told = {(id(each.table), each.key): each for each in ran.told if each.is_told}
         left = (told.get((id(each.table), each.key), each) for each in held.left())
         signature = self.signature = collector.collect(ran, left, counted)

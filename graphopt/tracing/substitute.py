@@ -21,7 +21,6 @@ from graphopt import _compat
 from graphopt._compat.threads import other_threads_run
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location
-from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import (
     ArgumentNumber,
     Inputs,
@@ -29,6 +28,7 @@ from graphopt.tracing.inputs.entries import (
     StateNumber,
     state_key,
 )
+from graphopt.tracing.inputs.implicit import CarriedPlace, NamedModules
 from graphopt.tracing.optimizers.optimizer_state import (
     entries_at,
     is_nest,
@@ -66,25 +66,37 @@ def traced_key(key: Any) -> Any:
 
 
 @contextmanager
-def preserved(call: Call) -> Iterator[None]:
-    """Restore modules, optimizers and random number generators on leaving, also after an error."""
+def preserved(
+    modules: NamedModules,
+    optimizers: Sequence[Optimizer],
+    others: Iterable[Any],
+    opened: Sequence[Any],
+    carried: Iterable[CarriedPlace],
+) -> Iterator[None]:
+    """Restore what holds stand-ins, and random number generators, on leaving, also after an error.
+
+    Args:
+        others: arguments that are neither modules nor optimizers nor tensors.
+        opened: dictionaries and lists in objects among the arguments.
+        carried: places outside the arguments.
+    """
     tables: list[dict[str, Any]] = []
-    lists = [each.table for each in call.objects.tables]
-    for _, module in call.named_submodules():
+    lists = list(opened)
+    for _, module in modules:
         tables += [vars(module), *_compat.own_tables(module)]
         lists.append(_compat.weights_of_layers(module))
-    for optimizer in call.optimizer_objects():
+    for optimizer in optimizers:
         tables += [vars(optimizer), *optimizer.param_groups]
-    for value in (call.leaves[position] for position in call.constants):
+    for value in others:
         attributes = getattr(value, "__dict__", None)
         if type(value).__module__ != "builtins" and isinstance(attributes, dict):
             tables.append(attributes)
-    tables += [each.table for each in call.objects.tables if isinstance(each.table, dict)]
+    tables += [table for table in opened if isinstance(table, dict)]
     with ExitStack() as stack:
         stack.callback(GeneratorStates.read().restore)
         stack.enter_context(tables_kept(tables))
         stack.enter_context(lists_kept(lists))
-        for each in call.besides.carried:
+        for each in carried:
             if each.place.is_written:
                 stack.callback(_put_back, each.place, each.place.now())
         yield
@@ -175,7 +187,7 @@ def _comparable(numpy_state: Any) -> tuple[Any, ...]:
     return (name, keys.tobytes(), *rest)
 
 
-def insert(call: Call, inputs: Inputs, traced: StandIns) -> None:
+def insert(optimizers: Sequence[Optimizer], inputs: Inputs, traced: StandIns) -> None:
     """Make modules and optimizers hold the stand-ins. Undone by `preserved`."""
     for entry in inputs.module_tensors:
         for owner, key in entry.slots:
@@ -188,7 +200,7 @@ def insert(call: Call, inputs: Inputs, traced: StandIns) -> None:
             )
     groups: dict[int, _Settings] = {}
     states: dict[int, defaultdict[Any, Any]] = {}
-    for index, optimizer in enumerate(call.optimizer_objects()):
+    for index, optimizer in enumerate(optimizers):
         _insert_into_optimizer(optimizer, index, inputs, traced, groups, states)
 
 

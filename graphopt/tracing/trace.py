@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,7 +29,7 @@ from graphopt.tracing.effects.written_values import read_and_replaced
 from graphopt.tracing.failures import definition_of, explained, raised_by_step
 from graphopt.tracing.generators import draws_noted
 from graphopt.tracing.inputs.entries import Inputs
-from graphopt.tracing.inputs.implicit import MoreInputs
+from graphopt.tracing.inputs.implicit import ImplicitInputs, MoreInputs, NamedModules
 from graphopt.tracing.inputs.remembered import idle_in
 from graphopt.tracing.layouts import strides, trusted
 from graphopt.tracing.layouts.parts_of_storage import of_their_own
@@ -51,11 +52,20 @@ class RawTrace:
     """A traced step: `graph_module(*placeholders)` gives the list of results.
 
     Attributes:
+        step: the function.
+        inputs: what the graph takes, with their values.
+        modules: all modules of the step, with names.
+        besides: what it works on besides its arguments.
         used: parameters whose gradients were marked here, in the order they were ready.
         looks_at_state: it looks at the state of an optimizer by itself.
         outside: what the step read outside its arguments.
     """
 
+    step: Callable[..., Any]
+    inputs: Inputs
+    values: list[torch.Tensor]
+    modules: NamedModules
+    besides: ImplicitInputs
     graph_module: fx.GraphModule
     signature: Signature
     fakes: list[torch.Tensor]
@@ -80,7 +90,7 @@ def trace(call: Call, inputs: Inputs, communication: MarkedCommunication | None)
                 return raw
         assert drawn is not None
         line = impurity.line_where(drawn.happened, lambda: _attempt(call, inputs, communication))
-    raise HostWork.DRAW.refused(drawn.generator, str(line or definition_of(call)))
+    raise HostWork.DRAW.refused(drawn.generator, str(line or definition_of(call.fn)))
 
 
 @dataclass(frozen=True)
@@ -98,19 +108,19 @@ def _attempt(
 
     Afterwards everything that the step can reach is as it was; see `effects.host_state`.
     """
-    state = HostState(call)
+    state = HostState(call.fn, call.leaves)
     try:
         raw, drawn = _traced(call, inputs, communication, state)
     finally:
         effects = state.restore()
-    with explained(call):
+    with explained(call.fn):
         check_effects(effects)
     generator = drawn_from(effects)
     if generator is not None:
         drawn = drawn or OutsideDraw(generator, state.generator_advanced)
     if effects and raw.outside.unrepeated.first is None:
-        what, line = effects.first_change(raw.outside, call)
-        raw.outside.unrepeated.add(what, line or definition_of(call))
+        what, line = effects.first_change(raw.outside, raw.modules)
+        raw.outside.unrepeated.add(what, line or definition_of(call.fn))
     return raw, drawn
 
 
@@ -121,10 +131,10 @@ def _traced(
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(
         strides.corrected, trusted.check, strides.known
     )
-    with explained(call):
-        for value, (_, name) in zip(values, inputs.kinds_and_names(call), strict=True):
+    with explained(call.fn):
+        for value, (_, name) in zip(values, inputs.kinds_and_names(), strict=True):
             check_layout(name, value)
-    apart = of_their_own(inputs.kinds_and_names(call), values)
+    apart = of_their_own(inputs.kinds_and_names(), values)
     fakes = [
         whole_fake(mode, value)
         if is_dtensor(value)
@@ -141,7 +151,7 @@ def _traced(
         if run.made.refused is not None and run.made.refused.final:  # perhaps swallowed by the step
             raise run.made.refused from None
         if run.outside.unrepeated.once:
-            with explained(call):
+            with explained(call.fn):
                 refuse_unrepeated(run.outside)
         if run.finder.found:
             raise MoreInputs(run.finder.found) from error
@@ -158,8 +168,13 @@ def _run_once(
 ) -> tuple[RawTrace, OutsideDraw | None]:
     with ExitStack() as stack:
         stack.callback(run.outside.close)
-        stack.enter_context(preserved(call))
-        stack.enter_context(explained(call))
+        opened = [each.table for each in call.objects.tables]
+        others = [call.leaves[position] for position in call.constants]
+        kept = preserved(
+            run.modules, call.optimizer_objects(), others, opened, call.besides.carried
+        )
+        stack.enter_context(kept)
+        stack.enter_context(explained(call.fn))
         stack.enter_context(_compat.foreach_accepts_fakes())
         stack.enter_context(_compat.errors_raised_once())
         noted = stack.enter_context(draws_noted())
@@ -169,19 +184,31 @@ def _run_once(
         _inputs_first(graph_module)
         refuse_counts(graph_module.graph)
         drawn = generators.advanced(noted)
-        _refuse_kept_numbers(run, call, _numbers_of(call) | run.kept_numbers)
+        _refuse_kept_numbers(run, _numbers_of(call) | run.kept_numbers)
     if run.finder.found:
         more = MoreInputs(run.finder.found)
         if run.signature is not None:
             more.idle = idle_in(graph_module.graph, call, inputs, run.signature.stepped)
         raise more
     assert run.signature is not None
-    _refuse_kept_numbers(run, call, set())
+    _refuse_kept_numbers(run, set())
     run.made.add(run.finder.let_go())
-    _refuse_kept_tensors(run, fakes, call)
+    _refuse_kept_tensors(run, fakes)
     if run.outside.refused is not None:
         raise run.outside.refused
-    raw = RawTrace(graph_module, run.signature, fakes, run.used, run.outside, run.looks_at_state)
+    raw = RawTrace(
+        step=call.fn,
+        inputs=inputs,
+        values=run.values,
+        modules=run.modules,
+        besides=call.besides,
+        graph_module=graph_module,
+        signature=run.signature,
+        fakes=fakes,
+        used=run.used,
+        outside=run.outside,
+        looks_at_state=run.looks_at_state,
+    )
     return raw, None if drawn is None else OutsideDraw(drawn, generators.python_advanced)
 
 
@@ -196,13 +223,13 @@ def _inputs_first(graph_module: fx.GraphModule) -> None:
         graph_module.recompile()
 
 
-def _refuse_kept_tensors(run: StepRun, fakes: list[torch.Tensor], call: Call) -> None:
+def _refuse_kept_tensors(run: StepRun, fakes: list[torch.Tensor]) -> None:
     """Refuse a step that keeps a traced tensor somewhere (in a list it closes over, say)."""
     kept = run.made.kept({id(fake) for fake in fakes})
     if kept is not None:
         shape, line = kept
         what = f"a tensor of shape {shape} outside the model and its return value"
-        raise _keeps(run, what, line or definition_of(call))
+        raise _keeps(run, what, line)
 
 
 def _numbers_of(call: Call) -> set[int]:
@@ -216,7 +243,7 @@ def _numbers_of(call: Call) -> set[int]:
     return known
 
 
-def _refuse_kept_numbers(run: StepRun, call: Call, known: set[int]) -> None:
+def _refuse_kept_numbers(run: StepRun, known: set[int]) -> None:
     """Refuse a step that keeps a number it read from a tensor, anywhere but in `known`."""
     kept = run.made.kept_number(known)
     if kept is not None:
@@ -224,7 +251,7 @@ def _refuse_kept_numbers(run: StepRun, call: Call, known: set[int]) -> None:
             "a number that it read from a tensor (`.item()`) or drew at random outside its return"
             " value"
         )
-        raise _keeps(run, what, kept[0] or definition_of(call))
+        raise _keeps(run, what, kept[0])
 
 
 def _keeps(run: StepRun, what: str, line: SourceLine | None) -> CaptureError:
@@ -237,7 +264,7 @@ def _keeps(run: StepRun, what: str, line: SourceLine | None) -> CaptureError:
         or (None if first is None else not_repeated(*first))
         or CaptureError(
             f"it keeps {what}, which would happen at capture only",
-            location=str(line),
+            location=str(line or definition_of(run.step)),
             hint="let a function do it that is called in every step: graphopt.callback("
             "history.append, loss); or return it from the step and keep it outside",
         )

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch.optim import Optimizer
+
 from graphopt._compat.own_tracing import without_overrides
 from graphopt.errors import CaptureError
 from graphopt.host import HostCall
@@ -19,7 +21,6 @@ from graphopt.host.held import GivenContainer, HeldByFunction
 from graphopt.host.seen import EarlierWrite, StaleValue, UsedPlace
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import current_user_line
-from graphopt.tracing.call import Call
 from graphopt.tracing.effects.argument_changes import GivenContainers
 from graphopt.tracing.effects.reachable import ReachableObjects, reached_from
 from graphopt.tracing.optimizers.setting_place import SettingPlace
@@ -42,13 +43,13 @@ class HostView:
 
     def __init__(
         self,
-        call: Call,
+        optimizers: Sequence[Optimizer],
         record: OutsideRecord,
         tables: Tables,
         settings: Sequence[tuple[int, int, dict[str, Any]]],
     ) -> None:
         self._record, self._tables, self._settings = record, tables, settings
-        self._optimizers = call.optimizer_objects()
+        self._optimizers = optimizers
         self._calls: list[tuple[HostCall, ReachableObjects]] = []
         self._lines: list[SourceLine | None] = []
         self._groups: list[Any] = []

@@ -7,17 +7,16 @@ graph, would happen at capture only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.call import Call
 from graphopt.tracing.effects import contents
 from graphopt.tracing.effects.contents import NamespacePart, ObjectKind
 from graphopt.tracing.effects.reachable import reachable
-from graphopt.tracing.inputs.implicit import CarriedPlace, ImplicitInputs, MoreInputs
+from graphopt.tracing.inputs.implicit import CarriedPlace, ImplicitInputs, MoreInputs, NamedModules
 from graphopt.tracing.interception.nests import parts
 from graphopt.tracing.keyed import Keyed, keyed_by_tensors
 from graphopt.tracing.outside.record import OutsideRecord
@@ -48,7 +47,9 @@ class OutsideChanges:
     def __bool__(self) -> bool:
         return bool(self.changes)
 
-    def first_change(self, record: OutsideRecord, call: Call) -> tuple[str, SourceLine | None]:
+    def first_change(
+        self, record: OutsideRecord, modules: NamedModules
+    ) -> tuple[str, SourceLine | None]:
         """A text on the first change, with its source line if known."""
         known = [record.unrepeated.written_at(change.changed) for change in self.changes]
         seen = next((each for each in known if each is not None), None)
@@ -57,7 +58,7 @@ class OutsideChanges:
         change = self.changes[0]
         if isinstance(change.changed, NamespacePart):
             return change.changed.differing(change.before, change.after), None
-        for name, module in call.named_submodules():
+        for name, module in modules:
             for key, value in vars(module).items():
                 if value is change.changed:
                     return f"{name or 'the model'}.{key}", None
@@ -68,8 +69,8 @@ class OutsideChanges:
 class HostState:
     """A snapshot of everything that a step can reach on the host."""
 
-    def __init__(self, call: Call) -> None:
-        found = reachable(call.fn, call.leaves)
+    def __init__(self, step: Callable[..., Any], leaves: Sequence[Any]) -> None:
+        found = reachable(step, leaves)
         self._held = [(kind, holder, kind.read(holder)) for kind, holder in found]
         self._generators = [held for held in self._held if held[0] is contents.GENERATOR]
 

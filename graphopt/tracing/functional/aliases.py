@@ -9,14 +9,15 @@ is what was there before the call; in the place of a group the step finds its st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt._compat.storages import address_of
 from graphopt._compat.tensor_classes import alias_of
-from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.refusals import HostWork
@@ -26,22 +27,18 @@ class Aliases:
     """The real tensors and parameter-group tables of one trace.
 
     Args:
-        call: before stand-ins are put into its optimizers.
+        optimizers: before stand-ins are put into them.
     """
 
-    def __init__(self, call: Call, inputs: Inputs) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], inputs: Inputs) -> None:
         self._tensors = [entry.tensor for entry in inputs.module_tensors]
-        self._groups = _groups(call)
+        self._optimizers, self._groups = optimizers, _groups(optimizers)
 
-    def watch(self, record: OutsideRecord, call: Call) -> None:
-        """Replaces groups that the step reads by their stand-ins, and refuses reads of arrays in a
-        traced tensor's memory.
-
-        Args:
-            call: with stand-ins in its optimizers.
-        """
+    def watch(self, record: OutsideRecord) -> None:
+        """Replaces groups that the step reads by their stand-ins, which the optimizers have by now,
+        and refuses reads of arrays in a traced tensor's memory."""
         record.reads_array = self._refuse_array
-        pairs = list(zip(self._groups, _groups(call), strict=True))
+        pairs = list(zip(self._groups, _groups(self._optimizers), strict=True))
         record.groups = {id(group): stand_in for group, stand_in in pairs}
         record.real_groups = {id(stand_in): group for group, stand_in in pairs}
 
@@ -69,6 +66,5 @@ def _meets(array: Any, tensor: torch.Tensor) -> bool:
     return bool(low < begin + storage.nbytes() and begin < high + array.itemsize)
 
 
-def _groups(call: Call) -> list[dict[str, Any]]:
-    optimizers = call.optimizer_objects()
+def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
     return [group for optimizer in optimizers for group in optimizer.param_groups]

@@ -6,7 +6,7 @@ parameters, optimizer state and learning rate as they are now.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Set
+from collections.abc import Iterator, Mapping, MutableMapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -193,6 +193,7 @@ class Inputs:
     """All inputs of one call, in the order of the captured dialect.
 
     Attributes:
+        names: of `user`, and of `argument_gradients`.
         conditions: what has to be so of `hyperparameters`.
         answers: to the decisions by value that the step takes, in their order, as far as known.
         guessed: the position of the last answer that may be taken back, if one may.
@@ -215,6 +216,7 @@ class Inputs:
     gradients: list[GradientInput]
     hyperparameters: list[Number]
     user: list[int]
+    names: Mapping[int, str] = field(default_factory=dict)
     held: frozenset[str] = frozenset()
     found_held: frozenset[str] = frozenset()
     conditions: Conditions = field(default_factory=Conditions)
@@ -233,7 +235,7 @@ class Inputs:
         """The parameters among the tensors of modules."""
         return [entry for entry in self.module_tensors if entry.kind == "parameter"]
 
-    def kinds_and_names(self, call: Call) -> Iterator[tuple[Kind, str]]:
+    def kinds_and_names(self) -> Iterator[tuple[Kind, str]]:
         """`(kind, qualified name)` per placeholder."""
         for holder in self.placeholders:
             yield holder.kind, holder.fqn
@@ -242,11 +244,11 @@ class Inputs:
         for gradient in self.gradients:
             yield "gradient", gradient.fqn
         for position in self.argument_gradients:
-            yield "gradient", f"{call.names[position]}.grad"
+            yield "gradient", f"{self.names[position]}.grad"
         for number in self.hyperparameters:
             yield "hyperparameter", number.fqn
         for position in self.user:
-            yield "user_input", call.names[position]
+            yield "user_input", self.names[position]
 
     @property
     def first_number(self) -> int:

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import is_exact
-from graphopt.tracing.inputs.implicit import CarriedPlace, ImplicitInputs
+from graphopt.tracing.inputs.implicit import CarriedPlace, ImplicitInputs, NamedModules
 from graphopt.tracing.outside.places import LISTS, OutsidePlace, attributes_of
 from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.tensors.lost_history import accumulates
@@ -61,7 +60,7 @@ class FoundPlace(NamedTuple):
         return type(now) is type(self.value) and is_exact(now) and now != self.value
 
 
-def found_places(record: OutsideRecord, call: Call) -> Iterator[FoundPlace]:
+def found_places(record: OutsideRecord, modules: NamedModules) -> Iterator[FoundPlace]:
     """Where a step has found tensors, each in one place, and numbers."""
     for read in record.reads.values():
         value, holder = read.value, read.place.holder
@@ -75,7 +74,7 @@ def found_places(record: OutsideRecord, call: Call) -> Iterator[FoundPlace]:
         else:
             continue
         yield FoundPlace(read.path, _holder(record, holder), read.place.key, kept)
-    for name, module in call.named_submodules():
+    for name, module in modules:
         for key, value in vars(module).items():
             if is_exact(value):
                 yield FoundPlace(f"{name}.{key}".strip("."), weakref.ref(module), key, value)

@@ -34,6 +34,9 @@ from graphopt.tracing.tensors.classes import WITH_GRADIENTS, check_class, specia
 from graphopt.tracing.tensors.constants import constant_of, is_new
 from graphopt.tracing.tensors.lost_history import marks_of, without_history
 
+NamedModules = Sequence[tuple[str, nn.Module]]
+"""Every distinct module that a step reaches, with its qualified name."""
+
 
 class CarriedPlace(NamedTuple):
     """A place outside whose tensor or number may be another one in each call.

@@ -12,7 +12,6 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import eliminate_dead_code, get_outputs, is_operator, set_outputs
 from graphopt.ir.metadata import HELD, HELD_SOMEWHERE, RETURNED, fake_value, input_kind
-from graphopt.tracing.call import Call
 from graphopt.tracing.failures import definition_of
 from graphopt.tracing.inputs.entries import Inputs, InputSpec, Storage
 from graphopt.tracing.results.signature import Computed, Live, Signature, View
@@ -20,18 +19,17 @@ from graphopt.tracing.scalars.expressions import leaves_of
 from graphopt.tracing.trace import RawTrace
 
 
-def refuse_shared_updates(call: Call, inputs: Inputs, updated: list[int]) -> None:
+def refuse_shared_updates(raw: RawTrace, updated: list[int]) -> None:
     """Refuse a step that updates an argument over storage of another input: the graph would not
     show the update to readers of the other."""
-    values = inputs.live_values(call)
-    kinds = list(inputs.kinds_and_names(call))
-    keys = [_compat.storage_key(value) for value in values]
+    kinds = list(raw.inputs.kinds_and_names())
+    keys = [_compat.storage_key(value) for value in raw.values]
     for position in updated:
         kind, name = kinds[position]
         if kind == "user_input" and keys.count(keys[position]) > 1:
             raise CaptureError(
                 f"it updates argument {name}, which shares storage with another input",
-                location=str(definition_of(call)),
+                location=str(definition_of(raw.step)),
                 hint="pass a copy (tensor.clone()), or do not update it in place",
             )
 
@@ -124,9 +122,10 @@ def note_returned(graph_module: fx.GraphModule, inputs: Inputs, signature: Signa
             owners[id(inputs.module_tensors[live.module_tensor])].meta[RETURNED] = True
 
 
-def held_names(inputs: Inputs, raw: RawTrace) -> Set[str]:
+def held_names(raw: RawTrace) -> Set[str]:
     """What must not be in flight between two steps: what others may use without being seen, and
     what a step gives other storage."""
+    inputs = raw.inputs
     return inputs.held | {inputs.module_tensors[index].fqn for index in raw.signature.rebound}
 
 

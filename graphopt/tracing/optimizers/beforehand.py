@@ -11,28 +11,28 @@ of all later calls.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 from torch import fx
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 from graphopt import _compat
 from graphopt._compat.fresh_state import attributes_after, fresh_state, makes_state_first
 from graphopt.parallel.sharding import is_dtensor
 from graphopt.tracing.call import Call
-from graphopt.tracing.inputs.entries import Inputs, StateNumber, StateTensor, state_key
+from graphopt.tracing.inputs.entries import StateNumber, StateTensor, state_key
 from graphopt.tracing.optimizers.first_momenta import FirstMomenta
 from graphopt.tracing.optimizers.new_state import NO_STATE, Entries, NewState
 from graphopt.tracing.optimizers.optimizer_state import distinct_states
 from graphopt.tracing.trace import RawTrace
 
 
-def state_beforehand(call: Call) -> NewState:
+def state_beforehand(optimizers: Sequence[Optimizer]) -> NewState:
     """The state that the next step of each optimizer makes for parameters that have none; none
     where that is not known."""
-    optimizers = call.optimizer_objects()
     if not all(map(makes_state_first, optimizers)):
         return NO_STATE
     parameters = [p for of in optimizers for group in of.param_groups for p in group["params"]]
@@ -59,12 +59,10 @@ def _is_known(parameter: torch.Tensor) -> bool:
     return (plain or _compat.is_fake(parameter)) and not parameter.is_sparse
 
 
-def with_state_used(
-    call: Call, made: NewState, inputs: Inputs, raw: RawTrace
-) -> tuple[Inputs, RawTrace, NewState] | None:
+def with_state_used(call: Call, made: NewState, raw: RawTrace) -> tuple[RawTrace, NewState] | None:
     """A trace with the state of those parameters alone that it updates; None where the step has to
     be traced as it finds the state."""
-    signature = raw.signature
+    inputs, signature = raw.inputs, raw.signature
     if raw.looks_at_state:
         return None
     stepped = [vars(call.optimizer_objects()[index]) for index in signature.stepped]
@@ -75,24 +73,25 @@ def with_state_used(
     used = {id(state_key(state.parameter)) for node, state in states.items() if node.users}
     unused = {id(p) for _, p, _, _ in made.entries if id(p) not in used}
     if not unused:
-        return (inputs, raw, made) if _momenta_begin(call, made, states, inputs, raw) else None
+        return (raw, made) if _momenta_begin(call, made, states, raw) else None
     numbers = (n for n in inputs.hyperparameters if isinstance(n, StateNumber))
     if signature.numbers_inputs() or any(id(state_key(n.parameter)) in unused for n in numbers):
         return None
-    fakes = dict(zip(nodes, raw.fakes, strict=True))
+    pairs = dict(zip(nodes, zip(raw.fakes, raw.values, strict=True), strict=True))
     for node, state in states.items():
         if id(state_key(state.parameter)) in unused:
             raw.graph_module.graph.erase_node(node)
-            del fakes[node]
+            del pairs[node]
     raw.graph_module.recompile()
     kept = [state for state in inputs.states if id(state_key(state.parameter)) not in unused]
     entries = [entry for entry in made.entries if id(entry[1]) not in unused]
-    smaller = replace(inputs, states=kept), replace(raw, fakes=list(fakes.values()))
-    return with_state_used(call, replace(made, entries=entries), *smaller)
+    fakes, values = map(list, zip(*pairs.values(), strict=True))
+    smaller = replace(raw, inputs=replace(inputs, states=kept), fakes=fakes, values=values)
+    return with_state_used(call, replace(made, entries=entries), smaller)
 
 
 def _momenta_begin(
-    call: Call, made: NewState, states: dict[fx.Node, StateTensor], inputs: Inputs, raw: RawTrace
+    call: Call, made: NewState, states: dict[fx.Node, StateTensor], raw: RawTrace
 ) -> bool:
     """Whether each momentum that was made of negative zeros becomes the first value added to it."""
     optimizers, graph = call.optimizer_objects(), raw.graph_module.graph
@@ -106,7 +105,7 @@ def _momenta_begin(
     if not momenta:
         return True
     position = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
-    numbers = inputs.numbers(call)
+    numbers = raw.inputs.numbers(call)
     found = FirstMomenta(momenta, lambda node: numbers.get(position.get(node, -1)))
     for node in graph.nodes:
         if any(map(found.is_zeros, node.all_input_nodes)) and not found.takes(node):

@@ -105,9 +105,6 @@ _births: ContextVar[CreationTimes | None] = ContextVar("births", default=None)
 @contextmanager
 def births_noted() -> Iterator[None]:
     """While active, one capture notes when objects are made."""
-    if _births.get() is not None:
-        yield
-        return
     births = CreationTimes()
     token = _births.set(births)
     try:
@@ -115,6 +112,11 @@ def births_noted() -> Iterator[None]:
             yield
     finally:
         _births.reset(token)
+
+
+def births_are_noted() -> bool:
+    """True if `births_noted` is active."""
+    return _births.get() is not None
 
 
 def existing_now() -> ExistingObjects:

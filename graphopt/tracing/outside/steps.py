@@ -68,7 +68,7 @@ def observed_step(call: Call, record: OutsideRecord, substitute: Substitute) -> 
     for name, leaf in zip(call.names, call.leaves, strict=True):
         record.reached(leaf, name)
     call.fill(call.slot)
-    defined = definition_of(call) or line
+    defined = definition_of(call.fn) or line
     for index, position in enumerate(call.objects.roots):
         record.read(OutsidePlace("item", call.slot, index), call.names[position], defined)
     for position in call.constants:

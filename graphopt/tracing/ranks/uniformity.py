@@ -25,8 +25,8 @@ from graphopt.host.assumptions import Assumption
 from graphopt.ir.metadata import known_value, storages_of
 from graphopt.ir.operators import draws, is_marker, operator_of
 from graphopt.parallel.markers import Group
-from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs, ModuleTensor, Storage
+from graphopt.tracing.inputs.implicit import NamedModules
 from graphopt.tracing.results.signature import Signature
 
 _ALIKE = frozenset({"parameter", "optimizer_state"})
@@ -37,7 +37,7 @@ _CheckOperands = tuple[list[fx.Node], fx.Node, fx.Node]
 """Gradients, where it is noted whether all are finite, and the scale."""
 
 
-def own_inputs(inputs: Inputs, call: Call, *, broadcast: bool) -> list[bool]:
+def own_inputs(inputs: Inputs, modules: NamedModules, *, broadcast: bool) -> list[bool]:
     """A flag for each placeholder: True if its value may differ between ranks. For steps that
     compute no buffer from such a value.
 
@@ -45,8 +45,8 @@ def own_inputs(inputs: Inputs, call: Call, *, broadcast: bool) -> list[bool]:
         broadcast: the ranks begin with the same parameters and buffers of modules.
     """
     alike = _ALIKE if broadcast else _ALIKE - {"parameter"}
-    own = [kind not in alike for kind, _ in inputs.kinds_and_names(call)]
-    registered = {id(_compat.own_buffers(module)) for _, module in call.named_submodules()}
+    own = [kind not in alike for kind, _ in inputs.kinds_and_names()]
+    registered = {id(_compat.own_buffers(module)) for _, module in modules}
     for position, holder in enumerate(inputs.placeholders if broadcast else ()):
         members = holder.members if isinstance(holder, Storage) else [holder]
         if all(member.kind != "buffer" or _is_in(registered, member) for member in members):

@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.guards.values import is_plain
-from graphopt.tracing.call import Call, has_gradient
+from graphopt.tracing.call import has_gradient
 from graphopt.tracing.effects.argument_changes import ContainerChange
 from graphopt.tracing.effects.written_values import MadeAnew
 from graphopt.tracing.failures import located
@@ -87,13 +88,15 @@ class ResultCollector:
 
     def __init__(
         self,
-        call: Call,
+        leaves: Sequence[Any],
+        optimizers: Sequence[Optimizer],
         inputs: Inputs,
         traced: StandIns,
         recipes: Recipes,
         gradients: FirstGradients,
     ) -> None:
-        self.call, self.inputs, self.traced, self.recipes = call, inputs, traced, recipes
+        self.inputs, self.traced, self.recipes = inputs, traced, recipes
+        self._leaves, self._optimizers = leaves, optimizers
         self._first = gradients
         self._dropped = set(self._dropped_gradients())
 
@@ -170,9 +173,9 @@ class ResultCollector:
     def _flags(self) -> Iterator[tuple[int, bool]]:
         """The changed `requires_grad` flags of arguments, by position."""
         for position in self.inputs.user:
-            leaf = self.call.leaves[position]
+            leaf = self._leaves[position]
             stand_in = self.traced.by_id[id(leaf)]
-            check_history(f"argument {self.call.names[position]}", leaf, stand_in)
+            check_history(f"argument {self.inputs.names[position]}", leaf, stand_in)
             if stand_in.is_leaf and stand_in.requires_grad != leaf.requires_grad:
                 yield position, stand_in.requires_grad
 
@@ -189,7 +192,7 @@ class ResultCollector:
                 continue
             yield GradientResult(index, None, self.recipes.of(gradient, "a gradient"))
         for position in self.inputs.user:
-            leaf = self.call.leaves[position]
+            leaf = self._leaves[position]
             stand_in = self.traced.by_id[id(leaf)]
             gradient = stand_in.grad if has_gradient(stand_in) else None
             before = self.traced.by_id.get(id(leaf.grad)) if has_gradient(leaf) else None
@@ -209,7 +212,7 @@ class ResultCollector:
             id(self.traced.by_id[id(entry.tensor)]): (index, entry)
             for index, entry in enumerate(self.inputs.module_tensors)
         }
-        for number, optimizer in distinct_states(self.call.optimizer_objects()):
+        for number, optimizer in distinct_states(self._optimizers):
             for stands_at, value in optimizer.state.items():
                 owner = self._state_owner(stands_at, value, owners)
                 before = self.traced.states[number].get(traced_key(stands_at), {})

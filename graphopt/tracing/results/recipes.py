@@ -4,14 +4,13 @@ left."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing.call import Call
 from graphopt.tracing.effects.made_containers import constant_with
 from graphopt.tracing.effects.written_values import MadeAnew
 from graphopt.tracing.failures import definition_of
@@ -54,7 +53,7 @@ class Recipes:
 
     def __init__(
         self,
-        call: Call,
+        step: Callable[..., Any],
         inputs: Inputs,
         traced: StandIns,
         flat: Sequence[torch.Tensor],
@@ -64,7 +63,7 @@ class Recipes:
         left: MadeAnew,
     ) -> None:
         self._is_outside, self._of_call, self._left = outside.is_outside, outside.of_call, left
-        self._call, self._inputs, self._traced, self._made = call, inputs, traced, made
+        self._step, self._inputs, self._traced, self._made = step, inputs, traced, made
         self._left_storages = left_storages
         self.results: list[Any] = []
         self._nests: dict[int, tuple[Any, Recipe]] = {}
@@ -130,7 +129,7 @@ class Recipes:
         if _compat.storage_key(tensor) in self._left_storages:
             raise CaptureError(
                 "it keeps what a parameter was before `.data = …`",
-                location=str(self._made.line_of(tensor) or definition_of(self._call)),
+                location=str(self._made.line_of(tensor) or definition_of(self._step)),
                 hint="keep a copy: tensor.clone()",
             )
         base = self._storages.get(_compat.storage_key(tensor)) if tensor.numel() else None

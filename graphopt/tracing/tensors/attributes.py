@@ -9,7 +9,7 @@ arguments, are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.outside.places import MISSING
 from graphopt.tracing.substitute import StandIns, tables_kept
@@ -45,9 +44,9 @@ def marks_kept(inputs: Inputs) -> AbstractContextManager[None]:
 class StandInAttributes:
     """The attributes and hooks of the stand-ins of tensors in one trace."""
 
-    def __init__(self, call: Call, inputs: Inputs, traced: StandIns) -> None:
+    def __init__(self, leaves: Sequence[Any], inputs: Inputs, traced: StandIns) -> None:
         pairs = [(entry, traced.by_id[id(entry.tensor)]) for entry in inputs.module_tensors]
-        given = [(call.names[p], traced.by_id[id(call.leaves[p])]) for p in inputs.user]
+        given = [(inputs.names[p], traced.by_id[id(leaves[p])]) for p in inputs.user]
         self._arguments = [(name, stand_in, dict(vars(stand_in))) for name, stand_in in given]
         named: list[tuple[str, torch.Tensor]] = [(e.fqn, stand_in) for e, stand_in in pairs]
         self._hooks = [(name, each, _compat.hooks_of(each)) for name, each in (*named, *given)]

@@ -19,7 +19,7 @@ the same assignment. What the step has computed itself is nothing but a name for
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location
-from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs, Storage
 from graphopt.tracing.substitute import StandIns
 
@@ -42,14 +41,14 @@ class Rebinding:
         given: gradients and arguments that end in other storage, by their placeholder.
     """
 
-    def __init__(self, call: Call, inputs: Inputs, traced: StandIns) -> None:
+    def __init__(self, leaves: Sequence[Any], inputs: Inputs, traced: StandIns) -> None:
         alone = {id(h) for h in inputs.placeholders if not isinstance(h, Storage)}
         self._positions = {
             id(traced.by_id[id(entry.tensor)]): index
             for index, entry in enumerate(inputs.module_tensors)
             if id(entry) in alone
         }
-        self._given = dict(_given(call, inputs, traced))
+        self._given = dict(_given(leaves, inputs, traced))
         self._inputs = set(map(id, [*traced.by_id.values(), *traced.gradients.values()]))
         self._tracer = _compat.current_tracer()
         self._storages = {_compat.storage_key(tensor) for tensor in traced.by_id.values()}
@@ -179,7 +178,7 @@ def _flat(sizes: list[Any]) -> Any:
     return sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (list, tuple)) else sizes
 
 
-def _given(call: Call, inputs: Inputs, traced: StandIns) -> Iterator[tuple[int, int]]:
+def _given(leaves: Sequence[Any], inputs: Inputs, traced: StandIns) -> Iterator[tuple[int, int]]:
     """The stand-ins of gradients and arguments that share storage with no other input, by id,
     with their placeholder numbers."""
     stand_ins = {id(tensor): tensor for tensor in traced.by_id.values()}
@@ -190,10 +189,10 @@ def _given(call: Call, inputs: Inputs, traced: StandIns) -> Iterator[tuple[int, 
         yield id(traced.gradients[id(gradient.owner)]), number
     first += len(inputs.gradients)
     for number, position in enumerate(inputs.argument_gradients, first):
-        yield id(traced.by_id[id(call.leaves[position].grad)]), number
+        yield id(traced.by_id[id(leaves[position].grad)]), number
     first += len(inputs.argument_gradients) + len(inputs.hyperparameters)
     for number, position in enumerate(inputs.user, first):
-        stand_in = traced.by_id[id(call.leaves[position])]
+        stand_in = traced.by_id[id(leaves[position])]
         if shared[_compat.storage_key(stand_in)] == 1:
             yield id(stand_in), number
 
