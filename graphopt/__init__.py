@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from graphopt.stages.auto import AutoPipeline
     from graphopt.step import TrainStep, compile
     from graphopt.tracing import CapturedStep
-    from graphopt.tracing.callback import callback
     from graphopt.tracing.capture import capture
+    from graphopt.tracing.effects.callback import callback
 
 __version__ = "0.1.0"
 
@@ -103,7 +103,7 @@ _HOMES = {
     "TrainStep": "graphopt.step",
     "ZeRO": "graphopt.parallel",
     "applied_passes": "graphopt.manager.discovery",
-    "callback": "graphopt.tracing.callback",
+    "callback": "graphopt.tracing.effects.callback",
     "capture": "graphopt.tracing",
     "compile": "graphopt.step",
     "enable_graph_optimization_dump": "graphopt.manager.discovery",

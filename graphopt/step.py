@@ -13,8 +13,8 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import GraphOptError
+from graphopt.runtime.agreement.communication import Communication
 from graphopt.runtime.captured_graphs import CapturedGraphs
-from graphopt.runtime.communication import Communication
 from graphopt.runtime.eager import Fallback
 
 if TYPE_CHECKING:

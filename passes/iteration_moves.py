@@ -15,7 +15,7 @@ step that waits for one of them has waited for all before it, and moving those g
 moves is the longest run of buckets, counted from the last one launched, that can move at all. A
 bucket can move if nobody needs its gradients or the new parameters in this iteration: the step
 returns none of them, clears `.grad` before it ends, and nobody holds the parameters in ways in
-which their use would not be seen (`graphopt.runtime.late`).
+which their use would not be seen (`graphopt.runtime.late.tensors`).
 
 Where to. A bucket goes before the first read of its parameters, or of those of a bucket launched
 after it, whichever comes first: work that is ready must not stand behind a wait that is not.

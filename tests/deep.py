@@ -150,7 +150,7 @@ def _modes() -> Any:
 
 def watch_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on each refused capture of this process is held against what was there before."""
-    from graphopt.runtime import agreed
+    from graphopt.runtime.agreement import agreed
     from graphopt.stages.calls import Calls
 
     capture = importlib.import_module("graphopt.tracing.capture")  # a function has its name

@@ -23,8 +23,8 @@ from torch.optim import SGD, Optimizer
 
 import graphopt
 from graphopt.graph_utils import find_nodes, is_collective
-from graphopt.runtime import joint_capture as _joint
-from graphopt.runtime import joint_traces as _traces
+from graphopt.runtime.agreement import joint_capture as _joint
+from graphopt.runtime.agreement import joint_traces as _traces
 
 WORLD = 3
 STEPS = 4

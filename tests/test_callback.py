@@ -16,7 +16,7 @@ import graphopt
 import test_callback as cases
 from graphopt import lowering
 from graphopt.host.counts import EagerCounts
-from graphopt.tracing import callback as callback_module
+from graphopt.tracing.effects import callback as callback_module
 from twins import assert_same
 
 Seen = list[Any]

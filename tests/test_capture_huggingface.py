@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from graphopt.tracing import decisions
+from graphopt.tracing.effects import decisions
 from twins import Twins, World
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'bench'")

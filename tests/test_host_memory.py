@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from graphopt.runtime.host_memory import says_of_malloc
+from graphopt.runtime.memory import says_of_malloc
 
 PROGRAM = """
 import resource, sys

@@ -21,7 +21,7 @@ import graphopt
 from graphopt import _compat
 from graphopt.graph_utils import find_nodes
 from graphopt.iter_graph import IterGraphModule
-from graphopt.runtime.late import LateTensors, held_elsewhere, settle
+from graphopt.runtime.late.tensors import LateTensors, held_elsewhere, settle
 
 
 class Scene:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import graphopt
 from graphopt._compat.tensor_classes import holders_of
 from graphopt.errors import CaptureError
-from graphopt.runtime.collector import frozen_objects_seen
+from graphopt.runtime.memory import frozen_objects_seen
 from graphopt.tracing.outside.existing import births_noted, existing_now
 from zoo import train_step
 

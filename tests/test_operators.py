@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
+from graphopt.branches.drawn_generators import DrawnGenerators
 from graphopt.ir.families import METADATA_ONLY, SAME_ELEMENTS, SPLITS, collective_kind
 from graphopt.ir.generators import generators_used
 from graphopt.ir.inplace import INPLACE
 from graphopt.ir.operators import draws, is_copy, is_list_operator, may_alias, row, written
-from graphopt.runtime.generators import DrawnGenerators
 from observed import Observer, run, same_bits, storage
 from operators import cloned, database, list_arguments, list_operators
 from sketch import Sketch

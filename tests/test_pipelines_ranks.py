@@ -24,7 +24,7 @@ from gloo import Pool
 from graphopt.errors import PassError, SpmdMismatchError
 from graphopt.manager import PassManager, PassRegistry, applied_passes, graph_optimization_pass
 from graphopt.passes import comm_fusion_with_concat
-from graphopt.runtime.late import LateTensors
+from graphopt.runtime.late.tensors import LateTensors
 from graphopt.saved import load_graph
 from graphs import training_step
 from scenario import NO_ACCUMULATION, PIPELINES, Scenario

@@ -27,8 +27,8 @@ from graphopt.pipelining.stage.accumulating import GradientUpdate
 from graphopt.pipelining.stage.compiled import CompiledStage
 from graphopt.pipelining.stage.division import StageDivision
 from graphopt.pipelining.stage.stage_graphs import SLOT, StageGraph
-from graphopt.runtime.agreed import CallCapture
-from graphopt.runtime.joint_capture import JointCapture
+from graphopt.runtime.agreement.agreed import CallCapture
+from graphopt.runtime.agreement.joint_capture import JointCapture
 from graphopt.testing import fake_ranks
 from graphopt.tracing.capture import capture_call, communication_for
 from graphopt.tracing.captured_step import CapturedStep

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from graphopt.errors import GraphOptError
-from graphopt.runtime.places import place
+from graphopt.ir.user_files import place
 
 
 def import_passes(modules: Iterable[str]) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from graphopt.commands.errors import FAILED, reported
 from graphopt.errors import LoweringError
+from graphopt.ir.user_files import make_folder, place, write
 from graphopt.lowering.triton_kernels import (
     TritonKernel,
     TritonReport,
@@ -21,7 +22,6 @@ from graphopt.lowering.triton_kernels import (
     parse_target,
     triton_version,
 )
-from graphopt.runtime.places import make_folder, place, write
 from graphopt.saved import load_graph
 
 _FIGURES = ("registers", "shared_bytes", "spills", "num_warps", "regions")

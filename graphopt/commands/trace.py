@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from graphopt.commands.errors import reported
+from graphopt.ir.user_files import make_folder, place
 from graphopt.pipelining.timeline import (
     SCHEDULES,
     ScheduleError,
@@ -20,7 +21,6 @@ from graphopt.pipelining.timeline import (
 )
 from graphopt.pipelining.timeline.orders import ScheduleKind, find_schedule
 from graphopt.pipelining.timeline.picture import percent, seconds_text
-from graphopt.runtime.places import make_folder, place
 
 _USUAL_RANKS = 4
 

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from graphopt.commands.errors import reported
 from graphopt.errors import MissingFileError
+from graphopt.ir import user_files as places
 from graphopt.readable import readable_bytes
-from graphopt.runtime import places
 from graphopt.saved import load_description
 from graphopt.viewing import trace_page, view_page
 

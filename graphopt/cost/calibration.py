@@ -33,8 +33,8 @@ from graphopt.cost.roofline import DEVICES
 from graphopt.errors import FileError, MissingFileError
 from graphopt.graph_utils import tensors_in
 from graphopt.ir.metadata import known_value
+from graphopt.ir.user_files import cache_folder, place
 from graphopt.ranks.meeting import Channel
-from graphopt.runtime.places import cache_folder, place
 
 logger = logging.getLogger("graphopt")
 

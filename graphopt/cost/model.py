@@ -24,7 +24,7 @@ from graphopt.cost.operators import OperatorTable
 from graphopt.cost.roofline import DEVICES, RooflineCost
 from graphopt.graph_utils import is_collective, tensors_in
 from graphopt.ir.metadata import known_value
-from graphopt.runtime.places import place, read_text, write
+from graphopt.ir.user_files import place, read_text, write
 
 _FORMAT = "graphopt costs"
 _VERSION = 3

@@ -14,7 +14,7 @@ from graphopt.guards.tensors import TensorGuards
 from graphopt.guards.values import describe, gradient_kind, is_plain, same_constant, tensor_kind
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import ArgumentNumber, Inputs
-from graphopt.tracing.interception.nests import containers_in
+from graphopt.tracing.rollback.nests import containers_in
 
 
 class ArgumentGuards:

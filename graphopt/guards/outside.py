@@ -17,8 +17,7 @@ import torch
 from graphopt.guards.modules import ModuleGuards
 from graphopt.guards.outside_places import prepared
 from graphopt.guards.unchanged import StateSnapshot
-from graphopt.tracing.outside.held import CONTAINERS, GuardedObject, GuardedPlace
-from graphopt.tracing.outside.modules import only_within
+from graphopt.tracing.outside.held import CONTAINERS, GuardedObject, GuardedPlace, only_within
 from graphopt.tracing.outside.places import (
     LEADING,
     MISSING,

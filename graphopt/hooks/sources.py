@@ -21,7 +21,7 @@ from typing import Any
 
 from graphopt._compat.frames import stored_globals
 from graphopt.manager.literals import has_literal, literal
-from graphopt.tracing.effects.reachable import names_in
+from graphopt.tracing.rollback.reachable import names_in
 
 logger = logging.getLogger("graphopt")
 

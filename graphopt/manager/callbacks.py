@@ -15,6 +15,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import FileError
+from graphopt.ir import user_files as places
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.ir.rewritten_places import RewrittenPlace, rewritten_places
 from graphopt.iter_graph import IterGraphModule, check_late
@@ -26,7 +27,6 @@ from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline
 from graphopt.manager.unread_collectives import newly_unread
 from graphopt.readable import graph_diff, graph_text
-from graphopt.runtime import places
 from graphopt.verify import Problem
 from graphopt.verify.checks import structure
 from graphopt.verify.checks.group_checks import changed_groups

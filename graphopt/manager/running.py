@@ -42,7 +42,7 @@ from graphopt.manager.snapshot import Snapshot
 from graphopt.manager.text import Pipeline, Step, parse_pipeline
 from graphopt.manager.wellformed import find_problem
 from graphopt.ranks.spmd import launches_digest
-from graphopt.runtime.collector import collector_paused
+from graphopt.runtime.memory import collector_paused
 from graphopt.schedule.program import step_peak_bytes
 from graphopt.verify import Problem
 from graphopt.verify.equivalence import Proof

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from graphopt.errors import FileError, PipelineSyntaxError
+from graphopt.ir import user_files as places
 from graphopt.manager.declaration import Pass
 from graphopt.manager.names import suggestion
-from graphopt.runtime import places
 
 logger = logging.getLogger("graphopt")
 

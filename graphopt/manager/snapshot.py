@@ -17,7 +17,7 @@ from graphopt.ir.metadata import has_value, known_value
 from graphopt.iter_graph import IterGraph
 from graphopt.iter_graph.graph import empty_like
 from graphopt.manager.module_state import HOOKS, ModuleState
-from graphopt.runtime.collector import collector_paused
+from graphopt.runtime.memory import collector_paused
 from graphopt.verify.checks.interface import kinds_returned
 from graphopt.verify.checks.written_nodes import GivenArgument
 

@@ -15,7 +15,7 @@ from graphopt.partition.assignment import Partition, SplitCallback, unique_name
 from graphopt.partition.boundaries import VALUE_KEYS
 from graphopt.partition.module_attributes import Attributes
 from graphopt.partition.planning import PartitionPlan, make_plan
-from graphopt.runtime.collector import collector_paused
+from graphopt.runtime.memory import collector_paused
 
 _TAKEN = frozenset(dir(fx.GraphModule)) | {"training"}
 """Attributes of every graph module, which a submodule must not hide."""

@@ -7,8 +7,8 @@ such a group stays as the program launches it, unless the pipeline is the user's
 
 Where an assumption of a graph fails, the ranks that average gradients leave it together, and run
 the call as the graph of another branch. Others know nothing of it and go on: what they have joined
-is not launched again. The other graph takes what it has given (`graphopt.runtime.sent_before`). So
-no pass moves anything in graphs that assume something and launch in such a group.
+is not launched again. The other graph takes what it has given (`branches.sent_collectives`). So no
+pass moves anything in graphs that assume something and launch in such a group.
 """
 
 from __future__ import annotations

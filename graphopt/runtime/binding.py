@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphopt.host.counts import TimesReached
-    from graphopt.runtime.agreed import RankAgreement
+    from graphopt.runtime.agreement.agreed import RankAgreement
     from graphopt.runtime.bound_step import BoundStep
     from graphopt.tracing import CapturedStep
     from graphopt.tracing.call import Call
@@ -56,7 +56,7 @@ class Binding:
         return BoundStep(captured, module, guards, agreed, number)
 
     def _warn_of_held(self, captured: CapturedStep) -> None:
-        from graphopt.runtime.late import warn_of_held
+        from graphopt.runtime.late.tensors import warn_of_held
 
         new = captured.live.held - self._held
         if new:

@@ -14,6 +14,9 @@ import torch
 
 from graphopt import _compat
 from graphopt._compat.tensor_classes import without_torch_function
+from graphopt.branches.branch import Branch, ResumedCall, ResumePoint
+from graphopt.branches.drawn_generators import DrawnGenerators
+from graphopt.branches.sent_collectives import CollectiveResults, SentBefore
 from graphopt.errors import AssumptionFailedError, GraphOptError
 from graphopt.graph_utils import without_autocast
 from graphopt.guards.guards import Guards
@@ -26,15 +29,12 @@ from graphopt.ranks.failed_runs import explained, group_names, sending_explained
 from graphopt.ranks.failure_reports import check_usable, withdraw
 from graphopt.ranks.independent_ranks import launched_apart
 from graphopt.ranks.joining_with_zeros import join_with_zeros, sends_before_own
-from graphopt.runtime.agreed import RankAgreement
-from graphopt.runtime.branch import Branch, ResumedCall, ResumePoint
-from graphopt.runtime.budget import RecaptureCause
-from graphopt.runtime.generators import DrawnGenerators
+from graphopt.runtime.agreement.agreed import RankAgreement
 from graphopt.runtime.input_values import InputValues
-from graphopt.runtime.late_updates import LateUpdates
-from graphopt.runtime.moved_apart import SeparatedStorages, put_back
+from graphopt.runtime.late.updates import LateUpdates
+from graphopt.runtime.recaptures import RecaptureCause
 from graphopt.runtime.results import StepResults
-from graphopt.runtime.sent_before import CollectiveResults, SentBefore
+from graphopt.runtime.separated_storages import SeparatedStorages, put_back
 from graphopt.tracing.call import Call
 from graphopt.tracing.captured_step import CapturedStep
 

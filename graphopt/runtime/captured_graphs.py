@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, overload
 
 from graphopt.errors import GraphOptError
-from graphopt.runtime.budget import MODE, RecaptureCause, dropped
+from graphopt.runtime.recaptures import MODE, RecaptureCause, dropped
 
 if TYPE_CHECKING:
     from graphopt.runtime.bound_step import BoundStep, BranchFailures
@@ -51,7 +51,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
             mode: the call's mode of communication.
             retried: the history of the branch that is tried before all others.
         """
-        from graphopt.runtime.sharing import in_order
+        from graphopt.branches.sharing import in_order
 
         for entry in in_order(self._entries, retried):
             bound = call.using(entry.captured.besides)
@@ -66,7 +66,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
 
     def add(self, entry: BoundStep) -> None:
         """Adds a new graph as the most recently used."""
-        from graphopt.runtime.sharing import join_branch
+        from graphopt.branches.sharing import join_branch
 
         join_branch(entry, self._entries)
         self._entries.insert(0, entry)

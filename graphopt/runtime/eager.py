@@ -132,8 +132,8 @@ class Fallback:
     def _with_trained(self, call: Call) -> Call:
         """The call with the modules and optimizers of the step's closure, if its arguments have
         none."""
-        from graphopt.tracing.effects.reachable import trained_objects
         from graphopt.tracing.inputs.implicit import ImplicitInputs
+        from graphopt.tracing.rollback.reachable import trained_objects
 
         if call.modules or call.optimizers:
             return call
@@ -149,7 +149,7 @@ class Fallback:
 def _averaging(
     call: Call, parallel: DataParallel, sync: bool, step: int, shared: list[nn.Module]
 ) -> Any:
-    from graphopt.runtime.averages import Averages
+    from graphopt.runtime.agreement.eager_averages import Averages
 
     group = parallel.everyone
     if not sync or group.size() == 1:
@@ -159,7 +159,7 @@ def _averaging(
 
 def _communicates_itself(call: Call) -> bool:
     """True if FSDP averages everything that a step trains, and broadcasts initial values."""
-    from graphopt.runtime.averages import averaged_by_fsdp
+    from graphopt.runtime.agreement.eager_averages import averaged_by_fsdp
 
     return averaged_by_fsdp(call)
 

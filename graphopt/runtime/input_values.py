@@ -13,7 +13,7 @@ from graphopt.guards.guards import Guards
 from graphopt.tracing.call import Call
 from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.inputs.entries import Storage, as_tensor
-from graphopt.tracing.shards import ShardWindows
+from graphopt.tracing.ranks.shards import ShardWindows
 
 
 class InputValues:

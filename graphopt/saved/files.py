@@ -14,8 +14,8 @@ import torch
 from torch import fx, nn
 
 from graphopt import _compat
+from graphopt.ir.user_files import place, read_bytes, write
 from graphopt.iter_graph import IterGraph, IterGraphModule
-from graphopt.runtime.places import place, read_bytes, write
 from graphopt.saved.arguments import decode, encode
 from graphopt.saved.errors import SavedGraphError
 from graphopt.saved.group_sizes import KEY as GROUPS

@@ -38,7 +38,7 @@ from torch import fx
 from graphopt.cost import CostModel
 from graphopt.errors import ScheduleError
 from graphopt.readable.columns import readable_bytes
-from graphopt.runtime.collector import collector_paused
+from graphopt.runtime.memory import collector_paused
 from graphopt.schedule.buckets import BucketChooser, Buckets, crowded, side_by_side
 from graphopt.schedule.constraints import Predecessors, predecessors
 from graphopt.schedule.frugal import frugal_order

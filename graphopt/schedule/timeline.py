@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os import PathLike
 
-from graphopt.runtime.places import place, write
+from graphopt.ir.user_files import place, write
 from graphopt.schedule.pictures import chrome_trace, page
 from graphopt.schedule.simulated_step import SimulatedStep
 

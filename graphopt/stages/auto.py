@@ -25,10 +25,10 @@ from torch import fx
 from graphopt import _compat
 from graphopt.comm import get_all_comm_blocks
 from graphopt.errors import FileError, MissingFileError
+from graphopt.ir.user_files import place, read_text, write
 from graphopt.iter_graph import IterGraphModule
 from graphopt.ranks.meeting import Channel
 from graphopt.ranks.spmd import launches_digest
-from graphopt.runtime.places import place, read_text, write
 from graphopt.stages.pipelines import pipeline_with
 
 if TYPE_CHECKING:

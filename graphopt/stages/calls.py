@@ -10,23 +10,21 @@ from contextlib import suppress
 from typing import Any
 
 from graphopt import _compat
+from graphopt.branches.branch import ResumedCall
+from graphopt.branches.sent_collectives import SentBefore
 from graphopt.errors import AssumptionFailedError, CaptureError
-from graphopt.runtime.agreed import NotAsAgreedError, OtherRanks
+from graphopt.runtime.agreement.agreed import NotAsAgreedError, OtherRanks
+from graphopt.runtime.agreement.communication import Communication
 from graphopt.runtime.binding import Binding
 from graphopt.runtime.bound_step import BoundStep, BranchFailures
-from graphopt.runtime.branch import ResumedCall
-from graphopt.runtime.budget import RecaptureCause
 from graphopt.runtime.captured_graphs import CapturedGraphs
-from graphopt.runtime.communication import Communication
 from graphopt.runtime.eager import Fallback
-from graphopt.runtime.host_memory import keep_memory_of
-from graphopt.runtime.ranges import STEP
-from graphopt.runtime.recaptures import Recaptures
-from graphopt.runtime.sent_before import SentBefore
+from graphopt.runtime.memory import keep_memory_of
+from graphopt.runtime.recaptures import RecaptureCause, Recaptures
 from graphopt.stages.compiling import Stages
 from graphopt.stages.other_branch import OtherBranch, graph_of_all
 from graphopt.tracing.call import Call
-from graphopt.tracing.generators import undisturbed
+from graphopt.tracing.rollback.generators import undisturbed
 
 
 class Calls:
@@ -70,7 +68,7 @@ class Calls:
         if self._is_watched():
             return self.run_eagerly(call)
         try:
-            with _compat.named_in_profile(STEP):
+            with _compat.named_in_profile("graphopt.step"):
                 entry = self._found_or_captured(call)
                 return self.run_eagerly(call) if entry is None else self.run_graph(entry, call)
         except BaseException:

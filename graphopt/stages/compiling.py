@@ -22,7 +22,7 @@ from graphopt.manager.stages import DerivedGraph, GraphStage, StageRunner, crash
 from graphopt.parallel import DataParallel, Parallel
 from graphopt.parallel.parallelize import communicates, parallelize
 from graphopt.ranks.independent_ranks import keep_launches
-from graphopt.runtime.agreed import CallCapture, NotAsAgreedError, RankAgreement
+from graphopt.runtime.agreement.agreed import CallCapture, NotAsAgreedError, RankAgreement
 from graphopt.stages.auto import AutoPipeline
 from graphopt.stages.entries import Finalize, Vote
 from graphopt.stages.pipelines import manager_for, options_for, pipeline_with

@@ -10,14 +10,14 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from graphopt.branches.other_launches import warn_of_other_launches
+from graphopt.branches.sent_collectives import SentBefore
+from graphopt.branches.sharing import begun, learn
 from graphopt.errors import AssumptionFailedError, SpmdMismatchError
 from graphopt.host.used import UsedParameters
-from graphopt.runtime.agreed import NoGraphAloneError, OtherRanks
+from graphopt.runtime.agreement.agreed import NoGraphAloneError, OtherRanks
 from graphopt.runtime.bound_step import BoundStep
-from graphopt.runtime.budget import RecaptureCause
-from graphopt.runtime.other_launches import warn_of_other_launches
-from graphopt.runtime.sent_before import SentBefore
-from graphopt.runtime.sharing import begun, learn
+from graphopt.runtime.recaptures import RecaptureCause
 from graphopt.tracing.call import Call
 
 if TYPE_CHECKING:

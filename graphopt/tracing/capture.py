@@ -16,23 +16,23 @@ from graphopt.parallel import OverRanks, Parallel, resolve
 from graphopt.parallel.markers import Group
 from graphopt.parallel.parallelize import parallelize
 from graphopt.ranks.buffer_groups import group_of_buffers
-from graphopt.runtime.collector import collector_paused
+from graphopt.runtime.memory import collector_paused
 from graphopt.tracing.call import Call, check_supported, is_array
 from graphopt.tracing.captured_dialect import finish
 from graphopt.tracing.captured_step import CapturedStep
-from graphopt.tracing.casts import refuse_kept_casts
-from graphopt.tracing.collecting import collect
-from graphopt.tracing.effects.reachable import trained_objects
-from graphopt.tracing.failures import definition_of, explained
+from graphopt.tracing.inputs.collecting import collect
 from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.inputs.implicit import MoreInputs
 from graphopt.tracing.inputs.remembered import idle_in, without
 from graphopt.tracing.optimizers.beforehand import state_beforehand, with_state_used
 from graphopt.tracing.optimizers.new_state import NO_STATE, NewState
 from graphopt.tracing.outside.existing import births_are_noted, births_noted
-from graphopt.tracing.reduction import AgreedOrder, MarkedCommunication
-from graphopt.tracing.refusals import HostWork
+from graphopt.tracing.ranks.reduction import AgreedOrder, MarkedCommunication
+from graphopt.tracing.refusals.failures import definition_of, explained
+from graphopt.tracing.refusals.host_work import HostWork
+from graphopt.tracing.refusals.kept_casts import refuse_kept_casts
 from graphopt.tracing.retries import retried
+from graphopt.tracing.rollback.reachable import trained_objects
 from graphopt.tracing.trace import RawTrace, trace
 
 

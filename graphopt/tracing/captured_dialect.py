@@ -14,9 +14,7 @@ from graphopt.ir.placement import Placement, set_placement
 from graphopt.parallel import Manual
 from graphopt.parallel.markers import Group
 from graphopt.tracing.captured_step import CapturedStep
-from graphopt.tracing.decisions import another_on_each_rank
-from graphopt.tracing.effects.host_state import refuse_left
-from graphopt.tracing.failures import explained
+from graphopt.tracing.effects.decisions import another_on_each_rank
 from graphopt.tracing.functional.functionalization import functionalize, name_placeholders
 from graphopt.tracing.inputs.entries import Inputs, InputSpec, Kind, PlacedNumber
 from graphopt.tracing.inputs.found_places import found_places
@@ -30,10 +28,12 @@ from graphopt.tracing.inputs.notes import (
     refuse_shared_updates,
 )
 from graphopt.tracing.optimizers.new_state import NewState
+from graphopt.tracing.ranks.reduction import MarkedCommunication
+from graphopt.tracing.ranks.shards import placements, shard_made
 from graphopt.tracing.ranks.uniformity import first_own, own_inputs
-from graphopt.tracing.reduction import MarkedCommunication
+from graphopt.tracing.refusals.failures import explained
 from graphopt.tracing.results.signature import Signature
-from graphopt.tracing.shards import placements, shard_made
+from graphopt.tracing.rollback.host_state import refuse_left
 from graphopt.tracing.trace import RawTrace
 
 logger = logging.getLogger("graphopt")

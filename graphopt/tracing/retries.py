@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from graphopt.errors import CaptureError
 from graphopt.tracing.call import Call
-from graphopt.tracing.decisions import OwnDecisionError
-from graphopt.tracing.failures import definition_of, is_raised
+from graphopt.tracing.effects.decisions import OwnDecisionError
 from graphopt.tracing.inputs.entries import ArgumentNumber, Inputs, Number, PlacedNumber
 from graphopt.tracing.inputs.implicit import ImplicitInputs, MoreInputs
+from graphopt.tracing.refusals.failures import definition_of, is_raised
 
 
 def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Call:

@@ -14,17 +14,12 @@ from torch.optim import Optimizer
 from graphopt import _compat
 from graphopt._compat.cached_tracing import remembered
 from graphopt.host.seen import viewed_by
-from graphopt.tracing import fast_path, impurity, reduction, rng
-from graphopt.tracing.asked import answered_as_in_eager
-from graphopt.tracing.caches import CachedFunctions
 from graphopt.tracing.call import Call
-from graphopt.tracing.casts import StepCasts
-from graphopt.tracing.collecting import found_twice
-from graphopt.tracing.decisions import Decider
+from graphopt.tracing.effects import torch_generators as rng
 from graphopt.tracing.effects.argument_changes import ContainerChange, GivenContainers
 from graphopt.tracing.effects.callback_view import HostView
 from graphopt.tracing.effects.changed_containers import refuse_changed_containers
-from graphopt.tracing.effects.host_state import HostState
+from graphopt.tracing.effects.decisions import Decider
 from graphopt.tracing.effects.state_writes import take_placed
 from graphopt.tracing.effects.written_values import (
     MadeAnew,
@@ -32,44 +27,56 @@ from graphopt.tracing.effects.written_values import (
     change_told,
     tell_shared,
 )
-from graphopt.tracing.exactness import formulas
-from graphopt.tracing.functional.aliases import Aliases
+from graphopt.tracing.exactness import fast_path, formulas
 from graphopt.tracing.functional.tagging import Tagger, tagged
-from graphopt.tracing.host_reads import no_reading
-from graphopt.tracing.host_writes import no_printing
-from graphopt.tracing.inputs.attributes_before import AttributesBefore
+from graphopt.tracing.inputs.collecting import found_twice
 from graphopt.tracing.inputs.entries import ArgumentNumber, Inputs, PlacedNumber
 from graphopt.tracing.inputs.implicit import ImplicitInputFinder
-from graphopt.tracing.inputs.pinned import pin_left, refuse_found_twice
 from graphopt.tracing.inputs.stand_ins import arguments_of, stand_ins_of
 from graphopt.tracing.interception.class_questions import asking
 from graphopt.tracing.interception.inference import inference_as_no_grad
+from graphopt.tracing.interception.redirect import Redirect
+from graphopt.tracing.interception.replaced_functions import replaced
 from graphopt.tracing.interception.storage_identity import identities_refused
-from graphopt.tracing.keyed import identified, keyed_by_stand_ins
+from graphopt.tracing.interception.tracing_questions import answered_as_in_eager
 from graphopt.tracing.optimizers.first_gradients import FirstGradients
 from graphopt.tracing.optimizers.noticed_steps import notice_steps
 from graphopt.tracing.optimizers.scaling import TracedScaling
 from graphopt.tracing.optimizers.watched_state import watched
-from graphopt.tracing.outside.steps import gives, observed_step, record_for
+from graphopt.tracing.outside.steps import (
+    gives,
+    observed_step,
+    pin_left,
+    record_for,
+    refuse_found_twice,
+)
+from graphopt.tracing.ranks import reduction
 from graphopt.tracing.ranks.collectives import functional_collectives, stand_in_of_collective
+from graphopt.tracing.ranks.shared_by_ranks import SharedByRanks
 from graphopt.tracing.ranks.uniformity import own_inputs
-from graphopt.tracing.redirect import Redirect
-from graphopt.tracing.refused_calls import RefusedCalls, refusing
-from graphopt.tracing.replace import replaced
-from graphopt.tracing.replacing import ReplacedTensors
+from graphopt.tracing.refusals.cached_functions import CachedFunctions
+from graphopt.tracing.refusals.calls import RefusedCalls, refusing
+from graphopt.tracing.refusals.host_reads import no_reading
+from graphopt.tracing.refusals.host_work import impurity
+from graphopt.tracing.refusals.host_writes import no_printing
+from graphopt.tracing.refusals.kept_casts import StepCasts
 from graphopt.tracing.results.collector import ResultCollector, StoredOutside, TraceOutcome
 from graphopt.tracing.results.recipes import Recipes
 from graphopt.tracing.results.signature import Signature, leaves_of
+from graphopt.tracing.rollback.host_state import HostState
+from graphopt.tracing.rollback.substitute import StandIns, has_left_over, insert
+from graphopt.tracing.rollback.tensor_keys import identified, keyed_by_stand_ins
 from graphopt.tracing.scalars import numbers
 from graphopt.tracing.scalars.conversions import converted, converting
 from graphopt.tracing.scalars.host_math import traced_math
 from graphopt.tracing.scalars.positions import Positions, takes_positions
-from graphopt.tracing.shared_by_ranks import SharedByRanks
-from graphopt.tracing.substitute import StandIns, has_left_over, insert
+from graphopt.tracing.tensors.aliases import Aliases
 from graphopt.tracing.tensors.attributes import AttributeChange, StandInAttributes, marks_kept
+from graphopt.tracing.tensors.attributes_before import AttributesBefore
 from graphopt.tracing.tensors.constants import by_class
 from graphopt.tracing.tensors.obtained import ObtainedValues
 from graphopt.tracing.tensors.rebinding import Rebinding
+from graphopt.tracing.tensors.replaced import ReplacedTensors
 
 Scene = Iterator[AbstractContextManager[Any]]
 """Contexts, each of which is entered before the next one is made."""

@@ -22,12 +22,8 @@ from graphopt.errors import CaptureError
 from graphopt.ir.families import FUSED_OPTIMIZERS
 from graphopt.ir.source import SourceLine
 from graphopt.parallel.sharding import is_dtensor
-from graphopt.tracing import impurity
 from graphopt.tracing.call import Call
-from graphopt.tracing.effects.host_state import HostState, check_effects, drawn_from
 from graphopt.tracing.effects.written_values import read_and_replaced
-from graphopt.tracing.failures import definition_of, explained, raised_by_step
-from graphopt.tracing.generators import draws_noted
 from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.inputs.implicit import ImplicitInputs, MoreInputs, NamedModules
 from graphopt.tracing.inputs.remembered import idle_in
@@ -37,14 +33,17 @@ from graphopt.tracing.layouts.sparse import refuse_counts
 from graphopt.tracing.optimizers.optimizer_state import entries_at
 from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.outside.steps import not_repeated, refuse_unrepeated
-from graphopt.tracing.reduction import MarkedCommunication
-from graphopt.tracing.refusals import HostWork
+from graphopt.tracing.ranks.reduction import MarkedCommunication
+from graphopt.tracing.ranks.shards import whole_fake
+from graphopt.tracing.refusals.failures import definition_of, explained, raised_by_step
+from graphopt.tracing.refusals.host_work import HostWork, impurity
+from graphopt.tracing.refusals.unknown_features import check_layout, refuse_unseen_results
 from graphopt.tracing.results.signature import Signature
-from graphopt.tracing.shards import whole_fake
+from graphopt.tracing.rollback.generators import draws_noted
+from graphopt.tracing.rollback.host_state import HostState, check_effects, drawn_from
+from graphopt.tracing.rollback.substitute import GeneratorStates, preserved
 from graphopt.tracing.step_run import StepRun
-from graphopt.tracing.substitute import GeneratorStates, preserved
 from graphopt.tracing.tensors.lost_history import without_history
-from graphopt.tracing.unknown_features import check_layout, refuse_unseen_results
 
 
 @dataclass

@@ -18,7 +18,7 @@ from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import argument, fused_optimizer, is_item
 from graphopt.lowering.lowerable import has_mask, takes_indices
 from graphopt.lowering.subgraph import LoweredSubgraph
-from graphopt.runtime.collector import collector_paused
+from graphopt.runtime.memory import collector_paused
 
 _WAITS_FOR_DEVICE = (
     "aten::_assert_scalar",

@@ -20,8 +20,8 @@ from graphopt.host import is_host_call
 from graphopt.ir.metadata import source_line
 from graphopt.parallel import DataParallel
 from graphopt.pipelining.errors import StageCompileError
-from graphopt.runtime.agreed import CallCapture, NotAsAgreedError, OtherRanks
-from graphopt.runtime.joint_capture import JointCapture
+from graphopt.runtime.agreement.agreed import CallCapture, NotAsAgreedError, OtherRanks
+from graphopt.runtime.agreement.joint_capture import JointCapture
 from graphopt.stages import Stages
 from graphopt.stages.compiling import StepInMaking
 from graphopt.tracing.call import Call

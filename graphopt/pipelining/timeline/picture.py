@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from graphopt.ir.user_files import place, write
 from graphopt.pipelining.timeline.slots import KIND_NAMES, ScheduleTimes, Slot
 from graphopt.readable.trace_events import TraceEvent, trace_text
-from graphopt.runtime.places import place, write
 
 _COLUMNS = 96
 _LEGEND = "  F forward, B backward, I input gradients, W weight gradients"

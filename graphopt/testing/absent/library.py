@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from graphopt.errors import PretendError
-from graphopt.runtime.places import cache_folder
+from graphopt.ir.user_files import cache_folder
 
 SOURCE = Path(__file__).with_name("cuda.cpp")
 _COMPILERS = ("c++", "g++", "clang++")

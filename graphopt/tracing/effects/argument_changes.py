@@ -14,7 +14,7 @@ from typing import Any
 
 from graphopt.errors import CaptureError
 from graphopt.tracing.inputs.argument_objects import AttributesOf, OpenedObjects
-from graphopt.tracing.interception.nests import Path, containers_in
+from graphopt.tracing.rollback.nests import Path, containers_in
 
 _NO_ITEM = object()
 

@@ -22,12 +22,12 @@ from graphopt.host.seen import EarlierWrite, StaleValue, UsedPlace
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import current_user_line
 from graphopt.tracing.effects.argument_changes import GivenContainers
-from graphopt.tracing.effects.reachable import ReachableObjects, reached_from
 from graphopt.tracing.optimizers.setting_place import SettingPlace
-from graphopt.tracing.outside.behind import ReadsBehindCallbacks
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_value, same
+from graphopt.tracing.outside.reads_behind_callbacks import ReadsBehindCallbacks
 from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.results.signature import Signature
+from graphopt.tracing.rollback.reachable import ReachableObjects, reached_from
 
 Tables = Sequence[tuple[dict[str, Any], dict[str, Any]]]
 """Attributes of objects, with what they were when the step began."""

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from graphopt.tracing.interception.nests import parts
 from graphopt.tracing.results.signature import Constant
+from graphopt.tracing.rollback.nests import parts
 
 _KINDS = frozenset({list, dict, OrderedDict, defaultdict, deque, set, tuple})
 

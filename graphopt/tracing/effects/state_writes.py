@@ -28,7 +28,6 @@ import torch
 
 from graphopt import _compat
 from graphopt.guards.values import is_plain
-from graphopt.tracing.effects.reachable import is_shared
 from graphopt.tracing.effects.written_values import (
     MadeAnew,
     holds_traced,
@@ -43,9 +42,10 @@ from graphopt.tracing.outside.places import MISSING, OutsidePlace, attributes_of
 from graphopt.tracing.outside.record import OutsideRecord, WrittenPlace
 from graphopt.tracing.outside.unrepeated import LeftPlace
 from graphopt.tracing.results.signature import Constant, PlacedResult
+from graphopt.tracing.rollback.reachable import is_shared
+from graphopt.tracing.rollback.substitute import StandIns
 from graphopt.tracing.scalars.numbers import SYMBOLIC
 from graphopt.tracing.scalars.tuples import is_tensor, leaves_of
-from graphopt.tracing.substitute import StandIns
 
 
 def take_placed(

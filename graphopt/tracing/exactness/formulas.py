@@ -25,7 +25,7 @@ from graphopt._compat.backward import around_backwards, around_unpacking
 from graphopt._compat.settings import differentiating
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location
-from graphopt.tracing.replace import replaced
+from graphopt.tracing.interception.replaced_functions import replaced
 
 _NAMESPACE = "graphopt_eager"
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")

@@ -48,7 +48,7 @@ from graphopt.ir.metadata import (
     some_of,
 )
 from graphopt.ir.views import is_pure_view
-from graphopt.tracing.decisions import SIZED
+from graphopt.tracing.effects.decisions import SIZED
 from graphopt.tracing.functional.interpreter import RawGraphRunner
 from graphopt.tracing.functional.rewriting import expanded_write, is_expanded
 from graphopt.tracing.functional.separate_results import keep_apart

@@ -22,7 +22,7 @@ from graphopt.ir import inplace
 from graphopt.ir.metadata import OF_TRACE, fake_value, known_value, some_of
 from graphopt.ir.operators import fused_optimizer, rounds_a_list_in_place, updated_lists
 from graphopt.ir.writing_operators import FunctionalForm, form_of
-from graphopt.tracing.decisions import SIZED
+from graphopt.tracing.effects.decisions import SIZED
 from graphopt.tracing.exactness import averages, fused, statistics
 from graphopt.tracing.functional.rewriting import (
     explained_at,

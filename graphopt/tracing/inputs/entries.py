@@ -203,8 +203,8 @@ class Inputs:
         rebound: `module_tensors` that get other storage in each call; see `rebinding`.
         aliases: entries of optimizer state that are the memory of a module tensor, as `rebinding`
             leaves them; no inputs of their own.
-        held: names of what others may use without being seen (`graphopt.runtime.late`); none where
-            that is so of all parameters, as while a variable holds a checkpoint.
+        held: names of what others may use without being seen (`graphopt.runtime.late.tensors`);
+            none where that is so of all parameters, as while a variable holds a checkpoint.
         found_held: the same without exception.
         argument_gradients: positions of arguments that have a `.grad` when the step begins.
         unread: which of `hyperparameters` nothing depends on.

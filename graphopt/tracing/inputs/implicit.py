@@ -27,7 +27,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import current_location, current_user_line
-from graphopt.tracing.outside.attributes import read_attribute
+from graphopt.tracing.bytecode.attributes import read_attribute
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.tensors.classes import WITH_GRADIENTS, check_class, special_class

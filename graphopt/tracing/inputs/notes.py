@@ -12,8 +12,8 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import eliminate_dead_code, get_outputs, is_operator, set_outputs
 from graphopt.ir.metadata import HELD, HELD_SOMEWHERE, RETURNED, fake_value, input_kind
-from graphopt.tracing.failures import definition_of
 from graphopt.tracing.inputs.entries import Inputs, InputSpec, Storage
+from graphopt.tracing.refusals.failures import definition_of
 from graphopt.tracing.results.signature import Computed, Live, Signature, View
 from graphopt.tracing.scalars.expressions import leaves_of
 from graphopt.tracing.trace import RawTrace

@@ -10,8 +10,8 @@ import torch
 from graphopt import _compat
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import ArgumentNumber, Inputs, Storage
+from graphopt.tracing.rollback.substitute import StandIns
 from graphopt.tracing.scalars.host_numbers import stand_in_of_number
-from graphopt.tracing.substitute import StandIns
 from graphopt.tracing.tensors.lost_history import accumulates, refuse_backward
 from graphopt.tracing.tensors.obtained import ObtainedValues
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphopt.tracing.replace import replaced
+from graphopt.tracing.interception.replaced_functions import replaced
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from graphopt.host.assumptions import Assumption
 from graphopt.ir.metadata import known_value, storages_of
 from graphopt.ir.operators import operator_of, written
 from graphopt.ir.user_frames import current_location
-from graphopt.runtime.budget import WITHOUT_BRANCHES
+from graphopt.runtime.recaptures import WITHOUT_BRANCHES
 
 _EXACT = """
 full zeros ones eye scalar_tensor new_full new_zeros new_ones full_like zeros_like ones_like

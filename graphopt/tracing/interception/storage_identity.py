@@ -15,8 +15,8 @@ from typing import Any
 from graphopt._compat import storages
 from graphopt._compat.threads import is_of_trace
 from graphopt.ir.user_frames import is_asked_by_torch
-from graphopt.tracing.replace import calling_frame, replaced
-from graphopt.tracing.unknown_features import refuse_address
+from graphopt.tracing.interception.replaced_functions import calling_frame, replaced
+from graphopt.tracing.refusals.unknown_features import refuse_address
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from graphopt import _compat
 from graphopt.graph_utils import is_pointwise, tensors_in
 from graphopt.ir.operators import row
 from graphopt.ir.writing_operators import NAMESPACE
-from graphopt.tracing import fast_path
-from graphopt.tracing.exactness import recurrent, small
+from graphopt.tracing.exactness import fast_path, recurrent
 from graphopt.tracing.layouts import scratch
+from graphopt.tracing.layouts import small_runs as small
 from graphopt.tracing.layouts.layouts import ContainerLayout, Layout, described, layouts, leaves
 from graphopt.tracing.layouts.scratch import Call
 

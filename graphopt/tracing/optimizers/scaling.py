@@ -24,7 +24,7 @@ from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import current_user_line
 from graphopt.tracing.inputs.implicit import ImplicitInputFinder
-from graphopt.tracing.replace import replaced
+from graphopt.tracing.interception.replaced_functions import replaced
 
 
 class TracedScaling:

@@ -14,7 +14,7 @@ from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.known_objects import KnownObjects
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.unrepeated import UnrepeatedChanges
-from graphopt.tracing.refusals import HostWork
+from graphopt.tracing.refusals.host_work import HostWork
 
 MUTABLE = frozenset({list, deque, set})
 """Containers whose items are compared, rather than looked at by their keys."""

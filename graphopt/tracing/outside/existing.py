@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from itertools import chain, repeat
 from typing import Any
 
-from graphopt.runtime.collector import BEFORE_AGEING, count_all_as_old
+from graphopt.runtime.memory import BEFORE_AGEING, count_all_as_old
 
 _callbacks = threading.RLock()
 """Held while the callbacks of the collector change, which captures of all threads do."""

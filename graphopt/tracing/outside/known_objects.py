@@ -15,9 +15,9 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import current_location
-from graphopt.tracing.interception.nests import Path
 from graphopt.tracing.outside.existing import existing_now
 from graphopt.tracing.outside.places import OutsidePlace, is_container, is_value, viewed
+from graphopt.tracing.rollback.nests import Path
 
 
 class GivenObjects(dict[int, Any]):

@@ -13,9 +13,8 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.outside.behind import ReadsBehindCallbacks
+from graphopt.tracing.bytecode.counting import Load, PendingLoads, Store
 from graphopt.tracing.outside.changed_containers import ContainerChanges
-from graphopt.tracing.outside.loads import Load, PendingLoads, Store
 from graphopt.tracing.outside.places import (
     LISTS,
     MISSING,
@@ -27,8 +26,9 @@ from graphopt.tracing.outside.places import (
     is_value,
     key_text,
 )
+from graphopt.tracing.outside.reads_behind_callbacks import ReadsBehindCallbacks
 from graphopt.tracing.outside.unrepeated import users
-from graphopt.tracing.refusals import HostWork
+from graphopt.tracing.refusals.host_work import HostWork
 from graphopt.tracing.scalars.host_numbers import is_host_number
 from graphopt.tracing.scalars.numbers import SYMBOLIC
 

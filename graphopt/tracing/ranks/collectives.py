@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location
+from graphopt.tracing.interception.replaced_functions import replaced
 from graphopt.tracing.ranks.collective_forms import FORMS
-from graphopt.tracing.replace import replaced
 
 _OBJECTS = (
     "sends Python objects, which are pickled when the step is captured",

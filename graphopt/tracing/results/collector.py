@@ -15,7 +15,6 @@ from graphopt.guards.values import is_plain
 from graphopt.tracing.call import has_gradient
 from graphopt.tracing.effects.argument_changes import ContainerChange
 from graphopt.tracing.effects.written_values import MadeAnew
-from graphopt.tracing.failures import located
 from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.optimizers.first_gradients import FirstGradients
 from graphopt.tracing.optimizers.optimizer_state import (
@@ -26,6 +25,7 @@ from graphopt.tracing.optimizers.optimizer_state import (
     is_nest,
     same_nest,
 )
+from graphopt.tracing.refusals.failures import located
 from graphopt.tracing.results.recipes import Recipes
 from graphopt.tracing.results.signature import (
     AttributeResult,
@@ -38,8 +38,8 @@ from graphopt.tracing.results.signature import (
     Signature,
     StateResult,
 )
+from graphopt.tracing.rollback.substitute import StandIns, traced_key
 from graphopt.tracing.scalars.numbers import SYMBOLIC
-from graphopt.tracing.substitute import StandIns, traced_key
 from graphopt.tracing.tensors.attributes import AttributeChange
 from graphopt.tracing.tensors.lost_history import check_history, is_computed
 from graphopt.tracing.tensors.rebinding import Rebinding

@@ -13,10 +13,10 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.effects.made_containers import constant_with
 from graphopt.tracing.effects.written_values import MadeAnew
-from graphopt.tracing.failures import definition_of
 from graphopt.tracing.inputs.entries import Inputs, is_exact, is_number
 from graphopt.tracing.outside.places import is_container, is_value
 from graphopt.tracing.outside.record import OutsideRecord
+from graphopt.tracing.refusals.failures import definition_of
 from graphopt.tracing.results.signature import (
     Computed,
     Constant,
@@ -26,9 +26,9 @@ from graphopt.tracing.results.signature import (
     Recipe,
     View,
 )
+from graphopt.tracing.rollback.substitute import StandIns
 from graphopt.tracing.scalars.host_numbers import is_host_number, scalar_of_numpy
 from graphopt.tracing.scalars.numbers import SYMBOLIC
-from graphopt.tracing.substitute import StandIns
 from graphopt.tracing.tensors.attributes import AttributeChange
 from graphopt.tracing.tensors.lost_history import has_history
 from graphopt.tracing.tensors.obtained import ObtainedValues

@@ -11,9 +11,9 @@ import torch
 from graphopt import _compat
 from graphopt.tracing.effects.argument_changes import ContainerChange
 from graphopt.tracing.inputs.entries import ModuleTensor
-from graphopt.tracing.interception.nests import Path
 from graphopt.tracing.optimizers.optimizer_state import NonParameterKey
 from graphopt.tracing.outside.places import OutsidePlace
+from graphopt.tracing.rollback.nests import Path
 
 
 @dataclass(frozen=True)

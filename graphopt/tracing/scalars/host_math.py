@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from graphopt.tracing.replace import replaced
+from graphopt.tracing.interception.replaced_functions import replaced
 from graphopt.tracing.scalars.expressions import Condition
 from graphopt.tracing.scalars.functions import CHOICES, MATH, ROUNDING, TESTS
 from graphopt.tracing.scalars.host_numbers import is_host_number

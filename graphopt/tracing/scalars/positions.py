@@ -15,8 +15,8 @@ import torch
 
 from graphopt import _compat
 from graphopt._compat.sizes import AnsweredQuestions, backed
-from graphopt.tracing.decisions import SIZED
-from graphopt.tracing.replace import is_in
+from graphopt.tracing.effects.decisions import SIZED
+from graphopt.tracing.interception.replaced_functions import is_in
 from graphopt.tracing.scalars.expressions import Condition, Conditions
 from graphopt.tracing.scalars.host_numbers import HostNumber, is_host_number
 from graphopt.tracing.scalars.numbers import TakenInt

@@ -19,7 +19,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.outside.places import MISSING
-from graphopt.tracing.substitute import StandIns, tables_kept
+from graphopt.tracing.rollback.substitute import StandIns, tables_kept
 
 
 class AttributeChange(NamedTuple):

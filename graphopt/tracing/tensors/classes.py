@@ -13,7 +13,7 @@ from torch import nn
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.placement import Placement
-from graphopt.runtime.late_classes import class_behind
+from graphopt.runtime.late.classes import class_behind
 from graphopt.tracing.ranks.admitted_shards import is_admitted
 
 WITH_GRADIENTS = (

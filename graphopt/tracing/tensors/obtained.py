@@ -15,11 +15,11 @@ from graphopt._compat.own_tracing import untraced
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import current_user_line
-from graphopt.runtime.collector import frozen_objects_seen
-from graphopt.tracing.decisions import Decider
+from graphopt.runtime.memory import frozen_objects_seen
+from graphopt.tracing.effects.decisions import Decider
 from graphopt.tracing.functional.tagging import Tagger
-from graphopt.tracing.impurity import taken_for_a_number
-from graphopt.tracing.refusals import HostWork
+from graphopt.tracing.refusals.host_work import HostWork
+from graphopt.tracing.refusals.impurity import taken_for_a_number
 from graphopt.tracing.scalars.positions import Positions
 
 

@@ -28,7 +28,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location
 from graphopt.tracing.inputs.entries import Inputs, Storage
-from graphopt.tracing.substitute import StandIns
+from graphopt.tracing.rollback.substitute import StandIns
 
 
 class Rebinding:

@@ -1,0 +1,467 @@
+"""Capture on several ranks: each rank traces alone, then all agree before anything runs."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import weakref
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import fx, nn
+
+from graphopt import _compat
+from graphopt.errors import CaptureError, CollectiveError
+from graphopt.guards.guards import Guards
+from graphopt.host.assumptions import Answer
+from graphopt.host.used import UsedParameters
+from graphopt.host.votes import Agreement, Votes
+from graphopt.manager import records_of
+from graphopt.parallel import OverRanks
+from graphopt.ranks.buffer_groups import make_group_of_buffers
+from graphopt.ranks.meeting import Channel
+from graphopt.ranks.rank_votes import RankVotes
+from graphopt.ranks.spmd import FREEZE, check_same, check_same_plans, merged_order, plan_lines
+from graphopt.ranks.unused import UnusedParameters
+from graphopt.runtime.agreement.agreed import (
+    CallCapture,
+    NoGraphAloneError,
+    NotAsAgreedError,
+    OneVote,
+    OtherRanks,
+    RankAgreement,
+    ask_before_calls,
+    first_difference,
+    plans_of,
+)
+from graphopt.runtime.agreement.joined_modules import JoinedModules
+from graphopt.runtime.agreement.joint_names import JointNames
+from graphopt.runtime.agreement.joint_traces import (
+    decisions,
+    first_joint_trace,
+    left_out,
+    outcomes,
+    trace_in_order,
+    trained,
+)
+from graphopt.runtime.agreement.sharded_models import ShardedModels
+from graphopt.tracing.call import Call
+from graphopt.tracing.capture import communication_for
+from graphopt.tracing.captured_dialect import finish
+from graphopt.tracing.captured_step import CapturedStep
+from graphopt.tracing.inputs.collecting import module_tensors
+from graphopt.tracing.inputs.implicit import MoreInputs
+from graphopt.tracing.inputs.notes import held_names
+from graphopt.tracing.inputs.remembered import with_remembered
+from graphopt.tracing.ranks.reduction import (
+    AgreedOrder,
+    MarkedCommunication,
+    UnagreedParameterError,
+)
+from graphopt.tracing.retries import retried
+from graphopt.tracing.trace import RawTrace
+
+
+class _CaptureAsAgreed(CallCapture):
+    """Captures a call under an earlier agreement, without asking the other ranks.
+
+    Args:
+        vote: see `OtherRanks`.
+
+    Attributes:
+        answers: to the decisions of the call, as far as nothing depends on the other ranks.
+        difference: of what the call launches, in words; empty where there is none.
+    """
+
+    def __init__(
+        self, joint: JointCapture, agreed: RankAgreement, parallel: OverRanks, vote: OneVote | None
+    ) -> None:
+        super().__init__()
+        self._vote = vote
+        self._joint, self.agreed, self._parallel = joint, agreed, parallel
+        self.agreement = agreed.agreement
+        self.answers: tuple[Answer, ...] = ()
+        self.difference = ""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, NotAsAgreedError):
+            self.difference = error.difference
+        if self._vote is not None and not self._vote.is_cast:  # which others wait for
+            raise NotAsAgreedError from error
+
+    def capture(self, call: Call) -> CapturedStep:
+        assert self.agreed is not None
+        call = call if call.decided else call.deciding(self.agreed.likely)
+        call = with_remembered(self._joint.prepared(call))
+        try:
+            captured = self._captured(call, self.agreed.held)
+        except UnagreedParameterError:
+            raise NotAsAgreedError from None
+        return self._joint.checked(call, captured)
+
+    def _captured(self, call: Call, held: Set[str]) -> CapturedStep:
+        beforehand = True
+        while True:
+            call, raw, made = first_joint_trace(
+                call, self._joint.marked(self._parallel), beforehand=beforehand
+            )
+            alone = itertools.takewhile(
+                lambda answer: type(answer) is not UsedParameters, raw.inputs.answers
+            )
+            self.answers = tuple(alone)
+            order = AgreedOrder(self._order(raw), frozenset(raw.used))
+            communication = self._joint.marked(self._parallel, order)
+            try:
+                with made.present():
+                    found = trace_in_order(call, raw, made, communication, order.names)
+                    if found is not None:
+                        return finish(*found, communication, held)
+                beforehand = False
+            except (MoreInputs, CaptureError) as error:
+                call = retried(call, raw.inputs, error)
+
+    def _order(self, raw: RawTrace) -> tuple[str, ...]:
+        assert self.agreed is not None
+        order = self.agreed.order(raw.inputs)
+        if len(order) < len(self.agreed.parameters) or not set(order).issuperset(raw.used):
+            raise NotAsAgreedError
+        return order
+
+    def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
+        assert self.agreed is not None
+        before = self.agreement
+        needed = Agreement.needed_by(captured.graph_module.graph)
+        same = Agreement.of_all([needed.said, before.said]) == before
+        plans = plans_of(graphs, self._parallel)
+        if not same or plans != self.agreed.plans:
+            raise NotAsAgreedError(first_difference(self.agreed.plans, plans, graphs))
+        if self._vote is not None and not self._vote(self.agreed.number):
+            raise NotAsAgreedError
+
+
+class _UnaveragedCapture(CallCapture):
+    """Captures a call without averages, for modules that are joined."""
+
+    def __init__(self, joint: JointCapture) -> None:
+        super().__init__()
+        self._joint = joint
+
+    def capture(self, call: Call) -> CapturedStep:
+        return self._joint.checked(call, super().capture(call))
+
+
+class _CaptureInMeeting(CallCapture):
+    """Captures a call in a meeting of all ranks.
+
+    Args:
+        joint: keeps what they agree on.
+        sync: whether gradients are averaged.
+        mode: the mode of communication of the call.
+        earlier: what they agreed on for the same structure before, the last first.
+        votes: how they agree that no function has raised.
+    """
+
+    def __init__(
+        self,
+        joint: JointCapture,
+        call: Call,
+        parallel: OverRanks,
+        sync: bool,
+        mode: tuple[Any, ...],
+        earlier: Sequence[RankAgreement],
+        votes: Votes,
+    ) -> None:
+        super().__init__()
+        self._joint, self._call, self._parallel = joint, call, parallel
+        self._sync, self._mode, self._earlier, self._votes = sync, mode, earlier, votes
+
+    def __enter__(self) -> CallCapture:
+        self._votes.hear()
+        group = self._parallel.everyone
+        self._meeting = Channel(group, self._joint.topic, self._parallel.timeout).meeting()
+        self._meeting.__enter__()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._meeting.__exit__(kind, error, traceback)
+        if error is None:
+            self._joint.join(self._call, self._parallel)
+
+    def capture(self, call: Call) -> CapturedStep:
+        captured: CapturedStep | None = None
+        call = with_remembered(call)
+        call = self._joint.prepared(call) if self._sync else call
+        self._separate_buffers(call)
+        beforehand = True
+        while captured is None:
+            call, raw, made = first_joint_trace(
+                call, self._communication(None), beforehand=beforehand
+            )
+            if self._shard(call):
+                continue
+            communication = self._communication(self._meet(call, raw))
+            if self._sync and self._joint.uneven and not call.decides_alone:
+                call = call.deciding_alone()
+                continue
+            try:
+                with made.present():
+                    found = trace_in_order(call, raw, made, communication, self._order)
+                    beforehand = found is not None
+                    if found is not None:
+                        captured = finish(*found, communication, self._held)
+            except (MoreInputs, CaptureError) as error:
+                call = retried(call, raw.inputs, error)
+            everyone = self._meeting.exchange({"complete": captured is not None})
+            if not all(theirs["complete"] for theirs in everyone):
+                captured = None
+        self._call = call
+        return captured
+
+    def _separate_buffers(self, call: Call) -> None:
+        if self._sync and self._parallel.broadcast_buffers:
+            group = self._parallel.everyone
+            make_group_of_buffers(group, [root for _, root in call.named_roots()], self._meeting)
+
+    def _shard(self, call: Call) -> bool:
+        """Shards what the trace has found besides the arguments; True if the call has changed."""
+        models = self._joint.sharded_models
+        if models is None:
+            return False
+        everyone = self._meeting.exchange({"new": models.has_new(call)})
+        return any(theirs["new"] for theirs in everyone) and models.shard(call, together=True)
+
+    def _communication(self, order: AgreedOrder | None) -> MarkedCommunication | None:
+        return self._joint.marked(self._parallel, order) if self._sync else None
+
+    def _meet(self, call: Call, raw: RawTrace) -> AgreedOrder:
+        """Compares the ranks' traces; returns which gradients are averaged."""
+        inputs = raw.inputs
+        names = JointNames(call, inputs.module_tensors)
+        uniform, alone = decisions(raw)
+        mine = {
+            "sync": [f"averaging {self._sync}"],
+            "tensors": names.tensors,
+            "besides": names.besides,
+            "used": names.told(raw.used),
+            "held": names.told(sorted(held_names(raw))),
+            "uniform": uniform,
+            "alone": alone,
+            "trained": names.told(trained(call, inputs, raw.used)),
+        }
+        everyone = self._meeting.exchange(mine)
+        check_same("communication mode", [theirs["sync"] for theirs in everyone])
+        self._joint.compare(everyone)
+        before = [earlier.order(inputs) for earlier in self._earlier]
+        used = [names.own(theirs["used"]) for theirs in everyone]
+        self._joint.uneven |= any(theirs["uniform"] != uniform for theirs in everyone)
+        alone = any(theirs["alone"] for theirs in everyone)
+        others = [names.own(theirs["trained"]) for theirs in everyone] if alone else []
+        self._order = merged_order([*before, *used, *others])
+        self._asks = bool(left_out(call, inputs, self._order))
+        self._held = frozenset().union(*(names.own(theirs["held"]) for theirs in everyone))
+        return AgreedOrder(self._order, frozenset(raw.used), frozenset().union(*used))
+
+    def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
+        self._plans = plans_of(graphs, self._parallel)
+        needed = Agreement.needed_by(captured.graph_module.graph)
+        history = [(record.name, record.launches) for record in records_of(captured.graph_module)]
+        planned: dict[str, Any] = {
+            "plans": list(self._plans.items()),
+            "lines": [
+                plan_lines(graphs[name].graph) if name in graphs else [] for name in self._plans
+            ],
+            "history": history,
+            "callbacks": needed.said,
+            "channel": secrets.token_hex(8),
+            "asks": self._asks or needed.alone,
+            "decided": outcomes(captured.graph_module.graph),
+        }
+        everyone = self._meeting.exchange(planned)
+        check_same_plans(*([theirs[said] for theirs in everyone] for said in _COMPARED))
+        self.agreement = Agreement.of_all([theirs["callbacks"] for theirs in everyone])
+        asking = self._sync and any(theirs["asks"] for theirs in everyone)
+        group = self._parallel.everyone
+        self._questions = RankVotes.of(group, everyone[0]["channel"]) if asking else None
+
+    def ready(self, captured: CapturedStep) -> None:
+        self._meeting.exchange({"ready": True}, patient=True)
+        with captured.state_present():
+            guards = Guards(self._call, captured.live, self._mode, captured.signature)
+        entries = {entry.fqn: entry.tensor for entry in captured.live.parameters}
+        parameters = tuple(weakref.ref(entries[name]) for name in self._order)
+        group = self._parallel.everyone
+        unused = UnusedParameters(group, self._joint.topic)
+        agreed = RankAgreement(
+            *(guards, parameters, unused, self._plans, self._held),
+            *(self._questions, self._asks, self._joint.count()),
+            votes=self._votes,
+            agreement=self.agreement,
+        )
+        self._joint.note(agreed if self._sync else None, self._earlier)
+        self.agreed = agreed if self._sync else None
+
+
+_COMPARED = ("plans", "history", "decided", "lines")
+
+
+class JointCapture:
+    """Captures one step function on the ranks of one group.
+
+    The first capture of a structure (modules, modes, optimizer settings) is agreed on by all ranks.
+    A later one that differs only in arguments may happen on one rank alone (an uneven last batch,
+    a branch taken here only): it averages what was agreed, zeros for what it does not use. A
+    parameter that no rank has used before needs a new agreement, in which all ranks have to join.
+
+    Args:
+        topic: the same text on all ranks, different for different step functions.
+        accumulated: whether gradients of earlier calls alone are averaged as well.
+        sharded_models: the models that the step shards; None for kinds that shard none.
+
+    Attributes:
+        alone: the last capture was one of this rank alone.
+        uneven: ranks have other modules besides those that are trained, which keep their values, or
+            do not take the same decisions. Each decision is a rank's own then.
+    """
+
+    def __init__(
+        self, topic: str, *, accumulated: bool = True, sharded_models: ShardedModels | None = None
+    ) -> None:
+        self.topic, self._accumulated = topic, accumulated
+        self.sharded_models = sharded_models
+        self._agreed: list[RankAgreement] = []
+        self._count = 0
+        self._votes: WeakKeyDictionary[dist.ProcessGroup, Votes] = WeakKeyDictionary()
+        self._joined = JoinedModules()
+        self.alone = self.uneven = False
+
+    def marked(
+        self, parallel: OverRanks, agreed: AgreedOrder | None = None
+    ) -> MarkedCommunication | None:
+        """The communication markers that traces insert."""
+        return communication_for(parallel, agreed, accumulated=self._accumulated)
+
+    def prepared(self, call: Call) -> Call:
+        """The call in the form in which this rank traces it together with others."""
+        return call.deciding_alone() if self.uneven else call
+
+    def ways(
+        self, call: Call, parallel: OverRanks, sync: bool, mode: tuple[Any, ...], others: OtherRanks
+    ) -> Iterator[CallCapture]:
+        """The ways to capture `call`; the first that `NotAsAgreedError` does not refuse counts.
+
+        Raises:
+            CollectiveError: the other ranks are not there: `graphopt.testing.fake_ranks`.
+        """
+        if _compat.fake_world_size() is not None:
+            raise CollectiveError(
+                "the process group is a fake one, whose other ranks will never come to agree",
+                hint="in fake_ranks use graphopt.capture and graphopt.testing.check_pass, which"
+                " run graphs for all ranks",
+            )
+        self.alone = True
+        if self._joined.has_all(call) and not sync:
+            yield _UnaveragedCapture(self)
+        vote = None if others.vote is None else OneVote(others.vote)
+        matching = self._matching(call, mode)
+        if others.alone:  # the others run what this graph stands on
+            matching = [each for each in matching if each is others.agreed]
+        answers: tuple[Answer, ...] = ()
+        difference = ""
+        for earlier in [] if others.anew else matching:
+            if vote is None or not vote.is_cast:
+                ranks = _CaptureAsAgreed(self, earlier, parallel, vote)
+                yield ranks
+                answers, difference = ranks.answers, ranks.difference
+        if vote is not None and not vote.is_cast:
+            vote(0)
+        if others.alone:
+            raise NoGraphAloneError(others.at, difference, answers)
+        self.alone = False
+        group = parallel.everyone
+        votes = self._votes.setdefault(group, Votes(group))
+        yield _CaptureInMeeting(self, call, parallel, sync, mode, self._matching(call, mode), votes)
+
+    def checked(self, call: Call, captured: CapturedStep) -> CapturedStep:
+        """Checks the capture that a rank has made alone.
+
+        Raises:
+            NotAsAgreedError: it uses modules or parameters besides its arguments that the ranks
+                have not started from the same values.
+        """
+        if not self._joined.has_all(call.using(captured.besides) or call):
+            raise NotAsAgreedError
+        return captured
+
+    def join(self, call: Call, parallel: OverRanks) -> None:
+        """Broadcasts initial values of a call's modules."""
+        self._joined.join(call, parallel, uneven=self.uneven)
+
+    def asking(self, call: Call, mode: tuple[Any, ...]) -> RankVotes | None:
+        """The vote on having a graph that all ranks take in each call, or None if they take
+        none."""
+        return next((a.questions for a in self._matching(call, mode) if a.asks), None)
+
+    def run_elsewhere(self, call: Call, mode: tuple[Any, ...]) -> list[RankAgreement]:
+        """The agreement whose graphs other ranks may run for a call, if all of them launch the
+        same collectives and this rank may leave them; else None."""
+        matching = self._matching(call, mode)
+        may_leave = all(each.agreement.alone and each.questions for each in matching)
+        alike = all(each.launches_as(matching[0]) for each in matching)
+        return matching if may_leave and alike else []
+
+    def count(self) -> int:
+        """A number for the next agreement, the same on all ranks."""
+        self._count += 1
+        return self._count
+
+    def note(self, agreed: RankAgreement | None, earlier: Sequence[RankAgreement]) -> None:
+        """Stores an agreement of the ranks, after earlier ones for branches with other
+        collectives."""
+        for other in earlier:
+            if agreed is None or other.parameters != agreed.parameters:
+                other.current = False
+                self._agreed.remove(other)
+        if agreed is not None:
+            self._agreed.append(agreed)
+            ask_before_calls([agreed, *(other for other in earlier if other.current)])
+
+    def forget_dead(self) -> None:
+        """Drops agreements on models that no longer exist."""
+        self._agreed = [agreed for agreed in self._agreed if agreed.guards.alive()]
+
+    def _matching(self, call: Call, mode: tuple[Any, ...]) -> list[RankAgreement]:
+        """The agreements on calls of the same structure, most recent first."""
+        agreed = reversed(self._agreed)
+        return [a for a in agreed if a.guards.structure_mismatch(call, mode) is None]
+
+    def join_eagerly(self, call: Call, parallel: OverRanks) -> list[nn.Module]:
+        """Broadcasts initial values of what an eager call trains, once for each module.
+
+        Returns:
+            The call's modules that all ranks have.
+
+        Raises:
+            SpmdMismatchError: ranks have other modules that are trained, or one did not come.
+        """
+        if not self._joined.has_trained(call):
+            names = JointNames(call, module_tensors(call))
+            mine = {"tensors": names.tensors, "besides": names.besides}
+            group = parallel.everyone
+            if _compat.fake_world_size() is None:  # else there is nobody to ask
+                topic = f"{self.topic} as it is"
+                self.compare(Channel(group, topic, parallel.timeout).exchange(mine))
+            self.join(call, parallel)
+        return self._joined.of_all(call, uneven=self.uneven)
+
+    def compare(self, everyone: Sequence[Mapping[str, list[str]]]) -> None:
+        """Compares the ranks' tensors, which must be alike, and records if untrained modules
+        differ.
+
+        Args:
+            everyone: `tensors` and `besides` of the `JointNames` of each rank.
+        """
+        check_same("parameters or buffers", [theirs["tensors"] for theirs in everyone], FREEZE)
+        besides = [theirs["besides"] for theirs in everyone]
+        self.uneven |= any(theirs != besides[0] for theirs in besides)

@@ -1,0 +1,97 @@
+"""Functions that code calls which is not observed itself.
+
+torch.nn.functional.relu       torch's own code calls it by a global name: it can be replaced
+total = sum(map(float, losses))    a step gives `float` to a function without Python code
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from collections.abc import Sequence
+from functools import lru_cache
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+from graphopt._compat import frames
+from graphopt.ir.source import SourceLine
+from graphopt.tracing.bytecode.accesses import is_observed
+from graphopt.tracing.bytecode.callees import Substitute
+from graphopt.tracing.bytecode.calls import NativeCalls
+from graphopt.tracing.interception.replaced_functions import is_in
+from graphopt.tracing.outside.places import OutsidePlace
+from graphopt.tracing.outside.record import OutsideRecord
+from graphopt.tracing.scalars.numbers import current_notes
+
+_CALLED = (FunctionType, BuiltinFunctionType, type)
+_FILES = ("torch/nn/", "torch/optim/", "torch/functional.py", "torch/_tensor.py")
+
+
+def called_by_torch(record: OutsideRecord, frame: FrameType) -> None:
+    """The function of torch that begins may call functions by name: which they are is a read."""
+    code = frame.f_code
+    if code in record.functions_of_torch:
+        return
+    record.functions_of_torch.add(code)
+    for name, attribute in _names(code):
+        namespace = frame.f_globals
+        value = namespace.get(name)
+        path = name
+        if attribute is not None and isinstance(value, ModuleType):
+            namespace, path = vars(value), f"{name}.{attribute}"
+            name, value = attribute, namespace.get(attribute)
+        if isinstance(value, _CALLED):
+            line = SourceLine(code.co_filename, frame.f_lineno, code.co_name)
+            record.read(OutsidePlace("item", namespace, name), path, line)
+
+
+@lru_cache(maxsize=4096)
+def _names(code: CodeType) -> tuple[tuple[str, str | None], ...]:
+    """Global names that a function loads, each with the attribute that it takes of it at once."""
+    if not any(part in code.co_filename for part in _FILES):
+        return ()
+    return frames.loaded_globals(code)
+
+
+CALLING = frozenset({map, filter, itertools.starmap, functools.reduce})
+"""Functions that call their first argument with what they go through."""
+
+
+def is_called_by(callee: Any, args: Sequence[Any]) -> bool:
+    """Whether a function calls its first argument, whose own instructions are not observed."""
+    if not (is_in(callee, CALLING) and args and callable(args[0])):
+        return False
+    function = getattr(args[0], "__func__", args[0])
+    if isinstance(function, types.FunctionType):
+        return not is_observed(function.__code__.co_filename)
+    return True
+
+
+class GivenFunction:
+    """Is called by a function to which the step has given it.
+
+    Args:
+        function: that is given.
+        line: which gives it.
+        record, calls, substitute: of the step's instructions.
+    """
+
+    def __init__(
+        self,
+        function: Any,
+        line: SourceLine,
+        record: OutsideRecord,
+        calls: NativeCalls,
+        substitute: Substitute,
+    ) -> None:
+        self._function, self._line = function, line
+        self._record, self._calls, self._substitute = record, calls, substitute
+
+    def __call__(self, *args: Any) -> Any:
+        """What a call instruction with these operands gives."""
+        function = self._function
+        if current_notes() is None:  # the trace is over
+            return function(*args)
+        self._calls.call(function, args, self._line)
+        return (self._substitute(function, args) or function)(*args)

@@ -1,0 +1,391 @@
+"""What an instruction of a Python function reads from outside the step, and what it writes.
+
+Asked before the instruction is executed, with its operands (`_compat.frames`). Which method is
+asked for which instruction says `accesses`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from types import BuiltinFunctionType, CellType, FrameType
+from typing import Any
+
+from graphopt import _compat
+from graphopt._compat.frames import NULL
+from graphopt.ir.source import SourceLine
+from graphopt.tracing.bytecode.accesses import OutsideAccess
+from graphopt.tracing.bytecode.attributes import (
+    attribute_place,
+    read_attribute,
+    read_method,
+    read_setting,
+)
+from graphopt.tracing.bytecode.callees import NAMED_CALLS, Instruction, Substitute, instruction_of
+from graphopt.tracing.bytecode.calls import NativeCalls
+from graphopt.tracing.bytecode.functions import GivenFunction, is_called_by
+from graphopt.tracing.bytecode.native import is_large_array, set_by_c
+from graphopt.tracing.inputs.entries import may_be_input
+from graphopt.tracing.interception.class_questions import ClassProxy, class_in_trace, is_of_trace
+from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_container, is_read
+from graphopt.tracing.outside.record import OutsideRecord
+from graphopt.tracing.refusals.host_work import HostWork
+from graphopt.tracing.rollback.nests import leaves_in
+from graphopt.tracing.scalars.host_numbers import is_host_number, plain
+from graphopt.tracing.scalars.numbers import SYMBOLIC
+
+_BY_NAME = frozenset({getattr, hasattr, setattr, vars})
+_UNLIKE_NONE = frozenset({list, tuple, dict, set, deque, OrderedDict, defaultdict, Counter})
+"""Containers that equal no None, whatever is in them."""
+_BEGINNING = frozenset({defaultdict, Counter})
+"""Dictionaries in which a step may begin to count."""
+
+
+class Instructions:
+    """Follows the instructions of observed functions into a record."""
+
+    def __init__(self, record: OutsideRecord, substitute: Substitute) -> None:
+        self._record = record
+        self._substitute = substitute
+        self._calls = NativeCalls(record)
+
+    def before(self, frame: FrameType, step: OutsideAccess) -> None:
+        """`frame` is about to execute an instruction."""
+        handler: Callable[[Instruction], None] = getattr(self, step.handler)
+        at = instruction_of(frame, step)
+        record = self._record
+        if step.feeding is None:
+            handler(at)
+            if step.counting:
+                record.read_loaded((id(frame), step.offset))
+            return
+        record.pending = []
+        try:
+            handler(at)
+        finally:
+            pending, record.pending = record.pending, None
+        for each in pending[:-1]:
+            record.read(*each)
+        if not pending:
+            return
+        value = pending[-1][0].now()
+        if not _may_count(value):
+            record.read(*pending[-1])
+        else:
+            if value is MISSING and type(pending[-1][0].holder) in _BEGINNING:
+                record.read(*pending[-1])
+            record.loads.add((id(frame), step.feeding), pending[-1])
+
+    def counts(self, frame: FrameType) -> None:
+        """A function begins that adds its second argument to its first."""
+        line = SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        counter, *added = (frame.f_locals[n] for n in frame.f_code.co_varnames[:2])
+        self._record.mutated(counter, line)
+        for value in added:
+            self._read_contents(frame, value, line)
+            if isinstance(value, (list, tuple, set, frozenset, dict, str)):
+                for key in value:
+                    if key not in counter:
+                        self._record.item(counter, key, self._record.path(counter, "Counter"), line)
+                    self._calls.store_item(counter, key, line, counting=True)
+
+    def _stored(
+        self, at: Instruction, place: OutsidePlace | None, owner: Any, path: str | None = None
+    ) -> None:
+        """A store: of a value made from what was at the same place, or of another."""
+        self._calls.store(place, owner, at.line, self._counts_in(at, place), path)
+
+    def _counts_in(self, at: Instruction, place: OutsidePlace | None) -> bool:
+        """Whether what is stored in `place` is made of what is there; all else that it is made of
+        is read."""
+        return self._record.read_loaded((id(at.frame), at.step.offset), place)
+
+    # ------------------------------------------------------------------ names
+
+    def _global(self, at: Instruction) -> None:
+        names, known = at.frame.f_globals, vars(builtins)
+        if at.step.name in names or at.step.name not in known:
+            self._record.read(OutsidePlace("item", names, at.step.name), at.step.name, at.line)
+            return
+        self._record.read(
+            OutsidePlace("has", names, at.step.name), f"{at.step.name} in globals", at.line
+        )
+        self._record.read(OutsidePlace("item", known, at.step.name), at.step.name, at.line)
+
+    def _name(self, at: Instruction) -> None:
+        if at.step.name not in at.frame.f_locals:
+            self._global(at)
+
+    def _cell(self, at: Instruction) -> None:
+        cell = at.variable(at.step.argument)
+        if isinstance(cell, CellType) and self._record.is_outside(cell):
+            self._record.read(OutsidePlace("cell", cell), at.step.name, at.line)
+
+    def _set_global(self, at: Instruction) -> None:
+        names = at.frame.f_globals
+        self._stored(at, OutsidePlace("item", names, at.step.name), names, at.step.name)
+
+    def _set_cell(self, at: Instruction) -> None:
+        cell = at.variable(at.step.argument)
+        if isinstance(cell, CellType):
+            self._stored(at, OutsidePlace("cell", cell), cell, at.step.name)
+
+    # ------------------------------------------------------------------ attributes
+
+    def _attribute(self, at: Instruction) -> None:
+        self._real_group(at, 1)
+        value = at.top(1)
+        if type(value) is deque and at.step.name == "maxlen":  # which nothing changes
+            self._record.pin(value)
+            return
+        if at.step.name == "__class__" and (_compat.is_fake(value) or is_of_trace(value)):
+            at.put(1, ClassProxy(class_in_trace(value, self._record.stands_for)))
+            return
+        marked = self._record.marked(value, at.step.name)
+        if marked is not value:
+            at.put(1, marked)
+            return
+        path = f"{self._path(at.frame, value)}.{at.step.name}"
+        read_attribute(self._record, value, at.step.name, path, at.line)
+
+    def _super(self, at: Instruction) -> None:
+        value = super(at.top(2), at.top(1))
+        read_attribute(self._record, value, at.step.name, f"super().{at.step.name}", at.line)
+
+    def _set_attribute(self, at: Instruction) -> None:
+        owner = self._record.marking(at.top(1), at.step.name)
+        if owner is not at.top(1):
+            at.put(1, owner)
+        read_setting(self._record, owner, at.step.name, at.line)
+        self._stored(at, attribute_place(owner, at.step.name), owner)
+
+    def _import(self, at: Instruction) -> None:
+        self._record.read(OutsidePlace("item", sys.modules, at.step.name), at.step.name, at.line)
+
+    # ------------------------------------------------------------------ containers
+
+    def _item(self, at: Instruction) -> None:
+        record, key = self._record, at.top(1)
+        self._real_group(at, 2)
+        container = record.viewed(at.top(2))
+        key = plain(key)
+        if not record.is_outside(container):
+            return
+        path = self._path(at.frame, container)
+        if isinstance(container, dict) or (
+            isinstance(container, (list, tuple)) and isinstance(key, int)
+        ):
+            self._existing_item(container, key, path, at.line)
+        elif is_read(container):
+            self._read_contents(at.frame, container, at.line)
+        else:
+            read_method(record, type(container), "__getitem__", at.line)
+
+    def _existing_item(self, container: Any, key: Any, path: str, line: SourceLine) -> None:
+        try:
+            container[key] if not isinstance(container, dict) else hash(key)
+        except (IndexError, TypeError):
+            return  # the instruction raises as well
+        self._record.item(container, key, path, line)
+        makes = isinstance(container, defaultdict) and container.default_factory is not None
+        if makes and key not in container:  # it is there afterwards
+            self._record.mutated(container, line)
+
+    def _set_item(self, at: Instruction) -> None:
+        self._real_group(at, 2)
+        container = at.top(2)
+        key = plain(at.top(1))
+        if type(container).__module__ == "numpy" and holds_traced((at.top(1), at.top(3))):
+            raise HostWork.ARRAY.refused("an item that it sets", str(at.line))
+        self._record.changes_given(container, at.line)
+        if not self._record.is_outside(container):
+            return
+        if not is_container(container):
+            if set_by_c(container):
+                self._record.unrepeated.add(self._path(at.frame, container), at.line)
+            return
+        self._watch(at, container)
+        place = OutsidePlace("item", container, key)
+        self._calls.store_item(container, key, at.line, self._counts_in(at, place))
+
+    def _delete_item(self, at: Instruction) -> None:
+        self._real_group(at, 2)
+        container, key = at.top(2), plain(at.top(1))
+        if is_container(container):
+            self._record.changes_given(container, at.line)
+            self._record.pin(key)
+            self._record.mutated(container, at.line)
+
+    def _contents(self, at: Instruction) -> None:
+        self._read_contents(at.frame, at.top(1), at.line)
+
+    def _goes_over(self, at: Instruction) -> None:
+        """A loop over the items of an object begins."""
+        self._real_group(at, 1)
+        self._items(at)
+
+    def _items(self, at: Instruction) -> None:
+        """The step gets the items, and what it reads in them is seen."""
+        self._read_contents(at.frame, at.top(1), at.line, nested=False)
+
+    def _formatted(self, at: Instruction) -> None:
+        """A value becomes a part of a text."""
+        both = at.step.instruction == "FORMAT_VALUE" and at.step.argument & 4
+        place = 2 if both or at.step.instruction == "FORMAT_WITH_SPEC" else 1
+        self._read_contents(at.frame, at.top(place), at.line)
+
+    def _yielded(self, at: Instruction) -> None:
+        """Functions such as `max` go through a generator expression, and compare what it gives."""
+        if at.frame.f_code.co_name != "<genexpr>":
+            return
+        value = at.top(1)
+        for each in (value, *value) if type(value) is tuple else (value,):
+            self._read_contents(at.frame, each, at.line)
+
+    def _two(self, at: Instruction) -> None:
+        is_percent = at.step.name == "%" or at.step.instruction == "BINARY_MODULO"
+        if is_percent and isinstance(at.top(2), str) and holds_traced(at.top(1)):
+            raise HostWork.TEXT.refused("a value of the graph", str(at.line))
+        for place in (1, 2):
+            self._read_contents(at.frame, at.top(place), at.line)
+
+    def _in_place(self, at: Instruction) -> None:
+        changed, value = at.top(2), at.top(1)
+        self._read_contents(at.frame, value, at.line)
+        if isinstance(changed, (list, dict, set, deque)):
+            self._record.changes_given(changed, at.line)
+            self._record.read_container(id(at.frame), changed)
+            self._record.mutated(changed, at.line)
+        else:
+            self._watch(at, changed)
+            self._read_contents(at.frame, changed, at.line)
+
+    def _watch(self, at: Instruction, value: Any) -> None:
+        if is_large_array(value) and self._record.is_outside(value):
+            self._record.unrepeated.watches(value, self._path(at.frame, value), at.line)
+
+    def _same_object(self, at: Instruction) -> None:
+        self._real_group(at, 1)
+        self._real_group(at, 2)
+        self._pin_both(at)
+        if at.top(1) is not at.top(2):
+            self._record.compares(at.top(1), at.top(2), at.line)
+
+    def _pin_both(self, at: Instruction) -> None:
+        if at.top(1) is not None and at.top(2) is not None:
+            self._record.pin(at.top(1))
+            self._record.pin(at.top(2))
+
+    def _compared(self, at: Instruction) -> None:
+        if {type(at.top(1)), type(at.top(2))} - _UNLIKE_NONE == {type(None)}:
+            return
+        self._two(at)
+        if not (is_container(at.top(1)) or is_container(at.top(2))):
+            self._pin_both(at)
+
+    def _contains(self, at: Instruction) -> None:
+        self._real_group(at, 1)
+        key = plain(at.top(2))
+        self._record.pin(at.top(2))
+        self._calls.contains(at.top(1), key, at.line)
+
+    def _truth(self, at: Instruction) -> None:
+        value = at.top(1)
+        if is_container(value) and self._record.is_outside(value):
+            self._record.size(value, self._path(at.frame, value), at.line)
+
+    def _next(self, at: Instruction) -> None:
+        value = at.top(1)
+        self._record.iterator(value, self._path(at.frame, value), at.line)
+
+    def _class_pattern(self, at: Instruction) -> None:
+        names, kind, value = at.top(1), at.top(2), at.top(3)
+        positional = getattr(kind, "__match_args__", ())[: at.step.argument]
+        for name in (*positional, *names):
+            path = f"{self._path(at.frame, value)}.{name}"
+            read_attribute(self._record, value, name, path, at.line)
+
+    def _real_group(self, at: Instruction, place: int) -> None:
+        """Let an instruction find the stand-in of a parameter group that the program holds."""
+        if self._record.groups:
+            at.takes(place, self._record.groups.get(id(at.top(place))))
+
+    def _path(self, frame: FrameType, value: Any) -> str:
+        """How a message calls an object: as the step has got to it, or the function calls it."""
+        names = (name for name, local in frame.f_locals.items() if local is value)
+        return self._record.path(value, next(names, type(value).__name__))
+
+    def _read_contents(
+        self, frame: FrameType, value: Any, line: SourceLine, nested: bool = True
+    ) -> None:
+        record = self._record
+        value = record.viewed(value)
+        if is_read(value) and record.is_outside(value):
+            record.read_container(id(frame), value)
+            record.contents(value, self._path(frame, value), line, nested)
+
+    # ------------------------------------------------------------------ calls
+
+    def _call(self, at: Instruction) -> None:
+        callee, args = at.called_with()
+        top = int(at.step.instruction in NAMED_CALLS)
+        for place in range(top + 1, top + 1 + at.step.argument):
+            self._real_group(at, place)
+        for each in args:
+            if is_container(each):
+                self._record.read_container(id(at.frame), each)
+        self._gives_function(callee, args, at)
+        args = self._with_marked(callee, args, at)
+        self._calls.call(callee, args, at.line, at.step.discarded, at.step.looped)
+        at.takes(at.place_of_callee(), self._substitute(callee, args))
+
+    def _with_marked(self, callee: Any, args: list[Any], at: Instruction) -> list[Any]:
+        """Let `getattr` and the like find what stands for a tensor, where the step has set the
+        attribute there."""
+        if not (args and isinstance(callee, BuiltinFunctionType) and callee in _BY_NAME):
+            return args
+        name = "__dict__" if callee is vars else args[1] if len(args) > 1 else None
+        of = self._record.marking if callee is setattr else self._record.marked
+        args = [of(args[0], name), *args[1:]]
+        at.put(int(at.step.instruction in NAMED_CALLS) + len(args), args[0])
+        return args
+
+    def _gives_function(self, callee: Any, args: list[Any], at: Instruction) -> None:
+        """Let a function be called by another one as the step's instructions would."""
+        if is_called_by(callee, args):
+            top = int(at.step.instruction in NAMED_CALLS)
+            at.put(top + len(args), self._followed(at.line, args[0]))
+
+    def _followed(self, line: SourceLine, function: Any) -> GivenFunction:
+        """A function in whose place it is called as by an instruction of the step."""
+        return GivenFunction(function, line, self._record, self._calls, self._substitute)
+
+    def _prepare_call(self, at: Instruction) -> None:
+        """Python 3.11 takes bound methods apart before the call."""
+        if at.top(at.step.argument + 2) is NULL:
+            self._calls.method(at.top(at.step.argument + 1), at.line)
+
+    def _call_expanded(self, at: Instruction) -> None:
+        place, args, given = at.expanded_call()
+        callee = at.top(place)
+        self._read_contents(at.frame, args, at.line)
+        given = [*(args if isinstance(args, (tuple, list)) else ()), *given]
+        self._calls.call(callee, given, at.line)
+        at.takes(place, self._substitute(callee, given))
+
+
+def holds_traced(value: Any) -> bool:
+    """Whether a value, or one in lists, tuples and dictionaries, is a number or a tensor of the
+    trace that is not known before the call."""
+    return any(
+        _compat.is_fake(each) or (isinstance(each, SYMBOLIC) and not is_host_number(each))
+        for each in leaves_in(value)
+    )
+
+
+def _may_count(value: Any) -> bool:
+    """Whether an input of a graph may be what a place holds in which a step counts. Others are
+    read: operators take tensors, and a text that grows is another one in each call."""
+    return value is MISSING or may_be_input(value) or isinstance(value, SYMBOLIC)

@@ -1,0 +1,130 @@
+"""Reading and restoring the random number generator inside a captured step.
+
+Activation checkpointing replays dropout by restoring the generator before it recomputes. While a
+step is traced, `torch.get_rng_state` and `torch.set_rng_state` (and their CUDA forms) are replaced
+by the two operators below, so that the graph does the same on every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch.fx.node import has_side_effect
+
+from graphopt._compat.checkpoints import selecting_as_in_eager
+from graphopt.errors import CaptureError
+from graphopt.ir.generators import generator_of
+from graphopt.ir.user_frames import current_location, own_location
+from graphopt.tracing.interception.replaced_functions import replaced
+
+_library = torch.library.Library("graphopt", "DEF")
+_library.define("get_rng_state(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+_library.define("set_rng_state(Tensor state, Device device) -> ()")
+
+
+def _get(device: torch.device) -> torch.Tensor:
+    # Not by `torch.cuda.get_rng_state`: while a step is traced, that is the operator itself.
+    return generator_of(device).get_state()
+
+
+def _set(state: torch.Tensor, device: torch.device) -> None:
+    generator_of(device).set_state(state)
+
+
+_library.impl("get_rng_state", _get, "CompositeExplicitAutograd")
+_library.impl("set_rng_state", _set, "CompositeExplicitAutograd")
+
+
+def _get_fake(device: torch.device) -> torch.Tensor:
+    return torch.empty(_get(device).numel(), dtype=torch.uint8, device="cpu")
+
+
+def _set_fake(state: torch.Tensor, device: torch.device) -> None:
+    return None
+
+
+torch.library.register_fake("graphopt::get_rng_state", _get_fake, lib=_library)
+torch.library.register_fake("graphopt::set_rng_state", _set_fake, lib=_library)
+
+_OPERATORS = (torch.ops.graphopt.get_rng_state.default, torch.ops.graphopt.set_rng_state.default)
+
+has_side_effect(torch.ops.graphopt.set_rng_state.default)
+
+
+_STATE = frozenset(
+    {"manual_seed", "seed", "set_state", "get_state", "clone_state", "graphsafe_set_state",
+     "graphsafe_get_state"}
+)  # fmt: skip
+
+
+def refuse_seeding(callee: Any, args: Sequence[Any]) -> None:
+    """Refuse a call in a step that makes a generator, seeds it, or reads or sets its state: a graph
+    draws from a generator as it is.
+
+    Raises:
+        CaptureError: it does.
+    """
+    owner = getattr(callee, "__self__", args[0] if args else None)
+    name = getattr(callee, "__name__", "")
+    if isinstance(callee, type) and issubclass(callee, torch.Generator):
+        raise CaptureError(
+            "it makes a generator of random numbers, which would happen at capture only",
+            location=own_location(),
+            hint="make it outside the step, and pass it: step(model, batch, generator); to draw the"
+            " same numbers in each call, seed it before each call, generator.manual_seed(0)",
+        )
+    if isinstance(owner, torch.Generator) and name in _STATE:
+        raise CaptureError(
+            f"it calls {name}() of a generator, which would happen at capture only",
+            location=own_location(),
+            hint=f"call it before the step: generator.{name}(…); step(model, batch, generator)",
+        )
+
+
+def _refuse_manual_seed(*args: Any, **kwargs: Any) -> NoReturn:
+    raise _seeded()
+
+
+def _refuse_seed(*args: Any, **kwargs: Any) -> NoReturn:
+    """Another function than that of another name, as in torch, whose compiler knows them apart."""
+    raise _seeded()
+
+
+def _seeded() -> CaptureError:
+    return CaptureError(
+        "the random number generator is seeded inside the step",
+        location=current_location(),
+        hint="call torch.manual_seed outside the step",
+    )
+
+
+@contextmanager
+def traced_generators() -> Iterator[None]:
+    """While active, generator states are read and restored by operators of the graph."""
+
+    def get_cpu() -> torch.Tensor:
+        return torch.ops.graphopt.get_rng_state(torch.device("cpu"))  # type: ignore[no-any-return]
+
+    def set_cpu(state: torch.Tensor) -> None:
+        torch.ops.graphopt.set_rng_state(state, torch.device("cpu"))
+
+    def get_cuda(device: Any = "cuda") -> torch.Tensor:
+        return torch.ops.graphopt.get_rng_state(torch.device(device))  # type: ignore[no-any-return]
+
+    def set_cuda(state: torch.Tensor, device: Any = "cuda") -> None:
+        torch.ops.graphopt.set_rng_state(state, torch.device(device))
+
+    changes: list[tuple[Any, str, Any]] = []
+    for module in (torch, torch.random):
+        changes.append((module, "get_rng_state", get_cpu))
+        changes.append((module, "set_rng_state", set_cpu))
+        changes.append((module, "manual_seed", _refuse_manual_seed))
+        changes.append((module, "seed", _refuse_seed))
+    if torch.cuda.is_available():
+        changes.append((torch.cuda, "get_rng_state", get_cuda))
+        changes.append((torch.cuda, "set_rng_state", set_cuda))
+    with replaced(*changes, *selecting_as_in_eager(_OPERATORS)):
+        yield

@@ -1,0 +1,314 @@
+"""The function mode a step is traced under.
+
+It sees every torch function the step calls, before autograd does, and
+
+- replaces tensors that the step reached without going through its arguments' modules (a list of
+  parameters it closes over, say) by their traced stand-ins;
+- refuses tensors it knows nothing about, which would be baked in as constants;
+- notices when gradients are used in any way, before which they have to be averaged over ranks;
+- says which phase the nodes made by a backward belong to.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from graphopt import _compat
+from graphopt._compat.backward import around_backwards
+from graphopt._compat.own_tracing import untraced
+from graphopt._compat.transforms import transforms_given
+from graphopt.ir.user_frames import current_user_line, is_asked_by_torch, is_installed
+from graphopt.tracing.call import check_anomalies
+from graphopt.tracing.exactness import (
+    averages,
+    ctc,
+    fast_path,
+    fused,
+    recurrent,
+    smoothing,
+    spectra,
+)
+from graphopt.tracing.functional.tagging import Tagger
+from graphopt.tracing.inputs.implicit import ImplicitInputFinder
+from graphopt.tracing.interception.concrete import concrete
+from graphopt.tracing.interception.replaced_functions import replaced
+from graphopt.tracing.layouts import sparse
+from graphopt.tracing.layouts.packed import Packing
+from graphopt.tracing.optimizers import first_gradients
+from graphopt.tracing.ranks.shared_by_ranks import SharedByRanks
+from graphopt.tracing.refusals.host_work import HostWork
+from graphopt.tracing.refusals.unknown_features import MEMORY, refuse_unknown_call
+from graphopt.tracing.rollback.substitute import StandIns
+from graphopt.tracing.scalars import numbers, selecting
+from graphopt.tracing.tensors import constants
+from graphopt.tracing.tensors.obtained import ObtainedValues
+from graphopt.tracing.tensors.rebinding import Rebinding
+
+_BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+_TEXTS: dict[Any, Callable[..., str]] = {
+    torch.Tensor.__repr__: repr,
+    torch.Tensor.__format__: format,
+    torch.Tensor.__str__: str,
+}
+_ARRAYS: tuple[Any, ...] = (torch.Tensor.numpy, torch.Tensor.__array__)
+_TRUTHS = frozenset({torch.Tensor.__bool__, torch.is_nonzero, torch.Tensor.is_nonzero})
+_INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
+_INTEGERS = frozenset({torch.Tensor.__index__, torch.Tensor.__int__})
+_FROM_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+_COMPARISONS = {
+    torch.equal: torch.eq,
+    torch.Tensor.equal: torch.eq,
+    torch.allclose: torch.isclose,
+    torch.Tensor.allclose: torch.isclose,
+}
+_SET_DATA = getattr(torch.Tensor, "data").__set__  # noqa: B009 - typed as the value it gives
+_PROFILED = frozenset(
+    {
+        torch.ops.profiler._record_function_enter_new,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    }
+)
+"""Begin and end of a range for the profiler, which is the trace's and no part of the graph."""
+
+
+class Redirect(TorchFunctionMode):
+    """See the module's docstring.
+
+    Attributes:
+        first_gradients: the first use of each gradient.
+
+    Args:
+        traced: stand-ins of the real tensors.
+        tagger: told about backward phases.
+        shared: told where the step uses gradients, and where backwards begin.
+        made: takes note of every result.
+        optimizers: those of the step.
+        rebinding: does what `.data = …` does.
+        finder: gives stand-ins of real tensors that are no inputs yet, where they may become some.
+    """
+
+    def __init__(
+        self,
+        traced: StandIns,
+        tagger: Tagger,
+        shared: SharedByRanks,
+        made: ObtainedValues,
+        optimizers: Sequence[Optimizer],
+        finder: ImplicitInputFinder,
+        rebinding: Rebinding,
+    ) -> None:
+        super().__init__()
+        self._rebinding = rebinding
+        self._finder = finder
+        self._counts = constants.CountsJustMade(optimizers)
+        self._traced = traced
+        self._tagger = tagger
+        self._shared = shared
+        self._made = made
+        self._tracer = _compat.current_tracer()
+        self._packing = Packing(lambda tensor: untraced(made.decider.values, tensor))
+        self._is_out = self._is_back = False
+        self.first_gradients = first_gradients.FirstGradients()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        func, kwargs = _compat.function_asked(func), kwargs or {}
+        if self._is_back and isinstance(func, _compat.OpOverload):
+            return func(*args, **kwargs)  # of autograd's own formulas
+        if _compat.reads_metadata(func):
+            known = self._traced.by_id
+            return func(*(known.get(id(value), value) for value in args), **kwargs)
+        if func in MEMORY and not is_asked_by_torch(sys._getframe(1)):
+            refuse_unknown_call(func, args)
+        if func in _PROFILED:
+            with _compat.without_dispatch():
+                return func(*args, **kwargs)
+        args, kwargs = untraced(self._prepared, func, args, kwargs)
+        if not self._is_back:
+            self._shared.mark_used((args, kwargs))
+        result = self._call(func, args, kwargs)
+        untraced(self._made.add, result)
+        return result
+
+    @contextmanager
+    def in_backwards(self) -> Iterator[None]:
+        """While active, the Python code that a backward runs is seen as well: hooks, functions of
+        the program's, what a checkpoint computes again. Torch hides from a mode what runs inside
+        the call that it is told of."""
+        with replaced(*around_backwards(self._seeing), *transforms_given(self._stand_in)):
+            yield
+
+    @contextmanager
+    def _seeing(self, functions: object) -> Iterator[None]:
+        if not self._is_out:
+            yield
+            return
+        before, self._is_out, self._is_back = self._is_back, False, True
+        try:
+            with self:
+                yield
+        finally:
+            self._is_out, self._is_back = True, before
+
+    def _prepared(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        args, kwargs = self._stand_ins(args), self._stand_ins(kwargs)
+        constants.forget_mixed(self._tracer, args, kwargs)
+        args, kwargs = concrete(func, args, kwargs)
+        if constants.writes(func) and self._tagger.phase == "optimizer":
+            self._counts.forget(self._tracer, args[:1])
+        sparse.refuse_entries(func, args)
+        return args, kwargs
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func in first_gradients.ACCESSES and self._is_back:
+            self._shared.refuse_reading(args[0])
+        elif func in first_gradients.ACCESSES:
+            self.first_gradients.note(func, args[0])
+            self._shared.mark()
+        elif func in _BACKWARDS:
+            check_anomalies()
+            if not self._is_out and not self._is_back:
+                self._shared.begin_backward()
+            before, self._is_out = self._is_out, True
+            try:
+                with self._tagger.during("backward"):
+                    return func(*args, **kwargs)
+            finally:
+                self._is_out = before
+        elif func in (torch.Tensor.item, torch.Tensor.tolist):
+            return numbers.as_read(func(*args, **kwargs))
+        elif func in _TRUTHS and args[0].numel() == 1 and not _compat.is_transformed(args[0]):
+            return bool(numbers.as_read(args[0].item()))
+        elif func in _INTEGERS and _is_number(args[0]):
+            return operator.index(numbers.as_read(args[0].item()))
+        elif (grown := self._rebinding.grown(func, args, kwargs)) is not None:
+            return grown
+        elif selecting.selects(func, args):
+            return selecting.selected(func, args, torch.Tensor.item)
+        elif func is torch.Tensor.detach_ and self._is_input(args[0]):
+            return args[0]  # it has no history, and may be a view where the real one is none
+        elif func in _DRAWING_WITHIN and any(map(numbers.is_float_read, (*args, *kwargs.values()))):
+            args, kwargs = self._with_plain((args, kwargs))
+        elif func is torch.Tensor.__contains__:
+            return bool(numbers.as_read((args[0] == args[1]).any().item()))
+        elif func in _FROM_NUMBERS and _is_of_numbers(args):
+            return constants.from_numbers(*args, **kwargs)
+        elif func in _COMPARISONS:
+            return _all_alike(_COMPARISONS[func], args, kwargs)
+        elif func in fused.FUNCTIONS:
+            return fused.call_with_symbols(self._tracer, func, args, fused.take_tensor_lr(kwargs))
+        elif averages.takes(func, args, kwargs):
+            return averages.call_with_symbol(self._tracer, func, args, kwargs)
+        elif spectra.gives_values_alone(func, args, kwargs):
+            return self._rewritten(spectra.without_vectors, spectra.alone(func), args, kwargs)
+        elif smoothing.is_weighted(func, args, kwargs):
+            return self._rewritten(smoothing.left_out, func, args, kwargs)
+        elif (by_numbers := ctc.mean_by_numbers(func, args, kwargs)) is not None:
+            return by_numbers()
+        elif fast_path.packs(func):
+            raise fast_path.nested()
+        elif recurrent.is_on_cudnn(func, args):
+            raise recurrent.refused(func)
+        elif self._packing.takes(func, args):
+            return self._packing.call(func, args, kwargs)
+        elif func in _ARRAYS:
+            raise HostWork.ARRAY.refused(f"{func.__name__} of a tensor")
+        elif func is torch.Tensor.__deepcopy__:
+            return constants.deepcopied(*args)
+        elif func == _SET_DATA:
+            self._rebinding.set(*args)
+            return None
+        elif _names_something(func, args):
+            return format(operator.index(numbers.as_read(args[0].item())), args[1])
+        elif func in _TEXTS:
+            return self._made.text(_TEXTS[func], args)
+        return func(*args, **kwargs)
+
+    def _rewritten(
+        self, rewrite: Callable[[fx.Node], None], func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """What a function gives, whose nodes are to be those of eager code."""
+        before, self._tagger.rewritten = self._tagger.rewritten, rewrite
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._tagger.rewritten = before
+
+    def _is_input(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor stands for one that the step has been called with, and is no other."""
+        stand_ins = self._traced.by_id.values()
+        return not tensor.requires_grad and any(each is tensor for each in stand_ins)
+
+    def _with_plain(self, value: Any) -> Any:
+        """Floats that are read from tensors as they are in this call, for which the graph holds."""
+        if type(value) in (list, tuple):
+            return type(value)(map(self._with_plain, value))
+        if type(value) is dict:
+            return {key: self._with_plain(each) for key, each in value.items()}
+        return self._made.decide(value, float) if numbers.is_float_read(value) else value
+
+    def _stand_ins(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._stand_in(value)
+        if type(value) is list or type(value) is tuple:
+            return type(value)([self._stand_ins(item) for item in value])
+        if type(value) is dict:
+            return {key: self._stand_ins(item) for key, item in value.items()}
+        if type(value) is slice:
+            return slice(*map(self._stand_ins, (value.start, value.stop, value.step)))
+        return value
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        if _compat.is_fake(tensor) and id(tensor) not in self._traced.by_id:
+            return tensor
+        known = self._traced.by_id.get(id(tensor))
+        if known is None and _compat.is_transformed(tensor):
+            return tensor
+        if known is None:
+            known = self._finder.stand_in(tensor)
+        if known is None:
+            raise self._finder.unknown(tensor)
+        return known
+
+
+_DRAWING_WITHIN = frozenset(
+    {torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.exponential_, torch.Tensor.cauchy_,
+     torch.Tensor.log_normal_, torch.Tensor.bernoulli_, torch.Tensor.geometric_}
+)  # fmt: skip
+"""Draws whose bounds are plain numbers, which torch looks at."""
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may be an index of a list or a size."""
+    return tensor.numel() == 1 and not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _is_of_numbers(args: Any) -> bool:
+    """Whether a tensor is made of numbers that are known only when a step runs."""
+    return bool(args) and (constants.holds_read(args[:1]) or constants.holds_tensors(args[0]))
+
+
+def _names_something(func: Any, args: Any) -> bool:
+    """Whether an installed package makes text of an integer, which names one of several things
+    there (`self[f"expert_{index}"]`); a program of the user's may be about to show it."""
+    if func is not torch.Tensor.__format__ or args[0].ndim or not _is_number(args[0]):
+        return False
+    line = current_user_line()
+    return line is not None and is_installed(line.file)
+
+
+def _all_alike(compare: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """`torch.equal` and `torch.allclose`, which give a bool, by their operator of tensors."""
+    if compare is torch.eq and args[0].shape != args[1].shape:
+        return False
+    return bool(numbers.as_read(compare(*args, **kwargs).all().item()))

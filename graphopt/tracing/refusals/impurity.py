@@ -1,0 +1,116 @@
+"""Effects outside the graph: found while a step is traced, refused with the line that has them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from torch.optim import Optimizer
+
+from graphopt import _compat
+from graphopt.errors import CaptureError
+from graphopt.ir.source import SourceLine
+from graphopt.ir.user_frames import (
+    current_location,
+    current_user_line,
+    inside_step,
+    is_library_file,
+)
+from graphopt.tracing.rollback.contents import TABLE
+
+
+@contextmanager
+def no_other_optimizers(
+    known: list[Optimizer],
+    find: Callable[[Optimizer], bool],
+    made_here: Callable[[Optimizer], bool],
+) -> Iterator[None]:
+    """While active, stepping an optimizer that is not among `known` is refused; one that may become
+    one of them does nothing: the trace is done anew, and what else it finds by then is known.
+
+    Args:
+        find: takes note of another one. Returns whether it may become one of them.
+        made_here: whether the step has made one itself, whose code is traced as any other.
+    """
+    idle: dict[Optimizer, _IdleOptimizer] = {}
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(optimizer is other for other in known) or made_here(optimizer):
+            return
+        if not find(optimizer):
+            raise CaptureError(
+                f"it steps a {type(optimizer).__name__} that is not among its arguments",
+                location=current_location(),
+                hint="pass the optimizer to the step: step(model, optimizer, batch)",
+            )
+        if optimizer not in idle:
+            idle[optimizer] = _IdleOptimizer(optimizer)
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in idle:
+            idle.pop(optimizer).end()
+
+    try:
+        with _compat.hooks_around_steps(before, after):
+            yield
+    finally:
+        for each in idle.values():  # whose step has raised
+            each.end()
+
+
+class _IdleOptimizer:
+    """An optimizer without parameters, until the end, when it is what it was."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        tables = [vars(optimizer), *optimizer.param_groups, optimizer.state]
+        tables += [entries for entries in optimizer.state.values() if isinstance(entries, dict)]
+        self._before = [(table, TABLE.read(table)) for table in tables]
+        for group in optimizer.param_groups:
+            group["params"] = []
+
+    def end(self) -> None:
+        """Let it be what it was."""
+        for table, before in self._before:
+            TABLE.write(table, before)
+
+
+def taken_for_a_number() -> CaptureError:
+    """A setting of an optimizer becomes what further calls cannot follow."""
+    return CaptureError(
+        "a number that an optimizer's settings or counts decide (such as its learning rate) is"
+        " taken for a plain number, which would happen at capture only",
+        location=str(current_user_line()),
+        hint="let a function do it that is called in every step, graphopt.callback(print, rate), or"
+        " do it outside the step; to compute with it, take it as it is, without float() or int()",
+    )
+
+
+def line_where(changed: Callable[[], bool], run: Callable[[], object]) -> SourceLine | None:
+    """The user's line after which `changed()` holds first, found by running the step once more.
+
+    Only called when it is known that there is one: following every line is slow.
+    """
+    found: list[SourceLine] = []
+    last: SourceLine | None = None
+
+    def follow(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal last
+        if found or is_library_file(frame.f_code.co_filename) or inside_step(frame) is None:
+            return None
+        if frame.f_code.co_filename == "<string>":  # a method that a data class has generated
+            return None
+        if last is not None and changed():
+            found.append(last)
+        last = SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        return follow
+
+    previous = sys.gettrace()
+    sys.settrace(follow)
+    try:
+        run()
+    finally:
+        sys.settrace(previous)
+    return found[0] if found else last

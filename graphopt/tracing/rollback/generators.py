@@ -1,0 +1,153 @@
+"""The generators of Python and numpy: their states, and which calls draw from them."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from graphopt._compat.threads import other_threads_run
+from graphopt.tracing.interception.replaced_functions import original, replaced
+
+_MODULES = ("numpy.random", "numpy.random.mtrand")
+
+
+def _kinds() -> tuple[type, ...]:
+    """The classes of generators."""
+    numpy = sys.modules.get("numpy.random")
+    if numpy is None:
+        return (random.Random,)
+    return (random.Random, numpy.RandomState, numpy.Generator, numpy.BitGenerator)
+
+
+def read_state(generator: Any) -> Any:
+    """All that decides what a generator draws next."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    return generator.get_state(legacy=False)
+
+
+def write_state(generator: Any, state: Any) -> None:
+    """Put a generator back."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    else:
+        generator.set_state(state)
+
+
+def _comparable(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _comparable(value) for key, value in state.items()}
+    return state.tobytes() if hasattr(state, "tobytes") else state
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """While active, code draws from the global generators without anybody seeing it afterwards.
+    Where other threads may draw meanwhile, nothing is put back."""
+    shared = other_threads_run()
+    before = [(each, read_state(each)) for each in global_generators()]
+    try:
+        yield
+    finally:
+        if not shared and not other_threads_run():
+            for generator, state in before:
+                write_state(generator, state)
+
+
+@contextmanager
+def draws_noted() -> Iterator[list[str]]:
+    """While active, the modules are noted whose functions draw from the global generators, called
+    by the trace from anywhere: where other threads draw as well, states say nothing."""
+    noted: list[str] = []
+
+    def noting(function: Callable[..., Any], module: str) -> Callable[..., Any]:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            noted.append(module)
+            return function(*args, **kwargs)
+
+        return draw
+
+    owners = list(map(id, global_generators()))
+    changes = [
+        (module, name, noting(function, module.__name__))
+        for module in filter(None, map(sys.modules.get, ("random", "numpy.random")))
+        for name, function in vars(module).items()
+        if id(getattr(function, "__self__", None)) in owners and not name.startswith("get")
+    ]
+    with replaced(*changes):
+        yield noted
+
+
+def global_generators() -> list[Any]:
+    """Those behind the functions of `random` and `numpy.random`."""
+    found = [_owner(random.random)]
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        found.append(_owner(numpy.random_sample))
+    return found
+
+
+def _owner(method: Any) -> Any:
+    return original(method).__self__
+
+
+def draw_of(callee: Any, args: Sequence[Any], is_outside: Callable[[Any], bool]) -> str | None:
+    """The call of a generator of Python or numpy, as a message names it; None for any other call.
+    A generator that the step makes itself, from a seed, draws the same numbers in each call.
+
+    Args:
+        args: positional values, the object of a method first, and those of keywords.
+        is_outside: whether an object was there before the step.
+    """
+    name = getattr(callee, "__name__", "")
+    generator = _generator_of(callee, name, args)
+    if generator is not None:
+        told = any(generator is each for each in global_generators()) or is_outside(generator)
+        return f"{_said(generator)}.{name}()" if told else None
+    if _makes_generator(callee, name) and (not args or args[0] is None):
+        return f"{name}() without a seed"
+    module = getattr(callee, "__module__", None)
+    drawing = module == "secrets" or (module == "uuid" and name in ("uuid1", "uuid4"))
+    if drawing or callee is os.urandom:
+        return f"{module}.{name}()"
+    return None
+
+
+def _generator_of(callee: Any, name: str, args: Sequence[Any]) -> Any:
+    """The generator of which a callee is a public method, bound or not."""
+    if name.startswith("_"):
+        return None
+    kinds, owner = _kinds(), getattr(callee, "__self__", None)
+    if isinstance(owner, kinds):
+        return owner
+    if args and isinstance(args[0], kinds) and getattr(type(args[0]), name, None) is callee:
+        return args[0]
+    numpy = sys.modules.get("numpy.random")
+    if numpy is None or getattr(callee, "__module__", None) not in _MODULES:
+        return None
+    made_of = isinstance(callee, type) or name == "default_rng"  # what makes a generator
+    return None if made_of or getattr(numpy, name, None) is not callee else global_generators()[1]
+
+
+def _makes_generator(callee: Any, name: str) -> bool:
+    numpy = sys.modules.get("numpy.random")
+    if isinstance(callee, type):
+        kinds = _kinds() if numpy is None else (*_kinds(), numpy.SeedSequence)
+        return issubclass(callee, kinds)
+    return numpy is not None and callee is numpy.default_rng
+
+
+def _said(generator: Any) -> str:
+    """How messages name a generator."""
+    names = dict(zip(map(id, global_generators()), ("random", "numpy.random"), strict=False))
+    return names.get(id(generator), type(generator).__name__)
