@@ -54,10 +54,10 @@ from graphopt.tracing.ranks import reduction
 from graphopt.tracing.ranks.collectives import functional_collectives, stand_in_of_collective
 from graphopt.tracing.ranks.shared_by_ranks import SharedByRanks
 from graphopt.tracing.ranks.uniformity import own_inputs
+from graphopt.tracing.refusals import impurity
 from graphopt.tracing.refusals.cached_functions import CachedFunctions
 from graphopt.tracing.refusals.calls import RefusedCalls, refusing
 from graphopt.tracing.refusals.host_reads import no_reading
-from graphopt.tracing.refusals.host_work import impurity
 from graphopt.tracing.refusals.host_writes import no_printing
 from graphopt.tracing.refusals.kept_casts import StepCasts
 from graphopt.tracing.results.collector import ResultCollector, StoredOutside, TraceOutcome
