@@ -35,8 +35,9 @@ from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.outside.steps import not_repeated, refuse_unrepeated
 from graphopt.tracing.ranks.reduction import MarkedCommunication
 from graphopt.tracing.ranks.shards import whole_fake
+from graphopt.tracing.refusals import impurity
 from graphopt.tracing.refusals.failures import definition_of, explained, raised_by_step
-from graphopt.tracing.refusals.host_work import HostWork, impurity
+from graphopt.tracing.refusals.host_work import HostWork
 from graphopt.tracing.refusals.unknown_features import check_layout, refuse_unseen_results
 from graphopt.tracing.results.signature import Signature
 from graphopt.tracing.rollback.generators import draws_noted
