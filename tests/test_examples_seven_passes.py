@@ -210,7 +210,8 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         compress,
         {},
         r"the dtype of 3216 elements that are sent changed: .* of torch.bfloat16 now, before it was"
-        r" .* of torch.float32\n(.*\n)*.*hint: .* changes_numerics=True may send another dtype",
+        r" .* of torch.float32 \(the pass edited %\w+ and \d+ others\)\n"
+        r"(.*\n)*.*hint: .* changes_numerics=True may send another dtype",
     ),
     (
         compress_beside,
