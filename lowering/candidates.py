@@ -182,7 +182,7 @@ def _may_be_copy(reader: fx.Node, state: fx.Node, effects: Effects) -> bool:
 def free_nodes(
     graph: fx.Graph, effects: Effects, reasons: dict[fx.Node, str | None]
 ) -> set[fx.Node]:
-    """Nodes computed wherever they are needed: constants, and views of uncompiled values."""
+    """Nodes that each region computes for itself: constants, and views of uncompiled values."""
     free: set[fx.Node] = set()
     changed = {effects.key(state) for node in graph.nodes for state in written(node)}
 

@@ -77,7 +77,7 @@ class RegionCut:
         return region
 
     def _inside(self, region: OutlinedPart, copies: NodeCopies, node: fx.Node) -> fx.Node:
-        """The counterpart of an outer node in a region."""
+        """The node in a region's graph that stands for a node outside it."""
         return _copied(copies, node) if self._marks[node].free else region.take(node)
 
     def splice(self, call: Callable[[fx.Graph, LoweredRegion, list[fx.Node]], fx.Node]) -> fx.Graph:
@@ -108,7 +108,7 @@ class RegionCut:
         set_outputs(graph, outputs._replace(updates=updates))
 
     def _outside(self, copies: NodeCopies, node: fx.Node) -> Any:
-        """The counterpart outside of a node that no region returns."""
+        """The node that gives, outside of a region, a value that the region does not return."""
         if self._marks[node].region >= 0:
             if written(node):
                 return copies(written(node)[0])

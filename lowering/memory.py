@@ -27,7 +27,7 @@ TOLERANCE = 1.02
 
 
 class RegionMemory:
-    """The account of one graph, and the places at which its regions have to end.
+    """The memory account of one graph, and the cuts between regions that keep its peak low.
 
     Args:
         free: nodes that are computed wherever they are needed.
@@ -57,7 +57,7 @@ class RegionMemory:
             yield node
 
     def cut(self, place: Callable[[fx.Node], tuple[int, int]]) -> bool:
-        """Cuts the parts of the graph that hold too much with these regions.
+        """Cuts regions where they would hold too much memory.
 
         Args:
             place: level and region of a call; they run in this order.

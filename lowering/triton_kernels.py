@@ -185,7 +185,6 @@ def parse_target(target: str) -> int:
 
 
 def triton_version() -> str:
-    """The installed version of Triton."""
     return triton_binaries.version()
 
 

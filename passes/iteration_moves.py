@@ -165,8 +165,8 @@ def _held_back(
 
 
 def _unheld(moved: list[list[fx.Node]]) -> list[list[fx.Node]]:
-    """The updates behind the last one whose parameters the user holds on this rank. The launch
-    order, common to all ranks, does not depend on it."""
+    """The updates that may be late: those behind the last one whose parameters are held elsewhere
+    on this rank. The launch order, common to all ranks, does not depend on it."""
     for index in reversed(range(len(moved))):
         held = next(filter(is_held, _states(moved[index])), None)
         if held is not None:

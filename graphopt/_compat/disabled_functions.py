@@ -17,8 +17,8 @@ def undisabled(function: FunctionType) -> FunctionType:
 
 
 def _is_wrapper(function: FunctionType) -> bool:
-    """True if a function is such a wrapper itself: `functools.wraps` copies its attributes to
-    others."""
+    """True if a function is itself a `torch.compiler.disable` wrapper: `functools.wraps` copies its
+    attributes to others."""
     original = vars(function).get("_torchdynamo_orig_callable")
     own = vars(function).get("_torchdynamo_wrapper_id") == id(function)
     return own and type(original) is FunctionType

@@ -200,7 +200,6 @@ def fake_anew(fake: torch.Tensor) -> torch.Tensor:
 
 
 def is_fake(value: object) -> bool:
-    """True if a value is a FakeTensor."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(value, FakeTensor)
@@ -214,7 +213,6 @@ def is_fake_class(kind: type) -> bool:
 
 
 def fake_mode_of(tensors: Sequence[torch.Tensor]) -> Any | None:
-    """The FakeTensorMode of the given tensors, or None."""
     return next((t.fake_mode for t in tensors if is_fake(t)), None)  # type: ignore[attr-defined]
 
 

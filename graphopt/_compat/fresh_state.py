@@ -77,8 +77,8 @@ def fresh_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
 
 
 def attributes_after(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes that the first step of such an optimizer gives other values: whether it has
-    stepped, which schedulers ask, and whether kinds of parameters still are to be looked at."""
+    """The attributes that the first step of one of torch's optimizers changes, with their new
+    values, such as the mark that it has stepped."""
     after = {"_opt_called": True} if "step" in vars(optimizer) else {}
     if vars(optimizer).get(_TO_LOOK) and all(g["fused"] for g in optimizer.param_groups):
         after[_TO_LOOK] = False

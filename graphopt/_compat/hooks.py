@@ -145,7 +145,6 @@ def inductor_options(mode: str | None, options: Mapping[str, Any]) -> dict[str, 
 
 
 def names_of_inductor_options() -> list[str]:
-    """The names of all options of Inductor."""
     from torch._inductor import config
 
     return list(config.get_config_copy())

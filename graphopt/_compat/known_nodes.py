@@ -32,7 +32,7 @@ def recorded_node(tracer: Any, target: Any, args: Any, kwargs: Any, value: Any) 
 
 
 def recorded_item(tracer: Any, node: fx.Node, index: int) -> fx.Node:
-    """One of several results of a node whose results are known."""
+    """An item of a recorded node whose results are known."""
     value = node.meta["val"][index]
     return recorded_node(tracer, operator.getitem, (node, index), {}, value)
 

@@ -252,6 +252,5 @@ def _bytes(kind: Kind) -> int:
 
 @lru_cache(maxsize=4096)
 def name_of_operator(func: Any) -> str:
-    """The name that nodes of an operator get."""
     name: str = fx.Graph()._target_to_str(func.overloadpacket.__name__)
     return name

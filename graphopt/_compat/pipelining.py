@@ -23,7 +23,6 @@ def is_torch_mark(target: object) -> bool:
 
 
 def is_torch_split_point(value: object) -> TypeGuard[Enum]:
-    """True if a value is a `SplitPoint` of torch."""
     pipelining = sys.modules.get("torch.distributed.pipelining")
     return pipelining is not None and isinstance(value, pipelining.SplitPoint)
 

@@ -80,7 +80,6 @@ def maximum(channel: Any, tensor: torch.Tensor) -> None:
 
 
 def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, or the default group for None."""
     if group is not None:
         return group
     from torch.distributed.distributed_c10d import _get_default_group

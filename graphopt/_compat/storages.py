@@ -1,4 +1,4 @@
-"""The number or hash by which a storage is known, a different one for a fake tensor's storage.
+"""Identity of storages (number, hash, address), also while a trace replaces these attributes.
 
 Written for torch 2.11 to 2.15.
 """
@@ -28,12 +28,12 @@ _UNTYPED: Any = torch._C.StorageBase
 
 
 def number_of(storage: Any) -> int:
-    """The number of a storage, whatever stands for the attribute that says it."""
+    """The number (`_cdata`) of a storage, even while that attribute is replaced."""
     return int(_UNTYPED._cdata.__get__(storage))
 
 
 def address_of(storage: torch.UntypedStorage) -> int:
-    """Where a storage's memory begins, whatever stands for the method that says it."""
+    """The memory address of a storage, even while `data_ptr` is replaced."""
     return int(_UNTYPED.data_ptr(storage))
 
 

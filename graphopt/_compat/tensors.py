@@ -108,7 +108,6 @@ def hooks_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def functions_of_hooks(tensor: torch.Tensor) -> list[Any]:
-    """The gradient hooks of a tensor."""
     return [hook for table in hook_tables(tensor) for hook in (table or {}).values()]
 
 

@@ -1,4 +1,4 @@
-"""What is left of a graph where another one has come to the decision at which they part."""
+"""The part of a branch's graph that still has to run after another branch's graph has stopped."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ Beginning = Callable[[fx.Graph], tuple[Course, dict[fx.Node, fx.Node]]]
 
 
 def from_the_beginning(graph: fx.Graph) -> tuple[Course, dict[fx.Node, fx.Node]]:
-    """A call has done nothing."""
+    """Begins an empty course: a call that has computed nothing yet."""
     course = Course(CourseNames())
     return course, {node: course.add_input(node) for node in graph.find_nodes(op="placeholder")}
 
 
 class NotSharedError(Exception):
-    """Two branches share nothing, or nothing that can be shown to be the same."""
+    """Two branches share no computed values, or none that can be proven equal."""
 
 
 @dataclass
 class Continuation:
-    """What is left of a graph.
+    """The part of a branch's graph that still has to run.
 
     Attributes:
         module: takes the inputs of the graph, and behind them what is there already.
@@ -73,7 +73,7 @@ class Continuation:
 
 
 class StoppedGraph:
-    """A graph that has come to an assumption.
+    """A graph that has stopped at a failed assumption.
 
     Args:
         graph: the step that ran, with late nodes, which have not.
@@ -88,7 +88,7 @@ class StoppedGraph:
         self.nodes = self.course.run(ran, self._values, decided=True)
 
     def names(self, other: IterGraph) -> tuple[dict[fx.Node, str], list[tuple[int, int]]]:
-        """The names of the inputs that another graph has as well, and the pairs by position."""
+        """The names of inputs that another graph has as well, and their positions in both."""
         mine, theirs = _by_what_it_is(self.inputs), other.find_nodes(op="placeholder")
         found, same = {}, []
         for what, node in _by_what_it_is(theirs).items():
@@ -101,7 +101,7 @@ class StoppedGraph:
 
 
 def _by_what_it_is(inputs: list[fx.Node]) -> dict[tuple[str, str], fx.Node]:
-    """Inputs by kind and name, those that have these for themselves."""
+    """Maps (kind, name) to an input, for the inputs that share this key with no other."""
     keys = [(str(input_kind(node)), str(input_name(node))) for node in inputs]
     counted = Counter(keys)
     pairs = zip(keys, inputs, strict=True)
@@ -116,7 +116,7 @@ def _alike(one: fx.Node, other: fx.Node) -> bool:
 
 
 def continuation_of(stopped: StoppedGraph, other: IterGraphModule) -> Continuation:
-    """What is left of the graph of another branch, from what the first one has computed.
+    """Derives the rest of another branch's graph from what the stopped graph has computed.
 
     Args:
         other: after its passes.
@@ -131,7 +131,7 @@ def continuation_of(stopped: StoppedGraph, other: IterGraphModule) -> Continuati
 
 
 class _ContinuationBuilder:
-    """Makes one continuation."""
+    """Builds one `Continuation`."""
 
     def __init__(self, stopped: StoppedGraph, other: IterGraphModule) -> None:
         self._stopped = stopped
@@ -163,7 +163,7 @@ class _ContinuationBuilder:
         return found
 
     def _whole(self) -> tuple[Evaluation, dict[fx.Node, Any]]:
-        """What the other graph computes when it begins from the beginning."""
+        """Evaluates the other branch's graph symbolically from the beginning."""
         course = Course(self._stopped.course.names)
         for node in self._graph.find_nodes(op="placeholder"):
             name = self._names.get(node) or course.names.of_input()
@@ -177,7 +177,7 @@ class _ContinuationBuilder:
         return found, {node: given.get(copy) for node, copy in nodes.items()}
 
     def _drawn(self, before: Evaluation, whole: Evaluation) -> set[fx.Node]:
-        """The nodes whose random numbers have been drawn."""
+        """The nodes whose random numbers the stopped graph has already drawn."""
         nodes = [node for node in self._graph.nodes if draws(node)]
         done = len(before.draws)
         if before.states or len(nodes) != len(whole.draws) or whole.draws[:done] != before.draws:
@@ -185,7 +185,7 @@ class _ContinuationBuilder:
         return set(nodes[:done])
 
     def _left(self, cut: GraphCut) -> IterGraphModule:
-        """The graph of the nodes that are left."""
+        """Builds a module of the nodes that still have to run."""
         graph = IterGraph()
         new: dict[fx.Node, fx.Node] = {}
         for node in self._graph.find_nodes(op="placeholder"):
@@ -205,7 +205,7 @@ class _ContinuationBuilder:
         return IterGraphModule(fx.GraphModule(self._root, graph))
 
     def _begins(self, taken: list[fx.Node]) -> Beginning:
-        """How the course begins for what is left."""
+        """Returns a function that forks the course of the stopped graph for the rest."""
         course, nodes = self._stopped.course, self._stopped.nodes
         there_already = [nodes[node] for node in taken]
         names = [self._names[node] for node in self._graph.find_nodes(op="placeholder")]
@@ -224,7 +224,7 @@ class _ContinuationBuilder:
         return begins
 
     def _prove(self, found: Continuation, whole: Evaluation) -> None:
-        """Show that what was done before, followed by what is left, is the other graph."""
+        """Proves that the computed part followed by the rest equals the other branch's graph."""
         graph = found.module.graph
         course, values = found.begins(graph)
         nodes = course.run(graph.nodes, values)
@@ -239,14 +239,14 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _carried(graph: fx.Graph, index: int, node: fx.Node) -> fx.Node:
-    """An input for what is there already."""
+    """Adds an input for a value that was computed before."""
     found = graph.placeholder(f"carried_{index}_{node.name}")
     describe_carried(found, node, index)
     return found
 
 
 def _of_carried(graph: fx.Graph) -> Callable[[fx.Node], bool]:
-    """Tells which nodes lie in storage of what is there already."""
+    """Returns a test if a node shares storage with a value that was computed before."""
     effects = Effects(graph)
 
     def tell(node: fx.Node) -> bool:
@@ -257,8 +257,8 @@ def _of_carried(graph: fx.Graph) -> Callable[[fx.Node], bool]:
 
 
 def _refuse_storages(graph: fx.Graph) -> None:
-    """Where a value that is there lies in its storage is not what the operators of the graph were
-    told: those that count from its beginning would read something else."""
+    """Refuses operators that count from the beginning of a storage, where a value computed before
+    may have another offset than the graph assumes."""
     is_carried = _of_carried(graph)
     for node in graph.nodes:
         if is_operator(node.target, *OF_STORAGE) and any(map(is_carried, node.all_input_nodes)):
@@ -266,7 +266,7 @@ def _refuse_storages(graph: fx.Graph) -> None:
 
 
 def _own_outputs(graph: IterGraph) -> None:
-    """Let what leaves the graph lie in storage of its own: what is there already need not."""
+    """Clones outputs that share storage with values computed before."""
     is_carried, outputs = _of_carried(graph), get_outputs(graph)
     leaving = [n for n in (*outputs.results, *outputs.carried) if isinstance(n, fx.Node)]
     shared = [node for node in leaving if is_carried(node)]

@@ -1,4 +1,4 @@
-"""What a call has computed until a decision, as one graph over all the graphs that it ran.
+"""The course of a call: all that it has computed so far, as one graph over all graphs it ran.
 
     first graph       x ─ a ─ b ─ ok? ✗
     continuation              b ─ c ─ ok? ✗          course:  x ─ a ─ b ─ c
@@ -26,18 +26,18 @@ from graphopt.verify.values.terms import Terms
 
 
 class CourseNames:
-    """CourseNames of inputs and constants that all courses of one call share."""
+    """The names of inputs and constants that all courses of one call share."""
 
     def __init__(self) -> None:
         self._inputs = count()
         self._constants: list[Any] = []
 
     def of_input(self) -> str:
-        """A name for an input that no course has so far."""
+        """Returns an unused input name."""
         return f"course_input_{next(self._inputs)}"
 
     def of_constant(self, value: Any) -> str:
-        """The name of a constant of a module."""
+        """The name of a module's constant, the same for equal constants."""
         known = (i for i, other in enumerate(self._constants) if same_object(other, value))
         index = next(known, len(self._constants))
         if index == len(self._constants):
@@ -46,7 +46,7 @@ class CourseNames:
 
 
 class Course:
-    """Nodes in the order in which they ran; see the module's docstring.
+    """The nodes that one call has run, over all graphs, in order.
 
     Args:
         names: shared by all courses that are compared.
@@ -60,14 +60,14 @@ class Course:
         self.graph, self.names = fx.Graph(), names
 
     def forked(self) -> tuple[Course, dict[fx.Node, fx.Node]]:
-        """A copy, which goes on by itself, and the copy of each node."""
+        """A copy that can be extended separately, and the copy of each node."""
         fork, copies = Course(self.names), dict[fx.Node, fx.Node]()
         for node in self.graph.nodes:
             copies[node] = _compat.copy_node(fork.graph, node, copies.__getitem__)
         return fork, copies
 
     def add_input(self, like: fx.Node, name: str | None = None) -> fx.Node:
-        """An input of the call; `name`: the one that it has in another course."""
+        """Adds an input of the call, under the `name` that it has in another course if given."""
         node = self.graph.placeholder(name or self.names.of_input())
         set_value(node, known_value(like))
         return node
@@ -75,7 +75,7 @@ class Course:
     def run(
         self, nodes: Iterable[fx.Node], values: Mapping[fx.Node, fx.Node], *, decided: bool = False
     ) -> dict[fx.Node, fx.Node]:
-        """Go on with nodes of a graph.
+        """Appends copies of a graph's nodes.
 
         Args:
             nodes: in order; inputs and the output among them are left out.
@@ -97,7 +97,7 @@ class Course:
         return found
 
     def evaluated(self, terms: Terms, outputs: Any = ((), (), ())) -> Evaluation:
-        """What it computes.
+        """Evaluates the course symbolically.
 
         Args:
             outputs: what it leaves, by the output convention.

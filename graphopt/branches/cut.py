@@ -1,4 +1,4 @@
-"""Which nodes of a graph are left to run where some values are there already.
+"""Finds the nodes of a graph that still have to run if some values are already computed.
 
 there: b                     x ─ a ─ b ─ view ─ c ─ result
 left to run, from b:                     view ─ c ─ result
@@ -20,7 +20,7 @@ from graphopt.verify.values.terms import TensorValue
 
 
 def handed_out(nodes: Iterable[fx.Node], value_of: Mapping[fx.Node, Any]) -> dict[Any, fx.Node]:
-    """The values that a graph can hand out when some of its nodes have run, by what they are.
+    """Maps each value that a partly run graph can hand to another graph to its node.
 
     Not those that lie in storage of its inputs, which others write, or of its constants.
     """
@@ -39,7 +39,7 @@ def handed_out(nodes: Iterable[fx.Node], value_of: Mapping[fx.Node, Any]) -> dic
 
 
 class GraphCut:
-    """The nodes of a graph that are left to run, and the values from which they go on.
+    """A graph divided into nodes that still have to run and nodes with known values.
 
     Args:
         roots: nodes that have to run.
@@ -75,7 +75,7 @@ class GraphCut:
             waiting += node.all_input_nodes
 
     def _taken(self, node: fx.Node) -> fx.Node | None:
-        """What gives the value of a node, where it need not be computed again."""
+        """The node that provides an already computed value, or None if it must be computed."""
         source = self._source(node)
         if source is None or not _is_view(node):
             return source
@@ -101,7 +101,7 @@ class GraphCut:
 
 
 def _alignment(node: fx.Node) -> int:
-    """Where in a cache line a tensor begins, by which some kernels round otherwise."""
+    """The offset of a tensor within a 64-byte cache line, which affects some kernels' rounding."""
     value = fake_value(node)
     return int(value.storage_offset() * value.element_size() % 64)
 
@@ -111,14 +111,14 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """What a view of a view is a view of."""
+    """The tensor behind a chain of views."""
     while node.op == "call_function" and _is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether a tensor is nothing but its elements, their shape and strides."""
+    """True if a tensor is strided and has no conjugate or negative bit."""
     value = known_value(node)
     return (
         isinstance(value, torch.Tensor)
@@ -129,5 +129,4 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def in_order(graph: fx.Graph, nodes: set[fx.Node]) -> Iterator[fx.Node]:
-    """Some nodes of a graph, in its order."""
     return (node for node in graph.nodes if node in nodes)

@@ -37,7 +37,6 @@ class DrawnGenerators:
         return [generator.get_state() for generator in self._generators]
 
     def restore(self, states: list[torch.Tensor]) -> None:
-        """Restores the given states."""
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
 

@@ -1,4 +1,4 @@
-"""A graph that hands out what it has computed where an assumption fails.
+"""Makes a failing assumption hand out the values that the graph has computed before it.
 
     ok = isfinite(norm).item()                     ok = isfinite(norm).item()
     assumption = graphopt.assumption(ok, w)  ==>   assumption = graphopt.assumption(ok, w, g0, g1)
@@ -25,7 +25,7 @@ from graphopt.verify.inlining import in_one
 def handing_out(
     step: IterGraphModule, assumption: fx.Node, values: Sequence[fx.Node]
 ) -> tuple[IterGraphModule, list[int]]:
-    """A copy of a step in which an assumption hands out values besides those that it does already.
+    """A copy of a step in which an assumption hands out further values when it fails.
 
     Args:
         assumption, values: nodes of its graph.
@@ -39,7 +39,7 @@ def handing_out(
 
 
 def launched_before(executable: fx.Graph, assumption: Assumption, drawn: int) -> list[str]:
-    """What is launched before an assumption in a graph as it runs.
+    """The collectives that an executable graph launches before an assumption.
 
     Args:
         drawn: how many operators draw random numbers before it.
@@ -56,7 +56,7 @@ def launched_before(executable: fx.Graph, assumption: Assumption, drawn: int) ->
 
 
 def launched_by(executable: fx.Graph) -> list[str]:
-    """What a graph launches as it runs."""
+    """The collectives that an executable graph launches."""
     return _launched(in_one(executable).nodes)
 
 

@@ -126,7 +126,7 @@ def may_change(
 
 
 def _anchor(launch: fx.Node, previous: fx.Node | None) -> fx.Node:
-    """Returns the node behind which a launch may stand: its input, or the previous launch of its
+    """Returns the node behind which a launch may move: its input, or the previous launch of its
     group."""
     sent = launch.all_input_nodes[0]
     anchor = sent if previous is None else max(sent, previous)

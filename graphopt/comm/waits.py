@@ -57,7 +57,6 @@ def _call_in(graph: fx.Graph) -> Callable[..., fx.Node]:
 
 
 def _tensors(node: fx.Node, new: Callable[..., fx.Node]) -> list[fx.Node]:
-    """Returns the tensors that a node waits for."""
     waited = node.args[0]
     if not isinstance(waited, fx.Node):
         return list(cast(Any, waited))

@@ -65,7 +65,7 @@ class _ReadCounts(NamedTuple):
 
 
 class _StorageReuse:
-    """Rewrites one graph to update in place and reuse storage; see the module's docstring."""
+    """Rewrites one graph to update tensors in place and to reuse storage."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph

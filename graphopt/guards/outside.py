@@ -64,7 +64,7 @@ class OutsideGuard:
         self._places = prepared(self._entries)
 
     def _unfollowed(self, record: OutsideRecord) -> list[tuple[str, torch.nn.Module]]:
-        """Returns the modules that may not be replaced by others."""
+        """Returns the guarded modules that no equal module may replace."""
         modules = [module for _, module in record.modules.values()]
         within: set[int] = set()
         self._described: list[tuple[str, GuardedObject]] = []

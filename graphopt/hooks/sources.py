@@ -41,7 +41,7 @@ _ELSEWHERE = frozenset({"graphopt", "torch", "functorch", *sys.stdlib_module_nam
 
 
 def source_digest(function: Callable[..., Any]) -> str | None:
-    """The digest of a function, of what it uses, and of the files that hold these.
+    """The digest of a function, of everything it uses, and of the files that define these.
 
     That is: the loaded code of the function and of the functions that it calls by global names, the
     plain values that they read from modules and closures, and the text of its file and of every

@@ -1,4 +1,4 @@
-"""Effects on the host: `graphopt.callback`, and the node that it is in a graph.
+"""Host callbacks in a graph: `graphopt.callback`, and the node that stands for it.
 
     loss = mse_loss(mm, y)                     loss     = mse_loss(mm, y)
     graphopt.callback(log, loss)       ==>     callback = graphopt.callback(loss)
@@ -37,14 +37,14 @@ _NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 
 
 class _ValueOfGraph:
-    """Stands among the arguments of a `HostCall` where a value of the graph comes."""
+    """A placeholder among the arguments of a `HostCall` for a value of the graph."""
 
 
 _VALUE_OF_GRAPH = _ValueOfGraph()
 
 
 class HostCall:
-    """The target of a node that calls a function of the user's.
+    """The target of a node that calls a user's function on the host.
 
     Args:
         fn: the function.
@@ -88,7 +88,7 @@ class HostCall:
         self._modes = GradientModes.now()
 
     def _taken_apart(self, argument: Any) -> tuple[Any, list[Any]]:
-        """A pytree in which values are marked; what holds no value stays whole, without a spec."""
+        """Flattens an argument and marks values of the graph; one without any stays whole."""
         leaves, spec = _compat.tree_flatten(argument)
         found = [leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, fx.Node, *_NUMBERS))]
         if not found and not _compat.is_applied(spec):
@@ -97,32 +97,32 @@ class HostCall:
         return spec, [_VALUE_OF_GRAPH if any(leaf is v for v in found) else leaf for leaf in leaves]
 
     def take_apart(self, is_own: Callable[[Any], bool]) -> None:
-        """Let nests of constants be put together in each call, where the step has made them."""
+        """Makes each call rebuild nests of constants that the step has made."""
         for index, (spec, leaves) in enumerate(self._arguments):
             if spec is None and is_own(leaves[0]):
                 parts, found = _compat.tree_flatten(leaves[0], is_leaf=lambda v: not is_own(v))
                 self._arguments[index] = found, parts
 
     def take_values(self) -> list[Any]:
-        """The values among the arguments, which this then forgets."""
+        """Returns the values among the arguments, and drops them here."""
         values, self.values = self.values, []
         return values
 
     @property
     def constants(self) -> list[Any]:
-        """What the function is given besides values of the graph."""
+        """The arguments' leaves that are not values of the graph."""
         return [
             leaf for _, leaves in self._arguments for leaf in leaves if leaf is not _VALUE_OF_GRAPH
         ]
 
     @property
     def parts_of_nests(self) -> list[Any]:
-        """Constants in arguments that are put together in each call."""
+        """The constants in arguments that each call rebuilds."""
         nests = [leaves for spec, leaves in self._arguments if spec is not None]
         return [leaf for leaves in nests for leaf in leaves if leaf is not _VALUE_OF_GRAPH]
 
     def __call__(self, *values: Any) -> Any:
-        """Call the function with copies of `values` that nobody else has.
+        """Calls the function with private copies of `values`.
 
         Under a tracer, record the call; on fake tensors, do nothing.
         """
@@ -132,7 +132,7 @@ class HostCall:
             self.run(values)
 
     def run(self, values: Sequence[Any]) -> None:
-        """Call the function now, if it is its turn."""
+        """Calls the function now, unless `every` skips this time."""
         if self.every > 1 and not self.counts.is_due(self.place, self.every):
             return
         arguments = self._with(map(_owned, values))
@@ -144,7 +144,7 @@ class HostCall:
                 run.call(self, arguments)
 
     def made_anew(self, arguments: Sequence[Any]) -> list[Any]:
-        """Those arguments that are put together in each call, as they have values of the graph."""
+        """The arguments that each call rebuilds, because they hold values of the graph."""
         pairs = zip(self._arguments, arguments, strict=True)
         return [argument for (spec, _), argument in pairs if spec is not None]
 
@@ -167,8 +167,8 @@ class HostCall:
 
 
 class _AnyHostCall:
-    """Equal to every `HostCall`. Torch keeps the targets that have side effects in a set, for good:
-    one entry that stands for all of them keeps none of them alive."""
+    """An object that equals every `HostCall`. Torch keeps the targets that have side effects in a
+    set, for good: one entry that stands for all of them keeps none of them alive."""
 
     def __hash__(self) -> int:
         return hash(HostCall)
@@ -177,14 +177,14 @@ class _AnyHostCall:
         return isinstance(other, (HostCall, _AnyHostCall))
 
     def __call__(self) -> None:
-        """Torch wants functions."""
+        """Does nothing; torch requires a callable."""
 
 
 has_side_effect(_AnyHostCall())
 
 
 def host_call_of(node: fx.Node) -> HostCall | None:
-    """The target of a node that calls a function of the user's; None for any other node.
+    """The `HostCall` of a node; None for a node that calls no user function.
 
     >>> from graphopt.host import host_call_of
     >>> (loss,) = graphopt.graph_utils.get_outputs(gm.graph).results
@@ -196,7 +196,7 @@ def host_call_of(node: fx.Node) -> HostCall | None:
 
 
 def is_host_call(node: fx.Node) -> bool:
-    """Whether a node calls a function of the user's.
+    """True if a node calls a user's function on the host.
 
     >>> from graphopt.host import insert_callback, is_host_call
     >>> (loss,) = graphopt.graph_utils.get_outputs(gm.graph).results
@@ -207,7 +207,7 @@ def is_host_call(node: fx.Node) -> bool:
 
 
 def host_calls(graph: fx.Graph) -> list[fx.Node]:
-    """The calls of functions of the user's, in graph order: targets are looked at, not nodes.
+    """The nodes that call user functions, in graph order, found by target.
 
     >>> from graphopt.host import host_calls, insert_callback
     >>> (loss,) = graphopt.graph_utils.get_outputs(gm.graph).results
@@ -222,8 +222,9 @@ def host_calls(graph: fx.Graph) -> list[fx.Node]:
 def insert_callback(
     graph: fx.Graph, fn: Callable[..., Any], *arguments: Any, every: int = 1
 ) -> fx.Node:
-    """Call `fn(*arguments)` in every step, at the graph's insertion point: `graphopt.callback` of
-    a pass. Where no insertion point is active, the call stands behind the nodes among `arguments`.
+    """Inserts a node that calls `fn(*arguments)` on the host in every step, like
+    `graphopt.callback`. Where no insertion point is active, the call stands behind the nodes among
+    `arguments`.
 
     Args:
         arguments: nodes, pytrees of them with constants, and any other objects.
@@ -239,7 +240,7 @@ def insert_callback(
 
 
 def insert_call(graph: fx.Graph, call: HostCall) -> fx.Node:
-    """`insert_callback` of a call that has been made."""
+    """Inserts a node for an existing `HostCall`, as `insert_callback` does."""
     values = call.take_values()
     nodes = [value for value in values if isinstance(value, fx.Node)]
     with _insertion_point(graph, nodes):
@@ -250,7 +251,7 @@ def insert_call(graph: fx.Graph, call: HostCall) -> fx.Node:
 
 
 def _insertion_point(graph: fx.Graph, nodes: Sequence[fx.Node]) -> AbstractContextManager[object]:
-    """The active one, if there is one; else behind `nodes`."""
+    """The active insertion point, or one behind `nodes`."""
     if not _compat.inserts_at_end(graph):
         return nullcontext()
     behind = max(nodes, default=None)
@@ -261,8 +262,7 @@ def _insertion_point(graph: fx.Graph, nodes: Sequence[fx.Node]) -> AbstractConte
 
 
 def note_order(graph: fx.Graph, updates: Sequence[fx.Node]) -> None:
-    """Note which calls no update of state precedes or follows, while nodes stand in the program's
-    order."""
+    """Records for each host call if any state update precedes or follows it in program order."""
     places = {node: index for index, node in enumerate(graph.nodes)}
     updated = [places[update] for update in updates]
     for node, place in places.items():
@@ -273,7 +273,7 @@ def note_order(graph: fx.Graph, updates: Sequence[fx.Node]) -> None:
 
 
 def share_counts(graph: fx.Graph, counts: TimesReached) -> None:
-    """Let the calls of the program's in a graph count with those of other graphs of the step."""
+    """Makes a graph's host calls share their `every` counts with the step's other graphs."""
     for call in filter(None, map(host_call_of, graph.nodes)):
         if call.place:
             call.counts = counts

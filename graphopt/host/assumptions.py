@@ -1,4 +1,4 @@
-"""Decisions by value in a graph: the node that goes on only where the captured branch is taken.
+"""Assumption nodes for data-dependent branches: each fails unless the captured branch is taken.
 
     loss = model(x)                         ok = isfinite(loss).item()
     if not torch.isfinite(loss):    ==>     assumption = graphopt.assumption(ok, w, m)   # True
@@ -35,7 +35,7 @@ _HANDED_OUT = "handed_out"
 
 
 class Assumption(HostCall):
-    """The target of a node that compares a number with what the step was captured for.
+    """The target of a node that compares a number with its value at capture.
 
     Args:
         index: which assumption of the step it is, in the order of the program.
@@ -62,13 +62,13 @@ class Assumption(HostCall):
             self.run(values)
 
     def run(self, values: Sequence[Any]) -> None:
-        """Raise `AssumptionFailedError` where the first value is not as it was at capture."""
+        """Raises `AssumptionFailedError` if the first value differs from that at capture."""
         found = cast(Any, type(self.answer))(values[0])
         if found != self.answer:
             raise self.failed(found, values)
 
     def failed(self, found: Answer, values: Sequence[Any]) -> AssumptionFailedError:
-        """The error where the answer is another one; it has the values that are handed out."""
+        """Builds the error for another outcome, with the values that are handed out."""
         error = AssumptionFailedError(self.index, found, self.line)
         error.handed_out = tuple(values[self.count :])
         error.alone = self.alone
@@ -79,7 +79,7 @@ class Assumption(HostCall):
 
 
 class ValuesAssumption(Assumption):
-    """Compares all integers of a tensor with those that the step was captured for."""
+    """An assumption that compares all integers of a tensor with those at capture."""
 
     def run(self, values: Sequence[Any]) -> None:
         found = tuple(values[0].tolist())
@@ -88,22 +88,22 @@ class ValuesAssumption(Assumption):
 
 
 def _nothing() -> None:
-    """Assumptions call no function of the user's."""
+    """Stands in for the user function that an assumption, as a `HostCall`, does not have."""
 
 
 def assumptions(graph: fx.Graph) -> list[fx.Node]:
-    """The assumptions of a graph, in order."""
+    """The assumption nodes of a graph, in order."""
     return [node for node in graph.nodes if isinstance(node.target, Assumption)]
 
 
 def uniform_answers(graph: fx.Graph) -> tuple[Answer, ...]:
-    """The answers to the decisions that all ranks take alike."""
+    """The outcomes of the decisions that all ranks take alike."""
     targets = (node.target for node in graph.nodes)
     return tuple(t.answer for t in targets if isinstance(t, Assumption) and not t.alone)
 
 
 def assumption_number(graph: fx.Graph, index: int) -> tuple[fx.Node, Assumption]:
-    """The assumption of a graph with this index: the node and its target."""
+    """The assumption of that index: its node and its target."""
     for node in graph.nodes:
         if isinstance(node.target, Assumption) and node.target.index == index:
             return node, node.target
@@ -115,8 +115,8 @@ def _count(node: fx.Node) -> int:
 
 
 def hold_updates(graph: fx.Graph, states: Sequence[fx.Node]) -> None:
-    """Let each assumption read the inputs that the graph updates, and let what the program's
-    functions are told before the last one wait for it: a failed step has not happened.
+    """Makes assumptions read all inputs that the graph updates, and moves host calls behind the
+    last assumption, so that a failed step has no effects.
 
     Raises:
         CaptureError: an assumption, or a random number, depends on what such a function changes.
@@ -131,8 +131,8 @@ def hold_updates(graph: fx.Graph, states: Sequence[fx.Node]) -> None:
 
 
 def _waiting(graph: fx.Graph, last: fx.Node) -> list[fx.Node]:
-    """Calls of the program's functions before the last assumption, and what is computed of the
-    settings that are read behind these."""
+    """Host calls before the last assumption, and nodes computed from settings that are read behind
+    these."""
     waiting: dict[fx.Node, None] = {}
     for node in graph.nodes:
         told = is_host_call(node) and not isinstance(node.target, Assumption)
@@ -147,8 +147,8 @@ def _waiting(graph: fx.Graph, last: fx.Node) -> list[fx.Node]:
 
 
 def decides_behind_scheduler(line: SourceLine | None) -> CaptureError:
-    """The refusal of a step that decides by what an optimizer has computed with rates that a
-    scheduler has set in the step: where the decision is another one, the scheduler has stepped."""
+    """Builds the error for a step that decides by values computed with learning rates of a
+    scheduler that has already stepped in it."""
     return CaptureError(
         "it decides, or draws random numbers, by values that an optimizer has computed with rates"
         " of a scheduler that the step steps before it",
@@ -158,12 +158,12 @@ def decides_behind_scheduler(line: SourceLine | None) -> CaptureError:
 
 
 def without_handed_out(node: fx.Node) -> tuple[Any, ...]:
-    """The arguments of a node without values that an assumption hands out."""
+    """The arguments of an assumption node without the values that it hands out."""
     return node.args[: len(node.args) - node.meta.get(_HANDED_OUT, 0)]
 
 
 def hand_out(assumption: fx.Node, values: Sequence[fx.Node]) -> list[int]:
-    """Let an assumption hand out values where it fails.
+    """Makes an assumption hand out values when it fails.
 
     Returns:
         Where each of them stands in `AssumptionFailedError.handed_out`.

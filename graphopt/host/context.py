@@ -1,4 +1,4 @@
-"""What is so in one thread while a block of it runs: values of context variables."""
+"""Values of context variables within a `with` block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Value = TypeVar("_Value")
 
 @contextmanager
 def while_set(variable: ContextVar[_Value], value: _Value) -> Iterator[None]:
-    """While active, a context variable has a value."""
+    """While active, a context variable has this value in the current thread."""
     token = variable.set(value)
     try:
         yield

@@ -1,4 +1,4 @@
-"""How often the places of a program were reached that call `graphopt.callback`.
+"""Counts how often each `graphopt.callback` call in the program was reached, for `every=n`.
 
     for layer in layers:               every=2 with three layers calls
         layer(x)    # forward:           step 1:  the second
@@ -28,7 +28,7 @@ _FUNCTIONS = 2
 
 
 def place_of(frame: FrameType, is_end: Callable[[FrameType], bool] | None = None) -> Place:
-    """Where the program is that has called `callback` in a frame.
+    """Identifies the call of `callback` in the program by its frame and callers.
 
     Args:
         is_end: frames from which on nothing belongs to the step.
@@ -39,7 +39,7 @@ def place_of(frame: FrameType, is_end: Callable[[FrameType], bool] | None = None
 def _outside(
     frame: FrameType | None, count: int, is_end: Callable[[FrameType], bool] | None = None
 ) -> Place:
-    """The first `count` functions from a frame outwards that belong to the user."""
+    """The innermost `count` user functions from a frame outwards."""
     found: list[tuple[CodeType, int]] = []
     while frame is not None and len(found) < count and not (is_end and is_end(frame)):
         if not is_library_file(frame.f_code.co_filename):
@@ -49,13 +49,13 @@ def _outside(
 
 
 class TimesReached:
-    """How often each of some places was reached."""
+    """Counts of how often each place in the program was reached."""
 
     def __init__(self) -> None:
         self._reached: Counter[Place] = Counter()
 
     def is_due(self, place: Place, every: int) -> bool:
-        """Count once more; whether that is the n-th, 2n-th, … time for n = `every`.
+        """Counts one more visit; True for every `every`-th one.
 
         Where the place is in the captured step itself, who calls the step now is the rest of it.
         """
@@ -66,12 +66,12 @@ class TimesReached:
 
 
 class EagerCounts:
-    """The counts of eager code, which nobody else could remember."""
+    """The counts of callbacks in eager code, kept as long as the calling code."""
 
     def __init__(self) -> None:
         # The code that calls knows the code that is called, and lives no longer.
         self._known: WeakKeyDictionary[CodeType, TimesReached] = WeakKeyDictionary()
 
     def of(self, place: Place) -> TimesReached:
-        """The counts that a place belongs to."""
+        """The counts that a place in the program belongs to."""
         return self._known.setdefault(place[-1][0], TimesReached())

@@ -1,4 +1,4 @@
-"""What a function of the user's is: its name, and whether two traces have made the same one."""
+"""Facts about users' functions: a stable name, and parts by which copies of two traces compare."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _DEPTH = 8
 
 
 def is_constant(value: Any) -> bool:
-    """Whether a value is a number, a text or the like, which nobody changes."""
+    """True if a value is an immutable constant such as a number or text."""
     of_numpy = hasattr(value, "tobytes") and getattr(value, "ndim", None) == 0
     return of_numpy or isinstance(value, (*_PLAIN, torch.Size, range, frozenset))
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """A function in a word or two, the same on every rank and in every run."""
+    """A short name of a function, equal on every rank and in every run."""
     if isinstance(fn, functools.partial):
         return f"partial({name_of(fn.func)})"
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
@@ -32,8 +32,8 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 
 def parts_of(fn: Any) -> tuple[object, list[Any]] | None:
-    """What does not change when a function is made again, and what it holds; None for an object
-    that is no function and no tuple."""
+    """The code of a function, equal whenever it is defined again, and the values it holds; None for
+    other objects, except tuples."""
     if isinstance(fn, types.FunctionType):
         cells = [_content(cell) for cell in fn.__closure__ or ()]
         named = sorted((fn.__kwdefaults__ or {}).items())
@@ -57,7 +57,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def traced_in(fn: Any, depth: int = _DEPTH) -> Iterator[Any]:
-    """Traced tensors and numbers that a function would use without being given them."""
+    """Yields traced tensors and numbers that a function refers to other than by its arguments."""
     if _compat.is_fake(fn) or isinstance(fn, _NUMBERS):
         yield fn
         return

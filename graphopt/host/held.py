@@ -1,4 +1,4 @@
-"""What a function that a step calls on the host holds of the step's own.
+"""Objects of the step that a host callback's function and arguments hold.
 
     graphopt.callback(history.append, 5)        history, an argument, is another list in each call
     for i in range(3):
@@ -27,21 +27,21 @@ _NESTS = (*_CONTAINERS, tuple)
 
 
 class GivenContainer:
-    """A list or dictionary among the arguments of the step: where it is among those of a call."""
+    """A list or dictionary among the step's arguments, as a path into a call's arguments."""
 
     def __init__(self, path: Sequence[Any]) -> None:
         self.path = tuple(path)
 
     def made(self, given: Any) -> Any:
-        """That of a call with the arguments `given`."""
+        """The container of a call with the arguments `given`."""
         for key in self.path:
             given = given[key]
         return given
 
 
 class HeldByFunction:
-    """What a function holds: variables of the step with what is in them, and containers among the
-    step's arguments.
+    """The step's own objects that a callback holds: closure variables with their values, and
+    containers among the step's arguments.
 
     Args:
         is_outside: whether an object was there before the step: each call needs this very one.
@@ -57,7 +57,7 @@ class HeldByFunction:
         self._seen: dict[int, Any] = {}
 
     def add(self, value: Any) -> None:
-        """The function is this one, or is given or holds it.
+        """Records a callback's function, or a value that it is given or holds.
 
         Raises:
             CaptureError: it holds an object that the step has made, or sets one of its variables.
@@ -76,7 +76,7 @@ class HeldByFunction:
             raise _refusal(f"holds a {type(value).__name__} that the step has made")
 
     def _add_parts(self, value: Any) -> bool:
-        """What a function holds; False for what is none."""
+        """Records what a function holds; False if `value` is not a function."""
         if isinstance(value, FunctionType):
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 self._add_cell(value, name, cell)
@@ -108,7 +108,7 @@ class HeldByFunction:
         self.add(content)
 
     def finish(self) -> None:
-        """Everything has been added; the trace is let go."""
+        """Drops references to the trace after everything has been added."""
         self._is_outside, self._given = bool, {}
         self._seen.clear()
 
@@ -124,7 +124,7 @@ class HeldByFunction:
         return self._now(fn, given), [self._now(each, given) for each in arguments]
 
     def _now(self, value: Any, given: Any) -> Any:
-        """What stands in this call for something that the function holds."""
+        """The object of this call that replaces one that the function holds."""
         if id(value) in self.of_trace:
             return self.of_trace[id(value)][1].made(given)
         if isinstance(value, BuiltinMethodType) and id(value.__self__) in self.of_trace:
@@ -149,7 +149,7 @@ def _refusal(what: str) -> CaptureError:
 
 
 def containers_in(value: Any) -> Iterator[tuple[Any, Any]]:
-    """The containers of a nest, each with a copy of it."""
+    """Yields the containers in a nested value, each with a shallow copy."""
     if type(value) not in _NESTS:
         return
     if type(value) is not tuple:
@@ -159,7 +159,7 @@ def containers_in(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def refuse_changed_containers(made: Sequence[tuple[Any, Any]]) -> None:
-    """Refuse a function that has changed containers which were made for it.
+    """Raises if a callback has changed containers that were created for it.
 
     Args:
         made: each with a copy from before the call.
@@ -176,7 +176,7 @@ def refuse_changed_containers(made: Sequence[tuple[Any, Any]]) -> None:
 
 
 def _holds_same(one: Any, other: Any) -> bool:
-    """Whether two containers of a kind hold the same objects."""
+    """True if two containers of one kind hold the same objects."""
     if len(one) != len(other) or isinstance(one, set):
         return len(one) == len(other) and bool(one == other)
     if isinstance(one, dict):

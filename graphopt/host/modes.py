@@ -1,4 +1,4 @@
-"""The modes that are on where a step calls a function of the user's."""
+"""The grad and autocast modes in which a step calls a host callback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class GradientModes:
-    """Whether gradients are recorded, and per kind of device autocast: on or off, and its dtype."""
+    """The grad mode, and for each device type if autocast is on, with its dtype."""
 
     gradients: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
@@ -30,7 +30,7 @@ class GradientModes:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """While active, these modes are on."""
+        """While active, the recorded modes are in effect."""
         now = GradientModes.now()
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.gradients))

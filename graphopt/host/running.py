@@ -1,4 +1,4 @@
-"""One call of a captured step, as the functions of the program's that it calls see it.
+"""The host callbacks of one running call of a captured step: what they may do, and their errors.
 
 They may not look at what the step is updating (eager code has other values at that place than
 memory does), nor communicate. What one of them raises ends the step
@@ -28,31 +28,31 @@ from graphopt.host.seen import EarlierWrite, UsedPlace, refuse_changed, set_befo
 
 
 class VotesOnErrors(Protocol):
-    """How ranks agree; see `graphopt.host.votes`."""
+    """A protocol for the ranks' votes on callback errors; see `graphopt.host.votes`."""
 
     def say(self, step: int, error: BaseException | None) -> None:
-        """Tell all ranks that this one goes on, or why it does not."""
+        """Tells all ranks that this rank goes on, or the error that stops it."""
 
     def hear(self) -> None:
-        """Wait for what all ranks have said last; raise where one does not go on."""
+        """Waits for the last vote of all ranks; raises if a rank stops."""
 
 
 class UsedElsewhere(Protocol):
-    """Which parameters other ranks use; see `graphopt.ranks.unused`."""
+    """A protocol to ask which parameters other ranks use; see `graphopt.ranks.unused`."""
 
     def used_anywhere(self, positions: Sequence[int]) -> tuple[int, ...]:
-        """Behind collectives of all ranks: 1 for each of these parameters that some rank uses."""
+        """A 1 for each given parameter that some rank uses, else 0; called after collectives."""
 
 
 class RankQuestions(Protocol):
-    """What ranks ask one another; see `graphopt.ranks.rank_votes`."""
+    """A protocol for votes within a call; see `graphopt.ranks.rank_votes`."""
 
     def hear_all(self, step: int) -> None:
-        """Say that this rank goes on, and raise where another one does not."""
+        """Votes that this rank goes on; raises if another does not."""
 
 
 class VoteTimes(Protocol):
-    """When ranks agree; see `graphopt.host.votes`."""
+    """A protocol for the points of a call at which ranks vote; see `graphopt.host.votes`."""
 
     @property
     def before_updates(self) -> bool: ...
@@ -61,7 +61,7 @@ class VoteTimes(Protocol):
 
 
 class CalledFunction(Protocol):
-    """The call of a function, see `graphopt.host.HostCall`."""
+    """A protocol for one host call; see `graphopt.host.HostCall`."""
 
     fn: Callable[..., Any]
     last: bool
@@ -73,7 +73,7 @@ class CalledFunction(Protocol):
 
 
 class _NoState(TorchFunctionMode):
-    """Refuses to compute with tensors over certain storages."""
+    """A mode that refuses operators on tensors over storages that the step updates."""
 
     def __init__(self, storages: frozenset[int]) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class _NoState(TorchFunctionMode):
 
 
 class _NoCollectives(_compat.TorchDispatchMode):
-    """Refuses to communicate."""
+    """A mode that refuses collectives within a host callback."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -114,7 +114,7 @@ class _NoCollectives(_compat.TorchDispatchMode):
 
 
 class CallbackRun:
-    """See the module's docstring.
+    """Runs the host callbacks of one call of a captured step; see the module's docstring.
 
     Args:
         storages: finds the storages that the step updates, by `_compat.storage_key`.
@@ -148,7 +148,7 @@ class CallbackRun:
         self._agreed = False
 
     def call(self, host_call: CalledFunction, arguments: Sequence[Any]) -> None:
-        """Call a function with these arguments."""
+        """Runs one host callback with these arguments, unless an earlier one has failed."""
         if self._failure is not None:  # eager code would not have come here
             return
         try:
@@ -179,11 +179,11 @@ class CallbackRun:
             yield
 
     def used_anywhere(self, positions: Sequence[int]) -> tuple[int, ...] | None:
-        """Which of some parameters other ranks use in this call; None where nobody is asked."""
+        """The given parameters that other ranks use in this call, as 0 or 1; None without ranks."""
         return None if self._unused is None else self._unused.used_anywhere(positions)
 
     def all_go_on(self) -> None:
-        """Wait until all ranks have a graph for what they decide in this call.
+        """Waits until all ranks have a graph for this call's own decisions.
 
         Raises:
             SpmdMismatchError: one has none.
@@ -192,7 +192,7 @@ class CallbackRun:
             self._questions.hear_all(self._step)
 
     def agree(self) -> None:
-        """Raise what a function has raised here or on another rank, before state is updated."""
+        """Raises a callback's error, from this rank or another, before state is updated."""
         if self._votes is None:
             return
         self._agreed = True
@@ -203,18 +203,18 @@ class CallbackRun:
         self._votes.hear()
 
     def hear(self) -> None:
-        """Raise what a function has raised on another rank when the last call was over."""
+        """Raises the error of another rank's callback at the end of the last call."""
         if self._votes is not None:
             self._votes.hear()
 
     def say(self) -> None:
-        """Tell the other ranks how this call has ended here: all but its results are there."""
+        """Votes on how this call ended on this rank, before its results are stored."""
         if self._votes is not None and self._agreement is not None and self._agreement.at_end:
             self._votes.say(self._step, self._failure)
 
     def say_failed(self, error: BaseException) -> None:
-        """Tell the other ranks of an error behind all launches: where they agree next, they end
-        the step too."""
+        """Tells the other ranks of an error after the last launch, so that they end the step at
+        their next vote."""
         due = self._agreement
         if due is None or self._votes is None:
             return
@@ -223,7 +223,7 @@ class CallbackRun:
                 self._votes.say(self._step, error)
 
     def end(self) -> None:
-        """Raise what a function has raised: the step is over."""
+        """Raises the error of a callback at the end of the step."""
         if self._failure is not None:
             raise self._failure
 
@@ -233,7 +233,7 @@ _current: ContextVar[CallbackRun | None] = ContextVar("host_run", default=None)
 
 @has_side_effect
 def agree() -> None:
-    """Let the ranks of the running step agree. The target of a node."""
+    """Makes the ranks of the running step vote. The target of a node."""
     run = _current.get()
     if run is not None:
         run.agree()
@@ -241,7 +241,7 @@ def agree() -> None:
 
 @has_side_effect
 def hear() -> None:
-    """Learn how the last call has ended on the other ranks. The target of a node."""
+    """Learns how the last call ended on the other ranks. The target of a node."""
     run = _current.get()
     if run is not None:
         run.hear()
@@ -249,17 +249,17 @@ def hear() -> None:
 
 @has_side_effect
 def all_go_on() -> None:
-    """Wait until all ranks have a graph for what they decide. The target of a node."""
+    """Waits until all ranks have a graph for their own decisions. The target of a node."""
     run = _current.get()
     if run is not None:
         run.all_go_on()
 
 
 def current_run() -> CallbackRun | None:
-    """The step that this thread runs; None where a graph runs on its own."""
+    """The `CallbackRun` of the step that this thread runs; None if a graph runs by itself."""
     return _current.get()
 
 
 def running(run: CallbackRun) -> AbstractContextManager[None]:
-    """While active, functions that a graph calls belong to `run`."""
+    """While active, host callbacks of a graph belong to `run`."""
     return while_set(_current, run)

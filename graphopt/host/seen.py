@@ -1,4 +1,4 @@
-"""What a function that a step calls on the host may find and change outside the step.
+"""State outside the step that a host callback may read or write.
 
     self.n += 1
     graphopt.callback(lambda: print(self.n))        an error, naming self.n
@@ -23,27 +23,27 @@ from graphopt.ir.same_values import same_value
 
 
 class ProgramView(Protocol):
-    """Knows, while a step is traced, what it has left outside."""
+    """A protocol for a trace that tracks which state callbacks may read."""
 
     def note(self, call: Any) -> None:
-        """The step calls a function."""
+        """Records that the step calls a host callback."""
 
 
 _view: ContextVar[ProgramView | None] = ContextVar("view", default=None)
 
 
 def current_view() -> ProgramView | None:
-    """That of the trace that is running."""
+    """The `ProgramView` of the running trace."""
     return _view.get()
 
 
 def viewed_by(view: ProgramView) -> AbstractContextManager[None]:
-    """While active, calls that are recorded are known to `view`."""
+    """While active, `view` is told of recorded callbacks."""
     return while_set(_view, view)
 
 
 class ViewedPlace(Protocol):
-    """An attribute, an item or a variable outside the step."""
+    """A protocol for an attribute, item or variable outside the step."""
 
     @property
     def identity(self) -> Hashable: ...
@@ -53,8 +53,8 @@ class ViewedPlace(Protocol):
 
 @dataclass(frozen=True)
 class UsedPlace:
-    """A place that the step reads behind the call of a function, or sets: how a message calls it,
-    and how it says what the step does with it."""
+    """A place that the step reads after a callback, or writes: its path and the step's use of it,
+    for messages."""
 
     place: ViewedPlace
     path: str
@@ -63,7 +63,7 @@ class UsedPlace:
 
 @dataclass(frozen=True)
 class EarlierWrite:
-    """A place that the step has set before it calls a function.
+    """A place outside the step that the step has written before a callback.
 
     Attributes:
         shown: what is there for the function.
@@ -75,7 +75,7 @@ class EarlierWrite:
 
 
 class StaleValue:
-    """Stands for a value that a captured step has computed, and not yet put where it belongs."""
+    """A stand-in for a computed value that is not yet stored; any use of it raises an error."""
 
     def __init__(self, path: str) -> None:
         object.__setattr__(self, "_path", path)
@@ -109,7 +109,7 @@ for _name in _USES.split():
 
 @contextmanager
 def set_before(places: Sequence[EarlierWrite]) -> Iterator[None]:
-    """While active, a function finds what the step has set before.
+    """While active, places hold what the step has written to them before a callback.
 
     Raises:
         GraphOptError: it has put something else there.
@@ -128,7 +128,7 @@ def set_before(places: Sequence[EarlierWrite]) -> Iterator[None]:
 
 
 def changes(path: str, used: str) -> GraphOptError:
-    """The refusal of a function that changes what the step uses in this way."""
+    """Builds the error for a callback that changes a place which the step uses."""
     return GraphOptError(
         f"a function that the step calls on the host (graphopt.callback) changes {path}, which the"
         f" step {used}. The captured step has what was there before\n"
@@ -137,7 +137,7 @@ def changes(path: str, used: str) -> GraphOptError:
 
 
 def refuse_changed(places: Sequence[UsedPlace], before: Sequence[Any]) -> None:
-    """Refuse a function that has changed what the step uses.
+    """Raises if a callback has changed a place that the step uses.
 
     Args:
         before: what was in the places before the function was called.

@@ -1,4 +1,4 @@
-"""Sizes by value in a graph: the node that goes on only where the graph holds for these sizes.
+"""Size assumptions: nodes that let a graph go on only if it holds for data-dependent sizes.
 
     chosen = x[mask]                    index      = aten.index(x, [mask])          # f32[s0, 4]
     loss = net(chosen).mean()    ==>    assumption = graphopt.assumption(index, w)  # s0 >= 2
@@ -21,13 +21,13 @@ from graphopt.host.assumptions import Answer, Assumption
 
 
 class Sizes(tuple[int, ...]):
-    """Numbers that one operator has given: the answer of a size assumption."""
+    """The data-dependent sizes that one operator has given: the outcome of a size assumption."""
 
     __slots__ = ()
 
 
 class Relations:
-    """What a graph takes for granted about all its sizes by value.
+    """The relations between data-dependent sizes that a graph relies on.
 
     Args:
         guards: what was asked about those that are symbols.
@@ -45,14 +45,14 @@ class Relations:
     def add(
         self, index: int, answer: Sizes, places: Sequence[Place], symbols: Sequence[Any]
     ) -> None:
-        """The sizes that assumption `index` is about; where a symbol is None: the plain number."""
+        """Adds the sizes of assumption `index`: a symbol each, or None for a plain number."""
         self._symbols[index], self._plain[index] = symbols, answer
         for place, symbol in zip(places, symbols, strict=True):
             if symbol is not None:
                 self._guards.add(symbol, index, place[1] is not None)
 
     def hold(self, index: int, found: Mapping[int, Sizes]) -> bool:
-        """Whether the graph holds as far as assumption `index`, if it does up to there."""
+        """True if the relations hold up to assumption `index`, given that the earlier ones do."""
         pairs = zip(found[index], self._plain[index], self._symbols[index], strict=True)
         if any(symbol is None and now != before for now, before, symbol in pairs):
             return False
@@ -66,7 +66,7 @@ class Relations:
 
 
 class SizeAssumption(Assumption):
-    """The target of a node that compares sizes with those that a step was captured for.
+    """The target of a node that checks sizes against those at capture.
 
     Args:
         places: of the sizes, in the values that the node takes.
@@ -99,7 +99,7 @@ class SizeAssumption(Assumption):
 
 
 def found_before(graph: fx.Graph, index: int) -> dict[int, Sizes]:
-    """The sizes that the last run of a graph has found before assumption `index`."""
+    """The sizes that the last run of a graph found before assumption `index`."""
     relations = _relations(graph)
     if relations is None:
         return {}
@@ -107,8 +107,8 @@ def found_before(graph: fx.Graph, index: int) -> dict[int, Sizes]:
 
 
 def answered_alike(graph: fx.Graph, answers: Sequence[Answer], others: Sequence[Answer]) -> bool:
-    """Whether a graph that was captured with `answers` holds for calls whose first decisions have
-    other ones."""
+    """True if a graph captured with the outcomes `answers` holds for calls whose first outcomes are
+    `others`."""
     if len(others) > len(answers):
         return False
     sized = any(isinstance(other, Sizes) for other in others)

@@ -1,9 +1,8 @@
-"""Gradients of parameters that no rank uses, in a graph on several ranks: the node that goes on
-only where the graph holds for the parameters that other ranks use in this call.
+"""Assumption nodes that check which of the parameters unused on this rank other ranks use.
 
-    mean = all_reduce(zeros, …)          # of b, which this rank does not use
-    used_anywhere(mean, w, m)            # (1,): the gradient of b is `mean`; (0,): it has none
-    …                                    # updates
+mean = all_reduce(zeros, …)          # of b, which this rank does not use
+used_anywhere(mean, w, m)            # (1,): the gradient of b is `mean`; (0,): it has none
+…                                    # updates
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from graphopt.host.running import current_run
 
 
 class UsedParameters(tuple[int, ...]):
-    """1 for each parameter that some rank uses: the answer of such an assumption."""
+    """The outcome of `UsedParametersQuestion`: 1 for each parameter that some rank uses, else 0."""
 
     __slots__ = ()
 
@@ -43,7 +42,7 @@ class UsedParametersQuestion(Assumption):
 
 
 def unused(graph: fx.Graph) -> frozenset[int]:
-    """The parameters that a graph does not use, by position."""
+    """The positions of the parameters that a graph does not use."""
     asked = (node.target for node in graph.nodes)
     return frozenset(
         position

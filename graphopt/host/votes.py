@@ -1,4 +1,4 @@
-"""Ranks tell each other that no function called by `graphopt.callback` has raised.
+"""Votes of all ranks that no host callback has raised.
 
     callback(…)   launch   launch   agree      update   callback(…)
     └─ raises ──────────────────── ▲ says so            └─ raises ─ the end of the call ▲ says so
@@ -47,7 +47,7 @@ _UPDATED = STATE_KINDS | {"gradient"}
 
 @dataclass(frozen=True)
 class Agreement:
-    """When in each call the ranks say whether a function has raised.
+    """The points of a call at which ranks vote on callback errors.
 
     Attributes:
         before_updates: before state is updated, where nobody goes on until all have said it.
@@ -61,7 +61,7 @@ class Agreement:
 
     @classmethod
     def needed_by(cls, graph: fx.Graph) -> Agreement:
-        """For the functions that one rank's graph calls."""
+        """The votes that one rank's graph needs for its callbacks."""
         found = [call for call in map(host_call_of, graph.nodes) if call is not None]
         calls = [call for call in found if not isinstance(call, Assumption)]
         return cls(
@@ -72,12 +72,12 @@ class Agreement:
 
     @classmethod
     def of_all(cls, everyone: Sequence[Sequence[bool]]) -> Agreement:
-        """For all ranks, given `said` of each."""
+        """The votes that any rank needs, from `said` of each."""
         return cls(*map(any, zip(*everyone, strict=True)))
 
     @property
     def said(self) -> list[bool]:
-        """For the other ranks."""
+        """This rank's needs, in the form sent to other ranks."""
         return [self.before_updates, self.at_end, self.alone]
 
     def __bool__(self) -> bool:
@@ -85,14 +85,14 @@ class Agreement:
 
 
 class Votes:
-    """What the ranks of one group say about the calls of one step function."""
+    """The channel for the votes of one group's ranks on calls of one step function."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._said: tuple[dist.Work, torch.Tensor, int] | None = None
 
     def say(self, step: int, error: BaseException | None) -> None:
-        """Tell all ranks that this one goes on, or why it does not. Waits for nobody.
+        """Sends this rank's vote to all ranks: it goes on, or why it does not. Waits for nobody.
 
         Args:
             step: which call of the step function it is about, counted from 1.
@@ -108,7 +108,7 @@ class Votes:
         self._said = (work, number, step) if error is None else None
 
     def hear(self) -> None:
-        """Wait until all have said what this rank has said last, if it has not heard them yet.
+        """Waits for all ranks' votes that match this rank's last one.
 
         Raises:
             SpmdMismatchError: a function has raised on another rank.
@@ -125,7 +125,7 @@ class Votes:
             self._raise(other, step)
 
     def alike(self, number: int, step: int) -> bool:
-        """Whether all ranks say the same number, and not 0. Waits for all of them.
+        """True if all ranks vote for the same number other than 0. Waits for all of them.
 
         Args:
             number: at least 0.
@@ -147,7 +147,7 @@ class Votes:
 
 
 def decides_alone(target: object) -> bool:
-    """Whether something is an assumption by a value of a rank's own."""
+    """True if a target is an assumption on a value that may differ between ranks."""
     return (
         isinstance(target, Assumption)
         and target.alone
@@ -156,8 +156,8 @@ def decides_alone(target: object) -> bool:
 
 
 def commit_before(graph: fx.Graph) -> fx.Node:
-    """The first update of state behind the last launch of a collective, or the output: the same
-    place among the collectives on all ranks, where all agree whether the step goes on."""
+    """The first state update after the last collective launch, or the output: the point at which
+    all ranks vote if the step goes on."""
     effects = Effects(graph)
     found: fx.Node | None = None
     for node in graph.nodes:
@@ -174,7 +174,7 @@ def _updates_state(node: fx.Node, effects: Effects) -> bool:
 
 
 def with_agreement(gm: fx.GraphModule, agreement: Agreement) -> fx.GraphModule:
-    """Let all ranks agree in a graph that no function has raised; in place."""
+    """Inserts votes of all ranks on callback errors into a graph, in place."""
     graph = gm.graph
     if agreement.alone:
         with graph.inserting_before(commit_before(graph)):
@@ -192,7 +192,7 @@ def with_agreement(gm: fx.GraphModule, agreement: Agreement) -> fx.GraphModule:
 
 
 def _outside_late_work(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """The last place up to a node where no late work has begun: what raises in it loses it."""
+    """The last place up to a node outside late work, which an error inside it would lose."""
     nodes: list[fx.Node] = list(graph.nodes)
     place = nodes.index(node)
     for group in {late_group(n) for n in nodes} - {None}:

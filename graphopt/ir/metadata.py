@@ -56,12 +56,10 @@ def storages_of(node: fx.Node) -> set[Any]:
 
 
 def has_value(node: fx.Node) -> bool:
-    """True if a node has value metadata."""
     return VALUE in node.meta
 
 
 def set_value(node: fx.Node, value: Any) -> None:
-    """Sets the value metadata of a node."""
     node.meta[VALUE] = value
 
 
@@ -161,7 +159,6 @@ def keep_launch(node: fx.Node) -> None:
 
 
 def set_provenance(node: fx.Node, names: tuple[str, ...]) -> None:
-    """Sets the names of the passes that made a node."""
     node.meta[PROVENANCE] = names
 
 
@@ -204,5 +201,5 @@ def describe_carried(placeholder: fx.Node, value: fx.Node, index: int) -> None:
 
 
 def some_of(node: fx.Node, *keys: str) -> dict[str, Any]:
-    """Returns the metadata of a node under some of the keys above, where present."""
+    """Returns those of the named metadata keys that a node has, with their values."""
     return {key: node.meta[key] for key in keys if key in node.meta}

@@ -51,7 +51,6 @@ def _reason(error: Exception) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The bytes of a file."""
     with named(path, "read"):
         return path.read_bytes()
 

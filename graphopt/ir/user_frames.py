@@ -53,7 +53,6 @@ def is_installed(filename: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_torch_file(filename: str) -> bool:
-    """True if a file belongs to torch."""
     return _resolved(filename).startswith(_TORCH)
 
 
@@ -109,7 +108,7 @@ def current_user_line() -> SourceLine | None:
 
 
 def current_location() -> str | None:
-    """Returns that line as text for messages, or None."""
+    """Returns the innermost user line of the running step as text, or None."""
     line = current_user_line()
     return None if line is None else str(line)
 

@@ -166,7 +166,7 @@ def readers_through_views(root: fx.Node) -> Iterator[fx.Node]:
 
 
 def reads_through_views(root: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yields each such reader with the argument (`root` or a view) that it reads, once for each."""
+    """Yields (reader, argument) for each direct or indirect reader of the storage of `root`."""
     views = {root}
     pending = [root]
     while pending:

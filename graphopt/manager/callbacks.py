@@ -161,7 +161,7 @@ class Verification(PassCallback):
             raise Refused(problems, of_values=True)
 
     def _problems_by_proof(self, context: PassContext) -> list[Problem]:
-        """Returns the problems of a graph that must compute exactly what it did."""
+        """Returns the problems found by a proof that a pass keeps all bits of the results."""
         before, gm = context.before, context.gm
         wrong = self._metadata_problems(context) or list(structure.waits_of_launches(gm.graph))
         if wrong:

@@ -125,8 +125,8 @@ class Snapshot:
         return True
 
     def was(self, node: fx.Node) -> fx.Node | None:
-        """Returns the former node: the same one or, in another graph object, that of the same name.
-        None if it is new."""
+        """Returns a node's former self: the same object or, in another graph object, the node of
+        that name. None if it is new."""
         if self.has_same_graph_object:
             return node if node in self.nodes else None
         return self._by_name.get(node.name)

@@ -65,7 +65,7 @@ class GraphStage:
     in_place = False
 
     def runs_on(self, which: DerivedGraph) -> bool:
-        """True if the stage applies to such a graph."""
+        """True if the stage applies to a derived graph."""
         return True
 
     def apply(self, gm: fx.GraphModule, which: DerivedGraph) -> fx.GraphModule:
@@ -73,7 +73,7 @@ class GraphStage:
         raise NotImplementedError
 
     def describe(self, record: PassRecord) -> None:
-        """Complete the record of the last `apply` with what the stage alone knows."""
+        """Adds to the record of the last `apply` what only the stage knows."""
         return
 
     def problems(self, gm: fx.GraphModule) -> Iterator[Problem]:

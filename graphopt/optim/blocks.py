@@ -218,7 +218,6 @@ def entries_of(node: fx.Node, name: str) -> list[fx.Node]:
 
 
 def copy_of(item: fx.Node) -> Output:
-    """Returns the `copy_` that stores `item`, or None."""
     return next((user for user in item.users if is_copy(user) and user.args[1] is item), None)
 
 

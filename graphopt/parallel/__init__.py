@@ -1,4 +1,4 @@
-"""Kinds of parallelism: how a step communicates, and how each expands a captured step.
+"""Kinds of parallelism: each expands the communication markers of a captured step.
 
     capture       writes markers: this gradient, these buffers are to be the same on all ranks
     parallelize   lets the kind expand them: `DataParallel` averages gradients, copies buffers

@@ -49,7 +49,7 @@ class DataParallel(OverRanks):
     meaning: ClassVar[str] = "averaged"
 
     def expand(self, graph: fx.Graph) -> int:
-        """Average the marked gradients, and receive the marked buffers from rank 0."""
+        """Averages marked gradients, and broadcasts marked buffers from rank 0."""
         from graphopt.parallel.markers import (
             Nodes,
             group_of,
@@ -73,12 +73,12 @@ Call = Callable[..., Any]
 
 
 def run(target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an operator now."""
+    """Calls an operator immediately, instead of adding a node."""
     return target(*args, **kwargs)
 
 
 def average(gradient: Value, group: Group, call: Call = run) -> Value:
-    """The mean of a gradient over the ranks: same shape, strides and dtype, where it is dense."""
+    """Averages a gradient over the ranks; the result has its shape, dtype and dense strides."""
     scaled = call(torch.ops.aten.mul.Tensor, gradient, 1.0 / group.ranks)
     if _tensor(scaled).is_contiguous():
         return _sum(scaled, group, call)
@@ -89,14 +89,14 @@ def average(gradient: Value, group: Group, call: Call = run) -> Value:
 
 
 def _sum(tensor: Value, group: Group, call: Call) -> Value:
-    """The sum of a contiguous tensor over the ranks."""
+    """Sums a contiguous tensor over the ranks."""
     functional = torch.ops._c10d_functional
     launched = call(functional.all_reduce.default, tensor, "sum", group.name)
     return call(functional.wait_tensor.default, launched)
 
 
 def _storage_order(tensor: torch.Tensor) -> list[int]:
-    """The dimensions of a dense tensor, in the order in which it lies contiguous in memory.
+    """The permutation of a dense tensor's dimensions that makes it contiguous.
 
     Collectives want contiguous tensors. Among equal strides dimensions of size 1 come last, where
     they keep their stride when the order is undone.
@@ -106,7 +106,7 @@ def _storage_order(tensor: torch.Tensor) -> list[int]:
 
 
 def receive_buffers(buffers: Sequence[Value], group: Group, call: Call = run) -> list[Value]:
-    """The values that buffers have on the group's rank 0, contiguous: one collective per dtype."""
+    """Broadcasts buffers from rank 0 of the group, contiguous, with one collective per dtype."""
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, buffer in enumerate(buffers):
         by_dtype.setdefault(_tensor(buffer).dtype, []).append(index)
@@ -119,7 +119,7 @@ def receive_buffers(buffers: Sequence[Value], group: Group, call: Call = run) ->
 
 
 def _received(buffers: Sequence[Value], group: Group, call: Call) -> list[Value]:
-    """The same for buffers of one dtype."""
+    """Broadcasts buffers of one dtype from rank 0."""
     aten, functional = torch.ops.aten, torch.ops._c10d_functional
     flat = call(aten.cat.default, [_flat(buffer, call) for buffer in buffers])
     launched = call(functional.broadcast.default, flat, 0, group.name)
@@ -131,7 +131,7 @@ def _received(buffers: Sequence[Value], group: Group, call: Call) -> list[Value]
 
 
 def _flat(buffer: Value, call: Call) -> Value:
-    """All elements in one dimension, as `reshape` gives them: of a copy where there is no view."""
+    """Flattens a tensor as `reshape(-1)` does, by a copy if no view exists."""
     try:
         _tensor(buffer).view(-1)
     except (RuntimeError, ValueError):  # of a tensor, of a fake one
@@ -145,14 +145,14 @@ def _tensor(value: Value) -> torch.Tensor:
 
 
 def broadcast_buffers(module: nn.Module, group: Group) -> None:
-    """Copy the buffers of `module` from the group's rank 0, now."""
+    """Overwrites a module's buffers with those of rank 0 of the group, immediately."""
     buffers = [buffer for buffer in module.buffers() if buffer.numel()]
     put_received(buffers, receive_buffers(buffers, group))
 
 
 def put_received(buffers: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
-    """Copy what was received into the buffers; as with DDP, what a forward before has saved of them
-    does not count as changed."""
+    """Copies received values into buffers without a new version: as with DDP, autograd does not
+    count saved buffers as changed."""
     for buffer, value in zip(buffers, received, strict=True):
         with _compat.version_kept(buffer):
             buffer.copy_(value)

@@ -1,4 +1,4 @@
-"""Hybrid sharding: rows over the ranks of one group, and replicas of these over another one.
+"""Hybrid sharding: values are sharded over one process group and replicated over another.
 
     ranks        group=           replicate_over=      a gradient
     [[0, 1],     a row, [0, 1]    a column, [0, 2]     is scattered along the row, and summed
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def summed_over_replicas(make: Make, part: fx.Node, replicas: Group) -> fx.Node:
-    """The sum of what the ranks of a column have of a gradient, each of its own row."""
+    """Sums a rank's part of a gradient over the replica group (a column of the mesh)."""
     functional = torch.ops._c10d_functional
     launched = make(functional.all_reduce.default, part, "sum", replicas.name)
     return cast("fx.Node", make(functional.wait_tensor.default, launched))
@@ -37,7 +37,7 @@ def summed_over_replicas(make: Make, part: fx.Node, replicas: Group) -> fx.Node:
 def mesh_of_ranks(
     shards: dist.ProcessGroup, replicas: dist.ProcessGroup
 ) -> tuple[tuple[int, ...], ...]:
-    """The mesh that two groups of this rank span: its rows share rows, its columns are replicas.
+    """The mesh of ranks that two groups of this rank span: shard groups are rows, replicas columns.
 
     Raises:
         ParallelismError: they are no row and column of one mesh.
@@ -56,8 +56,7 @@ def mesh_of_ranks(
 
 
 def group_of_mesh(mesh: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
-    """The process group of all ranks of a mesh, which agree on a step, and average together what is
-    not cut.
+    """The process group of all ranks of a mesh, which average the values that are not sharded.
 
     Raises:
         ParallelismError: there is none.

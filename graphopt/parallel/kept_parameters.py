@@ -1,4 +1,4 @@
-"""Sharded parameters that stay whole between the forward and the backward.
+"""Selection of sharded parameters that stay gathered between forward and backward.
 
     forward     gather w1, use, free   gather w2, use, free   gather w3, use
     backward                                                  use, free        gather w2  …
@@ -19,7 +19,7 @@ from graphopt.ir.views import is_pure_view
 
 
 def kept_parameters(graph: fx.Graph, keep_bytes: float | None) -> set[fx.Node]:
-    """The parameters that the backward does not gather again.
+    """The sharded parameters that the backward does not gather again.
 
     Args:
         graph: with markers; its placeholders have placements.
@@ -42,14 +42,14 @@ def kept_parameters(graph: fx.Graph, keep_bytes: float | None) -> set[fx.Node]:
 
 
 def is_cast(node: fx.Node) -> bool:
-    """True if a node does nothing but to change the dtype of a value."""
+    """True if a node only changes the dtype of a value."""
     cast = node.target is torch.ops.aten._to_copy.default
     return cast and set(node.kwargs) == {"dtype"}
 
 
 def _reads(graph: fx.Graph) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
-    """Of each sharded parameter, the place of the last node of the forward that computes with it,
-    and of the first one of the backward; casts and views are not counted."""
+    """The positions of each sharded parameter's last use in the forward and first in the backward,
+    except by casts and views."""
     parameters: dict[fx.Node, fx.Node] = {}
     last: dict[fx.Node, int] = {}
     first: dict[fx.Node, int] = {}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Parallel(ABC):
-    """A kind of parallelism: what becomes of the markers in a captured graph.
+    """A kind of parallelism: decides what the communication markers of a captured graph become.
 
     Attributes:
         meaning: the name of the markers' definition in
@@ -29,13 +29,13 @@ class Parallel(ABC):
 
     @property
     def axes(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups of this rank along the axes of the mesh of ranks; values are cut along the
+        """The process groups of this rank along the axes of the mesh; values are sharded along the
         last one. None where the ranks share nothing."""
         return ()
 
     @abstractmethod
     def expand(self, graph: fx.Graph) -> int:
-        """Replace all markers (`graphopt.parallel.markers`) by what this kind does.
+        """Replaces all markers (`graphopt.parallel.markers`) by communication.
 
         Args:
             graph: of a step as it was captured; edited in place. What replaces a marker has its
@@ -49,7 +49,7 @@ class Parallel(ABC):
 
 @dataclass(frozen=True)
 class Manual(Parallel):
-    """The step does its own communication; the capture adds none.
+    """A step that does its own communication; the capture adds none.
 
     >>> import graphopt, torch
     >>> step = graphopt.compile(lambda m, x: m(x), parallel=graphopt.Manual())
@@ -58,14 +58,13 @@ class Manual(Parallel):
     """
 
     def expand(self, graph: fx.Graph) -> int:
-        """There are no markers."""
+        """Does nothing: a manual step has no markers."""
         return 0
 
 
 @dataclass(frozen=True)
 class OverRanks(Parallel):
-    """Base of the kinds in which the ranks of a group work on one step: the capture writes markers,
-    and the ranks agree on what they run.
+    """Base of the kinds in which a group's ranks run one step together, with markers in captures.
 
     Attributes:
         group: the process group; None is the default group.
@@ -81,12 +80,12 @@ class OverRanks(Parallel):
 
     @property
     def axes(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups of this rank along the axes of the mesh of ranks."""
+        """The process groups of this rank along the axes of the mesh."""
         return (_compat.group_or_default(self.group),)
 
     @property
     def everyone(self) -> dist.ProcessGroup:
-        """The ranks that run the step alike and agree on it."""
+        """The process group of all ranks that run the step together and agree on it."""
         return _compat.group_or_default(self.group)
 
     def placement_of_parameter(self, parameter: torch.Tensor) -> Placement:
@@ -94,6 +93,6 @@ class OverRanks(Parallel):
         return Placement.FULL
 
     def placement_of_state(self, state: torch.Tensor, parameter: torch.Tensor) -> Placement:
-        """How the ranks hold an entry of the optimizer's state that belongs to a parameter; both
-        are given with their whole shapes."""
+        """The placement of an optimizer state entry of a parameter; both are given with their whole
+        shapes."""
         return Placement.FULL

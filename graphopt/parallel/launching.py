@@ -1,4 +1,4 @@
-"""Launches of collectives in a captured step: as soon as their tensors are computed.
+"""Placement of collective launches in a captured step: right after the values that they send.
 
 g1 = …                            g1 = …
 g2 = …                            s1 = mul(g1, 0.5); launch1 = all_reduce(s1)
@@ -21,7 +21,7 @@ _BETWEEN = 2.0**-20
 
 
 def place_launches(graph: fx.Graph) -> None:
-    """Move each collective, and what only it needs, to just after the values it sends.
+    """Moves each collective, with nodes that only it needs, to just after the values it sends.
 
     Launches of one group keep their order, which all ranks share, and stay behind decisions that
     come before them: where one fails, nothing has been launched that another branch may not launch.
@@ -51,7 +51,7 @@ def place_launches(graph: fx.Graph) -> None:
 
 
 def _private_inputs(collective: fx.Node) -> list[fx.Node]:
-    """`collective` and the communication nodes that exist for it alone."""
+    """A collective and the communication nodes that only it needs."""
     chain = {collective}
     pending = list(collective.all_input_nodes)
     while pending:

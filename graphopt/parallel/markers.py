@@ -1,4 +1,4 @@
-"""Marker operators that a capture writes where ranks have to share a value.
+"""Marker operators: placeholders for communication in a captured graph.
 
     reduce_gradient(g, "layer.weight", ranks, group)     the gradient that all ranks are to have
     sync_buffers([b, …], ["bn.mean", …], ranks, group)   the buffers that all ranks are to have
@@ -35,14 +35,14 @@ _library.define(
 def _reduced_kind(
     gradient: torch.Tensor, parameter: str, group_size: int, group_name: str
 ) -> torch.Tensor:
-    """Dense, with the strides that arithmetic on the gradient gives."""
+    """The shape rule of `reduce_gradient`: dense, with the strides of an operator's result."""
     return torch.empty_like(torch.mul(gradient, 1.0))
 
 
 def _synced_kinds(
     buffers: Sequence[torch.Tensor], names: Sequence[str], group_size: int, group_name: str
 ) -> list[torch.Tensor]:
-    """Contiguous."""
+    """The shape rule of `sync_buffers`: contiguous tensors."""
     return [torch.empty_like(b, memory_format=torch.contiguous_format) for b in buffers]
 
 
@@ -57,7 +57,7 @@ for _name, _kinds in (("reduce_gradient", _reduced_kind), ("sync_buffers", _sync
 
 @dataclass(frozen=True)
 class Group:
-    """A process group as operators name it.
+    """A process group in the form that collective operators take.
 
     Attributes:
         name: as functional collectives take it.
@@ -69,7 +69,7 @@ class Group:
 
 
 def reduce_gradient(gradient: torch.Tensor, parameter: str, group: Group) -> torch.Tensor:
-    """Mark the gradient of the parameter named; returns what stands for the shared one."""
+    """Marks a parameter's gradient for reduction; returns a stand-in for the reduced one."""
     marker = torch.ops.graphopt.reduce_gradient
     return cast(torch.Tensor, marker(gradient, parameter, group.ranks, group.name))
 
@@ -77,29 +77,29 @@ def reduce_gradient(gradient: torch.Tensor, parameter: str, group: Group) -> tor
 def sync_buffers(
     buffers: Sequence[torch.Tensor], names: Sequence[str], group: Group
 ) -> list[torch.Tensor]:
-    """Mark the buffers of one module, named; returns what stands for the shared ones."""
+    """Marks a module's buffers to be made equal on all ranks; returns stand-ins for the results."""
     marker = torch.ops.graphopt.sync_buffers
     return cast(list[torch.Tensor], marker(buffers, names, group.ranks, group.name))
 
 
 def markers_of(graph: fx.Graph) -> list[fx.Node]:
-    """All markers of a graph, in order."""
+    """All marker nodes of a graph, in order."""
     return find_nodes(graph, is_marker)
 
 
 def marks_gradient(marker: fx.Node) -> bool:
-    """True if a marker is that of a gradient; else it is one of buffers."""
+    """True if a marker marks a gradient, False if it marks buffers."""
     return is_operator(marker.target, "graphopt::reduce_gradient")
 
 
 def group_of(marker: fx.Node) -> Group:
-    """The ranks that are to share what is marked."""
+    """The process group over which a marker shares its values."""
     ranks, name = marker.args[2:4]
     return Group(cast(str, name), cast(int, ranks))
 
 
 def forget_unread(graph: fx.Graph) -> None:
-    """Leave in each marker of buffers those alone that somebody reads."""
+    """Drops buffers that nobody reads from the markers of buffers."""
     for marker in markers_of(graph):
         if marks_gradient(marker):
             continue
@@ -120,12 +120,12 @@ def forget_unread(graph: fx.Graph) -> None:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Makes nodes where a marker stands, with its phase, source line and module path."""
+    """Makes nodes at a marker's place, with its phase, source line and module path."""
 
     marker: fx.Node
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """A node that calls an operator; its items, where it gives several tensors."""
+        """Inserts a call of an operator; returns its node, or the items of several results."""
         made = self._made(target, args, kwargs)
         value = fake_value(made)
         if isinstance(value, torch.Tensor):
@@ -141,7 +141,7 @@ class Nodes:
 
 
 def replace_marker(marker: fx.Node, by: fx.Node | Sequence[fx.Node]) -> None:
-    """Let other nodes stand for what a marker gives; the marker goes.
+    """Replaces a marker's results by other nodes, and removes the marker.
 
     Args:
         by: one node for the gradient, or one for each buffer.

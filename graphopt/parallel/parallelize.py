@@ -1,4 +1,4 @@
-"""The stage between the capture and the passes: markers become communication.
+"""The `parallelize` stage between capture and passes: replaces markers by communication.
 
 capture:       g ──▶ reduce_gradient(g, "w") ──▶ optimizer
 parallelize:   g ──▶ what a kind of parallelism makes of it ──▶ optimizer, launched right after g
@@ -18,13 +18,12 @@ from graphopt.parallel.markers import forget_unread
 
 
 def communicates(graph: fx.Graph) -> bool:
-    """True if a captured graph has anything to do with other ranks: markers, or collectives of the
-    program's own."""
+    """True if a captured graph has markers, or collectives that the user's step calls."""
     return bool(calls_of(graph, attrgetter("marker")) or calls_of(graph, attrgetter("collective")))
 
 
 def parallelize(graph_module: fx.GraphModule, parallel: Parallel) -> int:
-    """Expand all markers of a captured graph, and place every launch.
+    """Expands all markers of a captured graph, and places the launches.
 
     Args:
         graph_module: as it was captured; edited in place.

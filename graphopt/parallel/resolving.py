@@ -1,4 +1,4 @@
-"""Resolution of `parallel=` to a kind of parallelism."""
+"""Resolution of the `parallel=` option to a kind of parallelism."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphopt.parallel.kinds import Manual, OverRanks, Parallel
 
 
 def resolve(parallel: Parallel | None) -> Parallel:
-    """`None` means DDP's behaviour when several ranks run, and nothing in a single process.
+    """Returns the kind for `parallel=`; None means `DataParallel` on several ranks, else `Manual`.
 
     Raises:
         CollectiveError: a kind needs a process group, and there is none.

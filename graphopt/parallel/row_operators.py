@@ -22,7 +22,7 @@ _KEEP_ELEMENTS = frozenset({aten.clone.default, aten._to_copy.default, aten.alia
 
 
 def written_elementwise(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the nodes of which elementwise operators make what is written into placeholders."""
+    """Returns the nodes from which elementwise operators compute values written to placeholders."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if is_copy(node):
@@ -43,7 +43,7 @@ def _acts_on_rows(node: fx.Node) -> bool:
 
 
 def is_elementwise(node: fx.Node) -> bool:
-    """True if each element of the result is computed from one element of each operand."""
+    """True if each result element is computed from one element of each operand."""
     if operator_of(node).random:
         return False
     like = operator_of(node).metadata_only
@@ -57,13 +57,13 @@ def is_reducing(node: fx.Node) -> bool:
 
 
 def has_shape_of(node: fx.Node, shards: RowShards) -> bool:
-    """True if a value has an element for each of the sharded whole."""
+    """True if a value has the whole shape of a sharded value."""
     value = known_value(node)
     return isinstance(value, torch.Tensor) and tuple(value.shape) == shards.shape
 
 
 def goes_along(node: fx.Node, shards: RowShards) -> bool:
-    """True if each rank may compute with its rows of a value: a number, or what all ranks have. A
+    """True if each rank may compute with its rows of a value: a number, or equal on all ranks. A
     tensor among the arguments of the step need not be that."""
     own = node.op == "placeholder" and not is_state(node)
     return _is_number(node) or (has_shape_of(node, shards) and not own)

@@ -29,7 +29,7 @@ Make = Callable[..., Any]
 
 
 class At:
-    """Makes nodes of communication before a node, with its source line and module path."""
+    """Inserts communication nodes before a node, with its source line and module path."""
 
     def __init__(self, node: fx.Node) -> None:
         self._nodes = Nodes(node)
@@ -44,14 +44,14 @@ class At:
 def scattered(
     make: Make, gradient: fx.Node, shards: RowShards, group: Group, ranks: int
 ) -> fx.Node:
-    """This rank's window of the sum over a group of a gradient, of the mean over `ranks`."""
+    """Inserts a reduce-scatter: this rank's window of a gradient's sum over a group, / `ranks`."""
     windows = windows_of_all(make, flat(make, gradient), shards)
     sent = make(aten.mul.Tensor, windows, 1.0 / ranks)
     return reduced(make, sent, shards.length, group)
 
 
 def reduced(make: Make, sent: fx.Node, length: int, group: Group) -> fx.Node:
-    """The sum of what all ranks send for this one: `length` elements."""
+    """Sums over ranks the `length` elements that each sends to this one."""
     if fake_value(sent).device.type != "cpu":
         launched = make(
             functional.reduce_scatter_tensor.default, sent, "sum", group.ranks, group.name
@@ -64,7 +64,7 @@ def reduced(make: Make, sent: fx.Node, length: int, group: Group) -> fx.Node:
 
 
 def windows_of_all(make: Make, whole: fx.Node, shards: RowShards) -> fx.Node:
-    """The windows of all ranks beside one another, of a flat tensor."""
+    """Concatenates all ranks' windows of a flat tensor."""
     if shards.is_even:
         return whole
     ends = [start + shards.length for start in shards.starts]
@@ -74,13 +74,13 @@ def windows_of_all(make: Make, whole: fx.Node, shards: RowShards) -> fx.Node:
 
 
 def gathered(make: Make, held: fx.Node, shards: RowShards, group: Group) -> fx.Node:
-    """The whole of what each rank holds a window of."""
+    """Gathers a whole tensor from the windows that the ranks hold."""
     launched = make(functional.all_gather_into_tensor.default, held, group.ranks, group.name)
     return whole_of(make, make(functional.wait_tensor.default, launched), shards)
 
 
 def whole_of(make: Make, windows: fx.Node, shards: RowShards) -> fx.Node:
-    """The whole, of the windows of all ranks beside one another."""
+    """Assembles a whole tensor from the concatenated windows of all ranks."""
     if not shards.is_even:
         first = itertools.count(0, shards.length)
         cuts = [
@@ -95,13 +95,13 @@ def whole_of(make: Make, windows: fx.Node, shards: RowShards) -> fx.Node:
 
 
 def part_of(make: Make, whole: fx.Node, shards: RowShards, group: Group) -> fx.Node:
-    """This rank's window of a tensor that all ranks have."""
+    """This rank's window of a tensor that all ranks have whole."""
     starts = list(shards.starts)
     return cast(fx.Node, make(window, flat(make, whole), starts, shards.length, group.name))
 
 
 def owned_part(make: Make, held: fx.Node, shards: RowShards, group: Group) -> fx.Node:
-    """What this rank owns of its window; zeros behind that, so that all ranks have as many."""
+    """The elements of its window that this rank owns, padded to equal length on all ranks."""
     if shards.is_even:
         return held
     size = shards.rows * shards.row
@@ -110,7 +110,7 @@ def owned_part(make: Make, held: fx.Node, shards: RowShards, group: Group) -> fx
 
 
 def flat(make: Make, node: fx.Node) -> fx.Node:
-    """All elements in row-major order, in one dimension."""
+    """Flattens a tensor to one dimension in row-major order."""
     value = fake_value(node)
     if not value.is_contiguous():
         node = make(aten.clone.default, node, memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Rewrites a marked graph so that each rank computes with its rows alone, node by node.
+"""Rewrites a captured graph node by node so that each rank computes only with its own rows.
 
     mean  = reduce_gradient(g, "w")          part  = this rank's rows of the mean       (scatter)
     m2    = lerp(m, mean, 0.1)               m2    = lerp(m, part, 0.1)                 (rows)
@@ -45,7 +45,7 @@ from graphopt.parallel.sharding import shards_of
 
 
 class Expansion:
-    """Expands the markers of one graph.
+    """Rewrites one graph with markers for sharded computation.
 
     Args:
         group: the ranks over which values are sharded.
@@ -74,7 +74,7 @@ class Expansion:
         self._norms = Norms(group)
 
     def run(self) -> int:
-        """Rewrite the graph. Returns how many markers there were."""
+        """Rewrites the graph. Returns how many markers there were."""
         markers = 0
         cancel_views(self._graph)
         self._written = written_elementwise(self._graph)
@@ -94,7 +94,7 @@ class Expansion:
         return markers
 
     def _cut(self, node: fx.Node) -> None:
-        """A placeholder that is sharded gets the shape of a window."""
+        """Gives a sharded placeholder the shape of this rank's window."""
         if placement_of(node).rows is None:
             return
         whole = fake_value(node)
@@ -105,9 +105,8 @@ class Expansion:
             self._parameters.add(node)
 
     def _computes_with_parameters(self, node: fx.Node) -> bool:
-        """True if a node of the forward or the backward reads parameters, which it reads whole;
-        a cast is one of rows, which are then gathered in fewer bytes, and so is what goes into
-        state elementwise, as an average of parameters."""
+        """True if a node of forward or backward needs whole parameters. Casts do not, so that fewer
+        bytes are gathered, nor does elementwise work that goes into state, such as an average."""
         if phase_of(node) not in ("forward", "backward"):
             return False
         if self._parameters.isdisjoint(node.all_input_nodes):
@@ -135,7 +134,7 @@ class Expansion:
         replace_marker(marker, part)
 
     def _finish(self, output: fx.Node) -> None:
-        """What is returned is whole; updates are what they are."""
+        """Makes user results and carried values whole; state updates stay as they are."""
         self._norms.settle_inputs(output)
         results, updates, carried = cast(Any, output.args[0])
         wholes = [[self._whole(node, output) for node in given] for given in (results, carried)]
@@ -170,14 +169,14 @@ class Expansion:
             self._give_wholes(node)
 
     def _note_view(self, node: fx.Node) -> None:
-        """Note a view of a gathered parameter, or of another such view."""
+        """Records a view of a gathered parameter, or of another such view."""
         inputs = node.all_input_nodes
         if len(inputs) == 1 and is_pure_view(node):
             self._derived.add(node)
             self._sources[node] = inputs[0]
 
     def _pick(self, node: fx.Node) -> bool:
-        """An item is taken of what a list operator gives. Returns whether items are sharded."""
+        """Handles an item of a list operator's result. Returns whether items are sharded."""
         source: Any = node.args[0]
         items = self._items.get(source)
         if items is None:
@@ -191,7 +190,7 @@ class Expansion:
         return True
 
     def _write(self, node: fx.Node) -> None:
-        """A placeholder is updated: with rows, or with the whole."""
+        """Handles an update of a placeholder, by rows or as a whole."""
         destination, value = cast(tuple[fx.Node, fx.Node], node.args[:2])
         shards = self._rows.get(destination)
         if shards is None:
@@ -203,7 +202,7 @@ class Expansion:
         self._rows_of(node, shards)
 
     def _rows_of(self, node: fx.Node, shards: RowShards) -> None:
-        """Let a node compute rows: its operands are windows, or single numbers."""
+        """Makes a node compute rows: its operands become windows or single numbers."""
         for source in node.all_input_nodes:
             if source not in self._rows and has_shape_of(source, shards):
                 node.replace_input_with(source, self._part(source, shards, node))
@@ -211,15 +210,15 @@ class Expansion:
         self._rows[node] = shards
 
     def _give_wholes(self, node: fx.Node) -> None:
-        """Let a node compute what it did, of wholes. An assumption keeps the state that it reads so
-        that nothing has overwritten it: of that, what this rank holds."""
+        """Gives a node whole operands. An assumption keeps the state that it reads so that nothing
+        has overwritten it: of that, what this rank holds."""
         kept = "placeholder" if isinstance(node.target, Assumption) else ""
         for source in node.all_input_nodes:
             if source in self._rows and source.op != kept:
                 node.replace_input_with(source, self._whole(source, node))
 
     def _common(self, node: fx.Node, inputs: list[fx.Node]) -> RowShards | None:
-        """How all operands are cut, and the result; None where they differ."""
+        """The sharding that all operands and the result share, or None if they differ."""
         found = {self._rows[source] for source in inputs if source in self._rows}
         if len(found) != 1:
             return None
@@ -231,7 +230,7 @@ class Expansion:
         return shards if all(goes_along(source, shards) for source in others) else None
 
     def _rewrite_entries(self, node: fx.Node) -> None:
-        """Let each entry of a list operator compute rows, or wholes."""
+        """Makes each entry of a list operator compute on rows or on whole tensors."""
         args = list(node.args)
         names = [argument.name for argument in _compat.schema_of(node.target).arguments]
         kwargs = dict(node.kwargs)
@@ -256,7 +255,7 @@ class Expansion:
     def _entry(
         self, node: fx.Node, lists: dict[int | str, list[Any]], index: int
     ) -> RowShards | None:
-        """Give one entry windows or wholes. Returns how it is cut."""
+        """Gives one list entry windows or whole tensors. Returns how it is cut."""
         given = [values[index] for values in lists.values() if len(values) > index]
         tensors = [value for value in given if isinstance(value, fx.Node)]
         found = {self._rows[value] for value in tensors if value in self._rows}
@@ -275,7 +274,7 @@ class Expansion:
         return shards
 
     def _note_items(self, node: fx.Node, cut: list[RowShards | None]) -> None:
-        """Which items of a result are rows, and what they are."""
+        """Records which items of a result are rows, and their sharding."""
 
         def of(values: Any) -> list[RowShards | None]:
             return [
@@ -300,7 +299,7 @@ class Expansion:
             set_value(node, values_of(value, items))
 
     def _unpacked(self, source: fx.Node, reader: fx.Node) -> list[fx.Node]:
-        """The items of a list, as nodes."""
+        """Inserts the items of a list as nodes."""
         count = len(fake_value(source))
         with self._graph.inserting_before(reader):
             items = [self._graph.call_function(operator.getitem, (source, i)) for i in range(count)]
@@ -311,7 +310,7 @@ class Expansion:
         return items
 
     def _whole(self, node: Any, reader: fx.Node) -> Any:
-        """The whole of a value, where a node reads it."""
+        """The whole (gathered) value of a node, for a reader."""
         if node not in self._rows:
             return node
         phase = "all" if self._is_kept(node) else str(phase_of(reader))
@@ -322,24 +321,24 @@ class Expansion:
         return found
 
     def _is_kept(self, node: fx.Node) -> bool:
-        """True if what is gathered of a parameter, or of a cast of one, stays for the backward."""
+        """True if a gathered parameter, or a cast of one, is kept for the backward."""
         return node in self._kept or any(map(self._kept.__contains__, node.all_input_nodes))
 
     def _part(self, node: fx.Node, shards: RowShards, reader: fx.Node) -> fx.Node:
-        """This rank's window of a value that all ranks have, where a node reads it."""
+        """This rank's window of a value that all ranks have whole, for a reader."""
         found = self._parts.get(node)
         if found is None:
             found = self._parts[node] = part_of(Nodes(reader), node, shards, self._group)
         return found
 
     def _again(self, node: fx.Node) -> None:
-        """Give a node of the backward its own views of gathered parameters."""
+        """Gives a backward node views of parameters that are gathered for the backward."""
         for source in node.all_input_nodes:
             if self._is_gathered_again(source):
                 node.replace_input_with(source, self._view_again(source, node))
 
     def _view_again(self, view: fx.Node, reader: fx.Node) -> fx.Node:
-        """A view that the forward has made of a gathered parameter, made anew for another phase."""
+        """Repeats a forward's view of a gathered parameter in another phase."""
         key = view, str(phase_of(reader))
         if key not in self._wholes:
             base = self._sources[view]
@@ -352,14 +351,13 @@ class Expansion:
         return self._wholes[key]
 
     def _recomputes(self, node: fx.Node) -> bool:
-        """True if a node of the backward reads a view that the forward has made of a gathered
-        parameter."""
+        """True if a backward node reads a view that the forward made of a gathered parameter."""
         if phase_of(node) == "forward" or node.op != "call_function":
             return False
         return any(map(self._is_gathered_again, node.all_input_nodes))
 
     def _is_gathered_again(self, view: fx.Node) -> bool:
-        """True if a value is a view that the forward has made of a parameter that is not kept."""
+        """True if a value is a forward's view of a parameter that the backward gathers again."""
         if view not in self._derived or phase_of(view) != "forward":
             return False
         source = view
@@ -369,5 +367,5 @@ class Expansion:
 
 
 def _window_like(value: torch.Tensor, shards: RowShards) -> torch.Tensor:
-    """A window of what an elementwise operator gives."""
+    """A fake tensor for this rank's window of an elementwise result."""
     return value.new_empty(shards.length)

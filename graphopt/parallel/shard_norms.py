@@ -24,7 +24,7 @@ aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
 
 class Norms:
-    """The norms of sharded values in one graph.
+    """The norms of sharded values in one graph, computed as partial norms and one all-reduce.
 
     Args:
         group: the ranks that have parts of them.
@@ -37,7 +37,7 @@ class Norms:
         self._lists: dict[fx.Node, tuple[float, list[bool]]] = {}
 
     def is_norm(self, node: fx.Node) -> bool:
-        """True if a node computes one number of all elements, as a sum of powers or a maximum."""
+        """True if a node reduces all elements to one norm, by a sum of powers or a maximum."""
         if is_operator(node.target, "aten::linalg_vector_norm"):
             args = dict(enumerate(node.args))
             whole = args.get(2, node.kwargs.get("dim")) is None and not args.get(3)
@@ -45,7 +45,7 @@ class Norms:
         return is_operator(node.target, "aten::_foreach_norm") and _known(_order(node))
 
     def take(self, node: fx.Node, rows: dict[fx.Node, RowShards]) -> None:
-        """Let a norm be one of this rank's rows, to be completed when somebody reads it."""
+        """Computes a norm of this rank's rows only; the rest follows when somebody reads it."""
         make = At(node)
 
         def part(value: Any) -> Any:
@@ -61,7 +61,7 @@ class Norms:
             self._pending[node] = order
 
     def pick(self, node: fx.Node) -> bool:
-        """An item of a list of norms is taken. Returns whether there is such a list."""
+        """Handles an item of a list of norms. Returns whether there is such a list."""
         source: Any = node.args[0]
         if source not in self._lists:
             return False
@@ -71,7 +71,7 @@ class Norms:
         return True
 
     def settle_inputs(self, node: fx.Node) -> None:
-        """Complete the norms that a node reads, and all others that are there by then."""
+        """Completes the norms that a node reads, together with all others pending by then."""
         if any(map(self._pending.__contains__, node.all_input_nodes)):
             self._complete(node)
         for source in node.all_input_nodes:
@@ -90,7 +90,7 @@ class Norms:
 
 
 def _completed(make: Make, norms: list[fx.Node], order: float, group: Group) -> list[fx.Node]:
-    """The norms of the whole, given those of what each rank has."""
+    """Combines the ranks' partial norms to norms of whole tensors."""
     stacked = make(aten.stack.default, norms)
     largest = math.isinf(order)
     if not largest and order != 1:
@@ -110,5 +110,5 @@ def _order(node: fx.Node) -> Any:
 
 
 def _known(order: Any) -> bool:
-    """True if the parts of a norm of this order, zeros among them, make up the whole."""
+    """True if norms of this order can be combined from partial norms of zero-padded rows."""
     return isinstance(order, (int, float)) and order >= 1

@@ -1,4 +1,4 @@
-"""Operators that depend on which rank runs them: each takes what is this rank's.
+"""Operators that take the running rank's part of a tensor, so that all ranks have one graph.
 
     window(flat, starts, length, group)          flat[starts[rank] : starts[rank] + length]
     owned(window, offsets, lengths, size, group) the elements that the rank owns, zeros behind them
@@ -32,7 +32,7 @@ _acting: ContextVar[int | None] = ContextVar("_acting", default=None)
 
 @contextmanager
 def acting_as(rank: int) -> Iterator[None]:
-    """While active, operators take what is the part of this rank: one process runs several."""
+    """While active, operators act as the given rank, since one process may simulate several."""
     token = _acting.set(rank)
     try:
         yield
@@ -41,7 +41,7 @@ def acting_as(rank: int) -> Iterator[None]:
 
 
 def rank_in(group_name: str) -> int:
-    """The number of this rank in a group.
+    """The number of this rank in a process group.
 
     Raises:
         CollectiveError: there is no such group.
@@ -57,7 +57,7 @@ def rank_in(group_name: str) -> int:
 
 
 def _index_in_copy(ranks: Sequence[int], rank: int) -> int:
-    """The number of a rank in the copy of a group that it is in."""
+    """The index of a rank within the shifted copy of a group that contains it."""
     for copy in shifted_copies(ranks):
         if rank in copy:
             return copy.index(rank)

@@ -12,7 +12,7 @@ from graphopt.ir.views import is_pure_view
 
 
 def cancel_views(graph: fx.Graph) -> None:
-    """Leave out views that undo one another, as two transposes do: they are of a whole alone."""
+    """Removes pairs of views that undo each other, such as two transposes."""
     for node in list(graph.nodes):
         if not _is_view_of_one(node):
             continue
@@ -28,7 +28,7 @@ def cancel_views(graph: fx.Graph) -> None:
 
 
 def average_behind_views(marker: fx.Node) -> None:
-    """Let what is averaged have the shape in which the optimizer reads it: rows of a transposed
+    """Moves a gradient marker behind the views that the optimizer reads: rows of a transposed
     gradient would be columns of its parameter."""
     graph = marker.graph
     while len(marker.users) == 1:

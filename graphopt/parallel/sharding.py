@@ -1,4 +1,4 @@
-"""The plan of a sharded step, and the three ways between a whole tensor and what a rank has of it.
+"""The sharding of tensors by rows, and conversions between whole tensors, windows and DTensors.
 
 shards_of     whether and how a parameter is cut (`graphopt.ir.rows`)
 local_part    whole tensor → window
@@ -26,9 +26,8 @@ SMALL = 64 * 1024
 
 
 def shards_of(tensor: torch.Tensor, ranks: int) -> RowShards | None:
-    """How a parameter, or a state of one, is cut; None where it is replicated: it has fewer rows
-    than there are ranks, or is small and cannot be cut at multiples of 64 elements, or its rows do
-    not lie one behind the other."""
+    """The division of a parameter or optimizer state into rows. None if it stays replicated: too
+    few rows, too small to be cut at multiples of 64 elements, or rows not contiguous."""
     if not tensor.dim() or not tensor.numel() or tensor.layout is not torch.strided:
         return None
     if ranks == 1 or tensor.shape[0] < ranks or not _is_contiguous(tensor):
@@ -43,7 +42,7 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
 
 
 def local_part(whole: torch.Tensor, shards: RowShards, rank: int) -> torch.Tensor:
-    """The window of a rank, in memory of its own."""
+    """A copy of one rank's window of a whole tensor."""
     return whole.detach().reshape(-1).narrow(0, shards.starts[rank], shards.length).clone()
 
 
@@ -59,8 +58,8 @@ def as_dtensor(
     mesh: DeviceMesh,
     wanted: Callable[[torch.Tensor], torch.Tensor] = lambda made: made,
 ) -> torch.Tensor:
-    """A window as DTensor of the whole shape, whose local tensor are the rows that this rank owns.
-    No rank speaks to another one.
+    """Wraps a window as a DTensor of the whole shape, whose local tensor is this rank's rows. No
+    rank speaks to another one.
 
     Args:
         mesh: along whose last dimension the tensor is cut.
@@ -87,7 +86,7 @@ _meshes: dict[tuple[str, ...], DeviceMesh] = {}
 
 
 def mesh_of(axes: Sequence[dist.ProcessGroup], device: torch.device) -> DeviceMesh:
-    """The mesh of the ranks of groups, one for each dimension; one object for each mesh."""
+    """The device mesh of process groups, one for each dimension; cached."""
     key = (*(axis.group_name for axis in axes), device.type)
     known = _meshes.get(key)
     if known is None or any(known.get_group(i) is not axis for i, axis in enumerate(axes)):
@@ -107,7 +106,7 @@ def _made_mesh(axes: Sequence[dist.ProcessGroup], device: torch.device) -> Devic
 
 
 def window_of(dtensor: Any, shards: RowShards, rank: int) -> torch.Tensor:
-    """The window of this rank that a DTensor is about. One that was made by others, as by
+    """This rank's window behind a DTensor. One that was made by others, as by
     `torch.distributed.checkpoint`, gets one."""
     local: torch.Tensor = dtensor.to_local().detach()
     start = local.storage_offset() - shards.offsets[rank]
@@ -123,7 +122,6 @@ def window_of(dtensor: Any, shards: RowShards, rank: int) -> torch.Tensor:
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether a value is a DTensor."""
     if not isinstance(value, torch.Tensor) or type(value) is torch.Tensor:
         return False
     from torch.distributed.tensor import DTensor

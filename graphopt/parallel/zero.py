@@ -1,4 +1,4 @@
-"""ZeRO: each rank keeps and updates its rows of what the optimizer keeps, and of parameters.
+"""ZeRO: each rank keeps and updates only its rows of optimizer state, and of parameters in stage 3.
 
     stage 1    gradient ──scatter──▶ rows of the mean ──▶ update of rows ──gather──▶ parameter
     stage 3    parameter rows ──gather──▶ forward; once more ──▶ backward; the update stays in rows
@@ -64,13 +64,13 @@ class ZeRO(OverRanks):
 
     @property
     def axes(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups of this rank along the axes of the mesh; values are cut along the last."""
+        """The process groups of this rank on the mesh's axes; values are sharded along the last."""
         shards = super().axes
         return shards if self.replicate_over is None else (self.replicate_over, *shards)
 
     @property
     def mesh(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks: in a row those that share the rows of a value, in a column replicas.
+        """The mesh of ranks: each row shards a value, each column holds replicas.
 
         Raises:
             ParallelismError: the groups span no mesh.
@@ -81,22 +81,22 @@ class ZeRO(OverRanks):
 
     @property
     def everyone(self) -> dist.ProcessGroup:
-        """The ranks that run the step alike and agree on it: those of the whole mesh."""
+        """The process group of the whole mesh, whose ranks run the step together."""
         return super().everyone if self.replicate_over is None else group_of_mesh(self.mesh)
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that share the rows of a sharded value."""
+        """The number of ranks over which a value is sharded."""
         return self.axes[-1].size()
 
     def placement_of_state(self, state: torch.Tensor, parameter: torch.Tensor) -> Placement:
-        """How the ranks hold an entry of the optimizer's state: as its parameter is cut, if it has
-        an element for each of that."""
+        """The placement of an optimizer state entry: sharded like its parameter if of the same
+        shape."""
         same = state.shape == parameter.shape and shards_of(parameter, self.ranks) is not None
         return self._of_rows() if same and state.layout is parameter.layout else Placement.FULL
 
     def placement_of_parameter(self, parameter: torch.Tensor) -> Placement:
-        """The placement of a parameter."""
+        """The placement of a parameter: sharded in stage 3 only."""
         sharded = self.stage == 3 and shards_of(parameter, self.ranks) is not None
         return self._of_rows() if sharded else Placement.FULL
 
@@ -104,7 +104,7 @@ class ZeRO(OverRanks):
         return Placement((*[Replicate()] * (len(self.axes) - 1), Rows(0)))
 
     def expand(self, graph: fx.Graph) -> int:
-        """Scatter the marked gradients, let each rank update its rows, and gather parameters."""
+        """Scatters marked gradients, updates this rank's rows, and gathers parameters."""
         from graphopt.parallel.markers import Group
         from graphopt.parallel.shard_expansion import Expansion
 

@@ -1,4 +1,4 @@
-"""A proof that the submodules of a split graph together compute what it did as one."""
+"""A proof that the submodules of a split graph together compute what the whole graph did."""
 
 from __future__ import annotations
 

@@ -153,7 +153,6 @@ def _graph_module(
     children: Mapping[str, nn.Module],
     training: bool,
 ) -> fx.GraphModule:
-    """Returns a module that runs `graph`."""
     # Children come after, for a graph module compiles those that are graph modules once more.
     module = fx.GraphModule({**attributes, **{name: nn.Module() for name in children}}, graph)
     for name, child in children.items():

@@ -106,7 +106,7 @@ def _failure(
     collective: str | None,
     sent: tuple[str, ...] = (),
 ) -> CollectiveError:
-    """The error for a failed collective, with what is known of failed ranks."""
+    """The error for a failed collective, naming failed ranks if any are known."""
     said, ended = ({}, []) if group is None else learn_causes(group, step)
     text += "".join(f"\n  rank {rank} said:  {reason}" for rank, reason in said.items())
     text += "".join(f"\n  rank {rank}:  its process has ended" for rank in ended)

@@ -41,7 +41,7 @@ def groups_apart(graph: fx.Graph, parallel: Parallel) -> frozenset[str]:
 
 
 def launched_apart(graph: fx.Graph, groups: frozenset[str]) -> bool:
-    """True if a collective of one of these groups is launched before the last assumption."""
+    """True if a collective of these process groups is launched before the last assumption."""
     last = assumptions(graph)[-1:] if groups else []
     launches = find_nodes(graph, is_collective) if last else []
     return any(str(node.args[-1]) in groups and node < last[0] for node in launches)

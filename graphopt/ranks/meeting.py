@@ -71,7 +71,7 @@ class Channel:
 
 
 class Meeting:
-    """One meeting of all ranks of a group; see the docstring of the module."""
+    """One agreement of all ranks of a group, in rounds, through their store."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -137,7 +137,7 @@ class Meeting:
         return [json.loads(theirs) for theirs in self._store.multi_get(said)]
 
     def _is_late(self, verdict: dict[str, Any]) -> bool:
-        """True if the other ranks gave up on this rank before it came."""
+        """True if the other ranks gave up on this rank before it arrived."""
         return self._round == 1 and self._rank in verdict.get("missing", ())
 
     def _wait(self) -> dict[str, Any]:

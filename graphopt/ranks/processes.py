@@ -83,7 +83,6 @@ def announce(parallel: OverRanks | None) -> None:
 
 
 def is_registered(store: dist.Store, group: dist.ProcessGroup, rank: int) -> bool:
-    """True if a rank of a group has registered its process."""
     return store.check([_key(group, rank)])
 
 

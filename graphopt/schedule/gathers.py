@@ -216,7 +216,7 @@ def _launch_all(emitter: Emitter, groups: list[GatherGroup]) -> None:
 
 
 def _is_independent(emitter: Emitter, group: GatherGroup) -> bool:
-    """True if the update of a group needs nothing that stands behind its place."""
+    """True if the update of a group needs nothing computed after the group's place."""
     needed = emitter.needed(group.launches)
     phases = ("forward", "backward")
     return not any(is_collective(node) or phase_of(node) in phases for node in needed)

@@ -86,7 +86,7 @@ class SimulatedStep:
 
     @cached_property
     def exposed_comm_seconds(self) -> float:
-        """The seconds of a step in which compute stands still."""
+        """The seconds of a step in which compute waits for communication."""
         return sum(slot.exposed for slot in self.collectives)
 
     @property

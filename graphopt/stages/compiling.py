@@ -278,7 +278,7 @@ class Stages:
 
     @property
     def hands_out(self) -> bool:
-        """True if graphs hand values to other graphs; CUDA graphs overwrite theirs, and do not."""
+        """True if a failing graph may hand values to another; CUDA graphs overwrite theirs."""
         return self.options is None or not self.options.cudagraphs
 
     def make_ready(self, module: IterGraphModule, agreement: Agreement | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The arguments of one call of a step: modules, optimizers, tensors and constants among them."""
+"""One call of a step, flattened: modules, optimizers, tensors and constants among its arguments."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from graphopt.tracing.tensors.classes import check_class
 
 
 class SizesKept(Enum):
-    """What is made of a size that depends on values: one that nobody may ask about, a symbol with
-    a value, of which all answers are kept, or the number itself."""
+    """The treatment of data-dependent sizes: unknown, a symbol with a value and recorded relations,
+    or a plain number."""
 
     UNKNOWN = 0
     RELATED = 1
@@ -36,7 +36,7 @@ class SizesKept(Enum):
 
 
 class Call:
-    """One call `fn(*args, **kwargs)`, taken apart.
+    """One call `fn(*args, **kwargs)`, flattened.
 
     Attributes:
         given: `(args, kwargs)`.
@@ -103,7 +103,7 @@ class Call:
         self.remembered: frozenset[int] = frozenset()
 
     def using(self, besides: ImplicitInputs) -> Call | None:
-        """The same call of a step that uses this besides its arguments; None where that is gone."""
+        """Returns this call with other implicit inputs; None if one of them was freed."""
         if self.besides is besides:
             return self
         if self._using is not None and self._using.besides is besides:
@@ -133,15 +133,15 @@ class Call:
         return new
 
     def with_whole_objects(self) -> Call:
-        """The same call, where none of its objects holds a tensor: a graph for it holds also where
-        one does that the step does not look at."""
+        """Returns this call with argument objects unopened, as if none held tensors: its graph also
+        holds for objects with tensors that the step does not read."""
         kinds = {type(self.leaves[position]) for position in self.constants}
         if self.objects or not any(map(may_be_taken_apart, kinds)):
             return self
         return self.using(self.besides.joined(ImplicitInputs(whole_objects=True))) or self
 
     def deciding(self, answers: tuple[Answer, ...]) -> Call:
-        """The same call, with answers to its first decisions, and without what it uses besides."""
+        """Returns this call with outcomes for its first decisions, and without implicit inputs."""
         known = self.besides
         kept = ImplicitInputs(as_traced=known.as_traced)
         new = copy.copy(self.using(kept) or self)
@@ -151,7 +151,7 @@ class Call:
         return new
 
     def with_answers(self, answers: tuple[Answer, ...]) -> Call:
-        """The same call, with answers to its first decisions."""
+        """Returns this call with outcomes for its first decisions."""
         if answers == self.decided:
             return self
         new = copy.copy(self)
@@ -159,14 +159,14 @@ class Call:
         return new
 
     def deciding_alone(self) -> Call:
-        """The same call, in which each decision may go another way on each rank."""
+        """Returns this call with each decision treated as possibly different between ranks."""
         new = copy.copy(self)
         new._using, new.decides_alone = None, True
         return new
 
     def knowing_sizes(self) -> Call | None:
-        """The same call, in whose traces more is known of sizes that depend on values; None where
-        nothing more can be: they are numbers already, or the tensors are fake ones."""
+        """Returns this call, to be traced with more known of data-dependent sizes; None if they are
+        numbers already, or tensors are fake."""
         if self.sizes is SizesKept.EXACT or any(map(_compat.is_fake, self.leaves)):
             return None
         new = copy.copy(self)
@@ -192,20 +192,20 @@ class Call:
         return args, kwargs
 
     def fields(self) -> Iterator[tuple[int, GivenField]]:
-        """What is in objects that are taken apart, each with its position in `leaves`."""
+        """The fields of opened objects, with their positions in `leaves`."""
         return zip(count(self._given), self.objects.fields, strict=False)
 
     def fill(self, slot: list[Any]) -> None:
-        """Put the objects that are taken apart where guards find them."""
+        """Stores the opened objects where guards look for them."""
         slot[:] = [self.leaves[position] for position in self.objects.roots]
 
     def optimizer_objects(self) -> list[Optimizer]:
-        """The optimizers among the arguments, in their order."""
+        """The optimizers among the arguments, in order."""
         return [self.leaves[position] for position in self.optimizers]
 
     def named_roots(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules among the arguments, and those besides. A single argument has no name: its
-        tensors are then named as in its `state_dict`."""
+        """The modules among the arguments and implicit inputs, with names. A single argument has no
+        name: its tensors are then named as in its `state_dict`."""
         given = [position for position in self.modules if position < self._own]
         unnamed = given or self.modules
         for position in self.modules:
@@ -220,7 +220,7 @@ class Call:
 
 
 def check_supported(call: Call) -> None:
-    """Refuse modes and arguments that no capture can be exact for, before anything is touched."""
+    """Refuses modes and arguments that no capture supports, before anything is changed."""
     _check_modes()
     for name, module in call.named_submodules():
         _check_module(name or "the model", module)
@@ -238,21 +238,21 @@ def check_supported(call: Call) -> None:
 
 
 def is_array(value: Any) -> bool:
-    """Whether an argument is an array of numpy's, in memory or in a file."""
+    """True if an argument is a numpy array, in memory or memory-mapped."""
     numpy = sys.modules.get("numpy")
     kinds = () if numpy is None else (numpy.ndarray, numpy.memmap)
     return type(value) in kinds and not value.dtype.hasobject
 
 
 def _check_modes() -> None:
-    """A graph has other functions than the step: what sees each of them sees others."""
+    """Refuses a call under modes and hooks that watch functions: a graph calls others."""
     watching = _compat.watches_functions()
     if watching is not None:
         raise CaptureError(f"it is called with {watching.what}", hint=watching.cure)
 
 
 def check_anomalies() -> None:
-    """Refuse a backward in which each function's result is looked at for NaN.
+    """Refuses anomaly detection that checks each backward function for NaN.
 
     Raises:
         CaptureError: it is one.
@@ -281,7 +281,7 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
 
 
 def has_gradient(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a `.grad`. To ask one that is computed for it warns."""
+    """True if a tensor has a `.grad`. To ask one that is computed for it warns."""
     return tensor.is_leaf and tensor.grad is not None
 
 

@@ -1,4 +1,4 @@
-"""`graphopt.capture`: one step, once, as a graph in the captured dialect."""
+"""`graphopt.capture`: traces one call of a step to a graph in the captured dialect."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def capturing() -> Iterator[None]:
 def trace_from_state(
     call: Call, communication: MarkedCommunication | None, *, lasts: bool
 ) -> tuple[Call, RawTrace, NewState]:
-    """The first trace of a call, from the state that its optimizers make in it, where that is known
+    """Traces a call from the state that its optimizers will create in it, if that is known
     beforehand.
 
     Args:
@@ -124,8 +124,8 @@ def trace_from_state(
 def first_trace(
     call: Call, communication: MarkedCommunication | None, *, lasts: bool
 ) -> tuple[Call, RawTrace, NewState]:
-    """The first trace of a call that has all that it works on, that call, and the state from which
-    it is traced: that of optimizers which a trace has found besides the arguments as well.
+    """Traces a call with all implicit inputs found; returns trace, call, and the optimizer state
+    created for it.
 
     Args:
         lasts: see `capture_call`.
@@ -148,7 +148,7 @@ def first_trace(
 
 
 def _attempt(call: Call, communication: MarkedCommunication | None) -> RawTrace | Call:
-    """The trace of a call, or the call as it has to be traced instead.
+    """Traces a call, or returns the changed call to trace instead.
 
     Raises:
         CaptureError: the step cannot be captured.
@@ -179,7 +179,7 @@ def _attempt(call: Call, communication: MarkedCommunication | None) -> RawTrace 
 
 
 def prepare(call: Call) -> Inputs:
-    """Check the arguments and find every input. Touches nothing.
+    """Checks the arguments and finds every input. Touches nothing.
 
     Raises:
         CaptureError: the arguments hold what cannot be captured exactly.
@@ -196,7 +196,7 @@ def prepare(call: Call) -> Inputs:
 def communication_for(
     parallel: Parallel, agreed: AgreedOrder | None = None, *, accumulated: bool = True
 ) -> MarkedCommunication | None:
-    """What a trace needs to know of the process group; `agreed` and `accumulated`: see there."""
+    """The communication that a trace marks for a kind of parallelism, or None."""
     if not isinstance(parallel, OverRanks):
         return None
     group = parallel.everyone

@@ -1,4 +1,4 @@
-"""From the trace of a step to the captured dialect: the stages behind the trace."""
+"""The stages between the trace of a step and the captured dialect."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def finish(
     communication: MarkedCommunication | None,
     held: Set[str] = frozenset(),
 ) -> CapturedStep:
-    """Make the captured dialect of a trace.
+    """Makes a `CapturedStep` in the captured dialect from a trace.
 
     Args:
         made: optimizer state that has been made for the trace, and is there.
@@ -81,7 +81,7 @@ def finish(
 
 
 def _functional(raw: RawTrace) -> fx.GraphModule:
-    """The graph of a trace, written functionally.
+    """Functionalizes the graph of a trace.
 
     Raises:
         CaptureError: the step writes where a graph cannot follow.
@@ -96,7 +96,7 @@ def _functional(raw: RawTrace) -> fx.GraphModule:
 def _refuse_own_assumptions(
     graph: fx.Graph, inputs: Inputs, own: Sequence[bool], signature: Signature, group: Group
 ) -> None:
-    """Refuse what a rank assumes of values of its own.
+    """Refuses assumptions on values that may differ between ranks.
 
     Raises:
         OwnDecisionError: it assumes some.
@@ -109,7 +109,7 @@ def _refuse_own_assumptions(
 def _described(
     graph_module: fx.GraphModule, kinds: Sequence[tuple[Kind, str]], placed: Mapping[int, Placement]
 ) -> tuple[InputSpec, ...]:
-    """Name the inputs of a graph and note their placements, by position."""
+    """Names the graph's inputs and sets their placements, by position."""
     names = name_placeholders(graph_module.graph, kinds)
     graph_module.recompile()
     specs = tuple(
@@ -124,7 +124,7 @@ def _described(
 def _note_uses(
     graph_module: fx.GraphModule, specs: tuple[InputSpec, ...], raw: RawTrace, held: Set[str]
 ) -> None:
-    """Note of inputs who else has them, and which nobody reads."""
+    """Marks inputs that others hold, and inputs that nobody reads."""
     inputs = raw.inputs
     note_returned(graph_module, inputs, raw.signature)
     note_dead_gradients(graph_module, specs, inputs, raw.signature)
@@ -134,14 +134,14 @@ def _note_uses(
 
 
 def _guard_outside(raw: RawTrace) -> OutsideGuard:
-    """The guard of what the step has read outside its arguments."""
+    """Makes the guard on what the step read outside its arguments."""
     with raw.besides.present():
         return OutsideGuard(raw.outside, _changed_objects(raw))
 
 
 def _changed_objects(raw: RawTrace) -> list[Any]:
-    """The objects outside of which a graph takes something that it changes: each call needs these
-    very objects."""
+    """The outside objects from which a graph takes a value that it changes: each call needs the
+    same ones."""
     inputs, placed = raw.inputs, [each.place for each in raw.signature.placed]
     lists = tuple(place.holder for place in placed if type(place.holder) is list)
     inputs.hyperparameters = [

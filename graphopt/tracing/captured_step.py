@@ -1,4 +1,4 @@
-"""What a capture gives: the graph, where its inputs are found, and what its results are for."""
+"""`CapturedStep`: a captured graph with descriptions of its inputs and results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graphopt.tracing.results.signature import Signature
 
 @dataclass
 class CapturedStep:
-    """A training step as a graph.
+    """A captured training step: graph, inputs, and result signature.
 
     Attributes:
         graph_module: the graph in the captured dialect (docs/ir.md). Called with the live tensors
@@ -61,10 +61,9 @@ class CapturedStep:
 
     @cached_property
     def apart(self) -> frozenset[str]:
-        """The groups that it communicates in, once its markers are expanded, in which others are
-        than the ranks that run it alike."""
+        """The process groups of the expanded graph whose ranks may run another graph."""
         return groups_apart(self.graph_module.graph, self.parallel)
 
     def state_present(self) -> AbstractContextManager[None]:
-        """While active, the optimizers have all state that is among the inputs."""
+        """While active, optimizers hold all state that is among the graph's inputs."""
         return nullcontext() if self.state is None else self.state.present()

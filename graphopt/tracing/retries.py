@@ -1,4 +1,4 @@
-"""How a refused trace is tried again: the changes to a call under which it may succeed."""
+"""Retries of a refused trace: the changes to a call under which it may succeed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from graphopt.tracing.refusals.failures import definition_of, is_raised
 
 
 def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Call:
-    """The call as it may be traced with success where it has been refused with `inputs`: with what
-    it works on besides; with all decisions as a rank's own; with the other answer where a guessed
-    one led to an exception; with more known of sizes that depend on values, where something asked
-    about them; with libraries that find out that they are traced, where their decisions by value
-    cannot be followed; or with its numbers as constants, since some code takes nothing else.
+    """The changed call under which a refused trace may succeed.
+
+    It has further implicit inputs; all decisions as a rank's own; the other outcome of a guess that
+    led to an exception; more known of data-dependent sizes; libraries that notice the trace, since
+    their decisions cannot be followed; or numbers as constants.
 
     Raises:
-        CaptureError: `error`, where that has been tried.
+        CaptureError: `error`, if all of that has been tried.
     """
     if isinstance(error, CaptureError) and error.final:
         raise error
@@ -52,7 +52,7 @@ def retried(call: Call, inputs: Inputs, error: MoreInputs | CaptureError) -> Cal
 
 
 def _once_more(call: Call, more: ImplicitInputs) -> ImplicitInputs:
-    """What another trace has found.
+    """Adds the inputs that another trace has found.
 
     Raises:
         CaptureError: each finds something else.
@@ -71,24 +71,24 @@ _ROUNDS = 100
 
 
 def _alone(error: CaptureError) -> CaptureError:
-    """An error without what it holds of the trace."""
+    """An error without its references to the trace."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
 
 def _was_guessed_wrong(inputs: Inputs, error: CaptureError) -> bool:
-    """Whether the last answer was a guess after which the step raised an exception."""
+    """True if the step raised an exception after the last outcome, which was guessed."""
     return inputs.guessed == len(inputs.answers) - 1 and is_raised(error)
 
 
 def _may_be_told(call: Call, inputs: Inputs) -> bool:
-    """Whether a library has taken decisions because it did not find out that it is traced."""
+    """True if a library made decisions because it did not notice the trace."""
     decided = inputs.asked and bool(inputs.answers) and not call.decided
     return decided and not call.besides.as_traced
 
 
 def _may_be_plain(number: Number) -> bool:
-    """Whether a number need not be an input of the graph."""
+    """True if a number may be a constant instead of an input of the graph."""
     if isinstance(number, PlacedNumber):
         return not number.counted
     return isinstance(number, ArgumentNumber)

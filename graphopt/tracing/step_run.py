@@ -1,4 +1,4 @@
-"""The function that is traced: it sets the scene, runs the step, and collects what it leaves."""
+"""The function that is traced: inserts stand-ins, runs the step, and collects its results."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class StepRun:
     # ------------------------------------------------------------------ the scene
 
     def _answer_questions(self) -> None:
-        """Begin to answer what the step asks of values."""
+        """Starts answering the step's questions about values."""
         inputs, communication, tracer = self._inputs, self._communication, _compat.current_tracer()
         begin_alike = communication is not None and communication.parallel.broadcast
         own = own_inputs(inputs, self.modules, broadcast=begin_alike)
@@ -170,7 +170,7 @@ class StepRun:
         self.made.positions = Positions(tracer, self.mode, inputs.conditions)
 
     def _tracing(self) -> Scene:
-        """What is so while stand-ins are made, the step runs and its results are collected."""
+        """Yields the contexts for all of the trace: stand-ins, step, and results."""
         yield remembered()
         yield tagged(_compat.current_tracer(), self._tagger.tag)
         yield self._casts.active()
@@ -181,19 +181,18 @@ class StepRun:
         yield marks_kept(self._inputs)
 
     def _is_told(self) -> bool:
-        """Whether libraries find out that the step is traced."""
+        """True if libraries may notice that the step is traced."""
         return bool(self._call.besides.as_traced) or any(map(_compat.is_fake, self.values))
 
     def _is_made_here(self, optimizer: Optimizer) -> bool:
-        """Whether the step has made an optimizer, of which nobody else knows: not where gradients
-        are averaged before those that are given to it step."""
+        """True if the step created an optimizer itself and no gradients are averaged."""
         return self._communication is None and not self.outside.is_outside(optimizer)
 
     def _notice_question(self) -> None:
         self._inputs.asked = True
 
     def _on_one_device(self) -> bool:
-        """Whether all gradients are computed by the thread that autograd has for one device.
+        """True if all gradients are computed by autograd's thread for one device.
 
         Operators of a double backward are numbered by the thread that records them, and the
         numbers decide in which order gradients are added: it has to be the thread that eager has.
@@ -202,7 +201,7 @@ class StepRun:
         return len(devices) == 1 and devices.pop().type != "cpu"
 
     def _running(self) -> Scene:
-        """What is so while the step runs."""
+        """Yields the contexts that are active while the step runs."""
         optimizers, own = self._optimizers, self._is_made_here
         yield inference_as_no_grad()
         yield fast_path.as_in_eager()
@@ -284,7 +283,7 @@ class StepRun:
     def _tell(
         self, held: AttributesBefore, given: GivenContainers, returned: Any
     ) -> tuple[list[AttributeChange], list[ContainerChange]]:
-        """What each call leaves in attributes, and in containers among its arguments."""
+        """The changes of attributes and argument containers that each call makes."""
         record, made = self.outside, self._left
         held_now = list(held.changes())
         attributes = [attribute_told(record, change, made) for change in held_now]
@@ -293,13 +292,13 @@ class StepRun:
         return attributes, changes
 
     def _originals(self, traced: StandIns) -> dict[int, torch.Tensor]:
-        """Tensors that the step may hold elsewhere, by the ids of what stands for them."""
+        """Maps ids of stand-ins to tensors that the step may also hold elsewhere."""
         tensors = [entry.tensor for entry in self._inputs.module_tensors]
         tensors += [self._call.leaves[position] for position in self._inputs.user]
         return {id(traced.by_id[id(tensor)]): tensor for tensor in tensors}
 
     def _instead(self) -> Callable[[Any, Sequence[Any]], Any]:
-        """Says what is called in place of a function that the step calls; None: itself.
+        """Returns a function that gives the replacement of a callee, or None.
 
         Raises:
             CaptureError: it is work on the host.
@@ -315,14 +314,14 @@ class StepRun:
     # ------------------------------------------------------------------ what it leaves
 
     def _give(self, returned: Any) -> None:
-        """The step has returned a value, and all that it leaves is still there."""
+        """Handles the step's return value while everything that it stored is still in place."""
         self.outside.read_left()
         self.outside.note_left_in()
         gives(self.outside, _compat.result_parts(returned, self._stays))
         self._view.finish()
 
     def _left_outside(self, traced: StandIns, held: AttributesBefore) -> StoredOutside:
-        """Take out what the step has left outside its arguments."""
+        """Takes out the values that the step has stored outside its arguments."""
         made = self._left
         tables = [*held.objects, *(each.table for each in self._call.objects.tables)]
         placed = take_placed(self.outside, self.finder, traced, tables, made)
@@ -330,8 +329,8 @@ class StepRun:
         return StoredOutside(placed, made)
 
     def _find_owners(self) -> None:
-        """Look for what is to be an input besides: modules of tensors that have none, and
-        optimizers whose state the step uses, stepped or not."""
+        """Looks for further inputs: modules that own bare tensors, and optimizers whose state the
+        step uses."""
         self.finder.owners_of([each.tensor for each in self._inputs.module_tensors if each.bare])
         self.finder.found.found_twice |= found_twice(self._inputs, self.outside)
         self.finder.found.exchanged |= self.outside.gone_through
@@ -339,8 +338,8 @@ class StepRun:
             self.finder.optimizer(optimizer)
 
     def _stays(self, value: object) -> bool:
-        """Whether a returned object or container was there before the step, or stands elsewhere as
-        well; an object also where it is more than its fields, or of a class that the step makes."""
+        """True if a returned object or container existed before or is also stored elsewhere, or if
+        an object is more than its fields or of a class that the step makes."""
         elsewhere = id(value) in self.outside.of_call or id(value) in self._left
         is_there = elsewhere or self.outside.is_outside(value)
         if isinstance(value, (list, dict, deque)):
@@ -356,7 +355,7 @@ class StepRun:
         held: AttributesBefore,
         ran: TraceOutcome,
     ) -> list[Any]:
-        """Say what the results of the graph are for. Returns the results."""
+        """Builds the signature of the graph's results. Returns the results."""
         marked = list(marks.changes())
         counted = held.counted(self.finder)
         modules = [module for _, module in self.modules]

@@ -1,4 +1,4 @@
-"""Trace a step as it runs: eager semantics, in-place operators and all.
+"""Traces a step by running it once on fake tensors, in-place operators included.
 
 The result is the raw graph from which `functional` makes the captured dialect. The technique is
 that of `make_fx`: the step runs once on fake tensors, with autograd on, while every operator below
@@ -75,7 +75,7 @@ class RawTrace:
 
 
 def trace(call: Call, inputs: Inputs, communication: MarkedCommunication | None) -> RawTrace:
-    """Run the step of `call` once on fake tensors.
+    """Traces the step of `call` by running it once on fake tensors.
 
     Raises:
         CaptureError: the step does what no graph can repeat. Nothing has changed then.
@@ -104,7 +104,7 @@ class OutsideDraw:
 def _attempt(
     call: Call, inputs: Inputs, communication: MarkedCommunication | None
 ) -> tuple[RawTrace, OutsideDraw | None]:
-    """One trace, and the random generator outside the graph that it advanced, if any.
+    """Makes one trace; also returns the outside random generator that it advanced, if any.
 
     Afterwards everything that the step can reach is as it was; see `effects.host_state`.
     """
@@ -213,7 +213,7 @@ def _run_once(
 
 
 def _inputs_first(graph_module: fx.GraphModule) -> None:
-    """Let inputs that a trace has found on its way stand behind the others."""
+    """Moves inputs that the trace has added behind the other placeholders."""
     nodes = list(graph_module.graph.nodes)
     first = next(index for index, node in enumerate(nodes) if node.op != "placeholder")
     late = [node for node in nodes[first:] if node.op == "placeholder"]
@@ -224,7 +224,7 @@ def _inputs_first(graph_module: fx.GraphModule) -> None:
 
 
 def _refuse_kept_tensors(run: StepRun, fakes: list[torch.Tensor]) -> None:
-    """Refuse a step that keeps a traced tensor somewhere (in a list it closes over, say)."""
+    """Refuses a step that keeps a traced tensor, for example in a list that it closes over."""
     kept = run.made.kept({id(fake) for fake in fakes})
     if kept is not None:
         shape, line = kept
@@ -233,7 +233,7 @@ def _refuse_kept_tensors(run: StepRun, fakes: list[torch.Tensor]) -> None:
 
 
 def _numbers_of(call: Call) -> set[int]:
-    """What optimizers, and places that are inputs, hold while they are traced (by id)."""
+    """The ids of numbers that optimizers and input places hold during the trace."""
     placed = [each.place.now() for each in call.besides.carried]
     known = set(map(id, _compat.tree_leaves(placed)))
     known.update(id(field.place.now()) for field in call.objects.fields)
@@ -244,7 +244,7 @@ def _numbers_of(call: Call) -> set[int]:
 
 
 def _refuse_kept_numbers(run: StepRun, known: set[int]) -> None:
-    """Refuse a step that keeps a number it read from a tensor, anywhere but in `known`."""
+    """Refuses a step that keeps a number read from a tensor elsewhere than in `known`."""
     kept = run.made.kept_number(known)
     if kept is not None:
         what = (
@@ -255,8 +255,8 @@ def _refuse_kept_numbers(run: StepRun, known: set[int]) -> None:
 
 
 def _keeps(run: StepRun, what: str, line: SourceLine | None) -> CaptureError:
-    """Why a step that keeps what is traced is refused: what is known to be left where, if anything
-    is, says more."""
+    """Builds the error for a step that keeps a traced value, or a more specific refusal if there is
+    one."""
     first = run.outside.unrepeated.first
     return (
         run.outside.refused

@@ -311,7 +311,7 @@ class PieceBody(OutlinedPart):
 
 
 def _inside(body: OutlinedPart, copies: NodeCopies, node: fx.Node) -> fx.Node:
-    """The counterpart of an outer node in a piece: the tensor before an update, or a new view."""
+    """The node in a piece that stands for one outside: a view, or the tensor before an update."""
     if not is_pure_view(node) and is_update(node):
         updated: fx.Node = copies(node.all_input_nodes[0])
         return updated
@@ -348,7 +348,7 @@ def with_calls(
 
 
 def _outside(members: set[fx.Node], copies: NodeCopies, node: fx.Node) -> Any:
-    """The counterpart outside of a node that no piece returns."""
+    """The node that gives, outside of a piece, a value that the piece does not return."""
     if node in members and (is_update(node) or is_wait(node)):
         return copies(node.all_input_nodes[0])
     assert node not in members or is_pure_view(node), f"%{node.name} is not returned by its piece"

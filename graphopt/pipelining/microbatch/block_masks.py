@@ -12,7 +12,6 @@ from torch import Tensor
 
 
 def is_block_mask(value: object) -> bool:
-    """True if a value is a `BlockMask`."""
     # Whoever has one has imported the module, which costs a second.
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return module is not None and isinstance(value, module.BlockMask)

@@ -56,7 +56,7 @@ def send(value: torch.Tensor) -> torch.Tensor:
 
 
 def no_view(value: torch.Tensor) -> torch.Tensor:
-    """A tensor like `value` that is no view; in-place updates of one do not count for the other."""
+    """A copy-free tensor equal to `value` that autograd does not take for a view of it."""
     return torch.ops.aten._unsafe_view.default(value, value.shape)  # type: ignore[no-any-return]
 
 

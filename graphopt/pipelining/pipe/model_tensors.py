@@ -38,7 +38,6 @@ class ModelTensors:
         return [other for other, t in self._named.items() if t is tensor] or [name]
 
     def is_parameter(self, name: str) -> bool:
-        """True if the name is that of a parameter."""
         return isinstance(self.tensor(name), nn.Parameter)
 
     def place(self, target: nn.Module, name: str) -> None:

@@ -57,7 +57,6 @@ class Mutations:
                 self._writers[self._effects.key(target)].append(node)
 
     def writers(self, node: fx.Node) -> list[fx.Node]:
-        """Nodes that write to the storage of `node`."""
         return self._writers[self._effects.key(node)]
 
     def family(self, node: fx.Node) -> list[fx.Node]:

@@ -101,7 +101,6 @@ def _reachable(start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]]
 
 
 def _backward_readers(node: fx.Node) -> list[fx.Node]:
-    """The nodes that read `node` in the backward."""
     return [
         user
         for user in node.users

@@ -102,7 +102,7 @@ def _chained(module: nn.Module, index: int, pipe: Pipe, plan: ChainPlan) -> fx.G
 
 
 def _check_chain(top: fx.GraphModule, index: int, chained: fx.GraphModule, plan: ChainPlan) -> None:
-    """Proves that a stage does its part, assuming that the others are built alike."""
+    """Proves that a stage computes its part of the chain, if the other stages are built alike."""
     calls = enumerate(stage_nodes(top.graph))
     chain = [chain_stage(module_of(top, call), call, stage, plan) for stage, call in calls]
     chain[index] = chained

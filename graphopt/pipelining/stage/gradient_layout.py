@@ -26,7 +26,7 @@ def strides_of(gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Te
 def common_layouts(
     everyone: Sequence[Sequence[Sequence[int] | None]], like: Sequence[torch.Tensor]
 ) -> Layouts:
-    """The layouts for all ranks: missing if missing on all, and as `like` where ranks differ."""
+    """The gradient layouts that fit all ranks: `like` where ranks differ, missing if on all."""
     found: list[tuple[int, ...] | None] = []
     for layouts, sent in zip(zip(*everyone, strict=True), like, strict=True):
         different = {None if layout is None else tuple(layout) for layout in layouts}

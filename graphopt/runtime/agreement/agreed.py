@@ -81,7 +81,7 @@ class NotAsAgreedError(Exception):
 
 
 class NoGraphAloneError(SpmdMismatchError):
-    """A rank has no graph that fits those which the other ranks run in this call.
+    """A rank has no graph with the collectives that the other ranks launch in this call.
 
     Args:
         at: the user's line at which it decided otherwise.

@@ -18,7 +18,7 @@ from graphopt.tracing.bytecode.counting import counting_pairs
 
 
 class OutsideAccess(NamedTuple):
-    """One instruction that may read or write outside.
+    """A bytecode instruction that may read or write state outside the step.
 
     Attributes:
         feeding: where the store is if it loads a value that only goes into one to the same place.
@@ -40,7 +40,7 @@ class OutsideAccess(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
-    """The instructions of a function that are looked at, by offset."""
+    """Maps bytecode offsets of a function to its instructions that may access outside state."""
     instructions = list(dis.get_instructions(code))
     feeding = counting_pairs(instructions)
     counting = set(feeding.values())
@@ -65,8 +65,7 @@ def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
 
 
 def _name(instruction: dis.Instruction) -> Any:
-    """What it names: a variable, an attribute, or an operator, which Python 3.10 has in its own
-    name."""
+    """The variable, attribute or operator that an instruction names."""
     if instruction.opname.startswith("INPLACE_"):
         return _OPERATORS.get(instruction.opname)
     return instruction.argrepr if instruction.opname == "BINARY_OP" else instruction.argval
@@ -162,7 +161,7 @@ _OF_TORCH = ("torch/optim/lr_scheduler.py", "torch/optim/swa_utils.py", "torch/a
 
 @lru_cache(maxsize=4096)
 def is_observed(filename: str) -> bool:
-    """Whether the instructions of a file's functions are looked at."""
+    """True if the instructions of a file's functions are observed."""
     if not is_library_file(filename):
         return not _INTERNAL.intersection(Path(filename).parts)
     name = filename.replace("\\", "/")
@@ -176,6 +175,5 @@ def is_observed(filename: str) -> bool:
 
 
 def is_generated(code: types.CodeType) -> bool:
-    """Whether the standard library has made a function of text: the constructor of a named tuple,
-    which reads nothing but its arguments."""
+    """True for generated code such as a named tuple's constructor: it reads only its arguments."""
     return code.co_filename == "<string>" and "_tuple_new" in code.co_names

@@ -1,4 +1,4 @@
-"""Where Python finds `x.name`, as places: in the object, in one of its classes, in a module."""
+"""Reads of attributes `x.name` as guarded places: in an object, one of its classes, or a module."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WATCHED_OF_OPTIMIZERS = frozenset({"param_groups", "state", "step"})
 def read_attribute(
     record: OutsideRecord, value: Any, name: str, path: str, line: SourceLine
 ) -> None:
-    """The step reads `value.name`; `path` is how a message calls `value.name`."""
+    """Records that the step reads `value.name`; `path` names it in messages."""
     if isinstance(value, torch.Tensor):
         _of_class(record, torch.Tensor, name, f"Tensor.{name}", line)
     elif isinstance(value, super):
@@ -56,8 +56,8 @@ def read_attribute(
 def _refuse_left_over(
     record: OutsideRecord, optimizer: Optimizer, path: str, line: SourceLine
 ) -> None:
-    """Refuse to use all state where some is left over; the optimizer's own methods look for its
-    parameters there."""
+    """Refuses iteration over optimizer state that has entries of parameters in no group; torch's
+    own methods only look up single parameters."""
     if id(optimizer) not in record.left_over:
         return
     method = getattr(type(optimizer), line.function, None)
@@ -72,12 +72,12 @@ def _refuse_left_over(
 
 
 def read_method(record: OutsideRecord, owner: type, name: str, line: SourceLine) -> None:
-    """The step calls a method that Python finds in the class of an object."""
+    """Records that the step calls a method, found in the class of an object."""
     _of_class(record, owner, name, f"{owner.__name__}.{name}", line)
 
 
 def read_class(record: OutsideRecord, value: Any, path: str, line: SourceLine) -> None:
-    """The step asks for the class of an object, which some classes allow to change."""
+    """Records that the step reads an object's class, if the class can change."""
     attributes = attributes_of(value)
     if isinstance(value, torch.Tensor) or not record.is_outside(value):
         return
@@ -88,7 +88,7 @@ def read_class(record: OutsideRecord, value: Any, path: str, line: SourceLine) -
 
 
 def read_function(record: OutsideRecord, function: types.FunctionType, line: SourceLine) -> None:
-    """The step runs a function: its code, default arguments and closure. Those of graphopt are
+    """Records that the step runs a function: its code, defaults and closure. Those of graphopt are
     not looked at: some stand for functions of torch during a trace, and are gone after it."""
     if not record.is_outside(function) or is_own_file(function.__code__.co_filename):
         return
@@ -105,7 +105,7 @@ def read_function(record: OutsideRecord, function: types.FunctionType, line: Sou
 
 
 def read_setting(record: OutsideRecord, owner: Any, name: str, line: SourceLine) -> None:
-    """The step sets `owner.name`, for which the class may come to have code of its own."""
+    """Records that the step sets `owner.name`, which a class may intercept by a descriptor."""
     kinds = (type, types.ModuleType, torch.Tensor, torch.nn.Module, Optimizer)
     if not isinstance(owner, kinds) and record.is_outside(owner):
         for each in (name, "__setattr__"):
@@ -113,7 +113,7 @@ def read_setting(record: OutsideRecord, owner: Any, name: str, line: SourceLine)
 
 
 def attribute_place(value: Any, name: str) -> OutsidePlace | None:
-    """Where `value.name = …` writes to; None where that is code of its own."""
+    """The place that `value.name = …` writes to, or None if a descriptor handles it."""
     if isinstance(value, type):
         return OutsidePlace("class", value, name)
     found = _found(type(value), name)
@@ -149,7 +149,7 @@ def _of_object(record: OutsideRecord, value: Any, name: str, path: str, line: So
 def _of_descriptor(
     record: OutsideRecord, value: Any, found: Any, name: str, path: str, line: SourceLine
 ) -> None:
-    """Slots, fields and properties that are not written in Python; others are observed."""
+    """Records a read through a descriptor without Python code; those with are observed."""
     if not record.is_outside(value):
         return
     if type(found).__module__.startswith("torch.") or not _is_python(found):
@@ -157,14 +157,14 @@ def _of_descriptor(
 
 
 def _is_python(descriptor: Any) -> bool:
-    """Whether what a descriptor does are instructions that can be observed."""
+    """True if a descriptor is implemented in Python, so that it can be observed."""
     if isinstance(descriptor, property):
         return isinstance(descriptor.fget, types.FunctionType)
     return isinstance(getattr(type(descriptor), "__get__", None), types.FunctionType)
 
 
 def _registered(record: OutsideRecord, value: Any, name: str, path: str) -> None:
-    """A parameter, buffer or submodule: guarded with its module."""
+    """Records a read of a parameter, buffer or submodule, which its module's guard covers."""
     if isinstance(value, torch.nn.Module):
         for table in _compat.own_tables(value):
             if name in table:
@@ -183,7 +183,7 @@ def _of_super(record: OutsideRecord, value: Any, name: str, line: SourceLine) ->
 
 
 def _of_class(record: OutsideRecord, owner: type, name: str, path: str, line: SourceLine) -> Any:
-    """What the class has for a name; None if nothing."""
+    """Records a lookup in a class and its bases; returns what they have, or None."""
     return _in_classes(record, owner.__mro__, name, path, line)
 
 

@@ -1,4 +1,4 @@
-"""What a call instruction calls: where the callee and its arguments lie on the interpreter's stack.
+"""Operands of call instructions: positions of callee and arguments on CPython's value stack.
 
 From below, `CALL` of three arguments finds
 
@@ -33,13 +33,13 @@ _PLAIN = ("CALL_FUNCTION", "CALL_FUNCTION_KW")
 
 
 def instruction_of(frame: FrameType, step: OutsideAccess) -> Instruction:
-    """An instruction that is about to be executed, with its operands."""
+    """The instruction that a frame executes next, with its operands."""
     kind = _OfSlice if step.instruction in _OF_SLICES else Instruction
     return kind(frame, step)
 
 
 class Instruction(Operands):
-    """An instruction that is about to be executed, with its operands.
+    """The instruction that a frame executes next, with its operands.
 
     Attributes:
         frame, line: where it stands.
@@ -54,14 +54,13 @@ class Instruction(Operands):
         self.line = SourceLine(self.code.co_filename, frame.f_lineno, self.code.co_name)
 
     def takes(self, place: int, other: Any) -> bool:
-        """Let the instruction find something else at a place of the stack; not where that is None.
-        Returns whether it does."""
+        """Replaces an operand on the stack unless `other` is None. Returns whether it does."""
         if other is not None:
             self.put(place, other)
         return other is not None
 
     def place_of_callee(self) -> int:
-        """Where the callee is on the stack."""
+        """The stack position of the callee."""
         step = self.step
         top = step.argument + int(step.instruction in NAMED_CALLS)
         if step.instruction in _PLAIN:
@@ -71,7 +70,7 @@ class Instruction(Operands):
         return top + 1 if self.top(top + 2) is NULL else top + 2
 
     def called_with(self) -> tuple[Any, list[Any]]:
-        """The callee and its arguments, the object of a method first."""
+        """The callee and its arguments, the bound object of a method first."""
         count, instruction = self.step.argument, self.step.instruction
         top = int(instruction in NAMED_CALLS)
         args = [self.top(top + place) for place in range(count, 0, -1)]
@@ -83,7 +82,7 @@ class Instruction(Operands):
         return (first, args) if second is NULL else (second, [first, *args])
 
     def expanded_call(self) -> tuple[int, Any, list[Any]]:
-        """`function(*args, **keywords)`: where the callee is on the stack, `args`, and the values
+        """The stack position of the callee in `function(*args, **keywords)`, `args`, and the values
         of `keywords`."""
         keywords = self.step.argument & 1
         place = 2 + keywords + int(sys.version_info >= (3, 13))
@@ -91,8 +90,8 @@ class Instruction(Operands):
 
 
 class _OfSlice(Instruction):
-    """`x[a:b]` and `x[a:b] = y` from Python 3.12 on, where the two ends are on the stack: as one
-    that has a slice there, on top of it, as before."""
+    """`x[a:b]` and `x[a:b] = y` from Python 3.12 on, presented with one slice on the stack as in
+    earlier versions."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""What functions without Python code read of their arguments, and change in them."""
+"""Calls of native functions: what they read of their arguments, and change in them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _KEYS: type = type({}.keys())
 
 
 class NativeCalls:
-    """Follows calls of what is not a Python function."""
+    """Records the outside accesses of calls whose code is not observed."""
 
     def __init__(self, record: OutsideRecord) -> None:
         self._record = record
@@ -83,7 +83,7 @@ class NativeCalls:
         discarded: bool = False,
         looped: bool = False,
     ) -> None:
-        """The step calls `callee`; `args` are its positional and keyword values.
+        """Records a call of `callee`; `args` are its positional and keyword values.
 
         Args:
             discarded: nothing uses the result.
@@ -117,7 +117,7 @@ class NativeCalls:
     def _untraced(
         self, function: types.FunctionType, args: Sequence[Any], line: SourceLine
     ) -> None:
-        """A function whose instructions are not observed."""
+        """Records a call of a Python function whose instructions are not observed."""
         record = self._record
         self._all(args, line)
         if function is callback:  # the host view knows what is done with them
@@ -169,14 +169,14 @@ class NativeCalls:
         counting: bool = False,
         path: str | None = None,
     ) -> None:
-        """The step writes to a place of `owner`."""
+        """Records a write to a place of `owner`."""
         if place is not None and self._record.is_outside(owner):
             self._record.wrote(place, counting, owner, path, line)
 
     def _on(
         self, name: str, bound: Any, args: Sequence[Any], line: SourceLine, discarded: bool = False
     ) -> None:
-        """A method of a container or another object without Python code."""
+        """Records a method call on a container or another native object."""
         record = self._record
         bound = record.viewed(bound)
         if isinstance(bound, (dict, list)) and name not in _ADDING:
@@ -226,14 +226,14 @@ class NativeCalls:
                 record.mutated(bound, line)
 
     def _take_out_all(self, table: dict[Any, Any], path: str, line: SourceLine) -> None:
-        """All is taken out of a dictionary whose keys the guard looks at: each call does so."""
+        """Records that a dictionary is emptied whose keys are guarded: each call empties it."""
         self._record.read(OutsidePlace("keys", table), f"the keys of {path}", line)
         self._record.mutated(table, line)
         for key in table:
             self._record.wrote(OutsidePlace("item", table, key), counting=False, line=line)
 
     def _native(self, name: str, bound: Any, path: str, line: SourceLine) -> None:
-        """A method of an object without Python code that is no container."""
+        """Records a method call on a native object other than a container."""
         self._all([bound], line)
         if native.is_read_only(bound) and native.changes(bound, name):
             raise HostWork.READ.refused(path, str(users(line)))
@@ -247,7 +247,7 @@ class NativeCalls:
             self._record.unrepeated.locks(bound, path, line)
 
     def _give(self, values: Sequence[Any], line: SourceLine) -> None:
-        """Code that is not observed gets these objects, and may do with them what it likes."""
+        """Records that unobserved code gets objects, which it may read and change."""
         self._pin(values)
         self._note_given(values, line)
 
@@ -270,7 +270,7 @@ class NativeCalls:
                 self._advance(value, line)
 
     def contains(self, container: Any, key: Any, line: SourceLine) -> None:
-        """The step asks whether a container has a key."""
+        """Records a membership test, `key in container`."""
         record = self._record
         shown = record.viewed(container)
         if not record.is_outside(shown) or not is_read(shown):
@@ -291,7 +291,7 @@ class NativeCalls:
     def store_item(
         self, container: Any, key: Any, line: SourceLine, counting: bool = False
     ) -> None:
-        """The step writes `container[key]`."""
+        """Records a write of `container[key]`."""
         record = self._record
         if not is_container(container) or not record.is_outside(container):
             return
@@ -307,7 +307,7 @@ class NativeCalls:
             record.mutated(container, line)
 
     def method(self, callee: Any, line: SourceLine) -> None:
-        """The step calls a method that is bound to its object."""
+        """Records a call of a bound method."""
         if isinstance(callee, types.MethodType) and self._record.is_outside(callee):
             path = self._record.path(callee, getattr(callee, "__name__", "method"))
             self._record.read(
@@ -328,7 +328,7 @@ class NativeCalls:
         self.call(callee.func, [*callee.args, *args, *callee.keywords.values()], line)
 
     def _object(self, callee: Any, args: Sequence[Any], line: SourceLine) -> None:
-        """An object whose class says what a call does."""
+        """Records a call of a callable object, by its class."""
         if isinstance(callee, (operator.attrgetter, operator.itemgetter)):
             for value in args:
                 self._attributes(value, line, depth=4)
@@ -343,7 +343,7 @@ class NativeCalls:
         self._all(args, line)
 
     def _target(self, reference: weakref.ref[Any], line: SourceLine) -> None:
-        """The step asks a weak reference for its object."""
+        """Records that a weak reference is dereferenced."""
         if self._record.is_outside(reference):
             path = self._record.path(reference, "a weak reference")
             self._record.read(OutsidePlace("target", reference), f"{path}()", line)
@@ -351,7 +351,7 @@ class NativeCalls:
     def _remembered(
         self, function: functools._lru_cache_wrapper[Any], args: Sequence[Any], line: SourceLine
     ) -> None:
-        """The step calls a function that may know the answer without being run."""
+        """Records a call of a function with a cache, such as `functools.lru_cache`."""
         self._pin(args)
         if self._record.is_outside(function):
             self._record.unrepeated.remembers(function)
@@ -360,7 +360,7 @@ class NativeCalls:
             self._record.read(known, f"the cache of {path}", line)
 
     def _attributes(self, value: Any, line: SourceLine, depth: int = 1) -> None:
-        """All attributes of an outside object, and of those that it holds."""
+        """Records reads of all attributes of an outside object, and of objects in them."""
         record = self._record
         path = record.path(value, type(value).__name__)
         if is_container(value):
@@ -380,7 +380,7 @@ class NativeCalls:
         self._record.iterator(iterator, path, line)
 
     def _pin(self, values: Sequence[Any]) -> None:
-        """Code that is not observed gets these objects, and those in them."""
+        """Requires the same objects, and those nested in them, in each call."""
         for value in values:
             if type(value) in (list, tuple, set) and len(value) <= _FEW:
                 self._pin(list(value))
@@ -398,13 +398,13 @@ class NativeCalls:
 
 
 def _changes(value: Any) -> bool:
-    """Whether a value is a method of a container that changes it."""
+    """True if a value is a method that changes its container."""
     named = isinstance(value, types.BuiltinMethodType)
     return named and value.__name__ in _ADDING | _CHANGING
 
 
 def is_untraced(function: types.FunctionType) -> bool:
-    """Whether a function's own instructions are not observed."""
+    """True if a function's instructions are not observed."""
     return not is_observed(function.__code__.co_filename)
 
 

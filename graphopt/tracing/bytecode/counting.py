@@ -1,5 +1,5 @@
-"""Loads of a value that only goes into a store to where it came from: `self.n += 1`, and
-`self.last = self.last[-5:]`."""
+"""Bytecode pattern of read-modify-write: a load whose value is only stored back to its place, as in
+`self.n += 1`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ON_TOP = ("LOAD_", "CALL", "PRECALL", "KW_NAMES", "PUSH_NULL", "BUILD_", "UNARY
 
 
 def counting_pairs(instructions: Sequence[dis.Instruction]) -> dict[int, int]:
-    """Offsets of such loads, each with that of its store.
+    """Maps the offset of each load in a read-modify-write to that of its store.
 
     What is between the two takes other values than this one, but for the arithmetic. Whether they
     are of one object is not known before they are executed.
@@ -85,7 +85,7 @@ def _effect(instruction: dis.Instruction) -> int:
 
 
 def _pushed(name: str) -> int:
-    """How many results an instruction leaves on the stack, at least."""
+    """The least number of results that an instruction pushes on the stack."""
     if name in _NOTHING or name in ("KW_NAMES", "PRECALL", "LIST_EXTEND"):
         return 0
     return 2 if name == "LOAD_METHOD" else 1
@@ -98,7 +98,7 @@ Store = tuple[int, int]
 
 
 class PendingLoads:
-    """What is loaded for one store alone, and not yet stored."""
+    """The loads whose values only go into a store that has not run yet."""
 
     def __init__(self) -> None:
         self._loads: dict[Store, list[Load]] = {}
@@ -107,16 +107,16 @@ class PendingLoads:
         self._loads.setdefault(store, []).append(load)
 
     def places(self, frame: int) -> list[OutsidePlace]:
-        """Where the values come from that are on their way in a frame."""
+        """The places of a frame's pending loads."""
         waiting = [loads for store, loads in self._loads.items() if store[0] == frame]
         return [place for loads in waiting for place, _, _ in loads]
 
     def take(self, store: Store) -> list[Load]:
-        """The loads for a store, which is about to be executed."""
+        """Removes and returns the loads of a store that runs next."""
         return self._loads.pop(store, [])
 
     def take_of(self, identity: tuple[Any, ...]) -> list[Load]:
-        """The loads from one place."""
+        """Removes and returns the pending loads from one place."""
         taken = []
         for store, loads in self._loads.items():
             taken += [load for load in loads if load[0].identity == identity]
@@ -124,7 +124,7 @@ class PendingLoads:
         return taken
 
     def take_all(self) -> list[Load]:
-        """The loads that have not reached their stores, which exceptions may have prevented."""
+        """Removes and returns loads that never reached their store, as after an exception."""
         taken = [load for loads in self._loads.values() for load in loads]
         self._loads.clear()
         return taken

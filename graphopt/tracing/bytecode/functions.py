@@ -29,7 +29,7 @@ _FILES = ("torch/nn/", "torch/optim/", "torch/functional.py", "torch/_tensor.py"
 
 
 def called_by_torch(record: OutsideRecord, frame: FrameType) -> None:
-    """The function of torch that begins may call functions by name: which they are is a read."""
+    """Records which functions the beginning torch function finds under global names."""
     code = frame.f_code
     if code in record.functions_of_torch:
         return
@@ -48,7 +48,7 @@ def called_by_torch(record: OutsideRecord, frame: FrameType) -> None:
 
 @lru_cache(maxsize=4096)
 def _names(code: CodeType) -> tuple[tuple[str, str | None], ...]:
-    """Global names that a function loads, each with the attribute that it takes of it at once."""
+    """The global names that a function loads, each with an attribute that it reads of it."""
     if not any(part in code.co_filename for part in _FILES):
         return ()
     return frames.loaded_globals(code)
@@ -59,7 +59,7 @@ CALLING = frozenset({map, filter, itertools.starmap, functools.reduce})
 
 
 def is_called_by(callee: Any, args: Sequence[Any]) -> bool:
-    """Whether a function calls its first argument, whose own instructions are not observed."""
+    """True if a native callee calls its first argument, an unobserved function."""
     if not (is_in(callee, CALLING) and args and callable(args[0])):
         return False
     function = getattr(args[0], "__func__", args[0])
@@ -69,7 +69,7 @@ def is_called_by(callee: Any, args: Sequence[Any]) -> bool:
 
 
 class GivenFunction:
-    """Is called by a function to which the step has given it.
+    """A wrapper that makes a native function call a function as observed code would.
 
     Args:
         function: that is given.
@@ -89,7 +89,7 @@ class GivenFunction:
         self._record, self._calls, self._substitute = record, calls, substitute
 
     def __call__(self, *args: Any) -> Any:
-        """What a call instruction with these operands gives."""
+        """Calls the function as a call instruction of the step would."""
         function = self._function
         if current_notes() is None:  # the trace is over
             return function(*args)

@@ -1,4 +1,4 @@
-"""What an instruction of a Python function reads from outside the step, and what it writes.
+"""Handlers for bytecode instructions: each records what one reads or writes outside the step.
 
 Asked before the instruction is executed, with its operands (`_compat.frames`). Which method is
 asked for which instruction says `accesses`.
@@ -44,7 +44,7 @@ _BEGINNING = frozenset({defaultdict, Counter})
 
 
 class Instructions:
-    """Follows the instructions of observed functions into a record."""
+    """Records the outside accesses of observed functions' instructions."""
 
     def __init__(self, record: OutsideRecord, substitute: Substitute) -> None:
         self._record = record
@@ -52,7 +52,7 @@ class Instructions:
         self._calls = NativeCalls(record)
 
     def before(self, frame: FrameType, step: OutsideAccess) -> None:
-        """`frame` is about to execute an instruction."""
+        """Handles the instruction that `frame` executes next."""
         handler: Callable[[Instruction], None] = getattr(self, step.handler)
         at = instruction_of(frame, step)
         record = self._record
@@ -79,7 +79,7 @@ class Instructions:
             record.loads.add((id(frame), step.feeding), pending[-1])
 
     def counts(self, frame: FrameType) -> None:
-        """A function begins that adds its second argument to its first."""
+        """Records that a function starts which adds its second argument to its first, in place."""
         line = SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         counter, *added = (frame.f_locals[n] for n in frame.f_code.co_varnames[:2])
         self._record.mutated(counter, line)
@@ -94,12 +94,12 @@ class Instructions:
     def _stored(
         self, at: Instruction, place: OutsidePlace | None, owner: Any, path: str | None = None
     ) -> None:
-        """A store: of a value made from what was at the same place, or of another."""
+        """Records a store, and if it is a read-modify-write of its place."""
         self._calls.store(place, owner, at.line, self._counts_in(at, place), path)
 
     def _counts_in(self, at: Instruction, place: OutsidePlace | None) -> bool:
-        """Whether what is stored in `place` is made of what is there; all else that it is made of
-        is read."""
+        """True if a stored value is made from the old value of `place`; its other sources are
+        recorded as read."""
         return self._record.read_loaded((id(at.frame), at.step.offset), place)
 
     # ------------------------------------------------------------------ names
@@ -222,22 +222,22 @@ class Instructions:
         self._read_contents(at.frame, at.top(1), at.line)
 
     def _goes_over(self, at: Instruction) -> None:
-        """A loop over the items of an object begins."""
+        """Records the start of a loop over an object's items."""
         self._real_group(at, 1)
         self._items(at)
 
     def _items(self, at: Instruction) -> None:
-        """The step gets the items, and what it reads in them is seen."""
+        """Records a read of an object's items, not of objects in them."""
         self._read_contents(at.frame, at.top(1), at.line, nested=False)
 
     def _formatted(self, at: Instruction) -> None:
-        """A value becomes a part of a text."""
+        """Records that a value becomes part of a formatted string."""
         both = at.step.instruction == "FORMAT_VALUE" and at.step.argument & 4
         place = 2 if both or at.step.instruction == "FORMAT_WITH_SPEC" else 1
         self._read_contents(at.frame, at.top(place), at.line)
 
     def _yielded(self, at: Instruction) -> None:
-        """Functions such as `max` go through a generator expression, and compare what it gives."""
+        """Records a value that a generator expression yields to a function such as `max`."""
         if at.frame.f_code.co_name != "<genexpr>":
             return
         value = at.top(1)
@@ -308,12 +308,12 @@ class Instructions:
             read_attribute(self._record, value, name, path, at.line)
 
     def _real_group(self, at: Instruction, place: int) -> None:
-        """Let an instruction find the stand-in of a parameter group that the program holds."""
+        """Replaces a parameter group that the program holds by its stand-in."""
         if self._record.groups:
             at.takes(place, self._record.groups.get(id(at.top(place))))
 
     def _path(self, frame: FrameType, value: Any) -> str:
-        """How a message calls an object: as the step has got to it, or the function calls it."""
+        """The name of an object in messages: its known path, or a local variable."""
         names = (name for name, local in frame.f_locals.items() if local is value)
         return self._record.path(value, next(names, type(value).__name__))
 
@@ -342,7 +342,7 @@ class Instructions:
         at.takes(at.place_of_callee(), self._substitute(callee, args))
 
     def _with_marked(self, callee: Any, args: list[Any], at: Instruction) -> list[Any]:
-        """Let `getattr` and the like find what stands for a tensor, where the step has set the
+        """Replaces a tensor by its stand-in for `getattr` and the like, if the step has set the
         attribute there."""
         if not (args and isinstance(callee, BuiltinFunctionType) and callee in _BY_NAME):
             return args
@@ -353,17 +353,17 @@ class Instructions:
         return args
 
     def _gives_function(self, callee: Any, args: list[Any], at: Instruction) -> None:
-        """Let a function be called by another one as the step's instructions would."""
+        """Wraps a function that a native callee calls, so that its accesses are recorded."""
         if is_called_by(callee, args):
             top = int(at.step.instruction in NAMED_CALLS)
             at.put(top + len(args), self._followed(at.line, args[0]))
 
     def _followed(self, line: SourceLine, function: Any) -> GivenFunction:
-        """A function in whose place it is called as by an instruction of the step."""
+        """Wraps a function so that its calls are recorded as the step's own."""
         return GivenFunction(function, line, self._record, self._calls, self._substitute)
 
     def _prepare_call(self, at: Instruction) -> None:
-        """Python 3.11 takes bound methods apart before the call."""
+        """Handles `PRECALL` of Python 3.11, which unpacks bound methods."""
         if at.top(at.step.argument + 2) is NULL:
             self._calls.method(at.top(at.step.argument + 1), at.line)
 
@@ -377,8 +377,8 @@ class Instructions:
 
 
 def holds_traced(value: Any) -> bool:
-    """Whether a value, or one in lists, tuples and dictionaries, is a number or a tensor of the
-    trace that is not known before the call."""
+    """True if a value, or one nested in it, is a tensor or number of the trace that is unknown
+    before the call."""
     return any(
         _compat.is_fake(each) or (isinstance(each, SYMBOLIC) and not is_host_number(each))
         for each in leaves_in(value)
@@ -386,6 +386,6 @@ def holds_traced(value: Any) -> bool:
 
 
 def _may_count(value: Any) -> bool:
-    """Whether an input of a graph may be what a place holds in which a step counts. Others are
-    read: operators take tensors, and a text that grows is another one in each call."""
+    """True if a read-modify-written place may be an input of the graph. Others are read: operators
+    take tensors, and a text that grows is another one in each call."""
     return value is MISSING or may_be_input(value) or isinstance(value, SYMBOLIC)

@@ -1,4 +1,4 @@
-"""Objects without Python code that are no containers: files, iterators, queues, locks, arrays of C.
+"""Objects without Python code other than containers: files, iterators, queues, locks, C arrays.
 
 What their methods do cannot be seen, and no later call would do it. So calls by name are taken for
 changes, as is giving a file or an iterator to code that is not observed.
@@ -45,12 +45,12 @@ _OF_PROCESS = frozenset(
 
 
 def is_changing_arrays(name: str) -> bool:
-    """Whether a method of arrays writes to one."""
+    """True if an array method of that name writes to the array."""
     return name in _OF_ARRAYS
 
 
 def changes(bound: Any, name: str) -> bool:
-    """Whether a method of an object that is no container, and has no Python code, changes it."""
+    """True if a method changes its native object."""
     if isinstance(bound, io.IOBase):
         return name not in _ASKING_FILES
     if name in ("__setitem__", "__delitem__"):
@@ -59,36 +59,34 @@ def changes(bound: Any, name: str) -> bool:
 
 
 def advances(bound: Any, name: str) -> bool:
-    """Whether a method takes values from an iterator."""
+    """True if a method consumes values of an iterator."""
     return is_iterator(bound) and name not in _ASKING_ITERATORS
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether a value gives each of its values once."""
+    """True if a value is a native iterator, which gives each value once."""
     if isinstance(value, (io.IOBase, torch.Tensor)):
         return False
     return isinstance(value, Iterator) and not hasattr(type(value).__next__, "__code__")
 
 
 def is_of_process(function: Any) -> bool:
-    """Whether a function changes the process or a file."""
+    """True if a function changes the process or the file system."""
     module = getattr(function, "__module__", None)
     return module in ("posix", "nt", "sys", "gc") and function.__name__ in _OF_PROCESS
 
 
 def is_file(value: Any) -> bool:
-    """Whether whoever gets a value may write to it."""
     return isinstance(value, io.IOBase)
 
 
 def is_read_only(value: Any) -> bool:
-    """Whether a value is a file that can only be read."""
+    """True if a value is a file that can only be read."""
     return isinstance(value, io.IOBase) and not value.closed and not value.writable()
 
 
 def is_changing_call(function: types.FunctionType, args: Any) -> bool:
-    """Whether a function of the standard library, which is not observed, changes its first
-    argument where nobody looks."""
+    """True if an unobserved function of the standard library changes its first argument."""
     if function.__module__ == "logging" and args:
         return function.__name__ in _SETTINGS_OF_LOGS
     if function.__module__ == "threading" and args:
@@ -102,7 +100,7 @@ _SETTINGS_OF_LOGS = frozenset(
 
 
 def is_large_array(value: Any) -> bool:
-    """Whether a value is an array of numpy's whose contents are not put back after a trace."""
+    """True if a value is a numpy array too large to be restored after a trace."""
     if type(value).__module__ != "numpy" or not hasattr(value, "flags"):
         return False
     return bool(value.flags.writeable) and PUT_BACK < value.nbytes <= _WATCHED
@@ -113,7 +111,7 @@ def is_lock(value: Any) -> bool:
 
 
 def set_by_c(value: Any) -> bool:
-    """Whether `value[key] = …` is done by C code of a class that nobody knows here."""
+    """True if `value[key] = …` runs unknown C code."""
     if isinstance(value, (torch.Tensor, dict, list)) or type(value).__module__ == "numpy":
         return False
     method = getattr(type(value), "__setitem__", None)
@@ -121,7 +119,7 @@ def set_by_c(value: Any) -> bool:
 
 
 class ContextVariables:
-    """Those of one trace."""
+    """The context variables that one trace uses."""
 
     def __init__(self, record: OutsideRecord) -> None:
         self._record = record
@@ -135,7 +133,7 @@ class ContextVariables:
         path: str,
         line: SourceLine,
     ) -> None:
-        """The step calls a method of a variable."""
+        """Records a call of a context variable's method."""
         held = self._held.setdefault(variable, _Variable(variable))
         if name == "set":
             held.own = True
@@ -148,7 +146,7 @@ class ContextVariables:
 
 
 class _Variable:
-    """The value of a context variable, as an attribute. Kept by guards: no weak reference fits.
+    """The value of a context variable as an attribute. Kept by guards: no weak reference fits.
 
     Attributes:
         own: the step has set it, and not yet put back what was there.
@@ -164,5 +162,5 @@ class _Variable:
         return self._variable.get(None)
 
     def is_original(self, token: contextvars.Token[Any]) -> bool:
-        """Whether `reset(token)` puts back what was there before the step."""
+        """True if `reset(token)` restores the value from before the step."""
         return token.old_value is contextvars.Token.MISSING or token.old_value is self._before

@@ -1,4 +1,4 @@
-"""Observe the Python functions that a traced step runs, instruction by instruction.
+"""Observes the Python functions that a traced step runs, instruction by instruction.
 
 User code is observed, that of models and of most libraries as well; torch, graphopt and most of the
 standard library are not. Whoever traces, profiles or measures coverage goes on doing so: from 3.12
@@ -61,7 +61,7 @@ what these do is not the step's."""
 
 
 class Observer:
-    """Follows what functions do into a record."""
+    """Passes the instructions of observed functions on to a record."""
 
     def __init__(self, record: OutsideRecord, modules: set[int], substitute: Substitute) -> None:
         self.record = record
@@ -81,7 +81,7 @@ class Observer:
         code goes through all of it."""
 
     def entered(self, frame: FrameType) -> dict[int, OutsideAccess] | None:
-        """A function begins. Returns which of its instructions to look at; None for none."""
+        """Handles the start of a function; returns its instructions to observe, or None."""
         code = frame.f_code
         if id(code) in self.ignored or code in _FORGETTING or self._is_apart(frame):
             return None
@@ -101,13 +101,13 @@ class Observer:
         return steps_of(code)
 
     def before(self, frame: FrameType, step: OutsideAccess) -> None:
-        """An instruction is about to run."""
+        """Handles an instruction that is about to run."""
         if self._is_apart(frame):
             return
         self._instructions.before(frame, step)
 
     def _is_apart(self, frame: FrameType) -> bool:
-        """Whether a function runs within one of those in which nothing is the step's."""
+        """True if a function runs inside one whose work does not belong to the step."""
         if self._apart is None:
             return False
         if any(each is self._apart for each in frames_around(frame)):
@@ -116,14 +116,14 @@ class Observer:
         return False
 
     def raised(self, error: object) -> None:
-        """An exception has come to a function, which may catch it."""
+        """Keeps the first exception of the trace that reaches a function, which may catch it."""
         if self._met is None and isinstance(error, self._of_trace):
             self._met = error
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """Raise what the trace has raised first, although the step may have caught it: eager code
-        raises nothing there."""
+        """While active, the trace's first exception is raised at the end even if the step caught
+        it, since eager code would not raise it."""
         try:
             yield
         except Exception:
@@ -143,7 +143,7 @@ class Observer:
         called_by_torch(self.record, frame)
 
     def _other_module(self, module: nn.Module) -> None:
-        """A module that is not among the arguments: all of it is guarded."""
+        """Guards all of a module that is not among the arguments."""
         if self.record.is_outside(module):
             path = self.record.path(module, type(module).__name__)
             for name, child in module.named_modules(prefix=path):
@@ -151,7 +151,7 @@ class Observer:
                 read_method(self.record, type(child), "forward", _line(sys._getframe(2)))
 
     def _function(self, frame: FrameType) -> None:
-        """Which function it is, with which default arguments, and where Python found it."""
+        """Records the identity, defaults and origin of the function that starts."""
         function = frames.Operands(frame, -1).function
         line = _line(frame)
         if isinstance(function, FunctionType):
@@ -171,7 +171,7 @@ class Observer:
 
 
 def _called_by_user(frame: FrameType) -> bool:
-    """Whether a library's function reads for the user, rather than for torch."""
+    """True if a library function runs on behalf of user code, not of torch."""
     caller = frame.f_back
     while caller is not None and _is_generic(caller.f_code):
         if not is_observed(caller.f_code.co_filename):
@@ -181,8 +181,7 @@ def _called_by_user(frame: FrameType) -> bool:
 
 
 def _is_generic(code: CodeType) -> bool:
-    """Whether a function works for whoever calls it: a library's, or one that a data class has
-    generated."""
+    """True if a function acts for its caller: a library's, or one that a dataclass generated."""
     generated = code.co_filename.startswith("<str") and code.co_name.startswith("__")
     return generated or is_library_file(code.co_filename)
 
@@ -194,8 +193,8 @@ def _line(frame: FrameType) -> SourceLine:
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """While active, functions are observed that run for the trace: in this thread, and from 3.12 on
-    in those of autograd as well."""
+    """While active, functions of the trace are observed: in this thread, and from Python 3.12 on in
+    autograd's threads."""
     if not frames.can_read(sys._getframe()):
         yield
     elif sys.version_info >= (3, 12):
@@ -210,8 +209,8 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 class _FrameTracer:
-    """What one frame is traced with: the instructions go to the observer, all else to whoever
-    traces the frame besides."""
+    """The trace function of one frame: instructions go to the observer, all events to a former
+    trace function."""
 
     __slots__ = ("_observer", "_other", "_other_opcodes", "_steps")
 
@@ -234,7 +233,7 @@ class _FrameTracer:
 
 
 class _Tracer(OwnTracer):
-    """What a thread is traced with."""
+    """The trace function of a thread (`sys.settrace`)."""
 
     def __init__(self, observer: Observer, other: Any) -> None:
         self._observer, self._other, self.alone = observer, other, other is None

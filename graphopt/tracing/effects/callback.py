@@ -1,4 +1,4 @@
-"""`graphopt.callback`: call a function of the user's from a step."""
+"""`graphopt.callback`: calls a user's function on the host from a captured step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graphopt.tracing.scalars.host_numbers import scalar_of_numpy
 
 
 def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
-    """Call `fn(*tensors)` in every step: the way to log, print or save from a captured step.
+    """Calls `fn(*tensors)` in every step: the way to log, print or save from a captured step.
 
     In a step that graphopt captures, the call is a node of the graph. It runs in each step, in the
     order of the program, with the values of that step, and no pass removes or moves it across
@@ -79,7 +79,7 @@ def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
 
 
 def record(call: HostCall) -> None:
-    """Let a call be a node of the graph that is being traced, with what it is given."""
+    """Records a host call as a node of the running trace."""
     view = current_view()
     if view is not None:
         view.note(call)

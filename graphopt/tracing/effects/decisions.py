@@ -1,4 +1,4 @@
-"""Decisions by value while a step is traced: `if torch.isfinite(loss):`, `mask.all()`, `while …`.
+"""Data-dependent branches in a trace, such as `if torch.isfinite(loss):`, recorded as assumptions.
 
 The trace asks what the values are: all that has been recorded so far runs, on copies of the live
 tensors, and gives the answer that this call would find. The branch that it leads to is captured,
@@ -48,7 +48,7 @@ LIMIT = 1000
 
 
 class Decider:
-    """Answers decisions of one trace.
+    """Answers the data-dependent decisions of one trace.
 
     Args:
         tracer: records the step.
@@ -86,7 +86,7 @@ class Decider:
         self._constants = ConstantValues(tracer)
 
     def decide(self, number: Any, kind: type) -> Answer:
-        """What a traced number is in this call, which the graph assumes from now on.
+        """The value of a traced number in this call, assumed by the graph from now on.
 
         Raises:
             CaptureError: it cannot be known.
@@ -103,8 +103,7 @@ class Decider:
         return self._assumed(assumption)
 
     def _is_own(self, now: bool) -> bool:
-        """Whether the next decision may go another way on each rank: it is one of a rank's own, or
-        stands behind one, on a way that others may not have taken."""
+        """True if the next decision may differ between ranks, or follows one that may."""
         self._own_so_far |= now
         return self._group is not None and self._own_so_far
 
@@ -116,22 +115,22 @@ class Decider:
 
     @property
     def may_know(self) -> bool:
-        """Whether the values of this call are known, whatever they are computed by."""
+        """True if all values of this call can be computed during the trace."""
         return type(self._values) is TracedValues
 
     def text(self, function: Callable[..., str], args: Sequence[Any]) -> str:
-        """The text that a function gives of a traced number or tensor, as it is in this call."""
+        """The text that a function makes of a traced value in this call."""
         with _compat.without_modes():
             node = _compat.node_of(self._tracer, _compat.from_functional(args[0]))
             return function(self._values.of(node), *args[1:])
 
     def _knows(self, number: Any) -> bool:
-        """Whether the value of a number is known when the step is captured."""
+        """True if a number's value is known during the capture."""
         values, node = self._values, _compat.node_of(self._tracer, number)
         return not isinstance(values, ValuesBeforeCollectives) or values.knows(node)
 
     def values(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """The integers that a traced tensor holds in this call, which the graph assumes.
+        """The integers of a traced tensor in this call, assumed by the graph from now on.
 
         Raises:
             CaptureError: they cannot be known.
@@ -148,7 +147,7 @@ class Decider:
     def used(
         self, positions: Sequence[int], sent: Sequence[torch.Tensor], likely: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Which parameters other ranks use in this call, which the graph assumes from now on.
+        """The parameters that other ranks use in this call, assumed by the graph from now on.
 
         Args:
             positions: of parameters that this rank does not use; see `UsedParametersQuestion`.
@@ -167,20 +166,19 @@ class Decider:
         return cast(tuple[int, ...], self._assumed(assumption))
 
     def _recorded(self, assumption: Assumption, value: Any) -> Any:
-        """Make an assumption a node; what it asks about in the graph."""
+        """Records an assumption as a node; returns the node of the value it tests."""
         _compat.record_call(assumption, [value])
         return next(iter(reversed(self._tracer.graph.nodes))).args[0]
 
     def _assumed(self, assumption: Assumption) -> Answer:
-        """The answer to the next assumption, which is known by now."""
+        """Takes the known outcome of the next assumption."""
         assumption.answer = self._inputs.answers[self._count]
         self._count += 1
         return assumption.answer
 
     def sized(self, function: Any, result: Any) -> Any:
-        """What an operator gives that the trace records now, with the sizes that it has in every
-        call; or, where these are to be known, in this one, and the graph relies on them from now
-        on.
+        """Gives an operator's data-dependent result sizes: symbols, or numbers on which the graph
+        is specialized.
 
         Args:
             result: with sizes of which nothing is known.
@@ -220,7 +218,7 @@ class Decider:
         return answer
 
     def _known(self, answer: Sizes, places: Sequence[Place]) -> tuple[list[Any], list[Any]]:
-        """Numbers that stand for sizes in the trace, and their symbols, None for plain numbers."""
+        """The numbers for sizes in the trace, and their symbols (None for plain numbers)."""
         if self._inputs.sizes is SizesKept.EXACT:
             return list(answer), [None] * len(answer)
         pairs = [
@@ -253,11 +251,12 @@ class Decider:
         self._tracer.create_proxy("call_function", assumption, tuple(values), {})
 
     def _answer(self, number: Any, kind: type, alone: bool) -> Answer:
-        """What a number is. Where it depends on collectives, a guess; of a uniform decision, the
-        same on all ranks that average gradients: a wrong one is found out when the graph first
-        runs. One that leads to an exception is taken back, and so is an answer behind collectives
-        of a step that communicates by itself: other ranks wait for these, so that a graph launches
-        them before that exception. A graph of fake tensors does not run here: it gets no guess."""
+        """The value of a number in this call. Where it depends on collectives, a guess; of a
+        uniform decision, the same on all ranks that average gradients: a wrong one is found out
+        when the graph first runs. One that leads to an exception is taken back, and so is an answer
+        behind collectives of a step that communicates by itself: other ranks wait for these, so
+        that a graph launches them before that exception. A graph of fake tensors does not run here:
+        it gets no guess."""
         values, together = self._values, self._group is not None
         if not isinstance(values, ValuesBeforeCollectives):
             return cast(Answer, kind(values.of(number)))
@@ -271,7 +270,7 @@ class Decider:
         return True if guessed else cast(Answer, kind(values.of(number)))
 
     def _refuse(self, line: Any) -> None:
-        """One decision too many, or one that is this rank's own."""
+        """Raises if there are too many decisions, or one may differ between ranks."""
         self._refuse_many(line)
         if self._group is not None:
             raise another_on_each_rank(line)
@@ -286,11 +285,11 @@ class Decider:
 
 
 class OwnDecisionError(CaptureError):
-    """A step decides by what may be another value on each rank."""
+    """A step decides by a value that may differ between ranks."""
 
 
 def another_on_each_rank(line: Any) -> CaptureError:
-    """The refusal of a decision that each rank takes for itself."""
+    """Builds the error for a decision that may differ between ranks."""
     return OwnDecisionError(
         "it decides by the value of a tensor, which may be another one on each rank",
         location=str(line),

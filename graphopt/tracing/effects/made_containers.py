@@ -48,7 +48,7 @@ class MadeConstant(Constant):
 
 
 def constant_with(value: Any, is_outside: Callable[[Any], bool]) -> Constant:
-    """A constant value of a step, with the containers that it has created in it."""
+    """Wraps a constant value of a step whose containers each call must create again."""
     nests = [each for each in parts(value, _is_nest) if _is_nest(each)]
     made = frozenset(id(each) for each in nests if not is_outside(each))
     return MadeConstant(value, made) if made else Constant(value)

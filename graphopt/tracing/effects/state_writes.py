@@ -55,8 +55,8 @@ def take_placed(
     tables: Iterable[dict[str, Any]],
     made: MadeAnew,
 ) -> list[PlacedResult]:
-    """Takes out the values that a traced step has stored outside, and restores the former ones.
-    Tensors and numbers that the step replaces are reported to the finder.
+    """Takes out the values that a traced step has stored outside, and restores former ones. Tensors
+    and numbers that the step replaces are reported to the finder.
 
     Returns:
         What each call leaves there, as `written_value` gives it; the recipes are yet to be made.
@@ -209,7 +209,7 @@ def _is_new(record: OutsideRecord, written: WrittenPlace) -> bool:
 
 
 def _is_of_plain(record: OutsideRecord, container: Any) -> bool:
-    """True if a container has only plain values, and new containers of these."""
+    """True if a container has only plain values, and new containers of plain values."""
     values = list(container.values() if isinstance(container, dict) else container)
     made = [type(each) in _CONTAINERS and not record.is_outside(each) for each in values]
     inner = list(compress(values, made))

@@ -1,4 +1,4 @@
-"""Reading and restoring the random number generator inside a captured step.
+"""Random generator states in a traced step: read and restored by operators of the graph.
 
 Activation checkpointing replays dropout by restoring the generator before it recomputes. While a
 step is traced, `torch.get_rng_state` and `torch.set_rng_state` (and their CUDA forms) are replaced
@@ -61,8 +61,8 @@ _STATE = frozenset(
 
 
 def refuse_seeding(callee: Any, args: Sequence[Any]) -> None:
-    """Refuse a call in a step that makes a generator, seeds it, or reads or sets its state: a graph
-    draws from a generator as it is.
+    """Refuses calls that create or seed a generator, or access its state: a graph draws from
+    generators as they are.
 
     Raises:
         CaptureError: it does.
@@ -89,7 +89,7 @@ def _refuse_manual_seed(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _refuse_seed(*args: Any, **kwargs: Any) -> NoReturn:
-    """Another function than that of another name, as in torch, whose compiler knows them apart."""
+    """Replaces `torch.seed`, as a function of its own: torch's compiler keys them by identity."""
     raise _seeded()
 
 

@@ -1,4 +1,4 @@
-"""The kernels that attention and encoder layers run in evaluation, as in eager code.
+"""Fused inference kernels of attention and encoder layers, chosen in a trace as in eager code.
 
 `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` call one kernel for the whole layer where
 no gradient is asked for, which rounds otherwise than their operators do. They do not where they
@@ -24,7 +24,7 @@ from graphopt.tracing.interception.replaced_functions import calling_frame, repl
 
 @contextmanager
 def as_in_eager() -> Iterator[None]:
-    """While active, layers decide as they do where nobody traces."""
+    """While active, layers choose their kernels as if nothing was traced."""
     with replaced(
         (torch.overrides, "has_torch_function", _have_own_code), *_compat.asking_for_tracers()
     ):
@@ -36,7 +36,7 @@ _LAYERS = frozenset({"torch.nn.modules.activation", "torch.nn.modules.transforme
 
 
 def _have_own_code(tensors: Sequence[Any]) -> bool:
-    """What layers ask: whether a class of the program's has a say in what is computed of tensors.
+    """The answer to a layer's question if tensors have a user's class with its own operators.
     Others get the answer that they get."""
     if calling_frame().f_globals.get("__name__") not in _LAYERS:
         return bool(_has_torch_function(tensors))
@@ -45,13 +45,13 @@ def _have_own_code(tensors: Sequence[Any]) -> bool:
 
 
 def packs(function: Any) -> bool:
-    """Whether an encoder packs padded sequences, as it does in evaluation unless it is told not
-    to."""
+    """True if a function packs padded sequences into a nested tensor, as an encoder does in
+    evaluation."""
     return getattr(function, "__name__", "").startswith("_nested_tensor_from_mask")
 
 
 def nested() -> CaptureError:
-    """The refusal of a step in which one does."""
+    """Builds the error for a step that packs sequences into a nested tensor."""
     return CaptureError(
         "it runs a TransformerEncoder with a padding mask in evaluation, which packs sequences into"
         " a nested tensor",
@@ -62,7 +62,7 @@ def nested() -> CaptureError:
 
 
 def results_of(function: Any, args: Sequence[Any]) -> Any | None:
-    """What one of these kernels gives, on the meta device; None of another operator."""
+    """The result shapes of a fused attention or encoder kernel, as meta tensors; else None."""
     shapes = _SHAPES.get(function)
     return None if shapes is None else shapes(*args)
 

@@ -77,7 +77,7 @@ _OF_ONEDNN = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 @functools.cache
 def _packed_by_onednn() -> bool:
-    """True if this version of torch does so, as found by running it once without a graph."""
+    """True if this torch runs LSTMs on packed sequences by oneDNN, as found by one trial."""
     with _compat.without_modes(), torch.enable_grad():
         rows, state = torch.zeros(1, 1, requires_grad=True), torch.zeros(1, 1, 1)
         weights = [torch.zeros(4, 1)] * 2

@@ -160,7 +160,7 @@ def _write_back(graph: fx.Graph, raw: RawTrace, updated: Sequence[int]) -> None:
 
 
 def _copied(graph: fx.Graph, placeholder: fx.Node, final: fx.Node) -> fx.Node:
-    """A new `copy_` into an input, which gives the input."""
+    """Appends a `copy_` into an input, and returns its node."""
     arguments, value = (placeholder, final), fake_value(placeholder)
     if fake_value(final).shape != value.shape:
         return call_function_with_meta(graph, aten.copy_.default, arguments, like=final)

@@ -165,7 +165,7 @@ class RawGraphRunner(fx.Interpreter):
         return self.env[n.args[0]] if isinstance(n.args[0], fx.Node) else None
 
     def _update_whole_lists(self, n: fx.Node, functional: Any, lists: Any) -> None:
-        """A fused optimizer of contiguous tensors, of which it gives others of these kinds."""
+        """Runs a fused optimizer on whole contiguous tensors, and records its results as theirs."""
         args, kwargs = fx.map_arg((n.args, dict(n.kwargs)), self._recorded)
         with _compat.without_modes():
             values = tuple(list(map(_compat.fake_anew, map(fake_value, each))) for each in lists)

@@ -1,2 +1,2 @@
-"""What a step works on: its arguments, the modules, optimizers and tensors that it reaches
-in other ways (implicit inputs), and the stand-ins of all these while it is traced."""
+"""Inputs of a step: arguments, implicit inputs (modules, optimizers and tensors that it reaches in
+other ways), and their stand-ins during the trace."""

@@ -1,4 +1,4 @@
-"""Objects among the arguments of a step that hold tensors or arrays, such as batches of a class.
+"""Argument objects that hold tensors or arrays, such as batches of a user's class.
 
     def step(model, batch): … model(batch.x) … batch["y"] … batch.to(device)
 
@@ -34,7 +34,7 @@ _DEPTH = 8
 
 
 class AttributesOf:
-    """The step of a path that leads from an object to the dictionary of its attributes."""
+    """A path element that leads from an object to its `__dict__`."""
 
     def __repr__(self) -> str:
         return "AttributesOf"
@@ -44,7 +44,7 @@ ATTRIBUTES = AttributesOf()
 
 
 class GivenTable(NamedTuple):
-    """A dictionary or list in an object.
+    """A dictionary or list inside an argument object, or its `__dict__`.
 
     Attributes:
         root: the position of the object among the leaves of the arguments.
@@ -57,7 +57,7 @@ class GivenTable(NamedTuple):
 
 
 class GivenField(NamedTuple):
-    """A tensor, an array or a number in a table."""
+    """A tensor, array or number inside an argument object."""
 
     table: GivenTable
     key: Any
@@ -65,11 +65,11 @@ class GivenField(NamedTuple):
 
     @property
     def place(self) -> OutsidePlace:
-        """Where it is."""
+        """The place that holds the field."""
         return OutsidePlace("item", self.table.table, self.key)
 
     def name(self, root: str) -> str:
-        """What a message calls it, in an object of this name."""
+        """The field's name in messages, given the name of the object."""
         steps = [*self.table.path, self.key]
         attribute = False
         for step in steps:
@@ -80,7 +80,7 @@ class GivenField(NamedTuple):
 
 
 class OpenedObjects:
-    """The objects of one call that are taken apart.
+    """The argument objects of one call that are flattened to their fields.
 
     Args:
         leaves: of the arguments.
@@ -122,12 +122,12 @@ class OpenedObjects:
         self._known.update(walk.known)
 
     def contains(self, holder: Any) -> bool:
-        """Whether something is a table of one of the objects."""
+        """True if `holder` is a table of one of the objects."""
         return any(each.table is holder for each in self.tables)
 
 
 class _ObjectWalk:
-    """Goes through one object.
+    """A walk through one argument object that collects its tables and fields.
 
     Args:
         known: where objects and tables are that have been taken apart before, by id.
@@ -142,18 +142,18 @@ class _ObjectWalk:
         self._left = _FEW
 
     def has_tensors(self) -> bool:
-        """Whether tensors or arrays are there, and not numbers alone."""
+        """True if the object holds tensors or arrays, not only numbers."""
         return any(_is_tensor_or_array(field.value) for field in self.fields)
 
     def of_object(self, value: Any, path: tuple[Any, ...]) -> bool:
-        """Take an object apart; False where it holds what is no part of a batch."""
+        """Collects the fields of an object; False if it holds something that batches do not."""
         attributes = attributes_of(value)
         if attributes is None or self._is_known(value, path):
             return True
         return self._of_table(attributes, (*path, ATTRIBUTES))
 
     def _is_known(self, value: Any, path: tuple[Any, ...]) -> bool:
-        """Whether an object or table stands in another place as well."""
+        """True if an object or table was met before; records the first place of each."""
         first = self.known.get(id(value), self._before.get(id(value)))
         if first is None:
             self.known[id(value)] = self._root, path
@@ -206,7 +206,7 @@ class _ObjectWalk:
 
 
 def _may_hold_tensors(table: Any) -> bool:
-    """Whether tensors or arrays may be in a table; usually there are none, which is soon seen."""
+    """True if a table may hold tensors or arrays; a quick test, since most hold none."""
     pending, seen, left = [table], {id(table)}, _FEW
     while pending:
         each = pending.pop()
@@ -250,7 +250,7 @@ def _is_tensor_or_array(value: Any) -> bool:
 
 
 def may_be_taken_apart(kind: type) -> bool:
-    """Whether objects of a class are their attributes, and nothing else."""
+    """True if objects of a class consist of their attributes alone."""
     found = _known_kinds.get(kind)
     if found is None:
         found = _known_kinds[kind] = _is_of_attributes(kind)

@@ -1,4 +1,4 @@
-"""Finds the tensors and numbers that a step works on, before it is traced."""
+"""Collects the tensors and numbers that a step takes as inputs, before its trace."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from graphopt.tracing.tensors.lost_history import accumulates, marks_of
 
 
 def collect(call: Call, known: Inputs | None = None) -> Inputs:
-    """Find every input of `call`. Touches nothing.
+    """Finds every input of `call`. Touches nothing.
 
     Args:
         known: those of the call before, found a moment ago.
@@ -90,7 +90,7 @@ def _held(inputs: Inputs, call: Call, known: frozenset[str]) -> frozenset[str]:
 
 
 def module_tensors(call: Call) -> list[ModuleTensor]:
-    """Of the call's modules, and those besides that are trained or kept; parameters first."""
+    """The tensors of the call's modules and implicit inputs; parameters first."""
     found: dict[int, ModuleTensor] = {}
 
     def add(kind: Kind, fqn: str, owner: MutableMapping[str, Any], key: str) -> None:
@@ -137,7 +137,7 @@ def module_tensors(call: Call) -> list[ModuleTensor]:
 
 
 def _distinct(name: str, names: set[str]) -> str:
-    """A name that no tensor before has: two closures may call their models alike.
+    """A name unlike all earlier ones: two closures may name different models alike.
 
     >>> names = {"model.weight"}
     >>> _distinct("model.weight", names), _distinct("model.weight", names)
@@ -150,7 +150,7 @@ def _distinct(name: str, names: set[str]) -> str:
 
 
 def _marks(entries: Iterable[ModuleTensor]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Tensors that the program keeps as attributes of parameters and buffers."""
+    """Yields tensors that are attributes of parameters and buffers."""
     for entry in entries:
         for key, _ in marks_of(entry.tensor):
             yield f"{entry.fqn}.{key}", vars(entry.tensor), key
@@ -161,7 +161,7 @@ _Slot = tuple[str, MutableMapping[Any, Any], Any]
 
 
 def _alone(besides: ImplicitInputs, found: Collection[int]) -> Iterator[_Slot]:
-    """Where a tensor stands which is nowhere else: others are found by reading them."""
+    """Yields the places of tensors that the step finds in one place only."""
     places = {
         each.place.identity: each
         for each in besides.carried
@@ -176,7 +176,7 @@ def _alone(besides: ImplicitInputs, found: Collection[int]) -> Iterator[_Slot]:
 
 
 def _tensors_at(carried: CarriedPlace) -> Iterator[_Slot]:
-    """The tensor in a place, or those of the tuple that is there."""
+    """Yields the tensor in a place, or the tensors of a tuple there."""
     path, place, _ = carried
     if not place.may_carry_tensor:
         return
@@ -191,14 +191,14 @@ def _tensors_at(carried: CarriedPlace) -> Iterator[_Slot]:
 
 
 def place_of(entry: ModuleTensor) -> OutsidePlace:
-    """The place in which a tensor stands; that of the tuple where it is in one."""
+    """The place of a tensor, or of the tuple that contains it."""
     table, key = entry.slots[0]
     return table.place if isinstance(table, TupleTable) else place_in(table, key)
 
 
 def found_twice(inputs: Inputs, record: OutsideRecord) -> frozenset[Hashable]:
-    """Places, by their identities, each of which would give the graph the tensor of a call, which
-    the step finds elsewhere as well: it is one tensor in this call, and perhaps none in others."""
+    """The places, by identity, whose tensor the step also finds elsewhere: in other calls they may
+    hold different tensors."""
     read: dict[int, set[Hashable]] = {}
     for each in record.reads.values():
         if isinstance(each.value, torch.Tensor):
@@ -208,8 +208,7 @@ def found_twice(inputs: Inputs, record: OutsideRecord) -> frozenset[Hashable]:
 
 
 def bare_tensors(call: Call) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that the step uses and that belong to no module, with names: those that optimizers
-    update, and those that it reads outside its arguments."""
+    """Yields the named tensors that belong to no module: of optimizers, and of implicit inputs."""
     yield from call.besides.tensors
     for position in call.optimizers:
         name = call.names[position]
@@ -219,7 +218,7 @@ def bare_tensors(call: Call) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def tensor_attributes(module: nn.Module) -> list[str]:
-    """Attributes of a module that are tensors without being registered."""
+    """The module attributes that are unregistered tensors."""
     return [key for key, value in vars(module).items() if isinstance(value, torch.Tensor)]
 
 
@@ -261,13 +260,12 @@ def _states(call: Call, by_id: dict[int, ModuleTensor]) -> Iterator[StateTensor]
 
 
 def _distinct_parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """The parameters of an optimizer, each once: a weight that layers share may be given twice."""
     of_groups = (each for group in optimizer.param_groups for each in group["params"])
     yield from {id(parameter): parameter for parameter in of_groups}.values()
 
 
 def _take_aliases(inputs: Inputs, call: Call) -> None:
-    """Tell entries of optimizer state that are the memory of a module tensor from others."""
+    """Separates optimizer state entries that share the memory of a module tensor."""
     if not inputs.states:
         return
     alone = [holder for holder in inputs.placeholders if isinstance(holder, ModuleTensor)]
@@ -322,7 +320,7 @@ def _name_of_none(prefix: str, none: NonParameterKey, key: str) -> str:
 
 
 def _argument_numbers(call: Call) -> Iterator[ArgumentNumber]:
-    """Integers and floats: what other classes of numbers do with tensors is their own."""
+    """Yields the integers and floats among the arguments."""
     if call.besides.plain:
         return
     for position in call.constants:

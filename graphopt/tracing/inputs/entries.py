@@ -1,4 +1,4 @@
-"""The tensors and numbers a step works on, in the order in which the graph takes them.
+"""The inputs of a captured graph (tensors and numbers), in the order of its placeholders.
 
 Every input knows how to find its live value again, so that a captured graph can be called with the
 parameters, optimizer state and learning rate as they are now.
@@ -29,7 +29,7 @@ Kind = Literal["parameter", "buffer", "optimizer_state", "gradient", "hyperparam
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One placeholder of a captured graph: what it stands for.
+    """The description of one placeholder of a captured graph.
 
     Attributes:
         kind: where the value lives between calls.
@@ -63,11 +63,11 @@ class ModuleTensor:
     bare: bool = False
 
     def is_in(self, tables: Set[int]) -> bool:
-        """Whether one of some dictionaries (their ids) holds it."""
+        """True if one of the dictionaries (given by id) holds the tensor."""
         return any(id(table) in tables for table, _ in self.slots)
 
     def live(self) -> torch.Tensor:
-        """The tensor as it is now: a plain attribute may hold another one of the same kind."""
+        """The current tensor: a plain attribute may hold another one of the same kind."""
         if not self.rebindable:
             return self.tensor
         owner, key = self.slots[0]
@@ -77,7 +77,7 @@ class ModuleTensor:
 
 @dataclass
 class Storage:
-    """A placeholder that is not itself a module tensor: storage that several of them view."""
+    """An input for a storage that several module tensors share as views."""
 
     kind: Kind
     fqn: str
@@ -93,7 +93,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class _StateEntry:
-    """`optimizers[optimizer].state[parameter][key]`, or what stands there for no parameter."""
+    """A value in `optimizers[optimizer].state`, under a parameter or another key."""
 
     optimizer: int
     parameter: ModuleTensor | NonParameterKey
@@ -101,27 +101,27 @@ class _StateEntry:
     fqn: str
 
     def read(self, call: Call) -> Any:
-        """What stands there now; None where nothing does."""
+        """The current value of the state entry, or None."""
         state = call.leaves[call.optimizers[self.optimizer]].state
         return optimizer_state.read(state, state_key(self.parameter), self.key)
 
 
 class StateTensor(_StateEntry):
-    """A tensor there."""
+    """An optimizer state entry that is a tensor."""
 
 
 class StateNumber(_StateEntry):
-    """A Python number there."""
+    """An optimizer state entry that is a Python number."""
 
 
 def state_key(owner: ModuleTensor | NonParameterKey) -> Any:
-    """The key of an optimizer's state at which the entries of a parameter stand, or of none."""
+    """The key in an optimizer's state that an owner's entries are under."""
     return owner.tensor if isinstance(owner, ModuleTensor) else owner.key
 
 
 @dataclass(frozen=True)
 class GradientInput:
-    """`.grad` of a parameter that exists when the step begins."""
+    """The `.grad` that a parameter has when the step begins."""
 
     owner: ModuleTensor
     fqn: str
@@ -129,8 +129,8 @@ class GradientInput:
 
 @dataclass(frozen=True)
 class Hyperparameter:
-    """`optimizers[optimizer].param_groups[group][key]`, or one element of it: a Python number,
-    or the tensor that the user gave in place of one."""
+    """A number in `optimizers[optimizer].param_groups[group][key]`, or one element of a tuple
+    there; a user may give a tensor instead."""
 
     optimizer: int
     group: int
@@ -139,27 +139,24 @@ class Hyperparameter:
     fqn: str
 
     def read(self, call: Call) -> Any:
-        """The value of a parameter group in this call."""
         value = call.leaves[call.optimizers[self.optimizer]].param_groups[self.group][self.key]
         return value if self.element is None else value[self.element]
 
 
 @dataclass(frozen=True)
 class ArgumentNumber:
-    """A Python number among the arguments, by its position in `call.leaves`."""
+    """A Python number among the arguments, at a position of `call.leaves`."""
 
     position: int
     fqn: str
 
     def read(self, call: Call) -> Any:
-        """The value among the arguments of this call."""
         return call.leaves[self.position]
 
 
 @dataclass(frozen=True)
 class PlacedNumber:
-    """A Python number outside the arguments (in an attribute, a container, a variable) that is
-    another one in each call.
+    """A Python number outside the arguments (attribute, item, variable) that differs between calls.
 
     Attributes:
         counted: the step itself changes it.
@@ -174,7 +171,7 @@ class PlacedNumber:
     apart: tuple[Any, ...] = field(default=(), compare=False)
 
     def read(self, call: Call) -> Any:
-        """The number; None where another tuple is there."""
+        """The number's current value; None if the place holds another tuple than captured."""
         value = self.place.now()
         if self.element is None:
             return value
@@ -232,7 +229,7 @@ class Inputs:
 
     @property
     def parameters(self) -> list[ModuleTensor]:
-        """The parameters among the tensors of modules."""
+        """The module tensors that are parameters."""
         return [entry for entry in self.module_tensors if entry.kind == "parameter"]
 
     def kinds_and_names(self) -> Iterator[tuple[Kind, str]]:
@@ -252,18 +249,18 @@ class Inputs:
 
     @property
     def first_number(self) -> int:
-        """The position of the placeholder of the first of `hyperparameters`."""
+        """The position of the first hyperparameter's placeholder."""
         first = len(self.placeholders) + len(self.states) + len(self.gradients)
         return first + len(self.argument_gradients)
 
     def numbers(self, call: Call) -> dict[int, float]:
-        """The hyperparameters that are Python numbers, by the position of their placeholders."""
+        """The hyperparameters that are Python numbers, by placeholder position."""
         values = (number.read(call) for number in self.hyperparameters)
         found = enumerate(values, self.first_number)
         return {position: float(v) for position, v in found if isinstance(v, (int, float))}
 
     def live_values(self, call: Call) -> list[torch.Tensor]:
-        """The tensors to call the graph with, read from the modules and optimizers now."""
+        """The current tensors of modules and optimizers, to call the graph with."""
         values = [
             holder.base() if isinstance(holder, Storage) else holder.tensor
             for holder in self.placeholders
@@ -280,7 +277,7 @@ class Inputs:
 
 
 def is_alias(value: object, owner: ModuleTensor) -> bool:
-    """Whether a value is a tensor over the memory of a module tensor, laid out alike."""
+    """True if a value is a tensor with the memory and layout of a module tensor."""
     if not isinstance(value, torch.Tensor):
         return False
     layouts = [
@@ -291,12 +288,12 @@ def is_alias(value: object, owner: ModuleTensor) -> bool:
 
 
 def is_exact(value: object) -> bool:
-    """A Python number that float64 holds, and so may be an input."""
+    """True for a Python number that float64 holds exactly, so that it may be an input."""
     return type(value) is float or (type(value) is int and abs(value) < EXACT)
 
 
 def may_be_input(value: object) -> bool:
-    """An exact number, or numpy's of 64 bits."""
+    """True for an exact Python number or a 64-bit numpy number."""
     return is_exact(value) or is_of_numpy(value)
 
 
@@ -308,11 +305,11 @@ def as_tensor(number: Any) -> torch.Tensor:
 
 
 def is_switch(value: object) -> bool:
-    """A constant that a setting of an optimizer may be besides numbers, as `nesterov` is: a graph
-    is for one of them."""
+    """True for a non-numeric setting of an optimizer, such as `nesterov`, on which graphs
+    specialize."""
     return value is None or type(value) is bool
 
 
 def is_number(value: object) -> bool:
-    """A Python number other than a bool."""
+    """True for a Python number other than a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""Where steps find tensors and numbers; what is another one later becomes an input."""
+"""Places in which steps find tensors and numbers; those whose values vary become inputs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from graphopt.tracing.tensors.lost_history import accumulates
 
 
 class FoundPlace(NamedTuple):
-    """An item of a dictionary, or a variable of a closure, in which a step has found a tensor, a
-    number or an array; or an item of a list with a tensor. Neither the object whose attribute it is
-    nor the tensor is kept alive.
+    """A dictionary item or closure variable with a tensor, number or array, or a list item with a
+    tensor. Neither the object whose attribute it is nor the tensor is kept alive.
 
     Attributes:
         holder: gives that object, or the dictionary, the list or the variable.
@@ -34,7 +33,7 @@ class FoundPlace(NamedTuple):
 
     @property
     def place(self) -> OutsidePlace:
-        """Where the value is."""
+        """The place as an `OutsidePlace`."""
         holder = self.holder()
         if isinstance(holder, LISTS):
             return OutsidePlace("item", holder, self.key)
@@ -45,8 +44,8 @@ class FoundPlace(NamedTuple):
 
     @property
     def times(self) -> int:
-        """How often another tensor, or another number of its kind, counts that is there now. Where
-        the step has added a tensor to a number, there is a tensor from then on."""
+        """The weight of a changed value in the decision to make the place an input. Where the step
+        has added a tensor to a number, there is a tensor from then on."""
         now = self.place.now()
         if not self._is_changed(now):
             return 0
@@ -61,7 +60,7 @@ class FoundPlace(NamedTuple):
 
 
 def found_places(record: OutsideRecord, modules: NamedModules) -> Iterator[FoundPlace]:
-    """Where a step has found tensors, each in one place, and numbers."""
+    """Yields the places in which a step has found tensors (each in one place) and numbers."""
     for read in record.reads.values():
         value, holder = read.value, read.place.holder
         if not read.place.may_carry:
@@ -100,8 +99,8 @@ def _holder(record: OutsideRecord, holder: Any) -> Callable[[], Any]:
 
 
 def changing(captured: Iterable[Sequence[FoundPlace]]) -> ImplicitInputs:
-    """Places to be inputs from now on: those of tensors and arrays that are others than in an
-    earlier graph, and those of numbers that are others than in two."""
+    """The places that become inputs: tensors and arrays that differ from one earlier graph, numbers
+    that differ from two."""
     times: Counter[tuple[Any, ...]] = Counter()
     found: dict[tuple[Any, ...], CarriedPlace] = {}
     for places in captured:

@@ -1,4 +1,4 @@
-"""What a step uses besides its arguments: modules, optimizers and tensors that it closes over.
+"""Implicit inputs of a step: modules, optimizers and tensors that it uses besides its arguments.
 
     step ──trace──▶ uses a tensor that is no input ──▶ whose is it?
                       of a module that the step has reached ──▶ the module becomes an input
@@ -39,7 +39,7 @@ NamedModules = Sequence[tuple[str, nn.Module]]
 
 
 class CarriedPlace(NamedTuple):
-    """A place outside whose tensor or number may be another one in each call.
+    """A place outside the step whose tensor or number may differ in each call.
 
     Attributes:
         path: how a message calls it.
@@ -54,7 +54,7 @@ class CarriedPlace(NamedTuple):
 
 @dataclass
 class ImplicitInputs:
-    """Objects and tensors outside the arguments that a graph works on, each with its path.
+    """The objects and tensors outside the arguments that a graph works on, with their paths.
 
     Attributes:
         objects: modules and optimizers. Not kept alive.
@@ -96,12 +96,12 @@ class ImplicitInputs:
         return bool(found or otherwise or self.whole_objects or held)
 
     def live(self) -> list[tuple[str, Any]] | None:
-        """The objects; None where one is gone."""
+        """The objects with their names, or None if one was freed."""
         found = [(name, reference()) for name, reference in self.objects]
         return None if any(value is None for _, value in found) else found
 
     def joined(self, other: ImplicitInputs) -> ImplicitInputs:
-        """All that is in either."""
+        """The union of both sets of implicit inputs."""
         return ImplicitInputs(
             [*self.objects, *other.objects],
             [*self.tensors, *other.tensors],
@@ -120,7 +120,7 @@ class ImplicitInputs:
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """While active, objects have the tensors that the first call gives them."""
+        """While active, attributes hold the tensors that the first call stores in them."""
         before = [(attributes, name, attributes[name]) for attributes, name, _ in self.made]
         try:
             for attributes, name, tensor in self.made:
@@ -137,7 +137,7 @@ NOTHING = ImplicitInputs()
 
 @dataclass(frozen=True)
 class EarlierInputs:
-    """What earlier graphs of a step use besides its arguments.
+    """The implicit inputs of a step's earlier graphs.
 
     Attributes:
         objects, tensors: as of `ImplicitInputs`.
@@ -150,7 +150,7 @@ class EarlierInputs:
 
 
 class MoreInputs(Exception):
-    """A trace has found that the step works on more than its inputs.
+    """Raised if a trace finds inputs that it was not given, so that it must be repeated.
 
     Attributes:
         besides: what it has found.
@@ -164,7 +164,7 @@ class MoreInputs(Exception):
 
 
 class ImplicitInputFinder:
-    """Looks for what one trace uses and has not been given.
+    """Finds the implicit inputs that one trace uses without having them as inputs.
 
     Args:
         record: what the step has read outside, and how.
@@ -183,8 +183,7 @@ class ImplicitInputFinder:
         self.found = ImplicitInputs()
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Something to go on with in place of a real tensor; None where nothing leads to it that
-        a guard could hold."""
+        """A stand-in for a tensor that is no input yet; None if no guarded path leads to it."""
         if id(tensor) not in self._stand_ins:
             if special_class(tensor) is not None:
                 raise self.unknown(tensor)
@@ -214,11 +213,11 @@ class ImplicitInputFinder:
         return True
 
     def stand_in_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What the trace has in place of a real tensor that is no input yet, if anything."""
+        """The existing stand-in of a tensor that is no input yet, or None."""
         return self._stand_ins.get(id(tensor))
 
     def carries(self, path: str, place: OutsidePlace, counted: bool = False) -> bool:
-        """The step finds a tensor or a number in a place, and leaves another one there.
+        """Records that the step replaces the tensor or number in a place.
 
         Args:
             counted: it is a number.
@@ -235,11 +234,11 @@ class ImplicitInputFinder:
         return new
 
     def leads_to(self, value: Any) -> bool:
-        """Whether the step got to an object by places that a guard holds."""
+        """True if the step reached an object by guarded reads."""
         return self._record.path_to(value) is not None
 
     def made(self, owner: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-        """An object has made tensors for its attributes, which it is to have beforehand."""
+        """Records that an object creates tensors in its attributes, to be inputs of a new trace."""
         path = self._record.path_to(owner)
         for name, tensor in tensors.items():
             self._stand_ins[id(tensor)] = _compat.to_fake(self._mode, tensor)
@@ -247,8 +246,8 @@ class ImplicitInputFinder:
             self.found.made.append((vars(owner), name, tensor))
 
     def uses(self, owner: Any, attributes: Iterable[str], notes: str) -> None:
-        """Code that is not observed reads attributes of an object, and puts into one, a dictionary,
-        what it takes out again. The graph holds where they are as they are now."""
+        """Records that unobserved code reads attributes of an object, and uses a dictionary in one
+        as temporary storage; the graph is specialized on their values."""
         record, table = self._record, vars(owner)
         path, line = record.path(owner, ""), current_user_line() or SourceLine("", 0, "")
         for name in attributes:
@@ -258,7 +257,7 @@ class ImplicitInputFinder:
         record.emptied(table[notes])
 
     def unknown(self, tensor: torch.Tensor) -> CaptureError:
-        """Why a tensor that nothing stands for cannot be used.
+        """Builds the error for a tensor that has no stand-in.
 
         Raises:
             CaptureError: it is of another class than plain ones, or what one of those is made of.
@@ -288,7 +287,7 @@ class ImplicitInputFinder:
         return CaptureError(reason, location=current_location(), hint=hint)
 
     def optimizer(self, optimizer: Optimizer) -> bool:
-        """The step steps an optimizer. Returns whether it is one that the step has reached."""
+        """Records that the step steps an optimizer; returns True if the step has reached it."""
         path = self._record.path_to(optimizer)
         if path is None or self._record.is_made_here(optimizer):
             return False
@@ -296,16 +295,16 @@ class ImplicitInputFinder:
         return True
 
     def let_go(self) -> list[torch.Tensor]:
-        """The tensors that the step has made unseen, which this then no longer holds."""
+        """Removes and returns the tensors that the step has created unobserved."""
         made, self._made = self._made, []
         return made
 
     def count(self, key: str) -> None:
-        """An optimizer counts in this entry of a parameter group."""
+        """Records that an optimizer counts in a parameter-group entry."""
         self.found.counts |= {key}
 
     def owners_of(self, tensors: list[torch.Tensor]) -> None:
-        """Parameters to which only an optimizer has led may belong to a module that is used."""
+        """Makes modules inputs that own parameters found only through an optimizer."""
         owners = self._owners() if tensors else {}
         for tensor in tensors:
             if id(tensor) in owners:
@@ -317,7 +316,7 @@ class ImplicitInputFinder:
             self.found.objects.append((path, weakref.ref(value)))
 
     def _owners(self) -> dict[int, tuple[str, nn.Module]]:
-        """By the ids of tensors, the outermost module among those reached that has each."""
+        """Maps the id of each tensor to the outermost reached module that has it."""
         reached = [(path, module, list(module.modules())) for path, module in self._modules()]
         owners: dict[int, tuple[str, nn.Module]] = {}
         seen: set[int] = set()
@@ -330,7 +329,7 @@ class ImplicitInputFinder:
         return owners
 
     def _optimizer_over(self, tensor: torch.Tensor) -> tuple[str, Optimizer] | None:
-        """An optimizer among those reached that updates a tensor, and is no input yet."""
+        """A reached optimizer that updates a tensor and is no input yet."""
         for value, path in self._reached():
             if isinstance(value, Optimizer) and id(value) not in self._known:
                 groups = value.param_groups
@@ -339,7 +338,7 @@ class ImplicitInputFinder:
         return None
 
     def _reached(self) -> Iterator[tuple[Any, str]]:
-        """What the step has found outside, but for what it has put there itself."""
+        """Yields the outside objects that the step reached and did not create."""
         for value, path in self._record.paths():
             if not self._record.is_made_here(value):
                 yield value, path
@@ -362,7 +361,7 @@ class ImplicitInputFinder:
 
 
 def tensors_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """Parameters and buffers of modules, and what else is in attributes of theirs and of these."""
+    """Yields modules' parameters and buffers, and tensors in attributes of modules and tensors."""
     for module in modules:
         for table in (vars(module), _compat.own_parameters(module), _compat.own_buffers(module)):
             for each in filter(torch.is_tensor, list(table.values())):

@@ -1,4 +1,4 @@
-"""Modules, optimizers and tensors that the code of a step names, before anything is traced.
+"""Static search of a step's bytecode for the modules, optimizers and tensors that it names.
 
 A trace that meets one of them has to be done anew (`implicit`). Most steps name theirs in so many
 words, and the first trace may have them as inputs from the beginning:
@@ -39,15 +39,15 @@ _MOST_ITEMS = 16
 
 
 class _NamedValue(NamedTuple):
-    """A value, and how the code gets to it."""
+    """A value with the path by which the code reaches it."""
 
     path: str
     value: Any
 
 
 class _CodeRead(NamedTuple):
-    """What code reads: a variable, attributes of it one after the other, and perhaps all items of
-    what that gives."""
+    """A read in bytecode: a variable, a chain of attributes, and possibly iteration over the
+    result."""
 
     variable: str
     is_global: bool
@@ -58,7 +58,7 @@ class _CodeRead(NamedTuple):
 def named_in(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> EarlierInputs:
-    """What the code of a step names, arguments included, and that of the functions it calls.
+    """The objects that the code of a step, and of functions it calls, reaches by name.
 
     Args:
         args, kwargs: with which it is called.
@@ -85,7 +85,7 @@ class _CodeSearch:
         self._seen: set[tuple[int, int]] = set()
 
     def call(self, called: _NamedValue, variables: dict[str, _NamedValue], depth: int) -> None:
-        """Note what a function names.
+        """Collects the objects that a function names.
 
         Args:
             called: the function, a method, or an object that can be called.
@@ -172,8 +172,8 @@ def _is_of_torch(value: Any) -> bool:
 def _followed(
     read: _CodeRead, variables: dict[str, _NamedValue], globals_: dict[str, Any]
 ) -> Iterator[_NamedValue]:
-    """The modules and optimizers on the way of a read, and what it gives, as far as that is known
-    without computing it."""
+    """Yields the modules and optimizers along a read, and its result, as far as known without
+    running code."""
     path, value = read.variable, globals_.get(read.variable, MISSING)
     if not read.is_global:
         path, value = variables.get(read.variable, (path, MISSING))
@@ -186,7 +186,7 @@ def _followed(
 
 
 def _attribute(value: Any, name: str) -> Any:
-    """An attribute as it lies there: no property, nor what `__getattr__` makes."""
+    """Reads a stored attribute, without properties and `__getattr__`."""
     if value is MISSING:
         return MISSING
     if isinstance(value, ModuleType):
@@ -200,7 +200,7 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def _tables(value: Any) -> list[dict[str, Any]]:
-    """Where an object keeps its attributes."""
+    """The dictionaries that hold an object's attributes."""
     try:
         table = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -224,12 +224,12 @@ def _of_class(kind: type, owner: Any, name: str) -> Any:
 
 @lru_cache(maxsize=1024)
 def _reads(code: CodeType) -> tuple[_CodeRead, ...]:
-    """What code reads in each execution of it, as far as it can be told."""
+    """The reads that each execution of a code object makes, as far as known."""
     return tuple(dict.fromkeys(_reads_of(list(_executed(code)))))
 
 
 def _executed(code: CodeType) -> Iterator[dis.Instruction]:
-    """The instructions that are not jumped over by a condition."""
+    """Yields the instructions that no condition skips."""
     until = -1
     for instruction in dis.get_instructions(code):
         end, is_condition = _jump(instruction)
@@ -241,7 +241,7 @@ def _executed(code: CodeType) -> Iterator[dis.Instruction]:
 
 
 def _jump(instruction: dis.Instruction) -> tuple[int, bool]:
-    """To where an instruction may jump forwards, else -1, and whether it does so on a condition."""
+    """The target of a forward jump, else -1, and True if it is conditional."""
     name = instruction.opname
     jumps = instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs
     if not jumps or instruction.argval <= instruction.offset:

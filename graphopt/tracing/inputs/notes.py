@@ -1,4 +1,4 @@
-"""What is noted of the inputs of a captured graph: who else has them, and what nobody reads."""
+"""Metadata of a captured graph's inputs: other holders, and inputs that nobody reads."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from graphopt.tracing.trace import RawTrace
 
 
 def refuse_shared_updates(raw: RawTrace, updated: list[int]) -> None:
-    """Refuse a step that updates an argument over storage of another input: the graph would not
-    show the update to readers of the other."""
+    """Refuses a step that updates an argument which shares storage with another input, whose
+    readers would miss the update."""
     kinds = list(raw.inputs.kinds_and_names())
     keys = [_compat.storage_key(value) for value in raw.values]
     for position in updated:
@@ -35,8 +35,7 @@ def refuse_shared_updates(raw: RawTrace, updated: list[int]) -> None:
 
 
 def forget_unwritten(graph_module: fx.GraphModule, inputs: Inputs, signature: Signature) -> None:
-    """Drop the results that stand for storage to which a step has not written before it has given
-    a tensor another one: they are the last ones."""
+    """Drops trailing results for replaced storages (`.data = …`) that were not written before."""
     outputs = get_outputs(graph_module.graph)
     left = {i: found.index for i, found in signature.rebound.items() if found is not None}
     if not left:
@@ -57,7 +56,7 @@ def forget_unwritten(graph_module: fx.GraphModule, inputs: Inputs, signature: Si
 
 
 def _copied(value: fx.Node) -> fx.Node:
-    """What a value is a copy of."""
+    """The node that a chain of clones and detaches copies."""
     while is_operator(value.target, "aten::clone", "aten::detach", "aten::alias"):
         value = cast(fx.Node, value.args[0])
     return value
@@ -66,8 +65,8 @@ def _copied(value: fx.Node) -> fx.Node:
 def note_dead_gradients(
     graph_module: fx.GraphModule, specs: tuple[InputSpec, ...], inputs: Inputs, signature: Signature
 ) -> None:
-    """Gradients that nobody reads, that the step does not leave anywhere, and that it replaces can
-    be dropped before it runs."""
+    """Marks gradients that nobody reads and that the step replaces, so that they are freed before
+    it runs."""
     replaced = {result.owner for result in signature.gradients} - {None}
     unread = {
         node.target
@@ -88,8 +87,8 @@ def note_dead_gradients(
 
 
 def note_unread_numbers(graph_module: fx.GraphModule, inputs: Inputs) -> None:
-    """Find numbers that neither the graph nor a condition of it depends on, as those that a step
-    sets before it reads them: of which kind of float they are is all the same."""
+    """Marks numbers on which neither the graph nor a guard depends, such as those set before they
+    are read."""
     asked = [each for c in inputs.conditions.all for each in (c.left, c.right)]
     read = set(chain.from_iterable(map(leaves_of, asked)))
     placeholders = graph_module.graph.find_nodes(op="placeholder")
@@ -101,8 +100,8 @@ def note_unread_numbers(graph_module: fx.GraphModule, inputs: Inputs) -> None:
 
 
 def note_returned(graph_module: fx.GraphModule, inputs: Inputs, signature: Signature) -> None:
-    """Mark inputs that the step returns themselves, or is given a second time as an argument:
-    whoever has them may read them at any time."""
+    """Marks inputs that the step returns, or also receives as an argument: their holders may read
+    them at any time."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     given = {_storage(node) for node in placeholders if input_kind(node) == "user_input"}
     for node in placeholders:
@@ -123,8 +122,8 @@ def note_returned(graph_module: fx.GraphModule, inputs: Inputs, signature: Signa
 
 
 def held_names(raw: RawTrace) -> Set[str]:
-    """What must not be in flight between two steps: what others may use without being seen, and
-    what a step gives other storage."""
+    """The names of state that must not have late updates: held elsewhere, or moved to another
+    storage by the step."""
     inputs = raw.inputs
     return inputs.held | {inputs.module_tensors[index].fqn for index in raw.signature.rebound}
 
@@ -132,7 +131,7 @@ def held_names(raw: RawTrace) -> Set[str]:
 def note_held(
     graph_module: fx.GraphModule, inputs: Inputs, here: Set[str], anywhere: Set[str]
 ) -> None:
-    """Mark inputs whose use is not seen, by their names.
+    """Marks inputs, by name, whose uses by others cannot be seen.
 
     Args:
         here: held on this rank: they must not be in flight between two steps.

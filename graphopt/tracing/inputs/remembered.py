@@ -1,4 +1,4 @@
-"""What graphs of a step were found to use besides its arguments, or may use, for a capture.
+"""Implicit inputs of a step's earlier graphs, given to the first trace of the next one.
 
 A trace that finds something has to be done anew (`implicit`). The next graph of the same step uses
 most of the same: its first trace has that from the beginning, and where it leaves some of that
@@ -28,8 +28,8 @@ from graphopt.tracing.inputs.named_in_code import named_in
 
 
 def with_remembered(call: Call) -> Call:
-    """The call with what earlier graphs of its step use besides the arguments; where there are
-    none, with what its code names."""
+    """The call with the implicit inputs of earlier graphs or, without any, those that the code
+    names."""
     earlier = call.earlier
     if earlier is None or not (earlier.objects or earlier.tensors or earlier.related):
         earlier = named_in(call.fn, *call.given)
@@ -60,13 +60,13 @@ def _of(besides: ImplicitInputs) -> list[Any]:
 
 
 def _within(values: Iterable[Any]) -> set[int]:
-    """The modules inside others, by id."""
+    """The ids of modules that are inside others."""
     modules = [value for value in values if isinstance(value, nn.Module)]
     return {id(child) for each in modules for child in each.modules() if child is not each}
 
 
 def _tensors_in(value: Any) -> Iterable[torch.Tensor]:
-    """The tensors that are inputs where a module or an optimizer is."""
+    """The tensors that become inputs with a module or optimizer."""
     if isinstance(value, nn.Module):
         return tensors_of(value.modules())
     groups = value.param_groups if isinstance(value, Optimizer) else ()
@@ -82,7 +82,7 @@ def _is_new(name: str, value: Any, names: set[str], known: set[int]) -> bool:
 
 
 def without(call: Call, idle: Collection[int]) -> Call:
-    """The call without some of what it remembers (by id)."""
+    """The call without some of its remembered implicit inputs, given by id."""
     if not idle:
         return call
     objects = [each for each in call.besides.objects if id(each[1]()) not in idle]
@@ -93,7 +93,7 @@ def without(call: Call, idle: Collection[int]) -> Call:
 
 
 def remembered(graphs: Iterable[tuple[ImplicitInputs, Inputs]]) -> EarlierInputs:
-    """What graphs use, the first of them first."""
+    """The implicit inputs of several graphs, in order."""
     known = [*graphs]
     return EarlierInputs(
         [each for besides, _ in known for each in besides.objects],
@@ -103,7 +103,7 @@ def remembered(graphs: Iterable[tuple[ImplicitInputs, Inputs]]) -> EarlierInputs
 
 
 def _plain_tensors(besides: ImplicitInputs, inputs: Inputs) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that are there in each call as they are, be it since the first one has made them."""
+    """Yields the implicit tensors that are the same objects in each call."""
     special = {id(entry.tensor) for entry in inputs.module_tensors if entry.rebindable}
     special.update(id(made) for table, name, made in besides.made if table.get(name) is not made)
     return (each for each in besides.tensors if id(each[1]) not in special)
@@ -112,7 +112,7 @@ def _plain_tensors(besides: ImplicitInputs, inputs: Inputs) -> Iterator[tuple[st
 def idle_in(
     graph: fx.Graph, call: Call, inputs: Inputs, stepped: Collection[int]
 ) -> frozenset[int]:
-    """Which of the things that a call remembers, by id, a trace of it has left alone.
+    """The ids of remembered inputs that a trace has not used.
 
     Args:
         graph: what was traced.

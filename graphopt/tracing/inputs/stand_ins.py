@@ -1,4 +1,4 @@
-"""The tensors and numbers that stand for the inputs of a step while it is traced."""
+"""Stand-ins: the tensors and numbers that replace a step's inputs during the trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graphopt.tracing.tensors.obtained import ObtainedValues
 def stand_ins_of(
     call: Call, inputs: Inputs, flat: Sequence[torch.Tensor], made: ObtainedValues
 ) -> StandIns:
-    """What stands for the inputs of a call.
+    """Makes the stand-ins of a call's inputs.
 
     Args:
         flat: a traced tensor for each placeholder of the graph.
@@ -55,7 +55,7 @@ def stand_ins_of(
 def arguments_of(
     call: Call, inputs: Inputs, traced: StandIns
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the step is called with; what stands for parts of objects is put into these."""
+    """The arguments to trace the step with, filled with stand-ins."""
     leaves = [
         traced.by_id.get(id(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in call.leaves
@@ -71,7 +71,7 @@ def arguments_of(
 def _of_modules_and_optimizers(
     call: Call, inputs: Inputs, supply: Iterator[torch.Tensor]
 ) -> dict[int, torch.Tensor]:
-    """What stands for parameters, buffers and tensors of optimizer state, by the ids of these."""
+    """Maps ids of parameters, buffers and optimizer state to their stand-ins."""
     by_id: dict[int, torch.Tensor] = {}
     for holder in inputs.placeholders:
         stand_in = next(supply)
@@ -88,15 +88,15 @@ def _of_modules_and_optimizers(
 
 
 def _without_gradient(stand_in: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """A fake mode of the user's gives the same stand-in again while anything holds it, such as the
-    traceback of a refusal; what a trace has left in it goes."""
+    """Clears the gradient of a stand-in, which a user's fake mode may return again with that of an
+    earlier trace."""
     if stand_in is not live and stand_in.is_leaf:
         stand_in.grad = None
     return stand_in
 
 
 def _member(base: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """The stand-in of one of several tensors over the storage `base`."""
+    """The stand-in of one of several tensors that share the storage `base`."""
     view = torch.as_strided(base, real.shape, real.stride(), int(real.storage_offset())).detach()
     if isinstance(real, torch.nn.Parameter):
         view = _compat.as_parameter(view)

@@ -1,1 +1,1 @@
-"""What the code of a step asks of tensors, numbers and modules, answered while it is traced."""
+"""Interception of a step's questions about tensors, numbers and modules during the trace."""

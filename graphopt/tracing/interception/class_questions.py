@@ -1,4 +1,4 @@
-"""The classes of tensors and numbers, as a step asks for them.
+"""`type`, `isinstance` and `hasattr` on traced values, answered as in eager code.
 
     if type(value) is torch.Tensor:     true, as in eager code
         value = value.item()
@@ -33,7 +33,7 @@ STANDING_FOR: dict[type, Any] = {ReadFloat: 0.0, ReadInt: 0, TakenInt: 0, ReadBo
 
 
 def class_of(tensor: torch.Tensor, stands_for: Mapping[int, torch.Tensor]) -> type:
-    """The class that eager code finds.
+    """The class of a traced tensor in eager code.
 
     Args:
         stands_for: the tensors that have stand-ins, by the ids of these.
@@ -45,7 +45,7 @@ def class_of(tensor: torch.Tensor, stands_for: Mapping[int, torch.Tensor]) -> ty
 
 
 def class_of_number(value: Any) -> type:
-    """The class that eager code finds for a number of the trace.
+    """The class of a traced number in eager code.
 
     Raises:
         CaptureError: it may be another one in each call.
@@ -58,7 +58,7 @@ def class_of_number(value: Any) -> type:
 
 
 def is_instance_of_numpy(number: Any, kinds: Any) -> bool:
-    """`isinstance` of a number that may be one of numpy's."""
+    """`isinstance` for a traced number that may be a numpy scalar."""
     answers = [isinstance(each, kinds) for each in (numpy_float64(0.0), 0.0)]
     if answers[0] != answers[1]:
         raise _of_numpy()
@@ -73,7 +73,7 @@ def _of_numpy() -> CaptureError:
 
 
 def has_attribute(value: Any, name: str) -> bool:
-    """What `hasattr` says in eager code of a number of the trace."""
+    """`hasattr` for a traced number, as in eager code."""
     if type(value) in STANDING_FOR:
         answers = {hasattr(kind, name) for kind in _kinds_of_numbers()}
         if len(answers) == 1:
@@ -88,18 +88,17 @@ def _kinds_of_numbers() -> list[type]:
 
 
 def is_of_trace(value: Any) -> bool:
-    """Whether a value stands for a number."""
     return type(value) in STANDING_FOR or is_host_number(value)
 
 
 def class_in_trace(value: Any, stands_for: Mapping[int, torch.Tensor]) -> type:
-    """The class that eager code finds for a tensor or a number of the trace."""
+    """The class of a traced tensor or number in eager code."""
     is_tensor = isinstance(value, torch.Tensor)
     return class_of(value, stands_for) if is_tensor else class_of_number(value)
 
 
 class ClassProxy:
-    """Has the class of another object for `__class__`."""
+    """An object whose `__class__` is that of another object."""
 
     def __init__(self, kind: type) -> None:
         object.__setattr__(self, "_kind", kind)
@@ -111,8 +110,8 @@ class ClassProxy:
 def asking(
     originals: Callable[[], Mapping[int, torch.Tensor]],
 ) -> Callable[[Any, Sequence[Any]], Any]:
-    """Says what is called in place of `type` of a tensor or a number, and of `hasattr` of a number;
-    None: itself."""
+    """Returns a function that replaces `type` and `hasattr` for traced values; it returns None for
+    other calls."""
 
     def asked(callee: Any, args: Sequence[Any]) -> Any:
         if callee is hasattr and len(args) == 2 and is_of_trace(args[0]):

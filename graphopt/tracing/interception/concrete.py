@@ -1,4 +1,4 @@
-"""Arguments of torch's functions in which numbers that are known before a call are themselves."""
+"""Replacement of traced numbers by plain ones in calls of torch functions that need these."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ _OF_TORCH = frozenset({"aten", "prims", "prim", "_c10d_functional", "c10d", "pro
 
 
 def concrete(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Arguments of a torch function in which integers, and numpy's floats, are themselves, where
-    the function might do something else with a floating-point number; for an operator of the
-    program's, all numbers."""
+    """Replaces numbers known before the call by plain ones where a torch function needs integers or
+    numpy floats; all of them for a user's operator."""
     if _is_of_program(function):
         return _plain(args), _plain(kwargs)
     if not _any_special((args, kwargs)):
@@ -48,12 +47,12 @@ def concrete(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dic
 
 
 def _is_of_program(function: Any) -> bool:
-    """True for an operator that is not torch's: its kernel takes numbers as they are."""
+    """True for a user's operator, whose kernel takes plain numbers."""
     return isinstance(function, _OPERATORS) and str(function).partition(".")[0] not in _OF_TORCH
 
 
 def _plain(value: Any) -> Any:
-    """Arguments in which numbers that are known before a call are themselves."""
+    """Replaces all numbers that are known before the call by plain ones."""
     if is_host_number(value):
         return value.exactly()
     if type(value) in (list, tuple):
@@ -86,7 +85,7 @@ def _all_floating(value: Any) -> bool:
 
 
 def _concrete(value: Any, taken: bool) -> Any:
-    """Arguments with numbers in the place of what stands for them.
+    """Replaces traced integers (and numpy floats) by plain numbers.
 
     Args:
         taken: whether integers that were taken from tensors are replaced as well.

@@ -1,4 +1,4 @@
-"""`torch.inference_mode` inside a step."""
+"""`torch.inference_mode` inside a traced step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from graphopt.tracing.interception.replaced_functions import replaced
 
 @contextmanager
 def inference_as_no_grad() -> Iterator[None]:
-    """While active, inference mode is a mode without gradients: the values are the same, and views
-    of tensors made in it can be traced. What a step returns from it are plain tensors."""
+    """While active, inference mode acts as `no_grad`, since views of inference tensors cannot be
+    traced. What a step returns from it are plain tensors."""
     kind = torch.inference_mode
     left: dict[int, list[Any]] = {}
 

@@ -1,4 +1,4 @@
-"""Decisions by value on tensors without values: what follows from constants alone is known.
+"""Constant folding for decisions on fake tensors: computes values that depend on constants only.
 
     mask = full((n, n), -inf).triu(1)      all that the answer needs, and nothing else, runs on
     if (mask == other).all(): …            the CPU; True is what any device finds
@@ -44,7 +44,7 @@ _CPU = torch.device("cpu")
 
 
 class KnownValues:
-    """The values of a trace that follow from constants.
+    """The values in a trace that depend on constants alone.
 
     Args:
         tracer: records the step.
@@ -55,7 +55,7 @@ class KnownValues:
         self._tracer, self._live = tracer, live
 
     def of(self, wanted: Any) -> Any:
-        """The value of a node, on the CPU.
+        """Computes the value of a node on the CPU.
 
         Raises:
             CaptureError: it depends on what has no value here.
@@ -82,7 +82,7 @@ class KnownValues:
         return value
 
     def _constant(self, node: fx.Node) -> torch.Tensor | None:
-        """What an input or a constant holds, None where that is unknown."""
+        """The value of an input or constant, or None if it is unknown."""
         if node.op == "placeholder":
             placeholders = self._tracer.graph.find_nodes(op="placeholder")
             return _compat.value_of(self._live[placeholders.index(node)])
@@ -98,8 +98,8 @@ def _computed(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
 
 
 def history(graph: fx.Graph, wanted: fx.Node) -> list[fx.Node]:
-    """What has to run for the value of a node, in order: what it reads, and what has written to
-    that before."""
+    """The nodes that must run to compute a node's value, in order, with earlier writes to the
+    memory that they read."""
     needed, memory = {wanted}, storages_of(wanted)
     found = []
     for node in reversed(graph.nodes):
@@ -113,7 +113,7 @@ def history(graph: fx.Graph, wanted: fx.Node) -> list[fx.Node]:
 
 
 def is_exact(node: fx.Node) -> bool:
-    """Whether what a node calls gives the same on all devices."""
+    """True if a node's operator gives the same bits on all devices."""
     if not isinstance(node.target, _compat.OpOverload):
         return getattr(node.target, "__module__", None) in ("_operator", "math")
     name = _compat.operator_name(node.target).removesuffix("_")

@@ -1,4 +1,4 @@
-"""The function mode a step is traced under.
+"""The torch function mode under which a step is traced.
 
 It sees every torch function the step calls, before autograd does, and
 
@@ -81,7 +81,7 @@ _PROFILED = frozenset(
 
 
 class Redirect(TorchFunctionMode):
-    """See the module's docstring.
+    """The torch function mode of one trace.
 
     Attributes:
         first_gradients: the first use of each gradient.
@@ -142,9 +142,8 @@ class Redirect(TorchFunctionMode):
 
     @contextmanager
     def in_backwards(self) -> Iterator[None]:
-        """While active, the Python code that a backward runs is seen as well: hooks, functions of
-        the program's, what a checkpoint computes again. Torch hides from a mode what runs inside
-        the call that it is told of."""
+        """While active, Python code that runs inside a backward is seen as well: hooks, autograd
+        functions, recomputation of checkpoints."""
         with replaced(*around_backwards(self._seeing), *transforms_given(self._stand_in)):
             yield
 
@@ -237,7 +236,7 @@ class Redirect(TorchFunctionMode):
     def _rewritten(
         self, rewrite: Callable[[fx.Node], None], func: Any, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """What a function gives, whose nodes are to be those of eager code."""
+        """Calls a function and rewrites its new nodes to those of eager code."""
         before, self._tagger.rewritten = self._tagger.rewritten, rewrite
         try:
             return func(*args, **kwargs)
@@ -245,12 +244,11 @@ class Redirect(TorchFunctionMode):
             self._tagger.rewritten = before
 
     def _is_input(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor stands for one that the step has been called with, and is no other."""
         stand_ins = self._traced.by_id.values()
         return not tensor.requires_grad and any(each is tensor for each in stand_ins)
 
     def _with_plain(self, value: Any) -> Any:
-        """Floats that are read from tensors as they are in this call, for which the graph holds."""
+        """Arguments with plain floats in place of traced ones; the graph is specialized on them."""
         if type(value) in (list, tuple):
             return type(value)(map(self._with_plain, value))
         if type(value) is dict:
@@ -289,18 +287,18 @@ _DRAWING_WITHIN = frozenset(
 
 
 def _is_number(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may be an index of a list or a size."""
+    """True if a tensor may be an index or size: one element, neither float nor complex."""
     return tensor.numel() == 1 and not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _is_of_numbers(args: Any) -> bool:
-    """Whether a tensor is made of numbers that are known only when a step runs."""
+    """True if a tensor is created from numbers that the graph computes."""
     return bool(args) and (constants.holds_read(args[:1]) or constants.holds_tensors(args[0]))
 
 
 def _names_something(func: Any, args: Any) -> bool:
-    """Whether an installed package makes text of an integer, which names one of several things
-    there (`self[f"expert_{index}"]`); a program of the user's may be about to show it."""
+    """True if a library formats an integer to name a submodule (`self[f"expert_{index}"]`), not to
+    show it."""
     if func is not torch.Tensor.__format__ or args[0].ndim or not _is_number(args[0]):
         return False
     line = current_user_line()
@@ -308,7 +306,7 @@ def _names_something(func: Any, args: Any) -> bool:
 
 
 def _all_alike(compare: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """`torch.equal` and `torch.allclose`, which give a bool, by their operator of tensors."""
+    """`torch.equal` and `torch.allclose` as a traced elementwise comparison."""
     if compare is torch.eq and args[0].shape != args[1].shape:
         return False
     return bool(numbers.as_read(compare(*args, **kwargs).all().item()))

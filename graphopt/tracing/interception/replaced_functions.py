@@ -1,4 +1,4 @@
-"""Replace functions of torch and Python for the time of a trace, and for its threads alone.
+"""Temporary replacement of torch and Python functions, only in the threads of a trace.
 
 with replaced((math, "sqrt", traced_sqrt)):
     math.sqrt(x)    ==>    traced_sqrt(x)    in the trace
@@ -20,7 +20,7 @@ _MISSING = object()
 
 
 def original(function: Any) -> Any:
-    """What `function` stands for while a step is traced; itself if it stands for nothing else."""
+    """The original of a replaced function; any other value unchanged."""
     return (
         getattr(function, "stands_for", function)
         if isinstance(function, FunctionType)
@@ -30,8 +30,8 @@ def original(function: Any) -> Any:
 
 @contextmanager
 def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """While active, each `(owner, name, value)` holds in the threads of the trace that is running;
-    then the former values do again. In other threads they always do.
+    """While active, each `(owner, name, value)` is set in the threads of the running trace only. In
+    other threads they always do.
 
     Args:
         changes: functions; a name that a class or module has only from elsewhere is removed again.
@@ -59,7 +59,7 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def is_in(callee: Any, functions: frozenset[Any]) -> bool:
-    """Whether a callee, which may have no hash, is among functions."""
+    """True if a callee, hashable or not, is among functions."""
     try:
         return callee in functions
     except TypeError:
@@ -77,8 +77,8 @@ def _named(call: Any, value: Callable[..., Any], former: Callable[..., Any]) -> 
 
 
 def calling_frame(depth: int = 1) -> FrameType:
-    """The frame that has called the function that calls this, where that has been put in the place
-    of another; `depth`: how many frames further out."""
+    """The frame that called a replaced function, to be asked from the replacement; `depth - 1`
+    frames further out."""
     frame = _outside(sys._getframe(2))
     for _ in range(depth - 1):
         assert frame.f_back is not None

@@ -1,4 +1,4 @@
-"""Submodules, parameters and buffers that a step registers or removes: refused."""
+"""Refusal of steps that register or remove submodules, parameters or buffers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphopt.tracing.outside.record import OutsideRecord
 
 
 class RegisteredTensors:
-    """What is registered in a module when a step begins.
+    """A snapshot of a module's registered submodules, parameters and buffers.
 
     Args:
         name: of the module; empty for the model.
@@ -22,7 +22,7 @@ class RegisteredTensors:
         self._modules = dict(_compat.own_modules(module))
 
     def refuse_changed(self, record: OutsideRecord) -> None:
-        """Refuse a step that has registered, replaced or removed something. Buffers it may add.
+        """Refuses a step that has changed what is registered, except new buffers.
 
         Args:
             record: knows the lines that write to the module.

@@ -1,4 +1,4 @@
-"""Questions of a step for the identity of a storage: `data_ptr`, `id`, `hash`, `_cdata`.
+"""Refusal of steps that ask for the identity of a storage: `data_ptr`, `id`, `hash`, `_cdata`.
 
 The storage of a stand-in has another identity than the one that the step knows, and none in later
 calls. Nobody sees how functions of C call each other, `map(methodcaller("data_ptr"), storages)`. So
@@ -21,7 +21,7 @@ from graphopt.tracing.refusals.unknown_features import refuse_address
 
 @contextmanager
 def identities_refused() -> Iterator[None]:
-    """While active, the step cannot ask for the identity of a storage.
+    """While active, storages refuse to tell their identity.
 
     Raises:
         CaptureError: it does.

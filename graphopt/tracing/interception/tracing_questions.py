@@ -1,4 +1,4 @@
-"""Libraries that ask whether they are being traced, and compute otherwise then.
+"""Prevents libraries from noticing a trace, in which they would compute differently.
 
 Models of `transformers` leave attention without padding to the kernel, and make a mask and repeat
 keys where they find a fake tensor: the same numbers up to rounding. While a step is traced whose
@@ -24,7 +24,7 @@ _FOR_A_WARNING = frozenset({"warn_if_padding_and_no_attention_mask"})
 
 @contextmanager
 def answered_as_in_eager(noticed: Callable[[], None]) -> Iterator[None]:
-    """While active, no library finds out that it is traced.
+    """While active, libraries that test for tracing get the answer of eager code.
 
     Args:
         noticed: called when one has asked.

@@ -48,8 +48,7 @@ def refuse_overlaps(kinds: Iterable[tuple[Kind, str]], values: Sequence[torch.Te
 def of_their_own(
     kinds: Iterable[tuple[Kind, str]], values: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Returns the tensors to trace: inputs that share storage with another one are replaced by
-    copies in their own."""
+    """Returns the tensors to trace, with copies in place of inputs that share a storage."""
     owners: dict[int, str] = {}
 
     def is_part(kind: Kind, fqn: str, tensor: torch.Tensor) -> bool:

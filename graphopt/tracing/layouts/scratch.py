@@ -237,7 +237,7 @@ def _is_here(device: torch.device) -> bool:
 
 @contextmanager
 def _unseen(given: list[Layout]) -> Iterator[None]:
-    """A context in which nothing is recorded, and all generators stay where they are."""
+    """A context in which nothing is traced, and generators keep their states."""
     devices = {layout.device for layout in given if layout.device.type == "cuda"}
     with unrecorded(), generators_apart(devices):
         yield

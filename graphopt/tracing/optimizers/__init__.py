@@ -1,1 +1,1 @@
-"""Optimizers: the state that the first step makes, gradients that it drops, scaled gradients."""
+"""Optimizers in a traced step: state that the first call creates, dropped and scaled gradients."""

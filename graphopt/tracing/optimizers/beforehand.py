@@ -1,4 +1,4 @@
-"""Optimizer state that is made before the first call of a step is traced.
+"""Optimizer state that is created before the first trace, so that one graph serves all calls.
 
 Torch's own optimizers make the state of their parameters in the first step, and then do what every
 later step does. So the first call is traced from the state that it makes, and that one trace is the
@@ -31,8 +31,8 @@ from graphopt.tracing.trace import RawTrace
 
 
 def state_beforehand(optimizers: Sequence[Optimizer]) -> NewState:
-    """The state that the next step of each optimizer makes for parameters that have none; none
-    where that is not known."""
+    """The state that each optimizer's next step creates for parameters without any; empty if
+    unknown."""
     if not all(map(makes_state_first, optimizers)):
         return NO_STATE
     parameters = [p for of in optimizers for group in of.param_groups for p in group["params"]]
@@ -54,14 +54,14 @@ def state_beforehand(optimizers: Sequence[Optimizer]) -> NewState:
 
 
 def _is_known(parameter: torch.Tensor) -> bool:
-    """True if it is known which state a parameter gets."""
+    """True if the state that an optimizer creates for a parameter is known."""
     plain = type(parameter) in (torch.nn.Parameter, torch.Tensor) or is_dtensor(parameter)
     return (plain or _compat.is_fake(parameter)) and not parameter.is_sparse
 
 
 def with_state_used(call: Call, made: NewState, raw: RawTrace) -> tuple[RawTrace, NewState] | None:
-    """A trace with the state of those parameters alone that it updates; None where the step has to
-    be traced as it finds the state."""
+    """A trace without the created state of parameters that it does not update; None if the step
+    must be traced without any created state."""
     inputs, signature = raw.inputs, raw.signature
     if raw.looks_at_state:
         return None
@@ -93,7 +93,7 @@ def with_state_used(call: Call, made: NewState, raw: RawTrace) -> tuple[RawTrace
 def _momenta_begin(
     call: Call, made: NewState, states: dict[fx.Node, StateTensor], raw: RawTrace
 ) -> bool:
-    """Whether each momentum that was made of negative zeros becomes the first value added to it."""
+    """True if each momentum made of negative zeros becomes the first value added to it."""
     optimizers, graph = call.optimizer_objects(), raw.graph_module.graph
     new = {(id(table), id(parameter)) for table, parameter, _, _ in made.entries}
     momenta = [

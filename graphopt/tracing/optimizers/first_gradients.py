@@ -1,4 +1,4 @@
-"""Gradients of earlier calls that a step drops before it looks at them.
+"""Gradients of earlier calls that a step drops before reading them.
 
     optimizer.zero_grad()        the first that the step does with `weight.grad`
     loss.backward()
@@ -40,7 +40,7 @@ class FirstGradients:
         self._dropped: set[int] = set()
 
     def note(self, func: Any, tensor: torch.Tensor) -> None:
-        """The step uses the gradient of a tensor."""
+        """Records that the step uses the gradient of a tensor."""
         if id(tensor) not in self._used:
             self._used.add(id(tensor))
             if func != READ or _is_zeroed():

@@ -1,4 +1,4 @@
-"""Momenta of negative zeros, to which a step adds the first value.
+"""Proof that a momentum that starts as negative zeros becomes the first value added to it.
 
     buffer.mul_(0.9).add_(gradient)        from negative zeros: the gradient, bit for bit
 
@@ -20,7 +20,7 @@ from graphopt.ir.metadata import known_value
 
 
 class FirstMomenta:
-    """Follows momenta through a graph until each has got its first value.
+    """Tracks momenta through a graph until their first value has been added.
 
     Args:
         momenta: nodes that are negative zeros when the graph begins.
@@ -38,12 +38,12 @@ class FirstMomenta:
         self.first: dict[fx.Node, fx.Node] = {}
 
     def is_zeros(self, node: Any) -> bool:
-        """Whether a node is a momentum that still is zeros."""
+        """True if a node is a momentum that is still zeros."""
         momentum = self._momentum.get(node)
         return momentum is not None and momentum not in self.first
 
     def takes(self, node: fx.Node) -> bool:
-        """Whether a node only scales zeros, or adds the first values to them."""
+        """True if a node only scales zero momenta or adds their first values."""
         if len(node.args) < 2:
             return False
         if is_operator(node.target, "aten::mul_", "aten::_foreach_mul_"):
@@ -71,7 +71,7 @@ class FirstMomenta:
         return True
 
     def _adds_scaled(self, node: fx.Node) -> bool:
-        """As the fused optimizer does, whose gradients have the layouts of the values."""
+        """True if a fused SGD node adds the first value to each zero momentum."""
         given = node.kwargs
         whole = given.get("dampening") == 0 and not given.get("is_first_step")
         if not whole or not self._is_positive(given.get("momentum")):
@@ -98,7 +98,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _fits(momentum: fx.Node, value: Any) -> bool:
-    """Whether adding a value to a momentum of zeros gives what a copy of the value is."""
+    """True if adding a value to a momentum of negative zeros gives a copy of the value."""
     if not isinstance(value, fx.Node):
         return False
     x, y = known_value(momentum), known_value(value)

@@ -1,4 +1,4 @@
-"""Optimizer state that the first call of a step makes, and the graph of all calls takes."""
+"""Optimizer state that a step's first call would create, made before the capture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ there."""
 
 @dataclass
 class NewState:
-    """The values that the first call of a step leaves, made before it runs.
+    """State and attributes that the first call of a step creates, made in advance.
 
     Attributes:
         entries: optimizer state.
@@ -40,7 +40,7 @@ class NewState:
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """While active, everything is as the next call finds it."""
+        """While active, optimizers and objects hold these values, as the second call finds them."""
         tables = {id(table): table for table, *_ in self.entries}.values()
         before = [
             (table, {of: set(entries_at(value)) for of, value in table.items()}) for table in tables

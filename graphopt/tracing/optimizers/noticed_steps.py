@@ -1,4 +1,4 @@
-"""Optimizer steps of a step that is traced: in which order they are, and which nodes they make."""
+"""Detection of optimizer steps in a trace: their order, and the nodes that they make."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def notice_steps(
     before: Callable[[Optimizer], None],
     averages: bool,
 ) -> list[int]:
-    """Let each step of an optimizer be noticed, and its nodes have the optimizer's phase. Undone by
-    `preserved`.
+    """Wraps optimizers so that each step is recorded and its nodes get the optimizer phase. Undone
+    by `preserved`.
 
     Args:
         before: called with the optimizer that is about to step.

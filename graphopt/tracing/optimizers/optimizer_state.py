@@ -1,4 +1,4 @@
-"""Where a value stands in the state of an optimizer: that of a parameter, or of none.
+"""Addresses of values in an optimizer's state, under a parameter or another key.
 
 state[parameter]["exp_avg"]      of a parameter
 state["groups"]["step"]          in a table of no parameter
@@ -25,13 +25,13 @@ ITSELF = "(itself)"
 
 @dataclass(frozen=True)
 class NonParameterKey:
-    """A key of the state that is no parameter."""
+    """A top-level key of optimizer state that is no parameter."""
 
     key: Any
 
     @property
     def fqn(self) -> str:
-        """What state of no parameter is called: its key."""
+        """The key as text, by which its state is named."""
         return str(self.key)
 
 
@@ -40,7 +40,7 @@ _NESTS = frozenset({list, tuple, dict})
 
 @dataclass(frozen=True)
 class NestedStateKey:
-    """The second key of a nest in the state, and the positions and keys that lead on from there."""
+    """The second key of a nested container in optimizer state, and the path inside it."""
 
     key: Any
     path: tuple[Any, ...]
@@ -50,7 +50,7 @@ class NestedStateKey:
 
 
 def tensors_of(key: Any, value: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-    """All tensors that stand at a second key, each with its own."""
+    """Yields all tensors under a second key, each with its full key."""
     if isinstance(value, torch.Tensor):
         yield key, value
     elif type(value) in _NESTS:
@@ -60,7 +60,7 @@ def tensors_of(key: Any, value: Any) -> Iterator[tuple[Any, torch.Tensor]]:
 
 
 def value_at(entries: dict[Any, Any], key: Any) -> Any:
-    """What stands at a second key, or within a nest there; None where nothing does."""
+    """The value under a second key or nested key, or None."""
     if not isinstance(key, NestedStateKey):
         return entries.get(key)
     value: Any = entries.get(key.key)
@@ -73,12 +73,12 @@ def value_at(entries: dict[Any, Any], key: Any) -> Any:
 
 
 def is_nest(value: Any) -> bool:
-    """Whether a value is a container in which tensors of the state may stand."""
+    """True if a value is a container that may hold state tensors."""
     return type(value) in _NESTS
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A nest made anew, of what `change` gives for its leaves; a leaf: what it gives for that."""
+    """Rebuilds a nested value with `change` applied to each leaf."""
     if type(value) is dict:
         return {key: mapped(item, change) for key, item in value.items()}
     if type(value) in _NESTS:
@@ -87,7 +87,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def same_nest(a: Any, b: Any) -> bool:
-    """Whether two values are one object, or nests of the same objects."""
+    """True if two values are one object, or nests of the same objects."""
     if type(a) is not type(b) or not is_nest(a):
         return a is b
     if len(a) != len(b):
@@ -98,22 +98,22 @@ def same_nest(a: Any, b: Any) -> bool:
 
 
 def entries_at(value: Any) -> dict[Any, Any]:
-    """What stands at one key of the state, by the second key."""
+    """The entries under one top-level key of the state, by second key."""
     return value if isinstance(value, dict) else {ITSELF: value}
 
 
 def has(state: State, owner: Any, key: Any) -> bool:
-    """Whether something stands there."""
+    """True if the state has a value under these keys."""
     return owner in state and key in entries_at(state[owner])
 
 
 def read(state: State, owner: Any, key: Any) -> Any:
-    """What stands there; None where nothing does."""
+    """The value under these keys of the state, or None."""
     return value_at(entries_at(state[owner]), key) if owner in state else None
 
 
 def write(state: State, owner: Any, key: Any, value: Any) -> None:
-    """Let a value stand there."""
+    """Stores a value under these keys of the state."""
     if key == ITSELF and not isinstance(owner, torch.Tensor):
         state[owner] = value
     else:
@@ -121,8 +121,7 @@ def write(state: State, owner: Any, key: Any, value: Any) -> None:
 
 
 def distinct_states(optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, Optimizer]]:
-    """Optimizers with their numbers, but those that have the state of another one, around which
-    they are."""
+    """Yields numbered optimizers, except wrappers that share the state of another one."""
     seen: set[int] = set()
     for number, optimizer in enumerate(optimizers):
         if id(optimizer.state) not in seen:
@@ -131,14 +130,14 @@ def distinct_states(optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, Opti
 
 
 def of_none(state: State) -> Iterator[tuple[NonParameterKey, dict[Any, Any]]]:
-    """What stands in the state of no parameter."""
+    """Yields the state under keys that are no parameters."""
     for key, value in state.items():
         if not isinstance(key, torch.Tensor):
             yield NonParameterKey(key), entries_at(value)
 
 
 def is_known_kind(key: Any, value: Any) -> bool:
-    """Whether a graph can hold what stands at a key of the state."""
+    """True if a graph can represent the value under a key of the state."""
     if isinstance(key, torch.Tensor):
         return isinstance(value, dict)
     values = value.values() if type(value) is dict else (value,)

@@ -28,7 +28,7 @@ from graphopt.tracing.interception.replaced_functions import replaced
 
 
 class TracedScaling:
-    """Gradient scalers in a step that is traced.
+    """The gradient scalers of a traced step.
 
     Args:
         finder: is told what a scaler makes and uses.
@@ -42,7 +42,7 @@ class TracedScaling:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """While active, gradient scalers can be traced.
+        """While active, calls of gradient scalers can be traced.
 
         Raises:
             CaptureError: a scaler has unscaled gradients before the step.
@@ -61,7 +61,7 @@ class TracedScaling:
                 scaling.drop_tensors(scaler)
 
     def finish(self) -> None:
-        """The step is over, and what it has put into containers is still there.
+        """Ends the step, while containers still hold what it has stored.
 
         Raises:
             CaptureError: a scaler unscales gradients in one step and is updated in another.

@@ -1,4 +1,4 @@
-"""A setting of an optimizer's parameter group, as a place that a step reads and writes."""
+"""A parameter-group setting as a place that a step reads and writes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from graphopt.tracing.scalars.numbers import SCHEDULED, SYMBOLIC
 
 
 def may_be_left(key: str, value: Any) -> bool:
-    """Whether a step may leave a value in a setting, by its key: a number, a switch, or a tuple of
-    numbers where each is an input of the graph."""
+    """True if a step may store a value in a setting: a number, a flag, or a tuple of numbers that
+    are inputs."""
     if is_tuple_of(key, value):
         return all(map(_is_one, value))
     return is_switch(value) or _is_one(value)
 
 
 def is_tuple_of(key: str, value: Any) -> bool:
-    """Whether a value is a tuple in a setting whose numbers are inputs of the graph, as `betas`."""
+    """True if a value is a tuple of numbers, such as `betas`, whose setting is an input."""
     return key in SCHEDULED and type(value) is tuple
 
 
@@ -32,7 +32,7 @@ def _is_one(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class SettingPlace:
-    """`optimizer.param_groups[group][key]`. The optimizer is not kept alive."""
+    """The place `optimizer.param_groups[group][key]`. The optimizer is not kept alive."""
 
     optimizer: weakref.ref[Optimizer]
     group: int
@@ -41,23 +41,23 @@ class SettingPlace:
 
     @classmethod
     def of(cls, optimizer: Optimizer, group: int, key: str) -> SettingPlace:
-        """The place of a setting of an optimizer, which it does not keep alive."""
+        """Makes the place of a setting, with a weak reference to the optimizer."""
         return cls(weakref.ref(optimizer), group, key)
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """Equal for two places of one setting."""
+        """A key that is equal for two places of one setting."""
         return ("setting", id(self.optimizer()), self.group, self.key)
 
     def now(self) -> Any:
-        """What is there, `MISSING` if nothing is."""
+        """The current value of the setting, `MISSING` if there is none."""
         optimizer = self.optimizer()
         if optimizer is None or self.group >= len(optimizer.param_groups):
             return MISSING
         return optimizer.param_groups[self.group].get(self.key, MISSING)
 
     def write(self, value: Any) -> None:
-        """Put a value there; `MISSING` takes away what is there."""
+        """Stores a value in the setting; `MISSING` removes it."""
         optimizer = self.optimizer()
         if optimizer is None:
             return

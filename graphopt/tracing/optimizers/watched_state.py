@@ -1,4 +1,4 @@
-"""The state of an optimizer while a step is traced, which notes who looks at it."""
+"""Optimizer state that records reads by the step during the trace."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 
 class WatchedState(defaultdict[Any, Any]):
-    """The state of an optimizer, which notes that the step looks at it outside of the optimizer's
-    own step.
+    """An optimizer's state that records reads outside the optimizer's own step.
 
     Attributes:
         is_watched: the step runs, and that of no optimizer.
@@ -48,7 +47,7 @@ for _name in (
 
 @contextmanager
 def watched(states: Iterable[Any], *, on: bool = True) -> Iterator[None]:
-    """While active, states are watched, or are not."""
+    """While active, reads of the given states are recorded, or are not if `on` is False."""
     states = [state for state in states if isinstance(state, WatchedState)]
     before = [state.is_watched for state in states]
     for state in states:

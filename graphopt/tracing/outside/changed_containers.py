@@ -1,4 +1,4 @@
-"""Containers outside a step that one trace of it has changed."""
+"""Containers outside a step that its trace has changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MUTABLE = frozenset({list, deque, set})
 
 @dataclass
 class ChangedContainer:
-    """A list, queue or set that the step has changed.
+    """A list, queue or set outside the step that the step has changed.
 
     Attributes:
         before: a copy of it as it was.
@@ -35,21 +35,21 @@ class ChangedContainer:
 
     @property
     def is_as_before(self) -> bool:
-        """Whether there are the very items again that were there before."""
+        """True if the container holds the very items that it held before."""
         now, before = self.container, self.before
         if isinstance(now, set):
             return set(map(id, now)) == set(map(id, before))
         return len(now) == len(before) and all(map(is_, now, before))
 
     def put_back(self) -> None:
-        """Give it the items that it had."""
+        """Restores the container's former items."""
         self.container.clear()
         add = self.container.update if isinstance(self.container, set) else self.container.extend
         add(self.before)
 
 
 class ContainerChanges(KnownObjects):
-    """Follows what a step does to containers.
+    """Tracks the changes that a step makes to containers.
 
     Attributes:
         unrepeated: what it leaves changed in a way that is not followed.
@@ -71,7 +71,7 @@ class ContainerChanges(KnownObjects):
         self._touched: dict[int, Any] = {}
 
     def mutated(self, container: Any, line: SourceLine) -> None:
-        """The step adds to or takes from a container."""
+        """Records that the step adds items to a container or removes some."""
         key = id(container)
         if not self.is_outside(container):
             return
@@ -90,22 +90,22 @@ class ContainerChanges(KnownObjects):
             self.rewritten[key] = container, line
 
     def refused_change(self, container: Any) -> CaptureError:
-        """The refusal of a step that changes a list among its arguments."""
+        """Builds the error for a step that changes a list among its arguments."""
         _, line = self.unrepeated.written_at(container) or ("", None)
         return HostWork.CHANGE.error("a list among its arguments", str(line) if line else None)
 
     def changes_given(self, container: Any, line: SourceLine) -> None:
-        """The step may be about to change a list among its arguments."""
+        """Records that the step may change a list among its arguments."""
         if id(container) in self.of_call:
             self.unrepeated.note(container, "a list", line)
 
     def reordered(self, table: dict[Any, Any], line: SourceLine) -> None:
-        """The step takes keys out of a dictionary, or moves them."""
+        """Records that the step removes or moves keys of a dictionary."""
         if self.is_outside(table):
             self.rewritten[id(table)] = table, line
 
     def emptied(self, container: Any) -> None:
-        """The step takes everything out of a container: what it puts there is its own."""
+        """Records that the step empties a container, whose later items are the step's own."""
         if self.is_outside(container):
             self._emptied.add(id(container))
 
@@ -114,17 +114,17 @@ class ContainerChanges(KnownObjects):
         return list(self._touched.values())
 
     def changed_containers(self) -> Iterator[ChangedContainer]:
-        """Lists, queues and sets that the step has changed so far."""
+        """Yields the lists, queues and sets that the step has changed so far."""
         yield from self._changes.values()
 
     def take_changed(self) -> list[ChangedContainer]:
-        """The same, of which nothing else remembers from then on what has been put there."""
+        """Takes over the changed containers that no call changes again by itself."""
         changed, self._changes = self._changes, {}
         return [each for key, each in changed.items() if key not in self.repeated]
 
 
 def _copied(container: Any) -> Any:
-    """A container with what is in it; of a class of the program's, a plain one."""
+    """Copies a container; one of a user's class becomes a plain one."""
     known = type(container) in (*MUTABLE, dict, OrderedDict, defaultdict)
     kinds = () if known else (dict, list, set)
     kind = next((kind for kind in kinds if isinstance(container, kind)), copy.copy)

@@ -1,4 +1,4 @@
-"""Which objects there are before a step is traced, as Python's garbage collector knows them."""
+"""The objects that exist before a step is traced, as known to Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _callbacks = threading.RLock()
 
 
 class ExistingObjects:
-    """The objects that the collector knows and that were made before a moment."""
+    """The set of objects that were created before a moment."""
 
     def __init__(self, births: CreationTimes, moment: int) -> None:
         self._births, self._moment = births, moment
@@ -28,7 +28,7 @@ class ExistingObjects:
 
 
 class CreationTimes:
-    """Between which moments objects were made.
+    """The creation times of objects, as intervals between observed moments.
 
     New objects are in the collector's youngest generation until it runs. Each of its runs is
     preceded by a look at that generation, and each look moves what is there to an older one, so
@@ -43,7 +43,7 @@ class CreationTimes:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """While active, objects that are made are noted; those before count as made at 0."""
+        """While active, creation of objects is recorded; older objects count as created at 0."""
         self._look()
         self._made.clear()
         with _callbacks:
@@ -57,13 +57,13 @@ class CreationTimes:
                 gc.callbacks.remove(self._before_run)
 
     def now(self) -> ExistingObjects:
-        """The objects that there are now."""
+        """The set of objects that exist now."""
         self._look()
         self._moment += 1
         return ExistingObjects(self, self._moment)
 
     def before(self, value: Any, moment: int) -> bool:
-        """Whether an object was made before a moment."""
+        """True if an object was created before a moment."""
         address = identity_of(value)
         if self._made.get(address) != self._moment:
             self._look()
@@ -78,8 +78,8 @@ class CreationTimes:
 
     @staticmethod
     def _run() -> None:
-        """Let the collector go through what is new, but not call what others have given it: that
-        would be a part of the step that is traced meanwhile."""
+        """Runs the collector on new objects, without the `gc.callbacks` of others, which would
+        become part of the traced step."""
         with _callbacks:
             others = gc.callbacks[:]
             gc.callbacks.clear()
@@ -104,7 +104,7 @@ _births: ContextVar[CreationTimes | None] = ContextVar("births", default=None)
 
 @contextmanager
 def births_noted() -> Iterator[None]:
-    """While active, one capture notes when objects are made."""
+    """While active, one capture records when objects are created."""
     births = CreationTimes()
     token = _births.set(births)
     try:
@@ -120,7 +120,7 @@ def births_are_noted() -> bool:
 
 
 def existing_now() -> ExistingObjects:
-    """All objects that are there now, where `births_noted` is active."""
+    """The set of objects that exist now; needs `births_noted`."""
     births = _births.get()
     assert births is not None
     return births.now()

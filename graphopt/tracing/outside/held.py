@@ -1,4 +1,4 @@
-"""Objects that a guard looks at, and those that take their place.
+"""Guarded objects outside a step, and when an equal object may replace one.
 
 A configuration that is made anew for every call is another object with equal contents. What the
 step reads of it is guarded itself, so the new object is as good as the one before where all of that
@@ -29,7 +29,7 @@ CONTAINERS = frozenset({dict, list, set, deque, defaultdict, OrderedDict})
 
 
 class GuardedObject:
-    """An object, kept alive only where it has to be: values, classes, containers.
+    """A guarded object, held weakly unless it is a value, class or container.
 
     Attributes:
         owner: the object that it is a part of, and with which it is found: the attributes of an
@@ -72,7 +72,7 @@ class GuardedObject:
             self.take(value)
 
     def take(self, value: Any) -> None:
-        """Stand for another object from now on."""
+        """Replaces the guarded object."""
         self.weak, self._object = False, value
         fixed = is_value(value) or is_plain(value)
         if fixed or isinstance(value, (type, types.ModuleType, frozenset)):
@@ -83,7 +83,7 @@ class GuardedObject:
             return
 
     def get(self) -> Any:
-        """The object; `MISSING` if it is gone."""
+        """The guarded object; `MISSING` if it was freed."""
         if self.owner is not None:
             return self.within(self.owner.get())
         if not self.weak:
@@ -92,20 +92,21 @@ class GuardedObject:
         return MISSING if value is None else value
 
     def within(self, owner: Any) -> Any:
-        """The same part of another owner."""
+        """The corresponding part of another owner."""
         try:
             return vars(owner) if self._part is None else owner.__closure__[self._part]
         except (AttributeError, TypeError, IndexError):
             return MISSING
 
     def within_wrapper(self, value: Any) -> Any:
-        """The object itself where `value` only calls it, without letting torch.compile see it."""
+        """The guarded function if `value` is a `torch.compiler.disable` wrapper of it, else
+        `value`."""
         mine = self.get()
         alike = type(value) is types.FunctionType is type(mine)
         return mine if alike and undisabled(value) is undisabled(mine) else value
 
     def may_become(self, value: Any) -> bool:
-        """Whether another object can take its place, if the places read in it are alike."""
+        """True if another object may replace this one, given that guarded reads in it agree."""
         if not self.followed or type(value) is not self._type:
             return False
         if _default_of(value) is not self._makes:
@@ -117,12 +118,12 @@ class GuardedObject:
         return self._globals is None or value.__globals__ is self._globals
 
     def is_changed(self) -> bool:
-        """Whether a module that is followed is no longer as it was."""
+        """True if the guarded module has changed."""
         value = self.get()
         return value is not MISSING and not self.may_become(value)
 
     def release(self) -> None:
-        """Keep nothing alive; the object is found by its place again."""
+        """Drops strong references; the object is then found by its place."""
         if self.weak or self.owner is not None or _is_marked_value(self._object):
             return
         if self.followed:
@@ -134,7 +135,7 @@ class GuardedObject:
 
     @property
     def root(self) -> GuardedObject:
-        """The object that it is a part of, or itself."""
+        """The outermost owner of this object, or the object itself."""
         return self if self.owner is None else self.owner.root
 
     def _lost(
@@ -146,7 +147,7 @@ class GuardedObject:
 
 
 def can_follow(value: Any) -> bool:
-    """Whether all that an object of this kind does to a step is seen as reads of its places."""
+    """True if a step can only use an object of this kind by reads that are observed."""
     if type(value) in CONTAINERS:
         return True
     if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, tuple)):
@@ -159,8 +160,7 @@ def can_follow(value: Any) -> bool:
 
 
 def is_object(value: Any) -> bool:
-    """Whether an argument is an object of the program's own, which is nothing but its attributes:
-    what the step does with it is seen."""
+    """True if an argument is an object of a user's class that consists of its attributes."""
     if isinstance(value, Enum) or is_value(value) or callable(value):
         return False
     if type(value).__module__.partition(".")[0] == "numpy":
@@ -170,12 +170,12 @@ def is_object(value: Any) -> bool:
 
 
 def _is_marked_value(value: Any) -> bool:
-    """Whether a value is a number or text that has attributes besides."""
+    """True if a value is a number or text of a class that may have attributes."""
     return is_plain(value) and not isinstance(value, tuple)
 
 
 def is_plain_class(kind: type) -> bool:
-    """Whether the objects of a class are their attributes and nothing else."""
+    """True if a class's objects consist of their attributes alone."""
     if kind.__module__.partition(".")[0] == "torch":
         return False
     if not all(map(_is_followed, kind.__mro__)):
@@ -193,7 +193,7 @@ def _size_of_base(kind: type) -> int:
 
 
 def _is_followed(kind: type) -> bool:
-    """Whether the instructions of a class's methods are looked at."""
+    """True if the methods of a class are observed."""
     if kind.__module__ in _HARMLESS:
         return True
     methods = (each for each in vars(kind).values() if isinstance(each, types.FunctionType))
@@ -205,7 +205,7 @@ _HARMLESS = frozenset({"typing", "abc"})
 
 
 def _default_of(value: Any) -> Any:
-    """What makes the items that are missing in a dictionary."""
+    """The factory of a `defaultdict`, else None."""
     return value.default_factory if isinstance(value, defaultdict) else None
 
 
@@ -215,7 +215,7 @@ def _part(owner: Any, value: Any) -> int | None:
 
 
 class GuardedPlace:
-    """A place with the value it has to have.
+    """A place with its expected value.
 
     Attributes:
         held: the object that is there; None for values, which are compared as such.
@@ -237,11 +237,11 @@ class GuardedPlace:
 
     @property
     def reference(self) -> Any:
-        """A weak reference to the object that is there, where that is held weakly."""
+        """A weak reference to the expected object, if it is held weakly."""
         return self._wrapper or (self.held and self.held.reference)
 
     def found(self, value: Any) -> None:
-        """What is there is as good as what has to be."""
+        """Accepts `value` as the expected value from now on."""
         if self.held is None:
             self.value = value
         else:
@@ -256,7 +256,7 @@ _BY_IDENTITY = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
 def description_of(module: nn.Module) -> tuple[Any, ...] | None:
-    """All that a module is, so that one with the same description computes the same.
+    """A description of a module that is equal for modules that compute the same.
 
     None where that cannot be said: it has a tensor, a hook, or an attribute that is neither a
     number, text or the like nor a function or class.
@@ -286,7 +286,7 @@ def _attribute(name: str, value: Any) -> tuple[Any, ...] | None:
 
 
 def only_within(module: nn.Module, others: Iterable[nn.Module]) -> Collection[int] | None:
-    """The module and those in it, by `id`; None where one of `others` has one of them as well."""
+    """The ids of a module and its submodules; None if one of `others` shares a submodule."""
     within = set(map(id, module.modules()))
     for other in others:
         if id(other) not in within and not within.isdisjoint(

@@ -1,4 +1,4 @@
-"""The objects that there were before a step: how one trace of it got to them."""
+"""Objects that existed before a step, with the paths by which a trace reached them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from graphopt.tracing.rollback.nests import Path
 
 
 class GivenObjects(dict[int, Any]):
-    """Objects among the arguments of a call, by their positions."""
+    """Objects among the arguments of a call, by position."""
 
 
 class KnownObjects:
-    """What is outside a step, and what it does with such objects as such.
+    """The objects outside a step, and the identity requirements of the step on them.
 
     Args:
         own: dictionaries that have guards of their own: attributes of modules and optimizers.
@@ -62,8 +62,8 @@ class KnownObjects:
         self.compared: SourceLine | None = None
 
     def marking(self, value: Any, name: Any) -> Any:
-        """A tensor of which the step sets an attribute: what stands for it, if anything does, as
-        the step may find it there as well."""
+        """The stand-in of a tensor on which the step sets an attribute, if it has one, else the
+        tensor."""
         if not isinstance(value, torch.Tensor) or hasattr(type(value), name):
             return value
         stand_in = self.stand_ins.get(id(value), value)
@@ -71,8 +71,8 @@ class KnownObjects:
         return stand_in
 
     def marked(self, value: Any, name: Any) -> Any:
-        """A tensor of which the step reads an attribute: what stands for it, if the step has set
-        that attribute.
+        """The stand-in of a tensor of which the step reads an attribute, if the step has set that
+        attribute, else the tensor.
 
         Raises:
             CaptureError: it reads all of them as a dictionary, and has set one.
@@ -89,16 +89,16 @@ class KnownObjects:
         return stand_in if (id(stand_in), name) in self._marked else value
 
     def is_outside(self, value: Any) -> bool:
-        """Whether an object existed before the step."""
+        """True if an object existed before the step."""
         built_in = isinstance(value, type) and not gc.is_tracked(value)
         return built_in or id(value) in self._paths or value in self._existing
 
     def is_made_here(self, value: Any) -> bool:
-        """Whether the step has made an object, also one that it has put outside and found there."""
+        """True if the step has created an object, even if it found it outside later."""
         return gc.is_tracked(value) and value not in self._existing
 
     def viewed(self, value: Any) -> Any:
-        """`places.viewed`; the step gets to that container by the view or the method."""
+        """The container behind a view or bound method, recorded as reached."""
         shown = viewed(value)
         if shown is not value and self.is_outside(value):
             self.reached(shown, self.path(value, type(value).__name__))
@@ -108,26 +108,26 @@ class KnownObjects:
         return id(table) in self._own
 
     def path(self, value: Any, otherwise: str) -> str:
-        """How the program got to an object."""
+        """The path by which an object was reached, for messages."""
         known = self._paths.get(id(value))
         return otherwise if known is None else known[1]
 
     def path_to(self, value: Any) -> str | None:
-        """How the step got to an object by places that are guarded; None where it did not."""
+        """The path of guarded places to an object, or None."""
         known = self._paths.get(id(value))
         return None if known is None or known[0] is not value else known[1]
 
     def paths(self) -> Iterator[tuple[Any, str]]:
-        """All objects that the step got to, each with how."""
+        """Yields all reached objects with their paths."""
         yield from list(self._paths.values())
 
     def reached(self, value: Any, path: str) -> None:
-        """The step got an object that was there before it."""
+        """Records that the step reached an object that existed before it."""
         if not is_value(value) and id(value) not in self._paths:
             self._paths[id(value)] = (value, path)
 
     def owned(self, holder: Any, owner: Any) -> None:
-        """`holder` does not outlive its use in `owner`: attributes of an object, say."""
+        """Records that `holder` (such as an object's `__dict__`) is found only through `owner`."""
         if holder is owner:  # a dictionary that is its own `__dict__`
             return
         if id(holder) not in self._owners:
@@ -137,30 +137,30 @@ class KnownObjects:
                 self._owners[id(holder)] = lambda: owner
 
     def owner(self, holder: Any) -> Any:
-        """What `holder` is a part of; None if of nothing."""
+        """The object that `holder` is a part of, or None."""
         reference = self._owners.get(id(holder))
         return None if reference is None else reference()
 
     def pin(self, value: Any) -> None:
-        """The step uses an object as such, by code that is not observed, or by its identity."""
+        """Records that the step uses an object by identity, or in code that is not observed."""
         if is_value(value) or _compat.is_fake(value):
             return  # what stands for a value is not outside
         if self.is_outside(value):
             self._pinned[id(value)] = value
 
     def need(self, value: Any) -> None:
-        """Each call needs this very object, as the step is captured."""
+        """Requires this very object in each call."""
         if value is not None:
             self._pinned[id(value)] = value
 
     def pins_own(self, value: Any) -> None:
-        """The step gets an object by a table that has guards of its own: each call has to find it
-        there, whatever other places lead to it."""
+        """Requires an object found in an attribute table with its own guard to be there in each
+        call, whatever other paths lead to it."""
         if not isinstance(value, (torch.Tensor, torch.nn.Module)) and not is_container(value):
             self.pin(value)
 
     def is_pinned(self, value: Any) -> bool:
-        """Whether each call needs this very object."""
+        """True if each call needs this very object."""
         return id(value) in self._pinned
 
     def _goes_through(self, container: Any) -> None:
@@ -168,24 +168,24 @@ class KnownObjects:
             self.gone_through.add(id(container))
 
     def looks_up(self, container: Any, key: Any, line: SourceLine) -> None:
-        """The step looks for a key: not for the tensor where only its stand-in is one."""
+        """Records a key lookup that misses a tensor because only its stand-in is a key."""
         if id(container) in self.exchanged and any(t is key for t in self.stands_for.values()):
             self.compared = self.compared or line
 
     def compares(self, a: Any, b: Any, line: SourceLine) -> None:
-        """The step asks whether two objects are one, which a tensor and its stand-in are not."""
+        """Records an identity comparison of a tensor with its own stand-in."""
         if self._original(a) is self._original(b):
             self.compared = self.compared or line
 
     def is_namespace(self, table: Any) -> bool:
-        """Whether a dictionary is that of a module of Python."""
+        """True if a dictionary is the namespace of a Python module."""
         return id(table) in self._namespaces
 
     def _outside(self, place: OutsidePlace) -> OutsidePlace:
-        """A place as it is when the step is not traced: the keys are no stand-ins."""
+        """Returns a place with a real tensor in place of a stand-in as its key."""
         key = self._original(place.key)
         return place if key is place.key else OutsidePlace(place.kind, place.holder, key)
 
     def _original(self, value: Any) -> Any:
-        """The tensor that a stand-in stands for; other values themselves."""
+        """The real tensor of a stand-in; any other value unchanged."""
         return self.stands_for.get(id(value), value) if _compat.is_fake(value) else value

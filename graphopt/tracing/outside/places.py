@@ -1,4 +1,4 @@
-"""Places in memory that a step can read: an item, a size, a variable of a closure, …."""
+"""Places that a step can read: an item, an attribute, a length, a closure variable, and so on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _COPIED = (set, frozenset, bytearray)
 
 @dataclass(frozen=True)
 class OutsidePlace:
-    """One place. `holder` is kept alive.
+    """A place outside the step that it can read or write. `holder` is kept alive.
 
     Attributes:
         kind: "item" of a dictionary or sequence; "has", whether it is there; "class", what a class
@@ -58,47 +58,46 @@ class OutsidePlace:
 
     @property
     def is_written(self) -> bool:
-        """Whether `write` can put values there."""
+        """True if `write` supports this kind of place."""
         return self.kind in _WRITERS
 
     @property
     def is_item(self) -> bool:
-        """Whether it is an item of a dictionary, as attributes are, or of one of a class that does
-        with items what dictionaries do."""
+        """True if the place is an item of a dictionary (attributes included) or similar class."""
         return self.kind == "item" and _is_table(type(self.holder))
 
     @property
     def may_carry(self) -> bool:
-        """Whether what is there may be an input of a graph that leaves something else there."""
+        """True if a value in the place may be a graph input that the step replaces."""
         return self.is_item or self.kind == "cell"
 
     @property
     def may_carry_tensor(self) -> bool:
-        """The same of a tensor, which may also be in a list."""
+        """True if a tensor in the place, lists included, may be an input that the step replaces."""
         return self.may_carry or self._is_in_list
 
     @property
     def _is_in_list(self) -> bool:
-        """Whether it is an item of a list or a queue, counted from its front."""
+        """True if the place is an item of a list or queue with a non-negative index."""
         of_list = self.kind == "item" and type(self.holder) in LISTS
         return of_list and type(self.key) is int and self.key >= 0
 
     @property
     def table(self) -> MutableMapping[Any, Any]:
-        """What has the value there as that of its key, where it may carry a tensor."""
+        """The place's container as a mapping from its key to the value."""
         if self.kind == "cell":
             return CellTable(self.holder)
         return ListTable(lambda: self.holder) if self._is_in_list else self.holder
 
     def now(self) -> Any:
-        """What is there, `MISSING` if nothing is."""
+        """The current value in the place, `MISSING` if there is none."""
         try:
             return former_of(_READERS[self.kind](self.holder, self.key))
         except (KeyError, IndexError, AttributeError, ValueError, TypeError):
             return MISSING
 
     def write(self, value: Any) -> None:
-        """Put a value there; `MISSING` takes away what is there. Of an item, an attribute, a
+        """Stores a value in the place; `MISSING` removes what is there. Of an item, an attribute, a
         variable of a closure, or what a class has for a name."""
         _WRITERS[self.kind](self.holder, self.key, value)
 
@@ -117,14 +116,14 @@ _OF_ITEMS = ("__getitem__", "__setitem__", "__delitem__", "__contains__", "__ite
 
 
 def place_in(table: MutableMapping[Any, Any], key: Any) -> OutsidePlace:
-    """The place of which `table` is the `OutsidePlace.table`, and `key` the key."""
+    """The place with this `OutsidePlace.table` and key."""
     if isinstance(table, CellTable):
         return OutsidePlace("cell", table.cell, key)
     return OutsidePlace("item", table.held if isinstance(table, ListTable) else table, key)
 
 
 class CellTable(MutableMapping[Any, Any]):
-    """A variable of a closure as a table of one item, of whatever key."""
+    """A closure variable as a mapping with one item, under any key."""
 
     def __init__(self, cell: CellType) -> None:
         self.cell = cell
@@ -149,7 +148,7 @@ class CellTable(MutableMapping[Any, Any]):
 
 
 class ListTable(MutableMapping[Any, Any]):
-    """A list or a queue as a table of its items, by their positions from its front.
+    """A list or queue as a mapping from positions to items.
 
     Args:
         find: gives the list, which may be another one in each call.
@@ -160,7 +159,7 @@ class ListTable(MutableMapping[Any, Any]):
 
     @property
     def held(self) -> list[Any]:
-        """The list of now; an empty one where there is none."""
+        """The current list; an empty one if there is none."""
         found = self._find()
         return found if type(found) in LISTS else []
 
@@ -194,7 +193,7 @@ def _whole(holder: Any, key: Any) -> Any:
 
 
 def _identities(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Values as they are, which keeps them alive, and other objects by their identity."""
+    """Immutable values as they are, and other objects by id, for comparison."""
     values = list(values)
     if set(map(type, values)) <= _NUMBERS_AND_TEXT:
         return tuple(values)
@@ -205,18 +204,18 @@ _NUMBERS_AND_TEXT = {int, float, bool, str, type(None)}
 
 
 def _item(holder: Any, key: Any) -> Any:
-    """Without `__missing__`, which may put something there."""
+    """Reads an item without calling `__missing__`, which might insert one."""
     return dict.get(holder, key, MISSING) if isinstance(holder, dict) else holder[key]
 
 
 def filled(function: Any) -> tuple[int, int]:
-    """How much a function behind `functools.lru_cache` has learned, and how much it knows."""
+    """The numbers of misses and entries of a function's `functools.lru_cache`."""
     info = function.cache_info()
     return info.misses, info.currsize
 
 
 def _remembers(holder: Any, key: Any) -> Any:
-    """Both numbers grow only, until the cache is cleared."""
+    """True if a function's cache was not cleared since it was so full."""
     return all(now >= before for now, before in zip(filled(holder), key, strict=True))
 
 
@@ -251,7 +250,7 @@ _READERS: Mapping[str, Any] = {
 
 
 def _write_item(holder: Any, key: Any, value: Any) -> None:
-    """Without methods of the program's, which ran while the step was traced."""
+    """Writes an item without calling a user's `__setitem__`, which ran during the trace."""
     base: Any = next((kind for kind in _BASES if isinstance(holder, kind)), type(holder))
     if value is not MISSING:
         base.__setitem__(holder, key, value)
@@ -277,7 +276,7 @@ def _cell_is_full(holder: CellType) -> bool:
 
 
 def _write_attribute(holder: Any, key: str, value: Any) -> None:
-    """Without `__setattr__` of the program's, which ran while the step was traced."""
+    """Writes an attribute without calling a user's `__setattr__`, which ran during the trace."""
     write: Any = type if isinstance(holder, type) else object
     if value is not MISSING:
         write.__setattr__(holder, key, value)
@@ -294,7 +293,7 @@ _WRITERS: Mapping[str, Any] = {
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """The dictionary of an object's attributes, if it has one."""
+    """The `__dict__` of an object, or None if it has none."""
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -303,12 +302,12 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 
 def key_text(key: Any) -> str:
-    """A key in a message. That of a tensor, as of optimizer state, is no text."""
+    """A key as text for messages. That of a tensor, as of optimizer state, is no text."""
     return repr(key) if is_value(key) else f"<{type(key).__name__}>"
 
 
 class OutsideRead(NamedTuple):
-    """A place that was read, what was there, how the program gets there, and the line."""
+    """A read of an outside place: the value, its path for messages, and the source line."""
 
     place: OutsidePlace
     value: Any
@@ -317,12 +316,12 @@ class OutsideRead(NamedTuple):
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are one object, or equal numbers, texts and the like."""
+    """True if two values are one object or equal immutable values."""
     return same_value(a, b, lambda value: type(value) is frozenset or is_value(value))
 
 
 def is_value(value: object) -> bool:
-    """Whether a value is compared by value. All others are by identity."""
+    """True if a value is compared by value; others are compared by identity."""
     if type(value).__dictoffset__ and not isinstance(value, enum.Enum):
         return False  # it may have attributes besides
     if isinstance(value, tuple):
@@ -345,7 +344,7 @@ _HOLDING = (dict, list, tuple, set, frozenset, collections.deque, types.MappingP
 
 
 def is_container(value: Any) -> bool:
-    """Whether `contents` looks into a value."""
+    """True if a value is a container whose items `contents` reads."""
     return isinstance(value, _HOLDING) or (
         type(value).__module__ in ("numpy", "array")
         and not isinstance(value, type)
@@ -355,12 +354,12 @@ def is_container(value: Any) -> bool:
 
 
 def is_read(value: Any) -> bool:
-    """Whether `contents` says what a step reads of a value: a container, or bytes that change."""
+    """True if `contents` covers what a step can read of a value: a container, or mutable bytes."""
     return is_container(value) or isinstance(value, _BYTES)
 
 
 def is_bytes(value: Any) -> bool:
-    """Whether what a value holds are numbers in memory, and no objects."""
+    """True if a value consists of numbers in memory, not of objects."""
     if isinstance(value, _BYTES):
         return True
     of_arrays = hasattr(type(value), "tobytes")
@@ -368,7 +367,7 @@ def is_bytes(value: Any) -> bool:
 
 
 def bytes_in(value: Any) -> int:
-    """How many bytes a container of numbers has."""
+    """The size in bytes of a container of numbers."""
     if isinstance(value, ctypes.Array):
         return ctypes.sizeof(value)
     known = getattr(value, "nbytes", None)
@@ -376,8 +375,7 @@ def bytes_in(value: Any) -> int:
 
 
 def viewed(value: Any) -> Any:
-    """The container that a view of one shows, and that a method of one without Python code is of;
-    other objects themselves."""
+    """The container behind a dictionary view or a native bound method; other objects unchanged."""
     if isinstance(value, _VIEWS):
         return next(iter(gc.get_referents(value)), value)
     if isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):

@@ -1,4 +1,4 @@
-"""The places outside a step that one trace of it reads, with what is there."""
+"""The outside places that one trace reads, with the values found."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _SEVERAL = (tuple, frozenset)
 
 
 class OutsideReads(ContainerChanges):
-    """What one trace reads outside. A value that only goes into the next value of its own place
-    (`self.n += 1`) is not read; but whoever reads that next value reads the outside one.
+    """Records the outside reads of one trace. A value that only goes into the next value of its own
+    place (`self.n += 1`) is not read; but whoever reads that next value reads the outside one.
 
     Args:
         inputs: places that are inputs of the graph, by their identities.
@@ -76,7 +76,7 @@ class OutsideReads(ContainerChanges):
         self.behind: ReadsBehindCallbacks | None = None
 
     def read(self, place: OutsidePlace, path: str, line: SourceLine) -> Any:
-        """The step reads a place. Returns what is there."""
+        """Records that the step reads a place. Returns what is there."""
         value = place.now()
         identity = place.identity
         if self.behind is not None:
@@ -118,17 +118,17 @@ class OutsideReads(ContainerChanges):
         return value
 
     def _is_symbolic(self, value: Any) -> bool:
-        """Whether a value is a number of the trace, or a tuple of such."""
+        """True if a value is a symbolic number, or a tuple of such."""
         if isinstance(value, tuple):
             return bool(value) and all(map(self._is_symbolic, value))
         return isinstance(value, SYMBOLIC)
 
     def _begins_in(self, identity: tuple[Any, ...]) -> bool:
-        """Whether the graph holds where nothing is in a place."""
+        """True if the graph holds only while a place is empty."""
         return identity in self.reads and self.reads[identity].value is MISSING
 
     def _read_before(self, place: OutsidePlace, value: Any, path: str, line: SourceLine) -> None:
-        """What the step makes of a container depends on what the container held before."""
+        """Records a dependence on the former contents of a container that the step has changed."""
         if isinstance(value, torch.Tensor) and type(place.holder) in LISTS:
             self._read_moved(place, value, path, line)
             return
@@ -138,7 +138,7 @@ class OutsideReads(ContainerChanges):
         self.reads[place.identity] = self._made(place, before, path, line)
 
     def _read_moved(self, place: OutsidePlace, value: Any, path: str, line: SourceLine) -> None:
-        """Where a tensor is in a list that the step has changed goes by where it was before."""
+        """Records the former position of a tensor in a list that the step has changed."""
         self.size(place.holder, path, line)
         before = self._mutated[id(place.holder)]
         for index, each in enumerate(before):
@@ -155,7 +155,7 @@ class OutsideReads(ContainerChanges):
         nested: bool = True,
         seen: set[int] | None = None,
     ) -> None:
-        """The step reads all that a container holds.
+        """Records that the step reads everything in a container.
 
         Args:
             nested: of containers within it as well.
@@ -179,7 +179,7 @@ class OutsideReads(ContainerChanges):
                 self.contents(value, inner, line, seen=seen)
 
     def _items_of(self, container: Any, path: str, line: SourceLine) -> list[tuple[Any, Any]]:
-        """Read the items of a container; of a large one, all at once."""
+        """Records reads of a container's items; those of a large one as one read."""
         if isinstance(container, (dict, types.MappingProxyType)):
             self.read(OutsidePlace("keys", container), f"the keys of {path}", line)
             keys: Iterable[Any] | None = list(container)
@@ -212,7 +212,7 @@ class OutsideReads(ContainerChanges):
             self.read(OutsidePlace("whole", container), path, line)
 
     def _refuse_large(self, size: str, path: str, line: SourceLine) -> None:
-        """What it costs to look in each call whether anything has changed is more than a step."""
+        """Refuses a container too large to compare in each call."""
         self.refused = self.refused or CaptureError(
             f"it reads all of {path}, {size} outside its arguments",
             location=str(users(line)),
@@ -221,7 +221,7 @@ class OutsideReads(ContainerChanges):
         )
 
     def item(self, container: Any, key: Any, path: str, line: SourceLine) -> Any:
-        """The step reads one item of an outside container."""
+        """Records that the step reads one item of an outside container."""
         if isinstance(container, list) and isinstance(key, int) and key < 0:
             self.size(container, path, line)
             key += len(container)
@@ -235,7 +235,7 @@ class OutsideReads(ContainerChanges):
             self.read(OutsidePlace("size", container), f"len({path})", line)
 
     def read_loaded(self, store: Store, place: OutsidePlace | None = None) -> bool:
-        """A value is stored: read what it was made of, other than what was in `place` itself.
+        """Records as read what a stored value was made of, except `place` itself.
 
         Returns:
             Whether it was made of that.
@@ -249,14 +249,14 @@ class OutsideReads(ContainerChanges):
         return bool(own)
 
     def read_container(self, frame: int, container: Any) -> None:
-        """The step changes a container in place, which it has loaded and puts back: each call has
-        to find this one there."""
+        """Records a read of a loaded container that the step changes in place: each call must find
+        this one."""
         for place in self.loads.places(frame):
             if place.now() is container:
                 self._read_each(self.loads.take_of(place.identity))
 
     def read_left(self) -> None:
-        """Read what has been loaded and not been stored."""
+        """Records reads of values that were loaded but never stored back."""
         self._read_each(self.loads.take_all())
 
     def _read_each(self, loads: list[Load]) -> None:
@@ -264,13 +264,13 @@ class OutsideReads(ContainerChanges):
             self.read(*each)
 
     def iterator(self, iterator: Any, path: str, line: SourceLine) -> None:
-        """The step takes values from an iterator, which are gone then."""
+        """Refuses the use of an outside iterator, whose values each call would not find again."""
         if self.is_outside(iterator):
             self.advanced = self.advanced or (path, line)
             self.refuse_advanced()  # before it is advanced: no trace is to take any
 
     def refuse_advanced(self) -> None:
-        """Refuse a step that has taken values from an iterator, where it swallows the error."""
+        """Raises the refusal of an iterator again, if the step has caught it."""
         if self.advanced is not None:
             path, line = self.advanced
             raise HostWork.ITERATOR.refused(path, str(line))
@@ -282,11 +282,11 @@ class OutsideReads(ContainerChanges):
 
 
 def of_none(container: Any) -> None:
-    """A loop goes over the object itself."""
+    """Stands for an iteration method that returns the object itself."""
 
 
 def is_stand_in(value: Any) -> bool:
-    """Whether a value stands for an input of the graph, or is a tuple of such."""
+    """True if a value is a stand-in for a graph input, or a tuple of such."""
     if isinstance(value, tuple):
         return bool(value) and all(map(is_stand_in, value))
     return _compat.is_fake(value) or is_host_number(value)

@@ -1,4 +1,4 @@
-"""What a step reads outside behind the calls of functions on the host, which may change it.
+"""Outside reads that follow a host callback, which may change what they find.
 
 graphopt.callback(check, loss)      a function that is called when the graph runs
 if self.stop: …                     eager code reads here what it has put there
@@ -29,7 +29,7 @@ _PROGRAM = (
 
 
 class ReadPlace(NamedTuple):
-    """A place that the step reads, how a message calls it, and the line."""
+    """A place that the step reads, with its path for messages and the source line."""
 
     place: Any
     path: str
@@ -37,7 +37,7 @@ class ReadPlace(NamedTuple):
 
 
 class ReadsBehindCallbacks:
-    """The reads of one trace, from the first call of a function on.
+    """The outside reads of one trace after its first host callback.
 
     Args:
         times_written: how often the step has written to each place so far.
@@ -49,12 +49,12 @@ class ReadsBehindCallbacks:
         self._before: list[dict[Any, int]] = []
 
     def calls(self) -> None:
-        """The step calls a function."""
+        """Records that the step calls a host callback."""
         self._read.append({})
         self._before.append(dict(self._times_written))
 
     def reads(self, place: Any, value: Any, path: str, line: SourceLine) -> None:
-        """The step reads a place."""
+        """Records that the step reads a place."""
         if isinstance(value, _PROGRAM) or place.kind not in _KINDS:
             return
         identity = place.identity
@@ -65,7 +65,7 @@ class ReadsBehindCallbacks:
             self._read[number][identity] = ReadPlace(place, path, line)
 
     def _last_written(self, identity: Any) -> int:
-        """The first call behind which the step has not written to a place again."""
+        """The number of the first callback after the step's last write to a place."""
         times = self._times_written.get(identity, 0)
         number = len(self._before)
         while number and self._before[number - 1].get(identity, 0) == times:
@@ -73,5 +73,5 @@ class ReadsBehindCallbacks:
         return number
 
     def call(self, number: int) -> Iterator[ReadPlace]:
-        """What is read behind a call, before the step writes to it."""
+        """Yields the reads that follow a callback, before any write by the step."""
         yield from self._read[number].values()

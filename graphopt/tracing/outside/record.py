@@ -1,4 +1,4 @@
-"""What one trace of a step read outside, and what it wrote there."""
+"""The record of one trace: the outside places that it read and wrote."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from graphopt.tracing.outside.unrepeated import users
 
 
 class WrittenPlace(NamedTuple):
-    """A place that the step wrote to.
+    """An outside place that the step wrote.
 
     Attributes:
         before: what was there.
@@ -43,12 +43,12 @@ class WrittenPlace(NamedTuple):
 
     @property
     def location(self) -> str | None:
-        """The line as a message says it."""
+        """The source line of the write, as text."""
         return None if self.line is None else str(self.line)
 
 
 class OutsideRecord(OutsideReads):
-    """What one trace read outside, and what it wrote there.
+    """The outside reads and writes of one trace.
 
     A place that the step has written is its own from then on. A value that only goes into the next
     value of its own place (`self.n += 1`) is not read; but whoever reads that next value reads the
@@ -84,7 +84,7 @@ class OutsideRecord(OutsideReads):
         self._left_in: dict[int, Any] = {}
 
     def finish(self) -> None:
-        """The step is over: look for what it changed."""
+        """Ends the trace: looks for what the step changed."""
         self.unrepeated.finish()
         self.changed = self._changed()
         self._hold_replaced()
@@ -93,8 +93,8 @@ class OutsideRecord(OutsideReads):
         self._forget_values()
 
     def _hold_replaced(self) -> None:
-        """Objects and containers that the step has found in attributes of modules, and in whose
-        place it leaves others, which the guards of the modules pass over."""
+        """Guards objects that the step found in module attributes and replaces there, which the
+        modules' own guards skip."""
         found = {identity: self._own_reads[identity] for identity in self._replaced_own()}
         self.reads = {**found, **self.reads}  # what is in them is found by them
         self._own_reads.clear()
@@ -103,19 +103,19 @@ class OutsideRecord(OutsideReads):
         return (identity for identity in self._own_reads if identity in self._written)
 
     def replaced_own(self) -> Iterator[WrittenPlace]:
-        """Attributes of modules in which the step has found an object or a container, and in whose
-        place it leaves another one."""
+        """Yields module attributes in which the step found an object or container and leaves
+        another."""
         for read in map(self._own_reads.__getitem__, self._replaced_own()):
             yield WrittenPlace(read.place, read.value, None, read.path, read.line)
 
     def close(self) -> None:
-        """Let go of what only observing needs, which is nearly everything."""
+        """Drops nearly everything, which only observation needs."""
         self._paths.clear()
         self._forget_values()
         self.optimizers.clear()
 
     def _forget_values(self) -> None:
-        """Let go of what was in places that the step has written."""
+        """Drops former values of written places."""
         self._places.clear()
         self._mutated.clear()
         self._tables.clear()
@@ -135,8 +135,8 @@ class OutsideRecord(OutsideReads):
         path: str | None = None,
         line: SourceLine | None = None,
     ) -> None:
-        """The step writes to a place, `counting` if what it makes of the value there; `owner` is
-        the object that has it as an attribute."""
+        """Records a write to a place; `counting` if the value is made from the old one; `owner` is
+        the object whose attribute it is."""
         identity = place.identity
         if self._is_its_own(place):
             self.mutated(place.holder, line or SourceLine("", 0, ""))
@@ -168,26 +168,26 @@ class OutsideRecord(OutsideReads):
         self._written.add(identity)
 
     def _is_its_own(self, place: OutsidePlace) -> bool:
-        """Whether a place is an item of a list that the step has put there itself."""
+        """True if a place is an item that the step itself has put into a list."""
         before = self._mutated.get(id(place.holder))
         if place.kind != "item" or not isinstance(before, (list, deque)):
             return False
         return type(place.key) is int and place.key >= len(before)
 
     def holds(self, place: OutsidePlace, value: Any, path: str, line: SourceLine | None) -> None:
-        """The step leaves a value in a place, which no later call puts there: it has to be there
+        """Guards a value that the step leaves in a place and no later call stores: it must be there
         already."""
         if place.identity not in self.reads and not self.is_own(place.holder):
             line = line or SourceLine("", 0, "")
             self.reads[place.identity] = self._made(place, value, path, line)
 
     def note_left_in(self) -> None:
-        """The step is at its end: what is in containers that it has written anew is still there."""
+        """Stores the contents of rewritten containers at the end of the step."""
         containers = (container for container, _ in self.rewritten.values())
         self._left_in = {id(each): _contents(each).now() for each in containers}
 
     def holds_contents(self, container: Any, line: SourceLine, left: Any = None) -> None:
-        """The same of all that is in a container; of a dictionary, of its keys.
+        """Guards a container's contents (a dictionary's keys) as `holds` does for one value.
 
         Args:
             left: what the step has left in it; None: what is there.
@@ -202,8 +202,8 @@ class OutsideRecord(OutsideReads):
         return f"{self.path(owner, type(owner).__name__)}.{place.key}"
 
     def written_places(self) -> Iterator[WrittenPlace]:
-        """The places that the step wrote to, other than attributes of modules and optimizers, also
-        by functions without Python code (`dict.update`)."""
+        """Yields the written places other than attributes of modules and optimizers, also those
+        that native methods wrote (`dict.update`)."""
         yield from (each for each in self._places.values() if not self.is_own(each.place.holder))
         for table in self._tables:
             before, path = self._mutated[id(table)], self.path(table, "dict")
@@ -215,28 +215,27 @@ class OutsideRecord(OutsideReads):
                     yield WrittenPlace(self._outside(place), was, None, text, line)
 
     def is_changed(self, container: Any) -> bool:
-        """Whether the step has written to a container."""
+        """True if the step has written to a container."""
         written = any(each.place.holder is container for each in self._places.values())
         return written or id(container) in self._mutated
 
     def is_input(self, place: OutsidePlace) -> bool:
-        """Whether the graph takes the number in a place."""
+        """True if the number in a place is an input of the graph."""
         return place.identity in self._inputs
 
     def goes_by_keys(self, table: dict[Any, Any]) -> bool:
-        """Whether the step has read keys or items of a dictionary, or the graph takes numbers of
-        it."""
+        """True if the step has read a dictionary's keys or items, or some are graph inputs."""
         if OutsidePlace("keys", table).identity in self.reads:
             return True
         places = (OutsidePlace(kind, table, key) for key in table for kind in ("item", "has"))
         return any(self.is_input(each) or each.identity in self.reads for each in places)
 
     def is_told(self, place: OutsidePlace) -> bool:
-        """Whether the step is known to read a place, and to change what is there."""
+        """True if the step is known to read a place and to change its value."""
         return place.identity in self._told
 
     def depends_on(self, place: OutsidePlace) -> bool:
-        """Whether the step has used what was in a place, be it to count; or that nothing was."""
+        """True if the step has used the former value of a place, or that there was none."""
         identity, holder = place.identity, id(place.holder)
         if identity in self.reads or identity in self._counted:
             return True
@@ -247,12 +246,12 @@ class OutsideRecord(OutsideReads):
         return any(each in self.reads for each in asked)
 
     def counts_in(self, place: OutsidePlace) -> bool:
-        """Whether the step has used what was in a place to count, and for nothing else."""
+        """True if the step has used a place's former value only to make its next one."""
         return place.identity in self._counted
 
     def begins(self, place: OutsidePlace, number: Any) -> None:
-        """The step adds tensors to a number that it finds in a place: the graph holds for this
-        number, and there is a tensor in later calls."""
+        """Records that the step adds tensors to a number in a place: this graph is for that number,
+        and later calls find a tensor."""
         found = self._begun.get(place.identity)
         if found is not None and place.identity not in self.reads:
             _, path, line = found
@@ -266,19 +265,18 @@ class OutsideRecord(OutsideReads):
         return [read.place for read in reads if read.value is value]
 
     def is_written(self, place: OutsidePlace) -> bool:
-        """Whether the step has written to a place."""
         return place.identity in self._written
 
     def taken_from(self, table: dict[str, Any]) -> set[str]:
-        """The keys of a dictionary whose numbers the graph takes."""
+        """The keys of a dictionary whose numbers are inputs of the graph."""
         return {key for key in table if OutsidePlace("item", table, key).identity in self._inputs}
 
     def has_written(self, table: dict[str, Any], key: str) -> bool:
-        """Whether the step wrote to an item of a dictionary."""
+        """True if the step wrote to an item of a dictionary."""
         return OutsidePlace("item", table, key).identity in self._written
 
     def _changed(self) -> tuple[OutsideRead, Any] | None:
-        """A place that the step has read, and then changed, and what is there now."""
+        """The first place that the step has read and then changed, with its present value."""
         for identity, read in list(self.reads.items()):
             now = read.place.now()
             if same(now, read.value) or id(read.place.holder) in self.repeated:

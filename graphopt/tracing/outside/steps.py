@@ -34,7 +34,7 @@ _HINT = (
 
 
 def record_for(call: Call, inputs: Iterable[OutsidePlace]) -> OutsideRecord:
-    """An empty record of a step. Made before anything has stand-ins.
+    """Makes the empty record of a step, before any stand-ins are inserted.
 
     Args:
         inputs: places whose numbers the graph takes.
@@ -52,7 +52,7 @@ def record_for(call: Call, inputs: Iterable[OutsidePlace]) -> OutsideRecord:
 
 @contextmanager
 def observed_step(call: Call, record: OutsideRecord, substitute: Substitute) -> Iterator[None]:
-    """While active, what the step reads outside its arguments goes into `record`.
+    """While active, outside reads of the step go into `record`.
 
     Args:
         substitute: says what the step's instructions call in place of a function.
@@ -104,7 +104,7 @@ def observed_step(call: Call, record: OutsideRecord, substitute: Substitute) -> 
 
 
 def gives(record: OutsideRecord, returned: Iterable[Any]) -> None:
-    """The step returns objects from outside: those very ones.
+    """Requires outside objects that the step returns to be the same in each call.
 
     Args:
         returned: what it returns, and all that is in it but for what is in these.
@@ -115,7 +115,7 @@ def gives(record: OutsideRecord, returned: Iterable[Any]) -> None:
 
 
 def unchanged(record: OutsideRecord) -> OutsideRecord:
-    """The record of a step that leaves what it reads as it was.
+    """Returns the record of a step that does not change the outside state it reads; else raises.
 
     Raises:
         CaptureError: it does not; naming the line that reads.
@@ -133,13 +133,13 @@ def unchanged(record: OutsideRecord) -> OutsideRecord:
 
 
 def refuse_unrepeated(record: OutsideRecord) -> None:
-    """Refuse a step that changes what no later call would change again."""
+    """Raises if a step makes changes that later calls would not repeat."""
     if record.unrepeated.first is not None:
         raise not_repeated(*record.unrepeated.first)
 
 
 def not_repeated(what: str, line: SourceLine | None) -> CaptureError:
-    """The refusal of a step that changes something as no later call would."""
+    """Builds the error for a change that later calls would not repeat."""
     return HostWork.CHANGE.error(
         f"{what} outside its arguments", None if line is None else str(line)
     )
@@ -164,7 +164,7 @@ def _refuse(record: OutsideRecord, read: OutsideRead, now: Any) -> None:
 
 
 def nest_parts(value: Any) -> Iterator[Any]:
-    """A value, and all that is in it where it is a nest."""
+    """Yields a value and everything nested in it."""
     return parts(value, lambda each: isinstance(each, (dict, list, tuple)))
 
 
@@ -173,8 +173,8 @@ def refuse_found_twice(
     given: tuple[tuple[Any, ...], dict[str, Any]],
     changes: Iterable[ContainerChange],
 ) -> None:
-    """Refuse a step that changes a container among its arguments which it also finds outside, or
-    as another argument: the trace has another one in the place of each argument.
+    """Refuses a step that changes an argument container which it also finds outside, or as another
+    argument: a trace has a separate copy for each.
 
     Args:
         given: positional and keyword arguments of the call.
@@ -198,8 +198,8 @@ def refuse_found_twice(
 
 
 def pin_left(record: OutsideRecord, recipes: Iterable[Recipe]) -> None:
-    """The step leaves constants in attributes of modules: each call leaves the containers that were
-    there before, and so has to find them where this one has."""
+    """Requires the outside containers that the step stores in module attributes to be the same in
+    each call."""
     values = [recipe.value for recipe in recipes if isinstance(recipe, Constant)]
     for each in nest_parts(values):
         if is_container(each) and record.is_outside(each):

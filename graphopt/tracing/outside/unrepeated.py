@@ -1,4 +1,4 @@
-"""What one trace of a step leaves changed outside in a way that no later call repeats.
+"""Changes outside a step that a trace makes and no later call of the graph would repeat.
 
 A trace finds everything as the one before it has left it. So what the second one changes again, the
 step changes in each call, and not once, as a cache is filled: such a step is refused.
@@ -32,7 +32,7 @@ class LeftPlace(NamedTuple):
 
 
 class UnrepeatedChanges:
-    """Notes such changes.
+    """Collects the changes that later calls would not repeat.
 
     Attributes:
         first: what is changed first, as a message calls it, and where.
@@ -55,16 +55,16 @@ class UnrepeatedChanges:
         self._arrays: dict[int, tuple[Any, Any, str, SourceLine]] = {}
 
     def add(self, what: str, line: SourceLine | None) -> None:
-        """The step leaves something changed that it would change again."""
+        """Records a change that each eager call would make again."""
         self.first = self.first or (what, line and users(line))
 
     def refuse(self, what: str, line: SourceLine | None) -> None:
-        """The same of what a trace does not put back, so that it cannot be traced a second time."""
+        """Records an unrepeated change that cannot be undone for a second trace."""
         self.add(what, line)
         self.at_once = True
 
     def note(self, holder: Any, path: str, line: SourceLine) -> None:
-        """The step writes to an object."""
+        """Records that the step writes to an object."""
         if self.remembering and self._is_remembered():
             self.refuse(path, line)
             self.once = True
@@ -74,35 +74,35 @@ class UnrepeatedChanges:
             self._lines[id(holder)] = path, users(line)
 
     def remembers(self, function: Any) -> None:
-        """The step calls a function with a cache."""
+        """Records that the step calls a function with a cache."""
         code = getattr(inspect.unwrap(function), "__code__", None)
         if code is not None:
             self.remembering.add(code)
 
     def _is_in_mode(self) -> bool:
-        """Whether a mode does this, which a graph shows other calls than its trace."""
+        """True if a torch mode of the program is running, which sees other calls in a graph."""
         return any(map(_compat.runs_mode, frames(sys._getframe(1))))
 
     def _is_remembered(self) -> bool:
-        """Whether this happens within a function that runs once, and whose cache stays filled when
-        what it has changed is put back."""
+        """True inside a function whose result is cached, so that it runs once although its changes
+        are restored."""
         return any(frame.f_code in self.remembering for frame in frames(sys._getframe(1)))
 
     def written_at(self, holder: Any) -> tuple[str, SourceLine] | None:
-        """How the step got to an object that it has written to, and the line."""
+        """The path and source line of an object's first write, or None."""
         return self._lines.get(id(holder))
 
     def locks(self, lock: Any, path: str, line: SourceLine) -> None:
-        """The step takes a lock, which it may give back."""
+        """Records that the step acquires a lock, which it may release."""
         self._locks.setdefault(id(lock), (lock, lock.locked(), path, users(line)))
 
     def watches(self, array: Any, path: str, line: SourceLine) -> None:
-        """The step does to a large array, which is not put back, what cannot be seen."""
+        """Copies a large array, to find out later if the step has changed it."""
         if id(array) not in self._arrays:
             self._arrays[id(array)] = (array, array.copy(), path, users(line))
 
     def finish(self) -> None:
-        """The step is over."""
+        """Ends the step: looks for locks, arrays and variables that it left changed."""
         for lock, taken, path, line in self._locks.values():
             if lock.locked() and not taken:
                 lock.release()
@@ -119,5 +119,5 @@ class UnrepeatedChanges:
 
 
 def users(line: SourceLine) -> SourceLine:
-    """A line of the user's: of the standard library's, the one that calls it."""
+    """The user's line that runs: the caller's, for a line of the standard library."""
     return (current_user_line() or line) if is_library_file(line.file) else line

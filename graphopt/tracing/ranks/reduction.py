@@ -1,4 +1,4 @@
-"""What the ranks of a group share in a step, marked while it is traced.
+"""Markers on gradients and buffers that ranks share, inserted during a trace as DDP would.
 
 Which values that is, and when, is what DistributedDataParallel does. A gradient is marked once its
 accumulation is complete: when the step first reads, sets or deletes any gradient, or uses the
@@ -28,7 +28,7 @@ from graphopt.tracing.inputs.entries import Inputs
 
 
 class UnagreedParameterError(GraphOptError):
-    """A parameter gets a gradient that the ranks have not agreed to share."""
+    """A parameter gets a gradient that the ranks have not agreed to average."""
 
 
 Ask = Callable[[Sequence[int], Sequence[torch.Tensor]], Sequence[int]]
@@ -37,7 +37,7 @@ Ask = Callable[[Sequence[int], Sequence[torch.Tensor]], Sequence[int]]
 
 @dataclass(frozen=True)
 class AgreedOrder:
-    """What the ranks average in one call.
+    """The parameters that all ranks average in one call, in the agreed order.
 
     Attributes:
         names: of the parameters that all ranks mark, in launch order.
@@ -52,7 +52,7 @@ class AgreedOrder:
 
 @dataclass(frozen=True)
 class MarkedCommunication:
-    """What is marked in a trace, for a kind of parallelism to expand.
+    """The communication that a trace marks for a kind of parallelism to expand.
 
     Attributes:
         parallel: the kind.
@@ -97,7 +97,7 @@ class GradientMarker:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While active, notes which gradients a backward completes, in order."""
+        """While active, records the gradients that backwards complete, in order."""
         handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(name))
             for name, parameter in self.parameters.items()
@@ -118,8 +118,8 @@ class GradientMarker:
         return accumulated
 
     def begin_backward(self) -> None:
-        """A backward begins. What one before it has left is averaged with what this one adds,
-        unless hooks of the program's look at what is accumulated."""
+        """Handles the start of a backward. What one before it has left is averaged with what this
+        one adds, unless hooks of the program's look at what is accumulated."""
         if any(map(_is_watched, self.parameters.values())):
             self.mark_ready()
         self.earlier = frozenset(self.ready)
@@ -140,7 +140,7 @@ class GradientMarker:
             )
 
     def is_used_by(self, values: Any) -> bool:
-        """Whether one of these values lies in the memory of a gradient that is to be marked."""
+        """True if a value shares memory with a gradient that is to be marked."""
         if not self.ready:
             return False
         used = set(_memory_of(_compat.tree_leaves(values)))
@@ -148,7 +148,7 @@ class GradientMarker:
         return not used.isdisjoint(_memory_of(gradients))
 
     def mark_ready(self) -> None:
-        """Mark every gradient accumulated since the last time, in the agreed order."""
+        """Marks all gradients accumulated since the last marks, in the agreed order."""
         if not self.ready:
             return
         pending, self.ready = self.ready, {}
@@ -180,7 +180,7 @@ class GradientMarker:
                 self._put(name, shared)
 
     def _accumulated_before(self, pending: Container[str]) -> list[str]:
-        """Parameters of the same modules that have gradients of earlier calls alone."""
+        """Parameters of the same modules that only have gradients of earlier calls."""
         if not self.accumulated:
             return []
         roots = {self.roots[name] for name in self.parameters if name in pending}
@@ -194,15 +194,15 @@ class GradientMarker:
         ]
 
     def _is_missing(self, name: str, pending: Container[str], agreed: AgreedOrder) -> bool:
-        """Whether this rank does not use a parameter, and sends zeros for it now: with others of
-        its module, as DDP does, or with the first where it uses none of them."""
+        """True if this rank does not use a parameter, and sends zeros for it now: together with its
+        module's others, or with the first parameter if it uses none of the module."""
         if name in agreed.used or name in self.asked:
             return False
         together = [n for n in agreed.names if self.roots[n] == self.roots[name]]
         return any(n in pending for n in together) or agreed.used.isdisjoint(together)
 
     def _shared(self, name: str) -> torch.Tensor:
-        """Mark a gradient, or zeros where there is none. Returns what the ranks share."""
+        """Marks a gradient, or zeros if there is none. Returns what the ranks share."""
         parameter = self.parameters[name]
         gradient = parameter.grad
         with torch.no_grad(), self.tagger.sending(name):
@@ -213,7 +213,7 @@ class GradientMarker:
             return reduce_gradient(gradient, name, self.group)
 
     def _put(self, name: str, shared: torch.Tensor) -> None:
-        """Let a parameter have the gradient that the ranks share."""
+        """Stores the marked gradient in its parameter."""
         parameter = self.parameters[name]
         with torch.no_grad(), self.tagger.sending(name):
             gradient = parameter.grad
@@ -224,12 +224,12 @@ class GradientMarker:
 
 
 def _is_watched(parameter: torch.Tensor) -> bool:
-    """Whether the program has hooks on what is accumulated for a parameter; one is the marker's."""
+    """True if the program has post-accumulate hooks on a parameter."""
     return count_hooks_on_sum(parameter) > 1
 
 
 def _memory_of(values: Iterable[Any]) -> Iterator[int]:
-    """The storages of dense tensors among some values."""
+    """Yields the storage keys of dense tensors among values."""
     for value in values:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             yield _compat.storage_key(value)
@@ -244,7 +244,7 @@ def _is_sparse(name: str) -> CaptureError:
 
 
 def mark_buffers(module: nn.Module, group: Group) -> None:
-    """Mark the buffers of the traced `module`; they become what the ranks share."""
+    """Marks a module's buffers, and replaces their values by the marker's results."""
     buffers = {name: buffer for name, buffer in module.named_buffers() if buffer.numel()}
     if not buffers:
         return
@@ -253,7 +253,7 @@ def mark_buffers(module: nn.Module, group: Group) -> None:
 
 
 def roots_of_parameters(modules: Sequence[torch.nn.Module], inputs: Inputs) -> dict[str, int]:
-    """By the name of each parameter, the number of the module that it belongs to; -1: none."""
+    """Maps each parameter's name to the number of its root module, or -1."""
     roots: dict[int, int] = {}
     for number, root in enumerate(modules):
         for parameter in root.parameters():

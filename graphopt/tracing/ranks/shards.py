@@ -1,4 +1,4 @@
-"""Inputs that each rank holds a part of: which they are, and what stands for them in a trace.
+"""Sharded inputs of a step, and the whole fake tensors that replace them in a trace.
 
 A step is traced as that of one device, on tensors of their whole shapes. In the optimizer, and in
 the model, what is sharded is a DTensor whose local tensor are the rows that this rank owns; the
@@ -46,7 +46,7 @@ def placements(
 
 
 def whole_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """What stands in a trace for a tensor of which this rank has rows."""
+    """A fake tensor of the whole shape, for a tensor of which this rank has rows."""
     with mode:
         whole = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
@@ -57,8 +57,8 @@ def whole_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_states(call: Call, parallel: OverRanks) -> int:
-    """Let this rank keep its rows alone of what the optimizers of a call hold whole. Returns how
-    many entries have changed."""
+    """Reduces whole optimizer state of a call to this rank's rows. Returns how many entries have
+    changed."""
     whole = list(_whole_states(call, parallel))
     for entries, key, rows in whole:
         entries[key] = rows
@@ -66,12 +66,12 @@ def shard_states(call: Call, parallel: OverRanks) -> int:
 
 
 def has_whole_states(call: Call, parallel: OverRanks) -> bool:
-    """True if the optimizers of a call hold whole what ranks are to hold rows of."""
+    """True if a call's optimizers hold state whole that should be sharded."""
     return any(True for _ in _whole_states(call, parallel))
 
 
 def _whole_states(call: Call, parallel: OverRanks) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
-    """Entries that optimizers hold whole: the table and key of each, and this rank's rows."""
+    """Yields optimizer entries to shard that are whole: table, key, and this rank's rows."""
     for optimizer in call.optimizer_objects():
         for parameter, entries in optimizer.state.items():
             if not isinstance(parameter, torch.Tensor) or not isinstance(entries, dict):
@@ -83,8 +83,7 @@ def _whole_states(call: Call, parallel: OverRanks) -> Iterator[tuple[dict[Any, A
 
 
 def shard_made(entries: list[Any], parallel: Parallel) -> list[Any]:
-    """The same of state that has been made for a step, and is not in its optimizers yet: tables,
-    owners, keys and values."""
+    """Shards created optimizer state that is not in its optimizers yet."""
     if not isinstance(parallel, OverRanks):
         return entries
     return [(*place, owner, key, _sharded(v, owner, parallel)) for *place, owner, key, v in entries]
@@ -102,7 +101,7 @@ def _sharded(value: Any, parameter: Any, parallel: OverRanks) -> Any:
 
 
 class ShardWindows:
-    """The windows that stand for sharded inputs of a graph, by position.
+    """The windows that a graph takes for sharded inputs, by position.
 
     Args:
         sharded: positions of the inputs.
@@ -118,7 +117,7 @@ class ShardWindows:
             self._ranks, self._rank = group.size(), group.rank()
 
     def put(self, values: list[Any]) -> list[Any]:
-        """The values of inputs, with windows in place of DTensors."""
+        """Replaces DTensors among the inputs by this rank's windows."""
         for index in self._sharded:
             values[index] = self._window(index, values[index])
         return values

@@ -1,4 +1,4 @@
-"""The gradients and buffers of one traced step that several ranks share."""
+"""Marking of gradients and buffers in one trace, for ranks that share them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SharedByRanks:
         self._marker: GradientMarker | None = None
 
     def begin(self, traced: StandIns) -> None:
-        """The step is to be run with these tensors."""
+        """Starts a trace with these stand-ins."""
         communication = self._communication
         if communication is None:
             return
@@ -59,18 +59,18 @@ class SharedByRanks:
         )
 
     def running(self) -> Iterator[AbstractContextManager[Any]]:
-        """What is so while the step runs."""
+        """Yields the contexts that must be active while the step runs."""
         if self._marker is not None and self._communication is not None:
             yield self._marker.watching()
             yield self._buffers_marked(self._communication)
 
     def mark(self) -> None:
-        """Mark the gradients that are there."""
+        """Marks all gradients that are complete."""
         if self._marker is not None:
             self._marker.mark_ready()
 
     def mark_used(self, values: Any) -> None:
-        """Mark the gradients that are there, if one of these values lies in the memory of one."""
+        """Marks all complete gradients if a value shares memory with one."""
         if self._marker is not None and self._marker.is_used_by(values):
             self._marker.mark_ready()
 
@@ -85,7 +85,7 @@ class SharedByRanks:
             self._marker.refuse_reading(tensor)
 
     def finish(self) -> tuple[str, ...]:
-        """The step is over. Returns the parameters with marked gradients, in the order they were
+        """Ends the step. Returns the parameters with marked gradients, in the order they were
         ready."""
         marker, self._marker = self._marker, None  # which holds gradients
         return () if marker is None else tuple(marker.used)
@@ -93,7 +93,7 @@ class SharedByRanks:
     def _used_anywhere(
         self, agreed: AgreedOrder | None, positions: Sequence[int], sent: Sequence[torch.Tensor]
     ) -> Sequence[int]:
-        """Which parameters that this rank does not use are used by another one."""
+        """For each parameter that this rank does not use, 1 if another rank does, else 0."""
         assert agreed is not None
         anywhere = agreed.anywhere or ()
         likely = tuple(int(agreed.names[position] in anywhere) for position in positions)
@@ -101,7 +101,7 @@ class SharedByRanks:
 
     @contextmanager
     def _buffers_marked(self, communication: MarkedCommunication) -> Iterator[None]:
-        """While active, a root module's forward begins with buffers that the ranks share."""
+        """While active, a root module's forward begins by marking its buffers."""
         if not communication.parallel.broadcast_buffers:
             yield
             return

@@ -1,4 +1,4 @@
-"""Functions behind `functools.lru_cache` that give tensors: refused.
+"""Refusal of `functools.lru_cache` functions that return tensors.
 
 Eager code runs such a function once for its arguments; from then on it gets the very tensors that
 the function gave it. A trace would leave stand-ins there. Plain values are as the cache has them.
@@ -23,20 +23,20 @@ _WRAPPER = functools._lru_cache_wrapper
 
 
 class CachedFunctions:
-    """Those that a trace calls."""
+    """Checks the cached functions that a traced step calls."""
 
     def __init__(self, record: OutsideRecord) -> None:
         self._record = record
 
     def __call__(self, callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
-        """What is called in place of a function that the step calls; None: itself."""
+        """The checked form of a cached function; None for other callees."""
         if type(callee) is not _WRAPPER or not self._record.is_outside(callee):
             return None
         return partial(_called, callee)
 
 
 def _called(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a function with a cache gives.
+    """Calls a cached function, and checks arguments and result.
 
     Raises:
         CaptureError: that is a tensor, or it is given what only the trace has.

@@ -1,4 +1,4 @@
-"""Calls of a step that are work on the host: refused where they stand (see `refusals`)."""
+"""Refusal of a step's calls that do host work (see `refusals`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from graphopt.tracing.rollback.generators import draw_of
 
 
 class RefusedCalls:
-    """Looks at each call that the step's own code makes.
+    """Checks each call that the step's own code makes.
 
     Args:
         is_outside: whether an object was there before the step.
@@ -31,7 +31,7 @@ class RefusedCalls:
         self._is_outside = is_outside
 
     def __call__(self, callee: Any, args: Sequence[Any]) -> None:
-        """Refuse a call.
+        """Refuses a call that does host work.
 
         Args:
             args: positional values, the object of a method first, and those of keywords.
@@ -53,8 +53,8 @@ class RefusedCalls:
 
 
 def refuse_begun(frame: FrameType, is_outside: Callable[[Any], bool]) -> None:
-    """Refuse a step in which a function of torch's or Python's begins that steps a scheduler, or
-    takes values from a loader or an iterator that was there before."""
+    """Refuses the start of a library function that steps a scheduler, or takes values from an
+    outside loader or iterator."""
     code = frame.f_code
     steps = code.co_name == "step" and code.co_filename == lr_scheduler.__file__
     takes = code.co_name == "__next__" and is_library_file(code.co_filename)
@@ -68,8 +68,8 @@ def refuse_begun(frame: FrameType, is_outside: Callable[[Any], bool]) -> None:
 def refusing(
     refuse: RefusedCalls, kinds: Sequence[Callable[[Any, Sequence[Any]], Any]]
 ) -> Callable[[Any, Sequence[Any]], Any]:
-    """Says what is called in place of a function, as the first of several says it; None: itself.
-    Calls that are work on the host are refused before."""
+    """Returns a function that refuses host work and otherwise gives a replacement for a callee, or
+    None."""
 
     def called(callee: Any, args: Sequence[Any]) -> Any:
         refuse(callee, args)

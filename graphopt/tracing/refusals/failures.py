@@ -1,4 +1,4 @@
-"""Turn whatever stops a trace into a `CaptureError` that names the user's line and the way out."""
+"""Conversion of exceptions during a trace to `CaptureError`s with the user's line and a cure."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def explained(step: Callable[..., Any]) -> Iterator[None]:
 
 
 def raised_by_step(error: CaptureError) -> Exception | None:
-    """The exception behind a refusal, where a `raise` or an `assert` in the user's code has raised
-    it; None where the refusal has another cause."""
+    """The user's own exception (`raise`, `assert`) behind a refusal, or None if it has another
+    cause."""
     filename = _raising_file(error)
     cause = error.__cause__
     if filename is None or is_library_file(filename) or not isinstance(cause, Exception):
@@ -120,14 +120,14 @@ def raised_by_step(error: CaptureError) -> Exception | None:
 
 
 def is_raised(error: CaptureError) -> bool:
-    """Whether a `raise` in the step or in a function of a library that it calls is behind a
-    refusal, rather than what graphopt or torch say of the trace."""
+    """True if code of the step or of a library it calls raised the exception behind a refusal,
+    rather than graphopt or torch's tracing."""
     filename = _raising_file(error)
     return filename is not None and not is_tracing_file(filename)
 
 
 def _raising_file(error: CaptureError) -> str | None:
-    """The file of the `raise` or `assert` behind a refusal, where that is one."""
+    """The file whose `raise` or `assert` is behind a refusal, or None."""
     cause = error.__cause__
     if not isinstance(cause, Exception) or isinstance(cause, GraphOptError):
         return None
@@ -142,7 +142,7 @@ def _raising_file(error: CaptureError) -> str | None:
 
 @contextmanager
 def located(line: str | None) -> Iterator[None]:
-    """While active, refusals that have no line of their own get this one."""
+    """While active, refusals without a source line get this one."""
     try:
         yield
     except CaptureError as error:

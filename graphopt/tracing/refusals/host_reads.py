@@ -1,5 +1,5 @@
-"""What the step's own code reads from files, folders and processes, which is refused: the graph
-would go on with what was there at capture.
+"""Refusal of a step's reads from files, folders and processes: a graph would keep what it found at
+capture.
 
     np.load(path)  ──▶ builtins.open, called by numpy, called by the step: refused, with its line
     import scipy   ──▶ opens files as well, for the import system: let through
@@ -62,8 +62,8 @@ _INFRASTRUCTURE = frozenset(
 
 
 def read_by(callee: Any, args: Sequence[Any]) -> str | None:
-    """The call that reads from a file, a folder or a process, as a message names it; None for any
-    other one.
+    """The name in messages of a call that reads from a file, folder or process; None for other
+    calls.
 
     Args:
         args: positional values, the object of a method first, and those of keywords.
@@ -84,8 +84,8 @@ def read_by(callee: Any, args: Sequence[Any]) -> str | None:
 
 @contextmanager
 def no_reading() -> Iterator[None]:
-    """While active, what this thread's own code reads from files, folders and processes is refused,
-    and files that it opens to write; also where the standard library or a package does it."""
+    """While active, reads from files, folders and processes by the step's code are refused, also
+    through libraries, as is opening files to write."""
     thread, looking = threading.get_ident(), False
 
     def line_of(frame: FrameType) -> SourceLine | None:
@@ -130,8 +130,8 @@ def no_reading() -> Iterator[None]:
 
 
 def asking_line(frame: FrameType) -> SourceLine | None:
-    """The line of the step's own code for which something is read; None where Python, torch or
-    graphopt read for themselves."""
+    """The line of the step's code that causes a read; None if Python, torch or graphopt read for
+    themselves."""
     for each in frames(frame):
         file = each.f_code.co_filename
         if file == __file__ or each.f_code is CODE:

@@ -1,4 +1,4 @@
-"""What a step may not do on the host, why, and what to write instead: one row each.
+"""Host work that a step must not do: the reason and the cure for each kind.
 
 A captured step runs as a graph: its Python runs while it is traced, and not in each call. What it
 would do on the host is refused where it stands. Three cures take such a line out of the step:
@@ -21,7 +21,7 @@ _BEFORE = "do this before the call, and pass the result as an argument"
 
 
 class HostWork(Enum):
-    """Work on the host that no graph does: what the step does, and the cure."""
+    """A kind of host work that no graph does, with the text of reason and cure."""
 
     CHANGE = (
         "changes {}, and not by a tensor or a number that it puts into an attribute or an item of a"
@@ -82,7 +82,7 @@ class HostWork(Enum):
     )
 
     def said(self, what: str) -> tuple[str, str]:
-        """The reason and the cure.
+        """The texts of reason and cure.
 
         Args:
             what: the step does this to, or by; a part of the reason.
@@ -91,12 +91,12 @@ class HostWork(Enum):
         return f"it {reason.format(what)}, which would happen at capture only", cure.format()
 
     def error(self, what: str, location: str | None) -> CaptureError:
-        """The same as an error, with the line."""
+        """The `CaptureError` for this kind of work, with its source line."""
         reason, cure = self.said(what)
         return CaptureError(reason, location=location, hint=cure)
 
     def refused(self, what: str = "", location: str | None = None) -> CaptureError:
-        """The same of a step that does this now, which is refused even where it swallows the error.
+        """The `CaptureError`, which refuses the step even if it is caught.
 
         Args:
             location: by default the line that runs.

@@ -1,5 +1,5 @@
-"""What the step's own code prints, logs, warns of and writes, and the clocks that it reads, which
-is refused: it would happen at capture only.
+"""Refusal of a step's output (print, logs, warnings, files) and clock reads, which would happen at
+capture only.
 
     print(loss)         refused, with its line
     logger.warning(…)   refused where the program says it; a message of a package's own, or of the
@@ -60,8 +60,7 @@ _OF_PATHS = frozenset(
 
 
 def written_by(callee: Any, args: Sequence[Any]) -> tuple[HostWork, str] | None:
-    """The kind of work that a call does on the host, and how a message names it; None where it does
-    none of these.
+    """The kind of host work that a call does, and its name in messages; None if it does none.
 
     Args:
         args: positional values, the object of a method first, and those of keywords.
@@ -105,7 +104,7 @@ def _kind_of(owner: Any) -> type:
 
 
 def shows(owner: Any, name: str) -> bool:
-    """Whether a method of an object of a well-known package shows something and gives nothing."""
+    """True if a method of a well-known package's object only displays something."""
     homes = {(kind.__module__.partition(".")[0], kind.__name__) for kind in _kind_of(owner).__mro__}
     packages = {package for package, _ in homes}
     if "tqdm" in packages:
@@ -116,14 +115,14 @@ def shows(owner: Any, name: str) -> bool:
 
 
 def _is_heard(owner: Any, name: str, args: Sequence[Any]) -> bool:
-    """Whether somebody reads a message."""
+    """True if a log message or warning reaches somebody."""
     logger = owner if isinstance(owner, logging.Logger) else logging.getLogger()
     level = _LEVELS[name]
     return logger.isEnabledFor(level) and (logger.hasHandlers() or level >= logging.WARNING)
 
 
 def _writes(owner: Any, name: str, args: Sequence[Any]) -> bool:
-    """Whether a method writes to a file or a table."""
+    """True if a method writes to a file or table."""
     if isinstance(owner, io.IOBase):
         return name in ("write", "writelines", "truncate")
     if isinstance(owner, pathlib.Path):
@@ -137,7 +136,7 @@ def _is_writing_mode(value: Any) -> bool:
 
 @contextmanager
 def no_printing() -> Iterator[None]:
-    """While active, what this thread's own code prints is refused."""
+    """While active, `print` by the step's code is refused."""
     real = builtins.print
 
     def checked(*args: Any, **options: Any) -> None:

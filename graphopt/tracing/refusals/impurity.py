@@ -1,4 +1,4 @@
-"""Effects outside the graph: found while a step is traced, refused with the line that has them."""
+"""Detection and refusal of a step's effects on optimizers and numbers outside the graph."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def no_other_optimizers(
     find: Callable[[Optimizer], bool],
     made_here: Callable[[Optimizer], bool],
 ) -> Iterator[None]:
-    """While active, stepping an optimizer that is not among `known` is refused; one that may become
-    one of them does nothing: the trace is done anew, and what else it finds by then is known.
+    """While active, steps of unknown optimizers do nothing if these may become inputs of a new
+    trace, and are refused otherwise.
 
     Args:
         find: takes note of another one. Returns whether it may become one of them.
@@ -62,7 +62,7 @@ def no_other_optimizers(
 
 
 class _IdleOptimizer:
-    """An optimizer without parameters, until the end, when it is what it was."""
+    """An optimizer emptied of parameters until `end`, so that its steps do nothing."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         tables = [vars(optimizer), *optimizer.param_groups, optimizer.state]
@@ -72,13 +72,13 @@ class _IdleOptimizer:
             group["params"] = []
 
     def end(self) -> None:
-        """Let it be what it was."""
+        """Restores the optimizer."""
         for table, before in self._before:
             TABLE.write(table, before)
 
 
 def taken_for_a_number() -> CaptureError:
-    """A setting of an optimizer becomes what further calls cannot follow."""
+    """Builds the error for a traced number that becomes a plain number."""
     return CaptureError(
         "a number that an optimizer's settings or counts decide (such as its learning rate) is"
         " taken for a plain number, which would happen at capture only",
@@ -89,7 +89,7 @@ def taken_for_a_number() -> CaptureError:
 
 
 def line_where(changed: Callable[[], bool], run: Callable[[], object]) -> SourceLine | None:
-    """The user's line after which `changed()` holds first, found by running the step once more.
+    """The user's line after which `changed()` first holds, found by running the step once more.
 
     Only called when it is known that there is one: following every line is slow.
     """

@@ -1,4 +1,4 @@
-"""Autocast around a call: refused where it would keep casts of weights from one call to the next.
+"""Autocast's cache of weight casts: refused if it outlasts a call, reproduced within a step.
 
 Autocast caches the casts of weights until its outermost region is left. In a region around several
 calls, eager code goes on with the casts of before an update, which no graph of one step can repeat.
@@ -22,7 +22,7 @@ from graphopt.tracing.scalars.numbers import current_notes
 
 
 def refuse_kept_casts() -> None:
-    """Before a call is captured, and before the casts that are kept are touched.
+    """Refuses a call inside an autocast region that caches casts across calls.
 
     Raises:
         CaptureError: autocast is on around the call, and keeps casts.
@@ -38,7 +38,7 @@ def refuse_kept_casts() -> None:
 
 
 def refuse_switched(callee: Any) -> None:
-    """Refuse a call in a step that switches autocast without entering a region.
+    """Refuses a step that switches autocast without entering a region.
 
     Raises:
         CaptureError: it does.
@@ -61,7 +61,7 @@ _SWITCHES = frozenset(
 
 
 class StepCasts:
-    """The weight cache of autocast while a step is traced.
+    """Autocast's weight cache during one trace.
 
     Attributes:
         kept: whether the step has entered a region that keeps casts until it is left.
@@ -74,9 +74,9 @@ class StepCasts:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """While active, autocast has its weight cache, which `make_fx` turns off, as it was: with
-        it, eager casts a weight once, and sums its gradients before the cast. Emptied on leaving
-        where the trace lies in a region, so that no traced tensor stays in it."""
+        """While active, autocast caches weight casts as in eager code, although `make_fx` disables
+        that: a weight is cast once, and its gradients are summed before the cast. Emptied on
+        leaving where the trace lies in a region, so that no traced tensor stays in it."""
         enable = torch.set_autocast_cache_enabled
         enable(self._enabled)
 
@@ -95,8 +95,8 @@ class StepCasts:
                 torch.clear_autocast_cache()
 
     def _note(self) -> None:
-        """Note that the step enters a region that keeps casts; refuse it, without an exception in
-        the middle of entering, where a region around the call makes it keep them for longer."""
+        """Records that the step enters a caching region; refuses it if a region around the call
+        keeps the cache longer."""
         self.kept, notes = True, current_notes()
         if self._around and notes is not None:
             error = CaptureError(

@@ -1,4 +1,4 @@
-"""Operators and features of torch that no capture knows: their names, and what to write instead.
+"""Operators and features of torch that no capture supports: their names and cures.
 
 An exception that torch raises while a step is traced often says nothing of the cause. Here it is
 told by the function of torch that was running, or by a part of the text.
@@ -115,8 +115,7 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
 
 
 def unknown_feature(error: Exception) -> tuple[str, str] | None:
-    """The reason and the cure, where an operator or a feature that no capture knows has raised an
-    exception; None for others."""
+    """The reason and cure if an unsupported operator or feature raised an exception, else None."""
     running = running_in_step(error)
     compiled = ("torch/_dynamo/eval_frame.py", "compile_wrapper")
     for ending, name, cure in _CALLS:
@@ -186,7 +185,7 @@ _UNKNOWN_CALLS: tuple[tuple[Callable[[Any, Any], bool], str, str], ...] = (
 
 
 def refuse_unknown_call(callee: Any, args: Sequence[Any]) -> None:
-    """Refuse a call of the step's own code whose result no trace can know.
+    """Refuses a call whose result no trace can know.
 
     Args:
         args: positional values, the object of a method first, and those of keywords.
@@ -203,7 +202,7 @@ def refuse_unknown_call(callee: Any, args: Sequence[Any]) -> None:
 
 
 def refuse_address() -> NoReturn:
-    """Refuse a question of the step for the identity of memory.
+    """Refuses a question for the address of memory.
 
     Raises:
         CaptureError: always.
@@ -224,7 +223,7 @@ _LAYOUTS: tuple[tuple[Callable[[torch.Tensor], bool], str, str], ...] = (
 
 
 def check_layout(name: str, tensor: torch.Tensor) -> None:
-    """Refuse an input that no fake tensor can stand for.
+    """Refuses an input without a fake counterpart.
 
     Raises:
         CaptureError: it is quantized, nested or opaque.
@@ -235,8 +234,8 @@ def check_layout(name: str, tensor: torch.Tensor) -> None:
 
 
 def refuse_unseen_results(graph: fx.Graph) -> None:
-    """Refuse a graph of a step on real tensors that holds a fake one: the trace has not seen how
-    that was computed, as in another thread.
+    """Refuses a graph that holds a fake tensor, computed unseen by the trace, for example in
+    another thread.
 
     Raises:
         CaptureError: it does.

@@ -1,4 +1,4 @@
-"""The generators of Python and numpy: their states, and which calls draw from them."""
+"""Random number generators of Python and numpy: their states, and the calls that draw from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MODULES = ("numpy.random", "numpy.random.mtrand")
 
 
 def _kinds() -> tuple[type, ...]:
-    """The classes of generators."""
+    """The classes of Python's and numpy's generators."""
     numpy = sys.modules.get("numpy.random")
     if numpy is None:
         return (random.Random,)
@@ -26,7 +26,6 @@ def _kinds() -> tuple[type, ...]:
 
 
 def read_state(generator: Any) -> Any:
-    """All that decides what a generator draws next."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, torch.Generator):
@@ -35,7 +34,6 @@ def read_state(generator: Any) -> Any:
 
 
 def write_state(generator: Any, state: Any) -> None:
-    """Put a generator back."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, torch.Generator):
@@ -52,8 +50,8 @@ def _comparable(state: Any) -> Any:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """While active, code draws from the global generators without anybody seeing it afterwards.
-    Where other threads may draw meanwhile, nothing is put back."""
+    """While active, draws from global generators leave no trace afterwards. Where other threads may
+    draw meanwhile, nothing is put back."""
     shared = other_threads_run()
     before = [(each, read_state(each)) for each in global_generators()]
     try:
@@ -66,8 +64,8 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def draws_noted() -> Iterator[list[str]]:
-    """While active, the modules are noted whose functions draw from the global generators, called
-    by the trace from anywhere: where other threads draw as well, states say nothing."""
+    """While active, records the modules whose functions draw from global generators for the trace;
+    other threads may draw, too."""
     noted: list[str] = []
 
     def noting(function: Callable[..., Any], module: str) -> Callable[..., Any]:
@@ -89,7 +87,7 @@ def draws_noted() -> Iterator[list[str]]:
 
 
 def global_generators() -> list[Any]:
-    """Those behind the functions of `random` and `numpy.random`."""
+    """The generators behind the functions of `random` and `numpy.random`."""
     found = [_owner(random.random)]
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
@@ -102,8 +100,8 @@ def _owner(method: Any) -> Any:
 
 
 def draw_of(callee: Any, args: Sequence[Any], is_outside: Callable[[Any], bool]) -> str | None:
-    """The call of a generator of Python or numpy, as a message names it; None for any other call.
-    A generator that the step makes itself, from a seed, draws the same numbers in each call.
+    """The name in messages of a call that draws from a Python or numpy generator; None for other
+    calls. A generator that the step makes itself, from a seed, draws the same numbers in each call.
 
     Args:
         args: positional values, the object of a method first, and those of keywords.
@@ -124,7 +122,7 @@ def draw_of(callee: Any, args: Sequence[Any], is_outside: Callable[[Any], bool])
 
 
 def _generator_of(callee: Any, name: str, args: Sequence[Any]) -> Any:
-    """The generator of which a callee is a public method, bound or not."""
+    """The generator that a callee is a public method of, or None."""
     if name.startswith("_"):
         return None
     kinds, owner = _kinds(), getattr(callee, "__self__", None)
@@ -148,6 +146,6 @@ def _makes_generator(callee: Any, name: str) -> bool:
 
 
 def _said(generator: Any) -> str:
-    """How messages name a generator."""
+    """The name of a generator in messages."""
     names = dict(zip(map(id, global_generators()), ("random", "numpy.random"), strict=False))
     return names.get(id(generator), type(generator).__name__)

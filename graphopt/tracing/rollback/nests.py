@@ -1,4 +1,4 @@
-"""Going through nests of values: lists, dictionaries and the like within each other."""
+"""Traversal of nested containers, which may be deep and contain themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NESTS = frozenset({list, tuple, dict})
 
 
 def parts(value: Any, is_nest: Callable[[Any], bool]) -> Iterator[Any]:
-    """A value and all that is in it, nests included, which may be deep and contain themselves.
+    """Yields a value and everything nested in it.
 
     Args:
         is_nest: whether to go into a value. Of a dictionary these are the values.
@@ -31,7 +31,7 @@ def parts(value: Any, is_nest: Callable[[Any], bool]) -> Iterator[Any]:
 
 
 def leaves_in(value: Any) -> Iterator[Any]:
-    """A value, or those in lists, tuples and dictionaries."""
+    """Yields the leaves of nested lists, tuples and dictionaries."""
     return (each for each in parts(value, _is_plain_nest) if not _is_plain_nest(each))
 
 
@@ -40,7 +40,7 @@ def _is_plain_nest(value: Any) -> bool:
 
 
 def containers_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """The lists and dictionaries among arguments, each with where it is."""
+    """Yields the lists and dictionaries nested in arguments, with their paths."""
     for position, value in enumerate(args):
         yield from _containers((0, position), value)
     for key, value in kwargs.items():

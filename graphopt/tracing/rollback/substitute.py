@@ -1,4 +1,4 @@
-"""Put traced tensors in the place of the real ones, and everything back afterwards.
+"""Insertion of stand-ins for real tensors into modules and optimizers, and restoration afterwards.
 
 The real tensors are never touched: the dictionaries of modules and optimizers that hold them are
 changed and restored, whatever the step does or raises in between.
@@ -45,7 +45,7 @@ from graphopt.tracing.scalars.tuples import with_leaf
 
 @dataclass
 class StandIns:
-    """The tensors and numbers the step sees while it is traced.
+    """The stand-in tensors and numbers that the step sees in a trace.
 
     Attributes:
         by_id: `id(real tensor)` to its traced stand-in.
@@ -61,7 +61,7 @@ class StandIns:
 
 
 def traced_key(key: Any) -> Any:
-    """What stands for a key of a traced optimizer's state, which may be a tensor."""
+    """The key for an entry of a traced optimizer's state, which may be a tensor."""
     return id(key) if isinstance(key, torch.Tensor) else ("of none", key)
 
 
@@ -103,14 +103,14 @@ def preserved(
 
 
 def _put_back(place: OutsidePlace, value: Any) -> None:
-    """Of a list that the step has emptied, all items are put back later."""
+    """Restores an item; those of an emptied list are restored later, all at once."""
     if place.now() is not MISSING or not isinstance(place.holder, list):
         place.write(value)
 
 
 @contextmanager
 def tables_kept(tables: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Afterwards dictionaries hold what they hold now."""
+    """While active, changes to these dictionaries are temporary."""
     before = [(table, dict(table)) for table in tables]
     try:
         yield
@@ -122,7 +122,7 @@ def tables_kept(tables: Iterable[dict[str, Any]]) -> Iterator[None]:
 
 @contextmanager
 def lists_kept(containers: Iterable[Any]) -> Iterator[None]:
-    """Afterwards the lists among these hold what they hold now."""
+    """While active, changes to these lists are temporary."""
     before = [(each, list(each)) for each in containers if isinstance(each, list)]
     try:
         yield
@@ -133,7 +133,7 @@ def lists_kept(containers: Iterable[Any]) -> Iterator[None]:
 
 @dataclass
 class GeneratorStates:
-    """States of the random number generators of Python and numpy.
+    """The states of Python's and numpy's global random number generators.
 
     Other threads draw from them as well. Where some run, what has been drawn is not put back, and
     it is the trace's only where that has noted it.
@@ -145,7 +145,7 @@ class GeneratorStates:
 
     @classmethod
     def read(cls) -> GeneratorStates:
-        """The states of now."""
+        """The current states."""
         numpy = sys.modules.get("numpy")
         return cls(
             python=random.getstate(),
@@ -154,7 +154,7 @@ class GeneratorStates:
         )
 
     def restore(self, noted: Sequence[str] = ()) -> None:
-        """Put the generators back: where other threads run, if it is known that the trace drew."""
+        """Restores the states; with other threads only if the trace is known to have drawn."""
         if not noted and (self.shared or other_threads_run()):
             return
         random.setstate(self.python)
@@ -162,7 +162,7 @@ class GeneratorStates:
             sys.modules["numpy"].random.set_state(self.numpy)
 
     def advanced(self, noted: Sequence[str] = ()) -> str | None:
-        """The name of a generator whose state is no longer this one.
+        """The name of a generator that has advanced since, or None.
 
         Args:
             noted: names of those from which the trace is known to have drawn.
@@ -175,7 +175,7 @@ class GeneratorStates:
         return "random" if now.python != self.python else "numpy.random"
 
     def python_advanced(self, now: GeneratorStates | None = None) -> bool:
-        """Whether Python's or numpy's generator has been drawn from since."""
+        """True if Python's or numpy's generator has advanced since."""
         now = now or GeneratorStates.read()
         if now.python != self.python:
             return True
@@ -188,7 +188,7 @@ def _comparable(numpy_state: Any) -> tuple[Any, ...]:
 
 
 def insert(optimizers: Sequence[Optimizer], inputs: Inputs, traced: StandIns) -> None:
-    """Make modules and optimizers hold the stand-ins. Undone by `preserved`."""
+    """Stores the stand-ins in modules and optimizers. Undone by `preserved`."""
     for entry in inputs.module_tensors:
         for owner, key in entry.slots:
             owner[key] = traced.by_id[id(entry.tensor)]
@@ -212,8 +212,8 @@ def _insert_into_optimizer(
     groups: dict[int, _Settings],
     states: dict[int, defaultdict[Any, Any]],
 ) -> None:
-    """Args: `groups`, `states`: those inserted so far, by the id of the real ones; an optimizer
-    that wraps another one has the same groups, and may have the same state."""
+    """Stores the stand-ins in one optimizer. `groups` and `states` map ids of real ones to those
+    inserted before, since a wrapping optimizer shares them."""
     real = optimizer.param_groups
     optimizer.param_groups = [groups.setdefault(id(group), _Settings(group)) for group in real]
     for original, group in zip(real, optimizer.param_groups, strict=True):
@@ -250,7 +250,7 @@ def _insert_into_optimizer(
 def _traced_state(
     optimizer: Optimizer, parameters: Iterable[torch.Tensor], traced: StandIns
 ) -> defaultdict[Any, Any]:
-    """The state of an optimizer, of stand-ins."""
+    """An optimizer's state with stand-ins in place of tensors."""
     state: defaultdict[Any, Any] = WatchedState(dict)
     for parameter in parameters:
         entries = optimizer.state.get(parameter)
@@ -267,13 +267,13 @@ def _traced_state(
 
 
 def has_left_over(optimizer: Optimizer) -> bool:
-    """Whether the state of an optimizer also holds that of parameters in none of its groups."""
+    """True if an optimizer's state has entries of parameters in none of its groups."""
     grouped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return any(isinstance(key, torch.Tensor) and id(key) not in grouped for key in optimizer.state)
 
 
 def _stand_ins_in(key: Any, value: Any, traced: StandIns) -> Any:
-    """What stands for an entry of the state; for a nest of tensors, another one."""
+    """The stand-in of a state entry, or a copy of a nested one with stand-ins."""
     if not is_nest(value):
         return traced.by_id.get(id(value), value)
     if next(tensors_of(key, value), None) is None:
@@ -282,7 +282,7 @@ def _stand_ins_in(key: Any, value: Any, traced: StandIns) -> Any:
 
 
 class _Settings(dict[str, Any]):
-    """A parameter group in which the step may change numbers, tuples of them and switches only."""
+    """A parameter group in which the step may only change numbers, tuples of numbers and flags."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         if may_be_left(key, value):

@@ -1,4 +1,4 @@
-"""Dictionaries and sets in which a step looks for tensors: `optimizers[parameter].step()`.
+"""Dictionaries and sets whose keys are tensors, used in a trace with stand-ins as keys.
 
 A tensor is known by its identity, and while a step is traced another one stands for it. Containers
 of the program's whose keys are inputs of the step have the stand-ins for keys as well meanwhile;
@@ -28,8 +28,7 @@ Keyed = tuple[ObjectKind, Any]
 
 
 def keyed_by_tensors(held: Sequence[tuple[ObjectKind, Any, Any]]) -> Iterator[Keyed]:
-    """The dictionaries and sets whose keys are tensors, among objects given with what they hold;
-    without the state of optimizers, which has stand-ins of its own."""
+    """The dictionaries and sets whose keys are tensors, except optimizer state."""
     states = {
         id(table["state"])
         for kind, table, _ in held
@@ -47,7 +46,7 @@ def _keys(kind: ObjectKind, content: Any) -> Any:
 
 @contextmanager
 def identified(tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """While active, `id` and `hash` of a stand-in are those of the tensor; a storage has none.
+    """While active, `id` and `hash` of a stand-in give those of its tensor.
 
     Args:
         tensors: by the ids of their stand-ins.
@@ -64,8 +63,8 @@ def keyed_by_stand_ins(
     stand_ins: Mapping[int, torch.Tensor],
     replaced_in: Collection[int],
 ) -> Iterator[None]:
-    """While active, these containers have stand-ins for keys: besides the tensors, since the step
-    may hold these elsewhere; or in their place, where it goes through all keys or changes them.
+    """While active, these containers have stand-ins as keys, in addition to the tensors or, if the
+    step iterates over keys or changes them, in their place.
 
     Args:
         record: notes where a step goes through the keys.
@@ -96,12 +95,12 @@ def _kind_of(holder: Any) -> ObjectKind:
 
 
 def _read(kind: ObjectKind, holder: Any) -> Any:
-    """What a container holds, in its order."""
+    """The keys and values of a container, in order."""
     return kind.read(holder) if kind is contents.TABLE else list(set.__iter__(holder))
 
 
 def _with_other_keys(kind: ObjectKind, content: Any, others: Mapping[int, torch.Tensor]) -> Any:
-    """The same content under other keys, in the same order."""
+    """Returns a container's contents under other keys, in the same order."""
     keys = [others.get(id(key), key) for key in _keys(kind, content)]
     return (keys, content[1]) if kind is contents.TABLE else keys
 
@@ -120,7 +119,7 @@ def _without(kind: ObjectKind, content: Any, keys: Mapping[int, torch.Tensor]) -
 
 
 def _of_tensors(function: Callable[[Any], int], tensors: Mapping[int, torch.Tensor]) -> Any:
-    """`id` or `hash`, as the step's own code asks for it."""
+    """A replacement for `id` or `hash` in the step's code."""
     own = builtins.id
 
     def asked(value: Any) -> int:

@@ -1,2 +1,2 @@
-"""Python numbers of a step: read from tensors, known before a call, computed from one another,
-used as sizes and positions."""
+"""Python numbers in a traced step: read from tensors, known before a call, or used as sizes and
+positions."""

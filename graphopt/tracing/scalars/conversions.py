@@ -1,4 +1,4 @@
-"""`float(tensor)` and `int(tensor)` in a step: what `tensor.item()` gives.
+"""`float(tensor)` and `int(tensor)` in a traced step, traced like `tensor.item()`.
 
 `float` itself can give nothing but a float of this call. So that `type(x) is float` and
 `dtype=float` mean what they mean, no name is replaced: where an instruction of the step is about to
@@ -34,8 +34,8 @@ from graphopt.tracing.scalars.numbers import (
 
 
 def converting(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
-    """What is called in place of a function that converts a value of the trace; None where that is
-    the function itself."""
+    """The function to call in place of a conversion (`float`, `int`, `isinstance`) of a traced
+    value, or None."""
     if callee is isinstance and len(args) == 2:
         return _is_instance if type(args[0]) in STANDING_FOR else None
     if callee is not float and callee is not int:
@@ -52,7 +52,7 @@ def converting(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
 
 
 def converted(value: Any) -> Any:
-    """`float(value)`, also of a tensor of the trace."""
+    """`float(value)`, also for traced tensors."""
     return (converting(float, (value,)) or float)(value)
 
 
@@ -81,7 +81,7 @@ def _integer_part(number: Any) -> Any:
 
 
 def _integer_of_float(number: Any) -> Any:
-    """Of a float, or truth, that was read; Python refuses what is no number."""
+    """`int()` of a traced float or bool."""
     if type(number) is ReadBool:
         return taken(number.as_integer())
     return taken(record(int, number))

@@ -1,5 +1,5 @@
-"""What a graph knows of numbers that are known before a call: how they are computed from those that
-it takes, and what was asked about them."""
+"""Symbolic expressions of numbers known before a call: how they derive from a graph's inputs, and
+the conditions that a trace tested on them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Leaf:
-    """Number `index` among those that the graph takes."""
+    """An expression for the graph's number input `index`."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Application:
-    """A function of other expressions."""
+    """An expression that applies a function to other expressions."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
 
 
 def evaluate(expression: Any, values: Sequence[Any]) -> Any:
-    """The value of an expression: a leaf, a term or a constant."""
+    """The value of an expression, given the values of the graph's number inputs."""
     if isinstance(expression, Leaf):
         return values[expression.index]
     if isinstance(expression, Application):
@@ -34,7 +34,7 @@ def evaluate(expression: Any, values: Sequence[Any]) -> Any:
 
 
 def leaves_of(expression: Any) -> Iterator[int]:
-    """All numbers that an expression depends on."""
+    """Yields the indices of all number inputs in an expression."""
     if isinstance(expression, Leaf):
         yield expression.index
     for arg in expression.args if isinstance(expression, Application) else ():
@@ -42,13 +42,13 @@ def leaves_of(expression: Any) -> Iterator[int]:
 
 
 def first_leaf(expression: Any) -> int | None:
-    """The first number that an expression depends on."""
+    """The index of the first number input in an expression, or None."""
     return next(leaves_of(expression), None)
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A comparison with the answer that the trace was given."""
+    """A tested comparison of two expressions, with its outcome at capture."""
 
     compare: Callable[[Any, Any], Any]
     left: Any
@@ -65,7 +65,7 @@ class Condition:
 
 @dataclass
 class Conditions:
-    """What was asked about such numbers in the traces of one capture.
+    """The conditions that one capture's traces tested on number inputs.
 
     Attributes:
         all: the answers given.
@@ -78,12 +78,12 @@ class Conditions:
             self.all.append(condition)
 
     def broken(self, values: Sequence[Any]) -> Condition | None:
-        """The first that does not hold."""
+        """The first condition with another outcome for these values, or None."""
         return next((each for each in self.all if not each.holds(values)), None)
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two constants are one, and of one sign where they are zero."""
+    """True if two constants have the same type and value; 0.0 and -0.0 differ."""
     if type(a) is not type(b) or a != b:
         return False
     return type(a) is not float or math.copysign(1.0, a) == math.copysign(1.0, b)

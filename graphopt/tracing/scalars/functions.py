@@ -1,4 +1,4 @@
-"""Functions of Python numbers that nodes of a graph may call.
+"""Functions on Python and numpy numbers that graph nodes may call.
 
 Each is called in every call with numbers of the very kinds that it has at capture, so it gives what
 it gives in eager code, bit for bit.
@@ -42,12 +42,12 @@ ALIKE_IN_NUMPY = frozenset(
 
 
 def numpy_float64(number: float) -> Any:
-    """A float as numpy's kind of float, which is one of Python's as well."""
+    """Converts a float to `numpy.float64`, a subclass of Python's `float`."""
     return sys.modules["numpy"].float64(number)
 
 
 def is_numpy_float(value: object) -> bool:
-    """Whether a number is numpy's kind of float, which is one of Python's as well."""
+    """True if a number is a numpy float that is also a Python float."""
     kind = type(value)
     return kind is not float and issubclass(kind, float) and kind.__module__ == "numpy"
 
@@ -62,7 +62,7 @@ PYTHON_FUNCTIONS: frozenset[Any] = frozenset(
 
 
 def of_numpy(ufunc: Any) -> Callable[..., Any] | None:
-    """The operator that does to floats what a function of numpy's does to its scalars."""
+    """The Python operator equivalent to a numpy ufunc on scalars, or None."""
     return _OPERATORS.get(getattr(ufunc, "__name__", ""))
 
 

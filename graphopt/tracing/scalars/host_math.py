@@ -1,4 +1,4 @@
-"""Functions of `math`, and `max` and `min`, on numbers of a trace."""
+"""Traced forms of `math` functions, `max` and `min`, for numbers of the trace."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _traced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _number_of(value: Any) -> Any:
-    """What a function of floats takes a tensor of one element for."""
+    """Converts a one-element tensor to its number; other values unchanged."""
     return float_of_tensor(value) if is_number(value) else value
 
 
@@ -61,12 +61,12 @@ def _traced_choice(choose: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _are_traced(values: Sequence[Any]) -> bool:
-    """Whether values are numbers of one kind in each call, of which one is traced."""
+    """True if values are all floats or all integers, and one is traced."""
     return any(map(_is_traced_float, values)) and _are_alike(values)
 
 
 def _traced_test(test: Callable[[Any], bool], original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original` on what is not traced."""
+    """Wraps a test such as `math.isnan` so that it also takes traced numbers."""
 
     def traced(value: Any, *args: Any, **options: Any) -> Any:
         if original is test:
@@ -92,7 +92,7 @@ def _is_traced_float(value: Any) -> bool:
 
 
 def _are_alike(values: Sequence[Any]) -> bool:
-    """Whether all are floats in each call, or all integers: a choice among such is always one."""
+    """True if values are floats in each call, or integers in each call."""
     kinds = set(map(_kind, values))
     return len(kinds) == 1 and None not in kinds
 
@@ -105,13 +105,13 @@ def _kind(value: Any) -> type | None:
 
 
 def traced_form(callee: Any) -> Callable[..., Any] | None:
-    """What is called in place of a function of numbers where one of them is traced, in whatever way
-    a step got hold of it (`from math import cos`); None for other functions."""
+    """The traced form of a number function, whatever name the step calls it by (`from math import
+    cos`); None for other functions."""
     return _FORMS.get(callee) if type(callee) is BuiltinFunctionType else None
 
 
 def is_choice(callee: Any) -> bool:
-    """Whether a callee chooses among what may be in a list."""
+    """True if a callee is `max` or `min`, which may take a list."""
     return any(callee is each for each in CHOICES)
 
 

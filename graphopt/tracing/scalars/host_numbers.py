@@ -1,4 +1,4 @@
-"""Numbers that are known before a call: settings and counts of optimizers, numeric arguments.
+"""Numbers known before a call: optimizer settings and counts, and numeric arguments.
 
     lr, betas, state["step"], batch_idx  ──▶  0-dim float64 inputs of the graph
     arithmetic, `math`, `max` on them    ──▶  nodes that compute with Python numbers
@@ -54,7 +54,7 @@ EXACT = 2**53
 
 
 class HostNumber(TracedFloat):
-    """A number inside the trace whose value is known before each call.
+    """A traced number whose value is known before each call.
 
     Args:
         symbolic: what stands for it in the graph.
@@ -101,7 +101,7 @@ class HostNumber(TracedFloat):
         return self._integer
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        """Numpy computes with it, before the graph runs."""
+        """Traces a numpy ufunc on this number."""
         if self.notes is not current_notes() or method != "__call__" or options.get("out"):
             return NotImplemented
         function = of_numpy(ufunc)
@@ -117,42 +117,41 @@ class HostNumber(TracedFloat):
         return function(*_compat.tree_map(exact, args), **_compat.tree_map(exact, options))
 
     def __array__(self, *args: Any, **options: Any) -> Any:
-        """Of the number itself, for which the graph holds alone: numpy would add objects otherwise
-        than floats."""
+        """Converts the present number to an array; the graph is then specialized on it."""
         return sys.modules["numpy"].asarray(self.handed_out(), *args, **options)
 
     def exactly(self) -> Any:
-        """The number, which the graph holds for alone from now on."""
+        """Returns the plain number; the graph is then specialized on it."""
         if isinstance(self.expression, (Leaf, Application)):
             self.conditions.add(Condition(same_value, self.expression, self.value, True))
         return self.value
 
     def handed_out(self, text: bool = False) -> Any:
-        """The number, for Python code to do with it what it likes."""
+        """Returns the plain number for arbitrary Python code, and records that."""
         self.notes.hand_out(leaves_of(self.expression), text)
         return self.exactly()
 
     def taken_here(self) -> HostNumber:
-        """The same number, of which it is known that the step has got it at this line."""
+        """A copy of the number, recorded as obtained at the current line."""
         number = self.copied()
         noted(number)
         return number
 
     def copied(self) -> HostNumber:
-        """The same number, as another object."""
+        """Returns this number as a new object."""
         number = HostNumber(self, self.value, self.expression, self.conditions, self.notes)
         number.made_by = self.made_by
         return number
 
     def rounded(self) -> int:
-        """The integer part of a float, which the graph holds for alone from now on."""
+        """The integer part of a float; the graph is then specialized on it."""
         value = int(self.value)
         term = Application(int, (self.expression,))
         self.conditions.add(Condition(same_value, term, value, True))
         return value
 
     def __getattr__(self, name: str) -> Any:
-        """What numbers have and symbolic ones do not, such as `bit_length`."""
+        """Attributes that numbers have and symbolic ones lack, such as `bit_length`."""
         if name.startswith("_") or "value" not in vars(self):
             raise AttributeError(name)
         return getattr(self.handed_out(), name)
@@ -186,7 +185,7 @@ def _class_of(number: Any) -> type:
 
 
 class ScheduledFloat(HostNumber):
-    """A number that the graph takes as it is, such as a learning rate.
+    """A number that is itself a graph input, such as a learning rate.
 
     Args:
         tensor: the 0-dim float64 input; fused optimizers take it as `tensor_lr`.
@@ -208,7 +207,7 @@ class ScheduledFloat(HostNumber):
 def stand_in_of_number(
     tensor: torch.Tensor, value: Any, index: int, conditions: Conditions, notes: NumberListener
 ) -> HostNumber:
-    """What stands for a number, given the input that it comes in as.
+    """The stand-in of a number, given its graph input.
 
     Args:
         tensor: 0-dim, float64, of the trace.
@@ -223,12 +222,12 @@ def stand_in_of_number(
 
 
 def is_host_number(value: Any) -> bool:
-    """Whether a value is known before each call, and traced."""
+    """True if a value is a traced number that is known before each call."""
     return issubclass(type(value), HostNumber)
 
 
 def plain(value: Any) -> Any:
-    """A key, with known numbers as they are in this call."""
+    """A nested key with plain numbers in place of host numbers."""
     if type(value) in (list, tuple):
         return type(value)(map(plain, value))
     if type(value) is slice:
@@ -237,8 +236,7 @@ def plain(value: Any) -> Any:
 
 
 def _known(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber | None:
-    """`function(*args)` of host numbers and constants as a host number, as one node; None where
-    something else is among them."""
+    """`function(*args)` on host numbers and constants as a host number; None for other values."""
     numbers = [arg for arg in args if is_host_number(arg)]
     if not numbers or len(numbers) < sum(isinstance(arg, torch.SymFloat) for arg in args):
         return None
@@ -270,12 +268,12 @@ def _known(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber | No
 
 
 def _of_its_own(value: Any) -> Any:
-    """A number that nobody holds but what is made of it; others themselves."""
+    """A copy of a host number that nobody else holds; other values unchanged."""
     return value.copied() if is_host_number(value) else value
 
 
 def scalar_of_numpy(number: Any) -> Any:
-    """A known number of numpy's kind as one that is so when the graph runs; others themselves."""
+    """A host number that is a numpy scalar also when the graph runs; others unchanged."""
     if not (is_host_number(number) and is_of_numpy(number)):
         return number
     scalar = as_read(_compat.record_number(numpy_float64, (number,)))
@@ -284,16 +282,16 @@ def scalar_of_numpy(number: Any) -> Any:
 
 
 def is_of_numpy(value: object) -> bool:
-    """Whether a number is numpy's kind of float, which is one of Python's as well. Its sums and
-    products are those of floats; it divides by zero."""
+    """True if a number is a numpy float. Its sums and products are those of floats; it divides by
+    zero."""
     return is_numpy_float(value.value if is_host_number(value) else value)  # type: ignore[attr-defined]
 
 
 def _is_alike_in_numpy(
     function: Callable[..., Any], args: Sequence[Any], values: Sequence[Any]
 ) -> bool:
-    """Whether a function gives for numbers of numpy's what it gives for Python's, in each call that
-    the graph holds for. Only numpy divides by zero."""
+    """True if a function gives the same on numpy scalars as on Python numbers. Only numpy divides
+    by zero."""
     if function is not operator.truediv:
         return function in ALIKE_IN_NUMPY
     return bool(values[1]) and bool(args[1] != 0)  # a condition, where it is a host number

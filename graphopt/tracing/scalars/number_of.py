@@ -1,4 +1,4 @@
-"""The number that a tensor of one element is for Python, as `float(tensor)` gives it."""
+"""Conversion of one-element tensors to Python numbers, as `float(tensor)` does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from graphopt.tracing.scalars.numbers import ReadBool, TracedFloat, as_read, may
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a tensor whose number a step can have."""
+    """True if a value is a tensor with one real element."""
     return (
         isinstance(value, torch.Tensor)
         and value.numel() == 1
@@ -22,17 +22,17 @@ def is_number(value: Any) -> bool:
 
 
 def float_of_tensor(tensor: torch.Tensor) -> Any:
-    """`float(tensor)` of a tensor that `is_number`."""
+    """`float(tensor)` for a tensor that `is_number` accepts."""
     return float_of_number(integers_of(tensor).item())
 
 
 def integers_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor, whose truths are integers."""
+    """Converts a boolean tensor to integers; others unchanged."""
     return tensor.to(torch.int64) if tensor.dtype is torch.bool else tensor
 
 
 def float_of_number(number: Any) -> Any:
-    """`float(number)` of a number that may be of the trace."""
+    """`float(number)`, also for traced numbers."""
     if is_host_number(number):
         return number.taken_here() if type(number.value) is float else record(float, number)
     if type(number) is ReadBool:

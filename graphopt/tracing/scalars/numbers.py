@@ -1,4 +1,4 @@
-"""Numbers that a traced step reads from tensors, by `.item()` and the like.
+"""Traced numbers that a step reads from tensors, by `.item()` and the like.
 
 Numbers whose values are known before a call are more than that: `host_numbers`.
 """
@@ -41,18 +41,18 @@ ARITHMETIC = (
 
 
 class TracedFloat(torch.SymFloat):
-    """A symbolic float whose arithmetic is recorded as it is written, operator by operator."""
+    """A symbolic float whose arithmetic becomes graph nodes, operator by operator."""
 
     def known_result(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """`function(*args)`, where more is known of it than that it is a number, else None."""
+        """The result of `function(*args)` if it is known before a call, else None."""
         return None
 
     def as_scalar(self) -> Any:
-        """The same number, of numpy's kind when the graph runs where it is one before."""
+        """This number, converted to a numpy scalar in the graph if it is one in eager code."""
         return self
 
     def as_integer(self) -> torch.SymInt | None:
-        """The same number among integers, where it is one in each call."""
+        """This number as a symbolic integer, if it is one in each call; else None."""
         return None
 
     def __divmod__(self, other: Any) -> Any:
@@ -63,18 +63,18 @@ class TracedFloat(torch.SymFloat):
 
 
 def _quotient(a: Any, b: Any) -> Any:
-    """`divmod(a, b)`."""
+    """`divmod(a, b)` for traced numbers."""
     parts = record(operator.floordiv, a, b), record(operator.mod, a, b)
     return NotImplemented if any(part is NotImplemented for part in parts) else parts
 
 
 def forward(function: Callable[..., Any]) -> Callable[[TracedFloat, Any], Any]:
-    """A method that records an operator of a number and another one."""
+    """A method that records `function(self, other)`."""
     return lambda self, other: record(function, self, other)
 
 
 def reflected(function: Callable[..., Any]) -> Callable[[TracedFloat, Any], Any]:
-    """The same with the other one on the left."""
+    """A method that records `function(other, self)`."""
     return lambda self, other: record(function, other, self)
 
 
@@ -84,7 +84,7 @@ for _function in ARITHMETIC:
 
 
 def record(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)` of symbolic floats and Python numbers, as one node."""
+    """Records `function(*args)` on symbolic floats and plain numbers as one node."""
     if any(isinstance(arg, torch.SymInt) for arg in args):
         return _record_among_integers(function, args)
     # What says of itself that it is a float, as an array of one does, answers for itself.
@@ -96,7 +96,7 @@ def record(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _record_among_integers(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """`function(*args)`, where one of the numbers is a symbolic integer."""
+    """Records `function(*args)` if one of the numbers is a symbolic integer."""
     if not all(issubclass(type(arg), (torch.SymInt, torch.SymFloat, int, float)) for arg in args):
         return NotImplemented
     integers = with_integers(args)
@@ -107,7 +107,7 @@ def _record_among_integers(function: Callable[..., Any], args: tuple[Any, ...]) 
 
 
 def with_integers(args: Iterable[Any]) -> tuple[Any, ...]:
-    """Arguments, of which truths, and those that are integers in each call, are among integers."""
+    """The arguments with bools, and floats that are integers in each call, as integers."""
     found = [
         arg.as_integer() if issubclass(type(arg), (TracedFloat, ReadBool)) else None for arg in args
     ]
@@ -130,7 +130,7 @@ def _record(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _recorded(function: Callable[..., Any], args: Iterable[Any]) -> Any:
-    """A float as one node, which is of numpy's kind where an argument is."""
+    """Records a float as one node; a numpy scalar if an argument is one."""
     args = tuple(a.as_scalar() if issubclass(type(a), TracedFloat) else a for a in args)
     args = tuple(_scalar(a, args) if is_numpy_float(a) else a for a in args)
     result = as_read(_compat.record_number(function, args))
@@ -140,19 +140,19 @@ def _recorded(function: Callable[..., Any], args: Iterable[Any]) -> Any:
 
 
 def _scalar(constant: Any, among: tuple[Any, ...]) -> Any:
-    """A constant of numpy's kind of float, which a node makes: no code can be written of it."""
+    """A node for a numpy scalar constant, which generated code cannot contain."""
     scalar = as_read(_compat.record_number(numpy_float64, (float(constant),), among))
     scalar.of_numpy = True
     return scalar
 
 
 def may_be_of_numpy(value: Any) -> bool:
-    """Whether a traced number may be numpy's kind of float when the graph runs."""
+    """True if a traced number may be a numpy scalar when the graph runs."""
     return isinstance(value, torch.SymFloat) and "of_numpy" in vars(value)
 
 
 class NumberListener(Protocol):
-    """Who is told what a step does with numbers.
+    """A protocol for the receiver of events about a step's traced numbers.
 
     Attributes:
         positions: numbers that are known before the graph runs, as positions.
@@ -161,39 +161,39 @@ class NumberListener(Protocol):
     positions: Any
 
     def add_number(self, number: Any) -> None:
-        """The step gets to see a number."""
+        """Records that the step obtains a number."""
 
     def hand_out(self, numbers: Iterable[int], text: bool) -> None:
-        """The step takes a number itself, or its text, that was computed from these inputs."""
+        """Records that the step takes the plain number, or its text, computed from these inputs."""
 
     def decide(self, number: Any, kind: type) -> Any:
-        """What a number is in this call; the graph holds where it is that again."""
+        """The number in this call, on which the graph is then specialized."""
 
     def text(self, function: Callable[..., str], args: tuple[Any, ...]) -> str:
-        """The text that a function gives of a value of the graph, for which the step is refused."""
+        """The text that a function makes of a traced value, for which the step is refused."""
 
     def array(self, what: str) -> CaptureError:
-        """The refusal of a step that makes an array of numpy's of values of the graph."""
+        """Builds the error for a numpy array of traced values."""
 
     def refuse(self, error: CaptureError) -> CaptureError:
-        """The step is refused, even if it goes on: some code swallows errors, as `logging` does."""
+        """Refuses the step even if it catches the error, as `logging` does."""
 
 
 _made: ContextVar[NumberListener | None] = ContextVar("made", default=None)
 
 
 def current_notes() -> NumberListener | None:
-    """Who is told now; None outside a trace."""
+    """The listener for events about traced numbers in this thread; None outside a trace."""
     return _made.get()
 
 
 def noting(made: NumberListener) -> AbstractContextManager[None]:
-    """While active, `made` is told what the step does with numbers."""
+    """While active, `made` receives the events of traced numbers."""
     return while_set(_made, made)
 
 
 def refusal(reason: str, hint: str) -> CaptureError:
-    """The refusal of a step, even if it swallows the error."""
+    """Refuses the step even if it catches the error; returns that error."""
     error = CaptureError(reason, location=current_location(), hint=hint)
     made = _made.get()
     return error if made is None else made.refuse(error)
@@ -218,10 +218,10 @@ def _refuse_array(self: Any, *args: Any, **options: Any) -> Any:
 
 
 class ReadFloat(TracedFloat):
-    """What `.item()` of a traced floating-point tensor gives: usable in arithmetic, not as text."""
+    """The result of `.item()` of a traced float tensor: for arithmetic, not for text."""
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        """A scalar of numpy's computes with it, as with any other float."""
+        """Records the arithmetic of a numpy scalar with this number."""
         function = of_numpy(ufunc) if method == "__call__" and not options else None
         if function is None or not all(issubclass(type(each), _FLOATS) for each in inputs):
             return _refuse_array(self)
@@ -231,13 +231,13 @@ class ReadFloat(TracedFloat):
         return record(round, self) if digits is None else record(round, self, digits)
 
     def is_integer(self) -> Any:
-        """Whether it has no fraction; no for what is no number."""
+        """True if the number has no fraction; False for NaN and infinity."""
         return record(operator.mod, self, 1.0) == 0.0
 
 
 def compared(compare: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
-    """`compare(one, other)` of a traced float and a number, answered in each call anew: what holds
-    for all numbers (`x == x`) need not hold for NaN."""
+    """Records `compare(one, other)` as a node, since even `x == x` does not hold for all numbers
+    (NaN)."""
     if is_numpy_float(other):  # the answer is of numpy's kind, whatever is done with it
         return sys.modules["numpy"].bool_(bool(compared(compare, one, float(other))))
     if isinstance(other, torch.SymFloat) or type(other) in _PLAIN:
@@ -263,7 +263,7 @@ ReadFloat.__hash__ = torch.SymFloat.__hash__  # type: ignore[method-assign]
 
 
 class ReadInt(torch.SymInt):
-    """What `.item()` of a traced integer tensor gives: usable in arithmetic, not as text."""
+    """The result of `.item()` of a traced integer tensor: for arithmetic, not for text."""
 
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
@@ -273,12 +273,12 @@ class ReadInt(torch.SymInt):
 
 
 class TakenInt(ReadInt):
-    """What `int(tensor)` gives: the number itself for functions of torch that need one, such as a
-    size, which the graph holds for alone then."""
+    """The result of `int(tensor)`: torch functions that need a plain number (a size) get that, on
+    which the graph is then specialized."""
 
 
 class ReadBool(torch.SymBool):
-    """What `.item()` of a traced boolean tensor gives, and what comparing such numbers does."""
+    """The result of `.item()` of a traced bool tensor, or of comparing traced numbers."""
 
     def __eq__(self, other: Any) -> Any:
         return bool(self) == _decided(other)
@@ -287,7 +287,7 @@ class ReadBool(torch.SymBool):
         return bool(self) != _decided(other)
 
     def as_integer(self) -> Any:
-        """1 where it is true in a call, else 0: what it is in arithmetic."""
+        """A symbolic integer: 1 if true, else 0."""
         return as_read(_compat.record_integer(int, (self,)))
 
 
@@ -296,7 +296,7 @@ def _decided(value: Any) -> Any:
 
 
 def _as_integer(function: Callable[..., Any], on_the_right: bool = False) -> Callable[..., Any]:
-    """A method that computes with a truth, of numbers: tensors take it for a truth."""
+    """A method that computes with a traced bool as an integer."""
 
     def method(self: ReadBool, *others: Any) -> Any:
         if any(isinstance(other, torch.Tensor) for other in others):
@@ -318,8 +318,7 @@ _READ = {torch.SymFloat: ReadFloat, torch.SymInt: ReadInt, torch.SymBool: ReadBo
 
 
 def as_read(value: Any) -> Any:
-    """The result of `Tensor.item()`, of which it is known when it is kept, and which cannot be
-    turned into text."""
+    """Wraps the result of `Tensor.item()` so that it is tracked and cannot become text."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(as_read, value))
     kind = _READ.get(type(value))
@@ -329,17 +328,17 @@ def as_read(value: Any) -> Any:
 
 
 def is_float_read(value: Any) -> bool:
-    """Whether a value is a float of the trace. Integers that are known before a call are none."""
+    """True if a value is a traced float. Integers that are known before a call are none."""
     return isinstance(value, torch.SymFloat) and not isinstance(value, int)
 
 
 def truth(tensor: torch.Tensor) -> bool:
-    """Whether a traced tensor of one element is true in this call."""
+    """The truth of a traced one-element tensor in this call."""
     return bool(as_read(tensor.item()))
 
 
 def noted(number: Any) -> Any:
-    """A number of which it is known from now on when the step keeps it."""
+    """Records that the step obtains a number, and returns it."""
     made = _made.get()
     if made is not None:
         made.add_number(number)
@@ -364,12 +363,12 @@ def _reading(name: str, base: type) -> Callable[..., Any]:
 
 
 def taken(number: Any) -> Any:
-    """The result of `int(tensor)`, of an integer that was read; other numbers themselves."""
+    """Converts a traced integer to the result of `int(tensor)`; other numbers unchanged."""
     return noted(TakenInt(number.node)) if type(number) is ReadInt else number
 
 
 def _operators_of(kind: type, base: type) -> Iterator[str]:
-    """Arithmetic and comparisons that a symbolic number has and `kind` does not define itself."""
+    """The names of arithmetic and comparison methods that `base` has and `kind` does not define."""
     for name in dir(base):
         own = any(name in vars(c) for c in kind.__mro__[: kind.__mro__.index(base)])
         if (name in _OPERATORS or name.startswith("__sym_")) and not own:
@@ -385,7 +384,7 @@ _OPERATORS = frozenset(
 
 
 def _hashing(kind: type, base: type) -> Callable[[Any], int]:
-    """A dictionary or set of the step's asks which number it is in this call."""
+    """A `__hash__` by the number's value in this call, for dictionaries and sets."""
     original: Any = base.__hash__
 
     def method(self: Any) -> int:

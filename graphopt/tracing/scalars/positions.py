@@ -1,4 +1,4 @@
-"""`x[:, i : i + 32]`, where `i` is a number that is known before the graph runs: one graph for all.
+"""Indices and slice bounds that are known before a call, traced as symbols: one graph for all.
 
 In a position or a bound of a slice a known number is a symbol that has its value of this call.
 What torch asks of it (is it negative? does the slice end within the tensor?) is answered for that
@@ -40,7 +40,7 @@ _ALIKE = (operator.add, operator.sub, operator.mul)
 
 
 class Positions:
-    """The positions of one trace.
+    """The symbols for known integers used as positions in one trace.
 
     Args:
         tracer: records the step.
@@ -55,7 +55,7 @@ class Positions:
         self._numbers: dict[Any, int] = {}
 
     def of(self, number: HostNumber) -> Any:
-        """An integer that is known before the graph runs, as a symbol."""
+        """The symbol for an integer that is known before a call."""
         known = self._known.get(number.expression)
         if known is None:
             known = self._known[number.expression] = self._made(number)
@@ -79,7 +79,7 @@ class Positions:
 
 
 class _PositionQuestion:
-    """Says whether what was asked of a position is so of a number."""
+    """A guard on a position's symbol, as a test of its number."""
 
     def __init__(
         self, questions: AnsweredQuestions, numbers: dict[Any, int], symbol: Any, order: int
@@ -95,8 +95,8 @@ class _PositionQuestion:
 
 
 def takes_positions(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
-    """What is called in place of a function of torch, or of a tensor's method, that takes a
-    position: before anybody sees the call, torch would ask a number which one it is."""
+    """The function to call in place of a torch function that takes a position and would turn it
+    into a plain number, or None."""
     function = callee
     if isinstance(getattr(callee, "__self__", None), torch.Tensor):
         function = getattr(torch.Tensor, callee.__name__, None)
@@ -112,7 +112,7 @@ def takes_positions(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | No
 
 
 def placed(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Arguments of a torch function, with symbols for known numbers that are positions."""
+    """The arguments of a torch function with symbols in place of known positions."""
     name = getattr(function, "__name__", "")
     if name in _KEYED and isinstance(args[0], torch.Tensor):
         return (args[0], _key(args[1]), *map(_position, args[2:])), kwargs
@@ -133,8 +133,8 @@ def _key(key: Any) -> Any:
 
 
 def _slice(bounds: slice) -> slice:
-    """A slice between bounds that are others in each call. The graph holds for one length, or for
-    one bound, so that it has plain sizes."""
+    """A slice whose bounds are symbols with a constant length or one constant bound. The graph
+    holds for one length, or for one bound, so that it has plain sizes."""
     start, stop = map(_position, (bounds.start, bounds.stop))
     if _is_symbol(bounds.step):
         return bounds

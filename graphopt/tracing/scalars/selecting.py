@@ -1,5 +1,5 @@
-"""`scores[tag]`, `x[:, i]`, `x[i, j:k] = 0`, where a number in the index is known only when the
-step runs: a selection, not a decision.
+"""Indexing by numbers that the graph computes (`scores[tag]`, `x[:, i]`), traced as a selection
+without specializing.
 
 Python's index takes such a number for the one that it is in this call. It is recorded as a view
 that begins at a place that is known when the step runs, one for each such number.
@@ -20,8 +20,8 @@ _OF_NO_DIMENSION = (type(None), bool)
 
 
 def selects(func: Any, args: Any) -> bool:
-    """Whether a torch function is an index, or sets what is at one, with numbers in it that are
-    known when the step runs, in places that are known before."""
+    """True if a torch function indexes a tensor by numbers that the graph computes, in known
+    dimensions."""
     if func not in _INDICES or not isinstance(args[0], torch.Tensor):
         return False
     parts = _parts(args[1])
@@ -31,7 +31,7 @@ def selects(func: Any, args: Any) -> bool:
 
 
 def selected(func: Any, args: Any, read: Callable[[torch.Tensor], Any]) -> Any:
-    """What such an index gives.
+    """Traces an indexing by numbers that the graph computes.
 
     Args:
         read: gives the number that a tensor of one integer holds.
@@ -46,8 +46,7 @@ def selected(func: Any, args: Any, read: Callable[[torch.Tensor], Any]) -> Any:
 def _narrowed(
     tensor: torch.Tensor, parts: tuple[Any, ...], read: Callable[[torch.Tensor], Any]
 ) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """A tensor without the dimensions of which such numbers select an element, and the rest of the
-    index."""
+    """A tensor without the dimensions that computed numbers select from, and the index's rest."""
     parts = tuple(_with_bounds(part, read) for part in parts)
     numbers = [read(part) if _is_integer(part) else part for part in parts]
     for dimension, place in reversed(list(_dimensions(tensor, parts))):
@@ -57,7 +56,7 @@ def _narrowed(
 
 
 def _dimensions(tensor: torch.Tensor, parts: tuple[Any, ...]) -> Iterator[tuple[int, int]]:
-    """The first dimension that each part of an index is about, and where the part stands."""
+    """Yields for each part of an index its first dimension and its place."""
     dimension = 0
     for place, part in enumerate(parts):
         yield dimension, place
@@ -70,7 +69,7 @@ def _parts(index: Any) -> tuple[Any, ...]:
 
 
 def _taken(part: Any) -> int:
-    """How many dimensions a part of an index is about."""
+    """The number of dimensions that a part of an index covers."""
     if part is Ellipsis or isinstance(part, _OF_NO_DIMENSION):
         return 0
     if isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8):
@@ -79,7 +78,7 @@ def _taken(part: Any) -> int:
 
 
 def _is_plain(part: Any) -> bool:
-    """Whether it is known which dimensions a part of an index is about."""
+    """True if it is known which dimensions a part of an index covers."""
     known = (int, bool, slice, type(None), type(Ellipsis))
     return type(part) in known or _is_number(part) or isinstance(part, torch.Tensor)
 
@@ -101,7 +100,7 @@ def _is_integer(part: Any) -> bool:
 
 
 def _with_bounds(part: Any, read: Callable[[torch.Tensor], Any]) -> Any:
-    """A part of an index, in which bounds that tensors hold are numbers."""
+    """A part of an index with numbers in place of tensors as slice bounds."""
     if type(part) is not slice:
         return part
     return slice(*(read(b) if _is_integer(b) else b for b in (part.start, part.stop, part.step)))

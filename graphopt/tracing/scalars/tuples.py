@@ -1,5 +1,5 @@
-"""Tuples of numbers, and tuples and lists of tensors, that a step finds in a place outside, and
-leaves others of:
+"""Nested tuples of numbers, and tuples and lists of tensors, that a step replaces in an outside
+place:
 
 self.state = self.state._replace(count=self.state.count + 1)
 self.hidden = cell(x, self.hidden)
@@ -20,8 +20,8 @@ _AT_MOST = 100
 
 
 def leaves_of(value: Any, is_one: Callable[[Any], bool]) -> tuple[list[Any], Any] | None:
-    """What is in a tuple or a named tuple, of such perhaps, or in a short list of tensors and
-    tuples of them, and how it is nested.
+    """The leaves and structure of a nested tuple, or of a short list of tensors and tuples of
+    tensors.
 
     Args:
         is_one: whether a leaf is one of those that are looked for.
@@ -38,24 +38,22 @@ def leaves_of(value: Any, is_one: Callable[[Any], bool]) -> tuple[list[Any], Any
 
 
 def _is_nest(value: Any, is_one: Callable[[Any], bool]) -> bool:
-    """Whether an item of a list may be a tuple of tensors."""
+    """True if a list's item may be a tuple of tensors."""
     if is_one is not is_tensor or not isinstance(value, tuple):
         return False
     return all(is_tensor(each) or _is_nest(each, is_one) for each in value)
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether a leaf is a tensor."""
     return isinstance(value, torch.Tensor)
 
 
 def is_tensor_or_plain(leaf: Any) -> bool:
-    """Whether a leaf is a tensor, a number, a text or None."""
     return isinstance(leaf, (torch.Tensor, int, float, str, type(None)))
 
 
 class TupleTable(MutableMapping[Any, Any]):
-    """The tensors of a tuple in a place, by their positions; none where another tuple is there.
+    """The tensors of a tuple in a place, by position; empty if the tuple has another structure.
 
     Args:
         place: in which each call may find another tuple.
@@ -92,7 +90,7 @@ class TupleTable(MutableMapping[Any, Any]):
 
 
 def with_leaf(value: Any, position: int, leaf: Any) -> Any:
-    """Such a tuple with another leaf in a position."""
+    """A copy of a nested tuple with another leaf at a position."""
     leaves, spec = _compat.tree_flatten(value)
     leaves[position] = leaf
     return _compat.tree_unflatten(leaves, spec)

@@ -1,5 +1,4 @@
-"""What modules, optimizers and other objects among the arguments hold when a step begins, and what
-the step has set there."""
+"""Attributes of modules, optimizers and other arguments before a step, and its changes to them."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ _OF_OPTIMIZERS = frozenset({"state", "param_groups", "step"})
 
 
 class AttributesBefore:
-    """Attributes and settings as a traced step finds them.
+    """A snapshot of attributes and parameter-group settings before a traced step.
 
     Attributes:
         objects: attributes of optimizers and other objects that are no modules.
@@ -60,7 +59,7 @@ class AttributesBefore:
         self._call, self._record, self._by_id = call, record, by_id
 
     def changes(self) -> Iterator[AttributeChange]:
-        """Attributes that hold another object now, or have been set to one of each call."""
+        """Yields the attributes that the step has changed, as each call changes them."""
         for name, (now, before) in zip(self._names, self.tables, strict=True):
             own = _OF_OPTIMIZERS if id(now) in self._of_optimizers else ()
             for key, value in now.items():
@@ -74,22 +73,21 @@ class AttributesBefore:
                     yield AttributeChange(table, key, f"{name}.{key}".strip("."), former, value)
 
     def _is_put(self, table: dict[str, Any], key: str, former: object) -> bool:
-        """Whether each call puts a buffer into a module: one that there was none of, or in the
-        place of another one."""
+        """True if each call puts a new or replaced buffer into a module."""
         identity = OutsidePlace("item", table, key).identity
         return not isinstance(former, torch.Tensor) or identity in self._call.besides.replaced
 
     def _is_left(self, table: dict[str, Any], key: str, former: Any) -> bool:
-        """Whether each call leaves something in an attribute: another object than what was there,
-        or one among the arguments, which may be there from another trace. A list that torch has put
-        there holds the stand-ins of what it held, where it is the same one, as an RNN's."""
+        """True if each call stores a value in an attribute: another object than before, or one of
+        its arguments. A list that torch fills with stand-ins, such as an RNN's weights, does not
+        count."""
         value, written = table[key], self._record.has_written(table, key)
         if value is former:
             return written and id(value) in self._record.of_call
         return written or not _stands_for(former, value, self._by_id)
 
     def left(self) -> Iterator[AttributeChange]:
-        """The same, when the step is over.
+        """Yields the changed attributes at the end of the step.
 
         Raises:
             CaptureError: it has registered parameters, buffers or submodules.
@@ -107,7 +105,7 @@ class AttributesBefore:
         yield from self.changes()
 
     def note_counted(self, finder: ImplicitInputFinder, used: Set[Any]) -> None:
-        """Let the finder know of numbers in attributes that the step has changed.
+        """Tells the finder of numbers in attributes that the step has changed.
 
         Args:
             used: places, by their identities, that have held another number in between.
@@ -121,7 +119,7 @@ class AttributesBefore:
                     note_counted(finder, f"{name}.{key}".strip("."), place, value, value, True)
 
     def counted(self, finder: ImplicitInputFinder) -> list[tuple[int, int, str, Any]]:
-        """Settings of parameter groups that the step has changed: where, and what they are now."""
+        """The parameter-group settings that the step has changed: positions and new values."""
         found = []
         now = [group for _, _, group in groups_of(self._call)]
         if len(now) != len(self.groups):
@@ -145,7 +143,7 @@ class AttributesBefore:
 
 
 def _stands_for(before: Any, after: Any, by_id: Mapping[int, torch.Tensor]) -> bool:
-    """Whether a list or tuple holds the stand-ins of what another one held."""
+    """True if a list or tuple holds stand-ins for the tensors of another."""
     kinds = (list, tuple)
     if not (isinstance(after, kinds) and isinstance(before, kinds) and before):
         return False
@@ -160,8 +158,7 @@ def _referent(value: Any) -> Any:
 
 
 def _plain_objects(call: Call) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and attributes of the optimizers among the arguments, and of other objects than those
-    that are followed as such outside the arguments are."""
+    """Yields name and attributes of the optimizers and other plain objects among the arguments."""
     for position in (*call.optimizers, *call.constants):
         if position in call.objects.roots:
             continue  # see `effects.argument_changes`
@@ -171,7 +168,7 @@ def _plain_objects(call: Call) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def groups_of(call: Call) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Each distinct parameter group, with its place: the optimizer and the number there."""
+    """Yields each distinct parameter group with the numbers of optimizer and group."""
     known: set[int] = set()
     for index, optimizer in enumerate(call.optimizer_objects()):
         for number, group in enumerate(optimizer.param_groups):

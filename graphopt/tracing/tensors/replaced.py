@@ -1,4 +1,4 @@
-"""Tensors of modules in whose place a step puts others: `self.average = new`.
+"""Module tensors that a step replaces by other objects: `self.average = new`.
 
 Each call puts another tensor into an attribute, or in the place of a buffer; whoever has the former
 one keeps it. Other ranks would have to do the same, and a parameter is what optimizers update: a
@@ -44,7 +44,7 @@ class ReplacedTensors:
         self._buffers = {id(_compat.own_buffers(module)) for module in modules}
 
     def finish(self, inputs: Inputs, traced: StandIns) -> None:
-        """Let buffers that are replaced be places in which each call may find another tensor.
+        """Makes replaced buffers inputs that may be another tensor in each call.
 
         Raises:
             CaptureError: a tensor is replaced that has to stay.
@@ -66,7 +66,7 @@ class ReplacedTensors:
                 owner[key] = stand_in  # for this trace; the next one has the place as an input
 
     def _replaced_parameter(self, entry: ModuleTensor, owner: Any) -> CaptureError:
-        """The refusal of a step that puts another parameter in the place of one."""
+        """Builds the error for a step that replaces a parameter."""
         written = self._record.unrepeated.written_at(self._holders.get(id(owner)))
         return CaptureError(
             f"it replaces the parameter {entry.fqn} by another object",
@@ -75,8 +75,8 @@ class ReplacedTensors:
         )
 
     def _is_put(self, owner: Any, key: str) -> bool:
-        """Whether each call puts another tensor into a place: into an attribute, or in the place of
-        a buffer; the former as soon as it is seen, the latter once it is an input."""
+        """True if each call stores another tensor in a place: an attribute, or a buffer that is an
+        input already."""
         if not self._alone:
             return False
         if id(owner) in self._attributes:

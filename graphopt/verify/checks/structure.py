@@ -23,7 +23,7 @@ Same = Mapping[fx.Node, fx.Node]
 
 
 def topology(graph: fx.Graph) -> Iterator[Problem]:
-    """Yields each node that stands before a value that it reads."""
+    """Yields each node that precedes a node whose value it reads."""
     seen: set[fx.Node] = set()
     for node in graph.nodes:
         for source in node.all_input_nodes:

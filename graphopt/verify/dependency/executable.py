@@ -138,8 +138,8 @@ class _Storages:
         self._values[tensor] = value
 
     def now(self, node: fx.Node) -> fx.Node | None:
-        """Returns the node last written to a node's tensor. None if nothing was since the node
-        ran."""
+        """Returns the node whose value was last written to a tensor. None if nothing was since the
+        node ran."""
         tensor = self.tensor(node)
         return self._values.get(tensor) if self._last.get(self.key(node)) is tensor else None
 

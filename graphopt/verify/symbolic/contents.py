@@ -84,7 +84,6 @@ class StorageContents:
         return self.possible.owners(self.owner(node))
 
     def has(self, node: fx.Node) -> bool:
-        """True if a node is registered."""
         return node in self.current or node in self._base
 
     def owner(self, node: fx.Node) -> fx.Node:

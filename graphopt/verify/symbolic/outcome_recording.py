@@ -1,4 +1,4 @@
-"""What a graph leaves: results, carried values, state, and the storage they share."""
+"""Recording of everything that an evaluated graph leaves: results, state, and shared storage."""
 
 from __future__ import annotations
 

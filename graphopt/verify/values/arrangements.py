@@ -206,7 +206,8 @@ def arranged_alike(terms: Terms, runs: Sequence[Segment]) -> Arranged | None:
 
 
 def arranged_rows(terms: Terms, term: int) -> list[Row] | None:
-    """Returns the rows that a term rearranges. None if it rearranges nothing or drops elements."""
+    """Returns the rows of elements that a rearrangement term is made of. None if it rearranges
+    nothing or drops elements."""
     key = terms[term].key
     if key[0] == "permute":
         return [key[1]]
