@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import BuiltinFunctionType
 from typing import Any, NoReturn
 
 import torch
+from torch import fx
 from torch.fx.node import has_side_effect
 
 from graphopt._compat.checkpoints import selecting_as_in_eager
 from graphopt.errors import CaptureError
 from graphopt.ir.generators import generator_of
+from graphopt.ir.operators import draws
 from graphopt.ir.user_frames import current_location, own_location
 from graphopt.tracing.interception.replaced_functions import replaced
 
@@ -52,6 +55,34 @@ torch.library.register_fake("graphopt::set_rng_state", _set_fake, lib=_library)
 _OPERATORS = (torch.ops.graphopt.get_rng_state.default, torch.ops.graphopt.set_rng_state.default)
 
 has_side_effect(torch.ops.graphopt.set_rng_state.default)
+
+
+def drop_idle_restores(graph: fx.Graph) -> None:
+    """Erases all restores of generators from the graph of a step in which nothing draws: the
+    state that each puts back is the one that is there.
+
+    Beside other threads that draw, a restore would repeat their numbers.
+    """
+    read, restore = _OPERATORS
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    restores = [node for node in calls if node.target is restore]
+    if any(_may_draw(node) for node in calls if node.target not in _OPERATORS):
+        return
+    if all(_is_read_by(node.args[0], read, node.args[1]) for node in restores):
+        for node in restores:
+            graph.erase_node(node)
+
+
+def _is_read_by(state: Any, read: Any, device: Any) -> bool:
+    return isinstance(state, fx.Node) and state.target is read and state.args[0] == device
+
+
+def _may_draw(node: fx.Node) -> bool:
+    """True for operators that draw, and for all that are not torch's own."""
+    if isinstance(node.target, BuiltinFunctionType):  # arithmetic of numbers
+        return False
+    namespace = getattr(node.target, "namespace", None)
+    return namespace not in ("aten", "prims", "profiler", "_c10d_functional") or draws(node)
 
 
 _STATE = frozenset(

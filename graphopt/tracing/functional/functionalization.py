@@ -49,6 +49,7 @@ from graphopt.ir.metadata import (
 )
 from graphopt.ir.views import is_pure_view
 from graphopt.tracing.effects.decisions import SIZED
+from graphopt.tracing.effects.torch_generators import drop_idle_restores
 from graphopt.tracing.functional.interpreter import RawGraphRunner
 from graphopt.tracing.functional.rewriting import expanded_write, is_expanded
 from graphopt.tracing.functional.separate_results import keep_apart
@@ -73,6 +74,7 @@ class FunctionalGraph:
 def functionalize(raw: RawTrace) -> FunctionalGraph:
     """Rewrites a raw trace functionally, in the output convention of the captured dialect."""
     _drop_profiling(raw.graph_module.graph)
+    drop_idle_restores(raw.graph_module.graph)
     updated: list[int] = []
 
     def run(*flat: torch.Tensor) -> list[Any]:
