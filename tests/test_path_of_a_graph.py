@@ -27,7 +27,7 @@ DRIVERS = frozenset(
         "graphopt.manager.stages",
         "graphopt.stages.compiling",
         "graphopt.tracing.capture",
-        "graphopt.tracing.results.repeated_traces",
+        "graphopt.tracing.captured_dialect",
     }
 )
 """Modules whose functions take a graph from stage to stage."""

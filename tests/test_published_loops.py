@@ -204,24 +204,6 @@ def rectified(in_group: bool) -> Loop:
     return Loop(step, left, calls=26, captures=3)
 
 
-def last_rate() -> Loop:
-    model, rates = network(), list[float]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-
-    def step(number: int, x: Tensor, y: Tensor) -> Any:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        rates.append(scheduler.get_last_lr()[0])
-        rate = scheduler.get_last_lr()[0]
-        scheduler.step()
-        return loss, rate
-
-    return Loop(step, lambda: [*model.parameters(), *rates, scheduler.last_epoch])
-
-
 class Counts(NamedTuple):
     done: int
     average: float
@@ -269,7 +251,6 @@ LOOPS: dict[str, Callable[[], Loop]] = {
     "FGM": fgm,
     "PGD": pgd,
     "RAdam": lambda: rectified(in_group=False),
-    "the last rate": last_rate,
     "a tuple that is replaced": replaced_tuple,
     "cumulative averages": cumulative_average,
 }

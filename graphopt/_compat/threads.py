@@ -76,6 +76,16 @@ def taking_turns() -> Iterator[None]:
             _keep(None)
 
 
+@contextmanager
+def no_trace_elsewhere() -> Iterator[None]:
+    """While active, no other thread traces: the functions of torch are the process's own again.
+
+    Nothing that waits for another process may run inside.
+    """
+    with _turns_of_compilers(), _turns:
+        yield
+
+
 def _turns_of_compilers() -> Any:
     """The lock that `torch.compile` holds while it compiles."""
     from torch._dynamo.convert_frame import compile_lock

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from graphopt import _compat
+from graphopt._compat.threads import no_trace_elsewhere
 from graphopt.branches.branch import ResumedCall
 from graphopt.branches.sent_collectives import SentBefore
 from graphopt.errors import AssumptionFailedError, CaptureError
@@ -118,7 +119,11 @@ class Calls:
     def known(self, call: Call) -> BoundStep | None:
         """The graph that holds for a call; the branch of the last call is tried first."""
         retried, self._retried = self._retried, None
-        return self.entries.known(call, self.communication.mode(), retried)
+        entry = self.entries.known(call, self.communication.mode(), retried)
+        if entry is not None or not self.entries:
+            return entry
+        with no_trace_elsewhere():  # which replaces functions that the guards compare
+            return self.entries.known(call, self.communication.mode(), None)
 
     def run_graph(
         self,

@@ -15,7 +15,12 @@ _MOST_NODES = 20_000
 
 
 def graph_html(gm: fx.GraphModule) -> str:
-    """The page of `graphopt view` of a graph, in a frame."""
+    """Returns the page of `graphopt view` of a graph as HTML in a frame, as notebooks show it.
+
+    >>> from graphopt.viewing import graph_html
+    >>> graph_html(gm).count("<iframe")
+    1
+    """
     text = escape(next(summary(gm.graph)))
     if len(gm.graph.nodes) > _MOST_NODES:
         return (

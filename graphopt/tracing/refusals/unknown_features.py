@@ -65,6 +65,11 @@ _TEXTS: tuple[tuple[str, str, str], ...] = (
         "make it outside the step, and pass it; or compute with the dense one",
     ),
     (
+        "Values and compressed tensor instance need to be on the same device",
+        "it makes a sparse tensor of a compressed layout of its indices, which no graph has",
+        "make it outside the step, and pass it; or compute with the dense one",
+    ),
+    (
         "OpaqueTensorImpl",
         "it makes a tensor of the layout of MKL-DNN, which no graph has",
         "leave out to_mkldnn(): operators choose their kernels by themselves",
