@@ -205,11 +205,14 @@ DRAWS = (random.random, numpy.random.rand, lambda: random.gauss(0, 1))
 
 @pytest.mark.parametrize("draw", DRAWS)
 def test_a_draw_is_refused_where_other_threads_run(draw: Callable[[], float]) -> None:
-    """Also where a library draws, whose lines are not looked at."""
+    """Also where a library draws, whose lines are not looked at. Both generators stay as they
+    are, which those threads draw from as well."""
     library: dict[str, Any] = {"draw": draw}
     file = random.__file__.replace("random.py", "drawing.py")
     exec(compile("def scaled(x): return x * draw()", file, "exec"), library)
     net, x = model(4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    before = random.getstate(), numpy.random.get_state()[2]
     with Beside(list), pytest.raises(CaptureError, match="random"):
         graphopt.compile(lambda x: train(net, optimizer, library["scaled"](x)))(x)
+    assert (random.getstate(), numpy.random.get_state()[2]) == before

@@ -51,12 +51,12 @@ from graphopt.tracing.outside.steps import (
     refuse_found_twice,
 )
 from graphopt.tracing.ranks import reduction
-from graphopt.tracing.ranks.collectives import functional_collectives, stand_in_of_collective
+from graphopt.tracing.ranks.collectives import functional_collectives
 from graphopt.tracing.ranks.shared_by_ranks import SharedByRanks
 from graphopt.tracing.ranks.uniformity import own_inputs
 from graphopt.tracing.refusals import impurity
 from graphopt.tracing.refusals.cached_functions import CachedFunctions
-from graphopt.tracing.refusals.calls import RefusedCalls, refusing
+from graphopt.tracing.refusals.calls import RefusedCalls, SubstitutedCalls
 from graphopt.tracing.refusals.host_reads import no_reading
 from graphopt.tracing.refusals.host_writes import no_printing
 from graphopt.tracing.refusals.kept_casts import StepCasts
@@ -297,8 +297,8 @@ class StepRun:
         tensors += [self._call.leaves[position] for position in self._inputs.user]
         return {id(traced.by_id[id(tensor)]): tensor for tensor in tensors}
 
-    def _instead(self) -> Callable[[Any, Sequence[Any]], Any]:
-        """Returns a function that gives the replacement of a callee, or None.
+    def _instead(self) -> SubstitutedCalls:
+        """Returns what gives the replacement of a callee, or None.
 
         Raises:
             CaptureError: it is work on the host.
@@ -306,10 +306,8 @@ class StepRun:
         kinds: tuple[Callable[[Any, Sequence[Any]], Any], ...] = (
             asking(lambda: self.outside.stands_for),
             *(converting, takes_positions, by_class, self.caches),
-            stand_in_of_collective,
         )
-
-        return refusing(RefusedCalls(self.outside.is_outside), kinds)
+        return SubstitutedCalls(RefusedCalls(self.outside.is_outside), kinds)
 
     # ------------------------------------------------------------------ what it leaves
 

@@ -40,9 +40,13 @@ from graphopt.tracing.refusals.failures import definition_of, explained, raised_
 from graphopt.tracing.refusals.host_work import HostWork
 from graphopt.tracing.refusals.unknown_features import check_layout, refuse_unseen_results
 from graphopt.tracing.results.signature import Signature
-from graphopt.tracing.rollback.generators import draws_noted
+from graphopt.tracing.rollback.generators import (
+    GeneratorStates,
+    drawn_from_copies,
+    is_drawn_from_copies,
+)
 from graphopt.tracing.rollback.host_state import HostState, check_effects, drawn_from
-from graphopt.tracing.rollback.substitute import GeneratorStates, preserved
+from graphopt.tracing.rollback.substitute import preserved
 from graphopt.tracing.step_run import StepRun
 from graphopt.tracing.tensors.lost_history import without_history
 
@@ -177,13 +181,13 @@ def _run_once(
         stack.enter_context(explained(call.fn))
         stack.enter_context(_compat.foreach_accepts_fakes())
         stack.enter_context(_compat.errors_raised_once())
-        noted = stack.enter_context(draws_noted())
-        generators = GeneratorStates.read()
+        generators = GeneratorStates()
+        copies = stack.enter_context(drawn_from_copies())
         with nullcontext() if fakes else run.mode:  # else torch finds the mode of the inputs
             graph_module = _compat.make_fx(run)(*fakes)
         _inputs_first(graph_module)
         refuse_counts(graph_module.graph)
-        drawn = generators.advanced(noted)
+        drawn = copies.drawn() or generators.advanced()
         _refuse_kept_numbers(run, _numbers_of(call) | run.kept_numbers)
     if run.finder.found:
         more = MoreInputs(run.finder.found)
@@ -209,7 +213,12 @@ def _run_once(
         outside=run.outside,
         looks_at_state=run.looks_at_state,
     )
-    return raw, None if drawn is None else OutsideDraw(drawn, generators.python_advanced)
+    return raw, None if drawn is None else OutsideDraw(drawn, _drawing_since(generators))
+
+
+def _drawing_since(states: GeneratorStates) -> Callable[[], bool]:
+    """Returns a question: has the running trace drawn, from a copy or a generator itself?"""
+    return lambda: is_drawn_from_copies() or states.advanced() is not None
 
 
 def _inputs_first(graph_module: fx.GraphModule) -> None:

@@ -16,14 +16,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from graphopt._compat.frames import NULL, Operands
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.bytecode.accesses import OutsideAccess
 
-Substitute = Callable[[Any, Sequence[Any]], "Callable[..., Any] | None"]
-"""Says what an instruction calls in place of a function with some arguments; None: itself."""
+
+class Substitute(Protocol):
+    """Says what an instruction calls in place of a function; None: itself."""
+
+    def __call__(self, callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
+        """The same for a function that is called with some arguments."""
+
+    def of_given(self, function: Any) -> Callable[..., Any] | None:
+        """The same for a function that a function of C is given, and calls with it knows what."""
+
 
 NAMED_CALLS = ("CALL_KW", "CALL_FUNCTION_KW")
 """Calls with names of keywords above all else."""

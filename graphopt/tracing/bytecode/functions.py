@@ -19,7 +19,7 @@ from graphopt.ir.source import SourceLine
 from graphopt.tracing.bytecode.accesses import is_observed
 from graphopt.tracing.bytecode.callees import Substitute
 from graphopt.tracing.bytecode.calls import NativeCalls
-from graphopt.tracing.interception.replaced_functions import is_in
+from graphopt.tracing.interception.replaced_functions import is_in, passing
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.scalars.numbers import current_notes
@@ -88,6 +88,7 @@ class GivenFunction:
         self._function, self._line = function, line
         self._record, self._calls, self._substitute = record, calls, substitute
 
+    @passing
     def __call__(self, *args: Any) -> Any:
         """Calls the function as a call instruction of the step would."""
         function = self._function

@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import BuiltinFunctionType, CellType, FrameType
 from typing import Any
 
@@ -26,6 +26,7 @@ from graphopt.tracing.bytecode.attributes import (
 from graphopt.tracing.bytecode.callees import NAMED_CALLS, Instruction, Substitute, instruction_of
 from graphopt.tracing.bytecode.calls import NativeCalls
 from graphopt.tracing.bytecode.functions import GivenFunction, is_called_by
+from graphopt.tracing.bytecode.inner_calls import called_within
 from graphopt.tracing.bytecode.native import is_large_array, set_by_c
 from graphopt.tracing.inputs.entries import may_be_input
 from graphopt.tracing.interception.class_questions import ClassProxy, class_in_trace, is_of_trace
@@ -191,6 +192,7 @@ class Instructions:
         self._record.item(container, key, path, line)
         makes = isinstance(container, defaultdict) and container.default_factory is not None
         if makes and key not in container:  # it is there afterwards
+            self._substitute.of_given(container.default_factory)
             self._record.mutated(container, line)
 
     def _set_item(self, at: Instruction) -> None:
@@ -353,10 +355,29 @@ class Instructions:
         return args
 
     def _gives_function(self, callee: Any, args: list[Any], at: Instruction) -> None:
-        """Wraps a function that a native callee calls, so that its accesses are recorded."""
+        """Wraps functions that a native callee calls, so that their accesses are recorded."""
+        top = int(at.step.instruction in NAMED_CALLS) + len(args)
+        for number, other in self._functions_given(callee, args, at.line):
+            at.put(top - number, other)
+
+    def _giving_functions(self, callee: Any, args: tuple[Any, ...], at: Instruction) -> Any:
+        """Wraps them among expanded arguments, which the instruction finds then."""
+        others = dict(self._functions_given(callee, args, at.line))
+        if others:
+            args = tuple(others.get(number, value) for number, value in enumerate(args))
+            at.put(1 + (at.step.argument & 1), args)
+        return args
+
+    def _functions_given(
+        self, callee: Any, args: Sequence[Any], line: SourceLine
+    ) -> Iterator[tuple[int, Any]]:
+        """Yields the replacements of functions that a callee is given and calls, by position."""
         if is_called_by(callee, args):
-            top = int(at.step.instruction in NAMED_CALLS)
-            at.put(top + len(args), self._followed(at.line, args[0]))
+            yield 0, self._followed(line, args[0])
+        for number in called_within(callee, args):
+            other = self._substitute.of_given(args[number])
+            if other is not None:
+                yield number, other
 
     def _followed(self, line: SourceLine, function: Any) -> GivenFunction:
         """Wraps a function so that its calls are recorded as the step's own."""
@@ -371,6 +392,8 @@ class Instructions:
         place, args, given = at.expanded_call()
         callee = at.top(place)
         self._read_contents(at.frame, args, at.line)
+        if isinstance(args, tuple):
+            args = self._giving_functions(callee, args, at)
         given = [*(args if isinstance(args, (tuple, list)) else ()), *given]
         self._calls.call(callee, given, at.line)
         at.takes(place, self._substitute(callee, given))

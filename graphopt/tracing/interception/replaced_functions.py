@@ -11,12 +11,17 @@ import builtins
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, FunctionType
-from typing import Any
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, TypeVar
 
 from graphopt._compat.threads import CODE, Replacement
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _MISSING = object()
+_passing: set[CodeType] = {CODE}
+"""Code of functions that call others for the step's own code, as if it stood there."""
+_replaced: dict[int, Any] = {}
+"""By the ids of functions of modules: those that stand in their place while a step is traced."""
 
 
 def original(function: Any) -> Any:
@@ -26,6 +31,12 @@ def original(function: Any) -> Any:
         if isinstance(function, FunctionType)
         else function
     )
+
+
+def replacement(function: Any) -> Callable[..., Any] | None:
+    """What stands in the place of a function of a module while a step is traced, under whatever
+    name it is asked for (`now = time.time`); None where nothing does."""
+    return _replaced.get(id(function))
 
 
 @contextmanager
@@ -39,6 +50,7 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
     """
     before: list[tuple[Any, str, Any]] = []
     stand_ins: list[Replacement] = []
+    known = dict(_replaced)
     try:
         for owner, name, value in changes:
             former: Any = getattr(owner if hasattr(owner, name) else builtins, name)
@@ -46,6 +58,8 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
             if callable(value):
                 stand_ins.append(Replacement(value, former))
                 value = _named(stand_ins[-1].function, value, former)
+                if isinstance(owner, ModuleType) and not isinstance(former, type):
+                    _replaced[id(_first(former))] = value
             setattr(owner, name, value)
         yield
     finally:
@@ -54,8 +68,17 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, raw)
+        _replaced.clear()
+        _replaced.update(known)
         for each in stand_ins:
             each.end()
+
+
+def _first(function: Any) -> Any:
+    """The function of the program's behind any number of replacements."""
+    while (behind := original(function)) is not function:
+        function = behind
+    return function
 
 
 def is_in(callee: Any, functions: frozenset[Any]) -> bool:
@@ -86,7 +109,18 @@ def calling_frame(depth: int = 1) -> FrameType:
     return frame
 
 
+def passing(function: _Function) -> _Function:
+    """Decorates a function that calls another one for the step's own code, as if it stood there."""
+    _passing.add(function.__code__)
+    return function
+
+
+def passes(code: CodeType) -> bool:
+    """Whether code only calls something else for the step's own code."""
+    return code in _passing
+
+
 def _outside(frame: FrameType) -> FrameType:
-    while frame.f_code is CODE and frame.f_back is not None:
+    while passes(frame.f_code) and frame.f_back is not None:
         frame = frame.f_back
     return frame

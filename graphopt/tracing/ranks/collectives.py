@@ -46,12 +46,6 @@ def functional_collectives() -> AbstractContextManager[None]:
     return replaced(*((dist, name, function) for name, function in _STAND_INS.items()))
 
 
-def stand_in_of_collective(callee: Any, args: Any) -> Callable[..., Any] | None:
-    """The functional form of a collective that the step calls under a name of its own, as after
-    `from torch.distributed import all_reduce`."""
-    return _BY_ORIGINAL.get(id(callee))
-
-
 def _refusal(name: str, reason: str, hint: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise CaptureError(
@@ -67,4 +61,3 @@ _STAND_INS: dict[str, Callable[..., Any]] = {
     **FORMS,
     **{name: _refusal(name, *words) for name, words in _REFUSED.items()},
 }
-_BY_ORIGINAL = {id(getattr(dist, name)): form for name, form in _STAND_INS.items()}

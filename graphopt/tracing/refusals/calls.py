@@ -10,8 +10,9 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 from graphopt.ir.user_frames import is_library_file
+from graphopt.tracing.bytecode.inner_calls import inner_call
 from graphopt.tracing.effects.torch_generators import refuse_seeding
-from graphopt.tracing.interception.replaced_functions import original
+from graphopt.tracing.interception.replaced_functions import original, replacement
 from graphopt.tracing.refusals.host_reads import read_by
 from graphopt.tracing.refusals.host_work import HostWork
 from graphopt.tracing.refusals.host_writes import written_by
@@ -65,14 +66,36 @@ def refuse_begun(frame: FrameType, is_outside: Callable[[Any], bool]) -> None:
             raise work.refused(f"{type(owner).__name__}.{code.co_name}()")
 
 
-def refusing(
-    refuse: RefusedCalls, kinds: Sequence[Callable[[Any, Sequence[Any]], Any]]
-) -> Callable[[Any, Sequence[Any]], Any]:
-    """Returns a function that refuses host work and otherwise gives a replacement for a callee, or
-    None."""
+class SubstitutedCalls:
+    """Gives what the step's own code calls in place of a function. Calls that are work on the host
+    are refused before, under whatever name the step has the function.
 
-    def called(callee: Any, args: Sequence[Any]) -> Any:
-        refuse(callee, args)
-        return next(filter(None, (kind(callee, args) for kind in kinds)), None)
+    Args:
+        refuse: refuses calls.
+        kinds: each says it of some functions; the first counts that does not say None.
+    """
 
-    return called
+    def __init__(
+        self, refuse: RefusedCalls, kinds: Sequence[Callable[[Any, Sequence[Any]], Any]]
+    ) -> None:
+        self._refuse, self._kinds = refuse, kinds
+
+    def __call__(self, callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
+        """What is called in place of a function with some arguments; None: itself."""
+        self._refuse(callee, args)
+        found: Callable[..., Any] | None
+        found = next(filter(None, (kind(callee, args) for kind in self._kinds)), None)
+        inner = None if found is not None else inner_call(callee, args)
+        if inner is None:
+            return found or replacement(callee)
+        other = self(inner.function, inner.args)
+        return None if other is None else inner.around(other)
+
+    def of_given(self, function: Any) -> Callable[..., Any] | None:
+        """What a function of C is given in place of a function that it calls; None: itself."""
+        self._refuse(function, ())
+        inner = inner_call(function, ())
+        if inner is None:
+            return replacement(function)
+        other = self.of_given(inner.function)
+        return None if other is None else inner.around(other)

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from graphopt._compat.threads import CODE
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import (
     frames,
@@ -34,7 +33,7 @@ from graphopt.ir.user_frames import (
     is_own_file,
     is_torch_file,
 )
-from graphopt.tracing.interception.replaced_functions import replaced
+from graphopt.tracing.interception.replaced_functions import passes, replaced
 from graphopt.tracing.refusals.host_work import HostWork
 
 _OF_OS = ("open", "listdir", "scandir", "stat", "lstat", "access", "readlink", "system", "popen",
@@ -134,7 +133,7 @@ def asking_line(frame: FrameType) -> SourceLine | None:
     themselves."""
     for each in frames(frame):
         file = each.f_code.co_filename
-        if file == __file__ or each.f_code is CODE:
+        if file == __file__ or passes(each.f_code):
             continue
         if is_around_step(each) or is_own_file(file) or is_torch_file(file):
             return None

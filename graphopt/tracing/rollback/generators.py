@@ -42,10 +42,31 @@ def write_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
+def differs(one: Any, other: Any) -> bool:
+    """True if two states of a generator lead to different draws."""
+    return bool(_comparable(one) != _comparable(other))
+
+
 def _comparable(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _comparable(value) for key, value in state.items()}
     return state.tobytes() if hasattr(state, "tobytes") else state
+
+
+class GeneratorStates:
+    """States of the global generators of Python and numpy as they are when this is made."""
+
+    def __init__(self) -> None:
+        self._states = [(each, read_state(each)) for each in global_generators()]
+        self._shared = other_threads_run()
+
+    def advanced(self) -> str | None:
+        """The generator from which has been drawn since, as messages name it; None also where that
+        may have been other threads."""
+        if self._shared or other_threads_run():
+            return None
+        drawn = (each for each, state in self._states if differs(read_state(each), state))
+        return next(map(said, drawn), None)
 
 
 @contextmanager
@@ -62,28 +83,58 @@ def undisturbed() -> Iterator[None]:
                 write_state(generator, state)
 
 
+class GeneratorCopies:
+    """Copies of the global generators of Python and numpy, from which a trace draws in their place:
+    other threads draw from them as well, and a step that draws is refused."""
+
+    def __init__(self) -> None:
+        self._copies = [(each, _copied(each)) for each in global_generators()]
+        self._before = [read_state(copy) for _, copy in self._copies]
+
+    def functions(self) -> Iterator[tuple[Any, str, Any]]:
+        """The functions of the modules that draw, each with that of the copy, for `replaced`."""
+        for module in filter(None, map(sys.modules.get, ("random", "numpy.random"))):
+            for name, function in list(vars(module).items()):
+                owner = getattr(function, "__self__", None)
+                for generator, copy in self._copies:
+                    if owner is generator:
+                        yield module, name, getattr(copy, name)
+
+    def drawn(self) -> str | None:
+        """The generator in whose place the trace has drawn, as messages name it."""
+        for (generator, copy), before in zip(self._copies, self._before, strict=True):
+            if differs(read_state(copy), before):
+                return said(generator)
+        return None
+
+
+def _copied(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        made: Any = random.Random()
+    else:
+        made = type(generator)(type(generator._bit_generator)())
+    write_state(made, read_state(generator))
+    return made
+
+
 @contextmanager
-def draws_noted() -> Iterator[list[str]]:
-    """While active, records the modules whose functions draw from global generators for the trace;
-    other threads may draw, too."""
-    noted: list[str] = []
+def drawn_from_copies() -> Iterator[GeneratorCopies]:
+    """While active, the trace draws from copies of the global generators of Python and numpy."""
+    global _copies
+    before, _copies = _copies, GeneratorCopies()
+    try:
+        with replaced(*_copies.functions()):
+            yield _copies
+    finally:
+        _copies = before
 
-    def noting(function: Callable[..., Any], module: str) -> Callable[..., Any]:
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            noted.append(module)
-            return function(*args, **kwargs)
 
-        return draw
+_copies: GeneratorCopies | None = None
 
-    owners = list(map(id, global_generators()))
-    changes = [
-        (module, name, noting(function, module.__name__))
-        for module in filter(None, map(sys.modules.get, ("random", "numpy.random")))
-        for name, function in vars(module).items()
-        if id(getattr(function, "__self__", None)) in owners and not name.startswith("get")
-    ]
-    with replaced(*changes):
-        yield noted
+
+def is_drawn_from_copies() -> bool:
+    """True if the running trace has drawn from a copy of Python's or numpy's generator."""
+    return _copies is not None and _copies.drawn() is not None
 
 
 def global_generators() -> list[Any]:
@@ -111,7 +162,7 @@ def draw_of(callee: Any, args: Sequence[Any], is_outside: Callable[[Any], bool])
     generator = _generator_of(callee, name, args)
     if generator is not None:
         told = any(generator is each for each in global_generators()) or is_outside(generator)
-        return f"{_said(generator)}.{name}()" if told else None
+        return f"{said(generator)}.{name}()" if told else None
     if _makes_generator(callee, name) and (not args or args[0] is None):
         return f"{name}() without a seed"
     module = getattr(callee, "__module__", None)
@@ -145,7 +196,7 @@ def _makes_generator(callee: Any, name: str) -> bool:
     return numpy is not None and callee is numpy.default_rng
 
 
-def _said(generator: Any) -> str:
+def said(generator: Any) -> str:
     """The name of a generator in messages."""
     names = dict(zip(map(id, global_generators()), ("random", "numpy.random"), strict=False))
     return names.get(id(generator), type(generator).__name__)

@@ -6,8 +6,6 @@ changed and restored, whatever the step does or raises in between.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +16,6 @@ import torch
 from torch.optim import Optimizer
 
 from graphopt import _compat
-from graphopt._compat.threads import other_threads_run
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location
 from graphopt.tracing.inputs.entries import (
@@ -40,6 +37,7 @@ from graphopt.tracing.optimizers.optimizer_state import (
 from graphopt.tracing.optimizers.setting_place import may_be_left
 from graphopt.tracing.optimizers.watched_state import WatchedState
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
+from graphopt.tracing.rollback.generators import undisturbed
 from graphopt.tracing.scalars.tuples import with_leaf
 
 
@@ -93,7 +91,7 @@ def preserved(
             tables.append(attributes)
     tables += [table for table in opened if isinstance(table, dict)]
     with ExitStack() as stack:
-        stack.callback(GeneratorStates.read().restore)
+        stack.enter_context(undisturbed())
         stack.enter_context(tables_kept(tables))
         stack.enter_context(lists_kept(lists))
         for each in carried:
@@ -129,62 +127,6 @@ def lists_kept(containers: Iterable[Any]) -> Iterator[None]:
     finally:
         for each, items in before:
             each[:] = items
-
-
-@dataclass
-class GeneratorStates:
-    """The states of Python's and numpy's global random number generators.
-
-    Other threads draw from them as well. Where some run, what has been drawn is not put back, and
-    it is the trace's only where that has noted it.
-    """
-
-    python: Any
-    numpy: Any
-    shared: bool
-
-    @classmethod
-    def read(cls) -> GeneratorStates:
-        """The current states."""
-        numpy = sys.modules.get("numpy")
-        return cls(
-            python=random.getstate(),
-            numpy=None if numpy is None else numpy.random.get_state(legacy=True),
-            shared=other_threads_run(),
-        )
-
-    def restore(self, noted: Sequence[str] = ()) -> None:
-        """Restores the states; with other threads only if the trace is known to have drawn."""
-        if not noted and (self.shared or other_threads_run()):
-            return
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
-
-    def advanced(self, noted: Sequence[str] = ()) -> str | None:
-        """The name of a generator that has advanced since, or None.
-
-        Args:
-            noted: names of those from which the trace is known to have drawn.
-        """
-        now = GeneratorStates.read()
-        if self.shared or now.shared:
-            return noted[0] if noted else None
-        if not self.python_advanced(now):
-            return None
-        return "random" if now.python != self.python else "numpy.random"
-
-    def python_advanced(self, now: GeneratorStates | None = None) -> bool:
-        """True if Python's or numpy's generator has advanced since."""
-        now = now or GeneratorStates.read()
-        if now.python != self.python:
-            return True
-        return self.numpy is not None and _comparable(now.numpy) != _comparable(self.numpy)
-
-
-def _comparable(numpy_state: Any) -> tuple[Any, ...]:
-    name, keys, *rest = numpy_state
-    return (name, keys.tobytes(), *rest)
 
 
 def insert(optimizers: Sequence[Optimizer], inputs: Inputs, traced: StandIns) -> None:

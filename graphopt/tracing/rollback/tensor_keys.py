@@ -16,7 +16,6 @@ import torch
 
 from graphopt._compat.storages import STORAGES
 from graphopt.ir.user_frames import is_own_file, is_torch_file
-from graphopt.tracing.bytecode.functions import GivenFunction
 from graphopt.tracing.interception.replaced_functions import calling_frame, replaced
 from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.refusals.unknown_features import refuse_address
@@ -126,9 +125,8 @@ def _of_tensors(function: Callable[[Any], int], tensors: Mapping[int, torch.Tens
         tensor = tensors.get(own(value))
         if tensor is None and not isinstance(value, STORAGES):
             return function(value)
-        code = calling_frame().f_code
-        file, given = code.co_filename, code is GivenFunction.__call__.__code__
-        if is_torch_file(file) or (is_own_file(file) and not given):
+        file = calling_frame().f_code.co_filename
+        if is_torch_file(file) or is_own_file(file):
             return function(value)
         if tensor is None:
             refuse_address()
