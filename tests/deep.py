@@ -16,11 +16,14 @@ import pytest
 import torch
 
 import graphopt
+from graphopt._compat.threads import other_threads_run
 from graphopt.tracing.call import Call
+from graphopt.tracing.rollback.generators import global_generators
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range)
 _NOT_ENTERED = ("graphopt", "_pytest", "logging", "threading", "torch.fx", "torch._sub", "sympy",
                 "torch.amp")  # fmt: skip
+_GLOBAL_GENERATORS = global_generators()
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -66,11 +69,10 @@ def _own(value: Any) -> Any:
         )
     if isinstance(value, numpy.ndarray):
         return value.tobytes()
-    if isinstance(value, (random.Random, torch.Generator)):
-        state = value.getstate() if isinstance(value, random.Random) else value.get_state().tolist()
-        return hash(str(state))
-    if isinstance(value, numpy.random.Generator):
-        return hash(str(value.bit_generator.state))
+    if isinstance(value, torch.Generator):
+        return hash(str(value.get_state().tolist()))
+    if isinstance(value, (random.Random, numpy.random.RandomState, numpy.random.Generator)):
+        return _drawn_by_nobody_else(value)
     if isinstance(value, (set, frozenset)):  # of tensors, it goes by their addresses
         return sorted(map(repr, map(_key, value)))
     if isinstance(value, (Mapping, list, tuple, deque, bytearray)):
@@ -135,16 +137,26 @@ def _attributes(path: str, value: Any) -> Iterator[tuple[str, Any]]:
                 yield f"{path}.{name}", getattr(value, name)
 
 
+def _drawn_by_nobody_else(generator: Any) -> Any:
+    """The state of a generator of Python or numpy; None where other threads may draw from it."""
+    if other_threads_run():
+        return None
+    if isinstance(generator, random.Random):
+        return hash(generator.getstate())
+    if isinstance(generator, numpy.random.RandomState):
+        _, keys, *others = generator.get_state()
+        return hash((keys.tobytes(), *others))
+    return hash(str(generator.bit_generator.state))
+
+
 def _modes() -> Any:
-    _, keys, *others = numpy.random.get_state()
     return (
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
         torch.is_autocast_enabled("cpu"),
         torch.are_deterministic_algorithms_enabled(),
         hash(torch.get_rng_state().numpy().tobytes()),
-        hash(random.getstate()),
-        hash((keys.tobytes(), *others)),
+        *map(_drawn_by_nobody_else, _GLOBAL_GENERATORS),
     )
 
 

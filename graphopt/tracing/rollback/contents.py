@@ -237,6 +237,12 @@ GENERATOR = ObjectKind(_read_generator, _same_generator, _write_generator)
 MODES = ObjectKind(_read_modes, _same_modes, _write_modes)
 
 
+def may_be_shared(value: object) -> bool:
+    """True if a value is a generator of Python or numpy. Other threads may draw from it as well,
+    and then its state does not tell who has drawn."""
+    return is_generator(value) and not isinstance(value, torch.Generator)
+
+
 def is_generator(value: object) -> bool:
     """True if a value is a random number generator whose state can be read, other than torch's
     default one, which a trace leaves alone."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from graphopt._compat.threads import other_threads_run
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.inputs.implicit import CarriedPlace, ImplicitInputs, MoreInputs, NamedModules
@@ -40,9 +41,11 @@ class OutsideChanges:
 
     Attributes:
         changes: the changes of objects that the step can reach.
+        shared: other threads ran meanwhile.
     """
 
     changes: list[ObjectChange] = field(default_factory=list)
+    shared: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.changes)
@@ -73,6 +76,7 @@ class HostState:
         found = reachable(step, leaves)
         self._held = [(kind, holder, kind.read(holder)) for kind, holder in found]
         self._generators = [held for held in self._held if held[0] is contents.GENERATOR]
+        self._shared = other_threads_run()
 
     def keyed_by_tensors(self) -> list[Keyed]:
         """The dictionaries and sets whose keys are tensors."""
@@ -83,15 +87,18 @@ class HostState:
         return any(holder is value for _, holder, _ in self._held)
 
     def restore(self) -> OutsideChanges:
-        """Restores everything that the trace changed, and returns the changes."""
+        """Restores everything that the trace changed, and returns the changes. Generators from
+        which other threads may have drawn meanwhile are left as they are."""
         changes = {
             index: ObjectChange(kind, holder, before, kind.read(holder))
             for index, (kind, holder, before) in enumerate(self._held)
             if not kind.same(holder, before)
         }
+        shared = self._shared or other_threads_run()
         for change in changes.values():
-            change.kind.write(change.changed, change.before)
-        return OutsideChanges([*changes.values()])
+            if not (shared and contents.may_be_shared(change.changed)):
+                change.kind.write(change.changed, change.before)
+        return OutsideChanges([*changes.values()], shared)
 
     def generator_advanced(self) -> bool:
         """True if a random number generator has another state than before."""
@@ -137,10 +144,13 @@ def refuse_left(record: OutsideRecord) -> None:
 
 
 def drawn_from(effects: OutsideChanges) -> str | None:
-    """The class of a random number generator that the step has drawn from or seeded."""
+    """The class of a random number generator that the step has drawn from or seeded, or perhaps
+    another thread."""
     for change in effects.changes:
         if change.kind is contents.GENERATOR:
-            return f"{type(change.changed).__module__}.{type(change.changed).__qualname__}"
+            name = f"{type(change.changed).__module__}.{type(change.changed).__qualname__}"
+            perhaps = effects.shared and contents.may_be_shared(change.changed)
+            return f"{name}, which it holds, unless another thread did" if perhaps else name
     return None
 
 
