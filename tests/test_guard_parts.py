@@ -21,7 +21,8 @@ from graphopt import _compat
 from graphopt.graph_utils import environment
 from graphopt.guards.modules import ModuleGuards
 from graphopt.guards.optimizers import OptimizerGuard
-from graphopt.guards.unchanged import StateSnapshot, Together
+from graphopt.guards.together import Together
+from graphopt.guards.unchanged import StateSnapshot
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.implicit import ImplicitInputs
 

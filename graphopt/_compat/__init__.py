@@ -9,6 +9,8 @@ Written for torch 2.11 to 2.15. A branch for one version says so.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphopt._compat.copied_generator import CopiedGenerator as CopiedGenerator
+from graphopt._compat.dict_versions import table_version as table_version
+from graphopt._compat.dict_versions import versioned_table as versioned_table
 from graphopt._compat.dtensors import local_of as local_of
 from graphopt._compat.dtensors import set_local as set_local
 from graphopt._compat.fakes import (
@@ -116,7 +118,6 @@ from graphopt._compat.tensors import (
     described_tensor,
     functions_of_hooks,
     has_hooks_on_sum,
-    hook_tables,
     hooks_of,
     is_transformed,
     made_by_legacy,

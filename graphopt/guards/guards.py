@@ -20,7 +20,8 @@ from graphopt.guards.optimizer_state import StateGuards
 from graphopt.guards.optimizers import OptimizerGuard
 from graphopt.guards.outside import OutsideGuard
 from graphopt.guards.tensors import TensorGuards
-from graphopt.guards.unchanged import HasSnapshot, Together, body_of, is_body
+from graphopt.guards.together import HasSnapshot, Together
+from graphopt.guards.unchanged import body_of, is_body
 from graphopt.guards.values import is_plain
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs, PlacedNumber

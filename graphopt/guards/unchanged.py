@@ -2,7 +2,8 @@
 
     what there was                      how it is compared with what is there
     ─────────────────────────────────   ────────────────────────────────────────────────────────────
-    whole dictionaries and lists        as one flat list (`containers.py`)
+    all that is in dictionaries         by the dictionaries' versions (`versions.py`)
+    whole lists, dictionaries that vary as one flat list (`containers.py`)
     items, attributes, classes          one by one, without a Python function for any of them
     shapes, dtypes, … of tensors        by the C++ code that torch.compile has for that
     containers in which there is nothing  whether there is
@@ -15,11 +16,11 @@ at its own things one by one where something here differs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sized
+from itertools import chain, compress
 from operator import contains, getitem
 from types import CellType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,6 +35,15 @@ from graphopt.guards.containers import (
     WholeModules,
 )
 from graphopt.guards.values import is_plain, kinds_of
+from graphopt.guards.versions import Versions
+
+_ON_CONTENTS = (
+    ("_containers", "_keys", "_values"),
+    ("_referring", "_referred", "_references"),
+    ("_asked", "_asked_keys", "_there"),
+    ("_sized", "_sizes"),
+)
+"""Conditions on what is in containers, column by column; the first has the containers."""
 
 Body = tuple[type, dict[str, Any]] | None
 
@@ -45,11 +55,14 @@ flight."""
 class StateSnapshot:
     """A snapshot of values at many places, for comparison with the present ones.
 
-    Keeps alive the containers, and what `has` is told of, until it is told to `forget`.
+    Keeps alive the containers, and what `has` is told of, until it is told to `forget`. All
+    conditions are added before `holds` is asked for the first time.
     """
 
     def __init__(self) -> None:
         self._joined: StateSnapshot | None = None
+        self._versions: Versions | None = None
+        self._rest: StateSnapshot | None = None
         self._whole: tuple[WholeContainers, WholeModules] | None = None
         self._matches: tuple[Callable[[], bool], ...] = ()
         self._containers: list[Any] = []
@@ -67,6 +80,7 @@ class StateSnapshot:
         self._tensors: list[torch.Tensor] = []
         self._kinds: list[Any] = []
         self._strides: list[Any] = []
+        self._classes: list[type | None] = []
         self._hooks: list[tuple[int, ...]] = []
         self._asked: list[Any] = []
         self._asked_keys: list[Any] = []
@@ -106,7 +120,7 @@ class StateSnapshot:
 
     def forget(self) -> None:
         """Drops all references; from then on `holds` is False."""
-        self._whole, self._matches = None, ()
+        self._whole, self._matches, self._versions, self._rest = None, (), None, None
         for each in self._lists():
             each.clear()
         self._checks.append(_never)
@@ -233,31 +247,23 @@ class StateSnapshot:
     def has_kind(self, tensor: torch.Tensor) -> None:
         """Adds a condition: the tensor has its present kind and gradient hooks."""
         self._tensors.append(tensor)
-        kinds, strides = kinds_of([tensor])
-        self._kinds += kinds
-        self._strides += strides
+        for column, facts in zip(self._columns(), kinds_of([tensor]), strict=True):
+            column += facts
         self._hooks.append(_compat.hooks_of(tensor))
 
     def holds(self) -> bool:
         """True if all conditions hold."""
         try:
-            items = map(getitem, self._containers, self._keys)
-            return (
-                not any(self._empty)
-                and list(map(len, self._sized)) == self._sizes
-                and self._same_contents()
-                and identities(items) == identities(self._values)
-                and (not self._references or self._same_objects())
-                and (not self._named or all(tuple(table) == keys for table, keys in self._named))
-                and (not self._tensors or self._same_tensors())
-                and list(map(contains, self._asked, self._asked_keys)) == self._there
-                and (not self._typed or [type(of()) for of in self._typed] == self._types)
-                and self._same_cells()
-                and self._same_owned()
-                and (not self._holders or self._same_attributes())
-                and (not self._referring_holders or self._same_referred())
-                and all(check() for check in self._checks)
-            )
+            if self._versions is None or self._rest is None:
+                self._versions = Versions(self._in_containers())
+                self._rest = self._without(self._versions)
+            now = self._versions.now()
+            if now == self._versions.known:
+                return self._rest._all_hold()
+            if not self._all_hold():
+                return False
+            if self._versions.note(now):
+                self._rest = self._without(self._versions)
         except (
             KeyError,
             IndexError,
@@ -265,6 +271,46 @@ class StateSnapshot:
             ValueError,
         ):  # something is no longer where it was
             return False
+        return True
+
+    def _in_containers(self) -> Iterator[Any]:
+        """Yields the containers whose contents there are conditions on."""
+        yield from chain(self._containers, self._referring, self._asked, self._sized)
+        yield from (noted.container for noted in self._noted)
+        yield from (table for table, _ in self._named)
+
+    def _without(self, versions: Versions) -> StateSnapshot:
+        """Returns the conditions that the versions of dictionaries do not show to hold."""
+        rest = StateSnapshot()
+        vars(rest).update((name, each) for name, each in vars(self).items() if type(each) is list)
+        for names in _ON_CONTENTS:
+            columns = [getattr(self, name) for name in names]
+            kept = [not versions.tell_of(container) for container in columns[0]]
+            for name, column in zip(names, columns, strict=True):
+                setattr(rest, name, list(compress(column, kept)))
+        rest._noted = [each for each in self._noted if not versions.tell_of(each.container)]
+        rest._named = [each for each in self._named if not versions.tell_of(each[0])]
+        return rest
+
+    def _all_hold(self) -> bool:
+        """True if all conditions hold, each of which is looked at."""
+        items = map(getitem, self._containers, self._keys)
+        return (
+            not any(self._empty)
+            and list(map(len, self._sized)) == self._sizes
+            and self._same_contents()
+            and identities(items) == identities(self._values)
+            and (not self._references or self._same_objects())
+            and (not self._named or all(tuple(table) == keys for table, keys in self._named))
+            and (not self._tensors or self._same_tensors())
+            and list(map(contains, self._asked, self._asked_keys)) == self._there
+            and (not self._typed or [type(of()) for of in self._typed] == self._types)
+            and self._same_cells()
+            and self._same_owned()
+            and (not self._holders or self._same_attributes())
+            and (not self._referring_holders or self._same_referred())
+            and all(check() for check in self._checks)
+        )
 
     def _same_contents(self) -> bool:
         if self._whole is None:
@@ -276,16 +322,21 @@ class StateSnapshot:
         now = map(getitem, self._referring, self._referred)
         return identities(now) == identities([reference() for reference in self._references])
 
+    def _columns(self) -> tuple[list[Any], ...]:
+        """Returns the facts about tensors in the order of `kinds_of`."""
+        return self._kinds, self._strides, self._classes
+
     def _same_tensors(self) -> bool:
-        if not any(match() for match in self._matches):
-            if kinds_of(self._tensors) != (self._kinds, self._strides):
-                return False
-            match = _compat.metadata_match(self._tensors)
-            if match is not None:
-                self._matches = (match, *self._matches[: _MATCHES - 1])
-        if any(chain.from_iterable(map(_compat.hook_tables, self._tensors))):
-            return list(map(_compat.hooks_of, self._tensors)) == self._hooks
-        return not any(self._hooks)
+        if any(match() for match in self._matches):
+            return True
+        if kinds_of(self._tensors) != self._columns():
+            return False
+        if list(map(_compat.hooks_of, self._tensors)) != self._hooks:
+            return False
+        match = _compat.metadata_match(self._tensors)
+        if match is not None:
+            self._matches = (match, *self._matches[: _MATCHES - 1])
+        return True
 
     def _same_cells(self) -> bool:
         now = [cell.cell_contents for cell in chain(self._cells, self._referring_cells)]
@@ -321,42 +372,3 @@ def is_body(module: nn.Module | None, body: Body) -> bool:
     if module is None or body is None:
         return module is None and body is None
     return type(module) is body[0] and vars(module) is body[1]
-
-
-_MOST_CHANGES = 3
-"""The number of changes after which a guard is no longer joined with others."""
-
-
-class HasSnapshot(Protocol):
-    """A guard that offers a snapshot of its last successful check."""
-
-    @property
-    def unchanged(self) -> StateSnapshot | None:
-        """A snapshot under which the guard holds, or None if it must be checked in detail."""
-
-
-class Together:
-    """The snapshots of several guards joined into one, which is much faster to compare. Guards that
-    change repeatedly are left out."""
-
-    def __init__(self, guards: Sequence[HasSnapshot]) -> None:
-        self._changes: dict[HasSnapshot, int] = dict.fromkeys(guards, 0)
-        self._seen: dict[HasSnapshot, StateSnapshot] = {}
-        self._joined: StateSnapshot | None = None
-
-    def unchanged(self) -> Collection[HasSnapshot]:
-        """Returns the guards known to hold; the others must be checked in detail."""
-        if self._joined is None or not self._joined.holds():
-            return ()
-        return self._seen
-
-    def note(self) -> None:
-        """Records that all guards hold, and joins their snapshots for the next call."""
-        for guard, before in self._seen.items():
-            self._changes[guard] += guard.unchanged is not before
-        self._seen = {
-            guard: guard.unchanged
-            for guard, changes in self._changes.items()
-            if guard.unchanged is not None and changes <= _MOST_CHANGES
-        }
-        self._joined = StateSnapshot.joined(self._seen.values())

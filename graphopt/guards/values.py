@@ -42,7 +42,7 @@ def gradient_kind(tensor: torch.Tensor) -> Any:
 
 def kinds_of(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
     """Returns the facts of `tensor_kind` for many tensors, column by column, in half the time."""
-    return list(map(_KIND, tensors)), list(map(_STRIDE, tensors))
+    return list(map(_KIND, tensors)), list(map(_STRIDE, tensors)), list(map(special_class, tensors))
 
 
 def items(value: object) -> list[Any] | None:
