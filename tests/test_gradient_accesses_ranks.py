@@ -94,13 +94,17 @@ def outcome(rank: int, ranks: int, cases: Sequence[Case], pipeline: str) -> dict
     return found
 
 
-READS_TOO_EARLY = "it reads a gradient while a second backward runs"
+READS_TOO_EARLY = ("it reads a gradient while a second backward runs",)
 REFUSED = {
     "hook_reads_the_gradient_before": READS_TOO_EARLY,
     "hook_of_a_module_reads": READS_TOO_EARLY,
-    "shared_by_two": "changes a tensor that stands in its lists twice",
+    "shared_by_two": (
+        "changes a tensor that stands in its lists twice",
+        "share memory when they are averaged",  # DDP leaves there what its last bucket has
+        "share storage",  # a graph made while those of an earlier call are there
+    ),
 }
-"""Accesses that are refused, at some places, by a part of the reason."""
+"""Accesses that are refused, at some places, by parts of the reasons."""
 
 
 def check(found: Sequence[dict[Case, str]]) -> None:
@@ -109,8 +113,8 @@ def check(found: Sequence[dict[Case, str]]) -> None:
         results = [theirs[case] for theirs in found]
         if results == ["equal"] * len(found):
             continue
-        reason = REFUSED.get(case[0])
-        assert reason is not None and all(reason in text for text in results), (case, results)
+        reasons = REFUSED.get(case[0], ())
+        assert any(all(reason in text for text in results) for reason in reasons), (case, results)
 
 
 AT_ONCE = 10

@@ -27,7 +27,8 @@ class UsedParametersQuestion(Assumption):
 
     Args:
         positions: of parameters that this rank does not use, among those that the ranks have agreed
-            on. The node takes what the ranks have sent for them.
+            on, counted on from one round of averages to the next. The node takes what the ranks
+            have sent for them.
     """
 
     def __init__(self, index: int, place: str, positions: Sequence[int]) -> None:

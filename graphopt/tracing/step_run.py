@@ -93,7 +93,8 @@ class StepRun:
         outside: what it has read and written outside its arguments.
         finder: what is to be an input besides.
         signature: what the results are for; None before the step has run.
-        used: parameters whose gradients are marked, in the order they were ready.
+        used: parameters whose gradients are marked, in the order they were ready, with the rounds
+            of averages in which they are.
         kept_numbers: results that are numbers (by id).
         looks_at_state: it looks at the state of an optimizer by itself.
     """
@@ -129,7 +130,7 @@ class StepRun:
         self.caches = CachedFunctions(self.outside)
         self._aliases = Aliases(self._optimizers, inputs)
         self.signature: Signature | None = None
-        self.used: tuple[str, ...] = ()
+        self.used: dict[str, tuple[int, ...]] = {}
         self.kept_numbers: set[int] = set()
         self._gradients = FirstGradients()
         self.looks_at_state = False

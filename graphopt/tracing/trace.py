@@ -60,7 +60,8 @@ class RawTrace:
         inputs: what the graph takes, with their values.
         modules: all modules of the step, with names.
         besides: what it works on besides its arguments.
-        used: parameters whose gradients were marked here, in the order they were ready.
+        used: parameters whose gradients were marked here, in the order they were ready, with the
+            rounds of averages in which they were.
         looks_at_state: it looks at the state of an optimizer by itself.
         outside: what the step read outside its arguments.
     """
@@ -73,7 +74,7 @@ class RawTrace:
     graph_module: fx.GraphModule
     signature: Signature
     fakes: list[torch.Tensor]
-    used: tuple[str, ...]
+    used: dict[str, tuple[int, ...]]
     outside: OutsideRecord
     looks_at_state: bool
 

@@ -114,6 +114,7 @@ class RankAgreement:
         number: counts what the ranks of this step have agreed on.
         votes: the votes that no function called by `graphopt.callback` has raised.
         agreement: when in each call they do.
+        every_round: each round of averages in a call averages all parameters of its modules.
         likely: answers to the decisions of the branch that all ranks try first in this call.
         current: False once the ranks have agreed on more; graphs made for it must not run then.
     """
@@ -129,6 +130,7 @@ class RankAgreement:
     votes: Votes
     agreement: Agreement
     current: bool = True
+    every_round: bool = False
     likely: tuple[Answer, ...] = ()
 
     def order(self, inputs: Inputs) -> tuple[str, ...]:

@@ -59,6 +59,8 @@ from graphopt.tracing.ranks.reduction import (
     AgreedOrder,
     MarkedCommunication,
     UnagreedParameterError,
+    Use,
+    differ_in_rounds,
 )
 from graphopt.tracing.retries import retried
 from graphopt.tracing.trace import RawTrace
@@ -111,7 +113,7 @@ class _CaptureAsAgreed(CallCapture):
                 lambda answer: type(answer) is not UsedParameters, raw.inputs.answers
             )
             self.answers = tuple(alone)
-            order = AgreedOrder(self._order(raw), frozenset(raw.used))
+            order = self._order(raw)
             communication = self._joint.marked(self._parallel, order)
             try:
                 with made.present():
@@ -122,12 +124,12 @@ class _CaptureAsAgreed(CallCapture):
             except (MoreInputs, CaptureError) as error:
                 call = retried(call, raw.inputs, error)
 
-    def _order(self, raw: RawTrace) -> tuple[str, ...]:
+    def _order(self, raw: RawTrace) -> AgreedOrder:
         assert self.agreed is not None
         order = self.agreed.order(raw.inputs)
         if len(order) < len(self.agreed.parameters) or not set(order).issuperset(raw.used):
             raise NotAsAgreedError
-        return order
+        return AgreedOrder(order, frozenset(raw.used), every_round=self.agreed.every_round)
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
         assert self.agreed is not None
@@ -245,6 +247,7 @@ class _CaptureInMeeting(CallCapture):
             "tensors": names.tensors,
             "besides": names.besides,
             "used": names.told(raw.used),
+            "rounds": list(raw.used.values()),
             "held": names.told(sorted(held_names(raw))),
             "uniform": uniform,
             "alone": alone,
@@ -261,7 +264,15 @@ class _CaptureInMeeting(CallCapture):
         self._order = merged_order([*before, *used, *others])
         self._asks = bool(left_out(call, inputs, self._order))
         self._held = frozenset().union(*(names.own(theirs["held"]) for theirs in everyone))
-        return AgreedOrder(self._order, frozenset(raw.used), frozenset().union(*used))
+        uses = [
+            frozenset((name, each) for name, rounds in both for each in rounds)
+            for both in (
+                zip(names.own(theirs["used"]), theirs["rounds"], strict=True) for theirs in everyone
+            )
+        ]
+        self._every_round = differ_in_rounds(uses) or any(e.every_round for e in self._earlier)
+        anywhere = frozenset[Use]().union(*uses)
+        return AgreedOrder(self._order, frozenset(raw.used), anywhere, self._every_round)
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
         self._plans = plans_of(graphs, self._parallel)
@@ -298,6 +309,7 @@ class _CaptureInMeeting(CallCapture):
             *(self._questions, self._asks, self._joint.count()),
             votes=self._votes,
             agreement=self.agreement,
+            every_round=self._every_round,
         )
         self._joint.note(agreed if self._sync else None, self._earlier)
         self.agreed = agreed if self._sync else None

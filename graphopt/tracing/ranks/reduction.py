@@ -8,9 +8,11 @@ markers is said by a kind of parallelism (`graphopt.parallel`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -25,14 +27,19 @@ from graphopt.parallel.data_parallel import put_received
 from graphopt.parallel.markers import Group, reduce_gradient, sync_buffers
 from graphopt.tracing.functional.tagging import Tagger
 from graphopt.tracing.inputs.entries import Inputs
+from graphopt.tracing.layouts.parts_of_storage import overlap
 
 
 class UnagreedParameterError(GraphOptError):
     """A parameter gets a gradient that the ranks have not agreed to average."""
 
 
-Ask = Callable[[Sequence[int], Sequence[torch.Tensor]], Sequence[int]]
-"""Tells which parameters are used by any rank: of their positions, given what was sent for them."""
+Use = tuple[str, int]
+"""A parameter by its name, and the round of averages of its module in which it is averaged: 0 for
+the first in a call. A step that looks at gradients between two backwards has two rounds."""
+
+Ask = Callable[[Sequence[Use], Sequence[torch.Tensor]], Sequence[int]]
+"""Tells which parameters any rank has used before a round, given what was sent for them."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +49,30 @@ class AgreedOrder:
     Attributes:
         names: of the parameters that all ranks mark, in launch order.
         used: by this rank in this call, or accumulated before it.
-        anywhere: used by any rank; None where that is not known before the call.
+        anywhere: what any rank uses; None where that is not known before the call.
+        every_round: ranks use different parameters from one round to the next. Each round averages
+            all parameters of its modules then, as DDP does.
     """
 
     names: tuple[str, ...]
     used: frozenset[str]
-    anywhere: frozenset[str] | None = None
+    anywhere: frozenset[Use] | None = None
+    every_round: bool = False
+
+    def position(self, use: Use) -> int:
+        """A number for a parameter in a round, the same on all ranks."""
+        name, number = use
+        return number * len(self.names) + self.names.index(name)
+
+
+def differ_in_rounds(uses: Sequence[Collection[Use]]) -> bool:
+    """True if steps with several rounds of averages use different parameters in them.
+
+    Args:
+        uses: what each rank uses.
+    """
+    several = any(number for theirs in uses for _, number in theirs)
+    return several and any(set(theirs) != set(uses[0]) for theirs in uses)
 
 
 @dataclass(frozen=True)
@@ -81,6 +106,9 @@ class GradientMarker:
             marked in the order it is ready.
         ask: which parameters are used by any rank.
         accumulated: whether gradients of earlier calls alone are marked as well.
+
+    Attributes:
+        used: the rounds in which each parameter was marked, in the order they were ready.
     """
 
     parameters: dict[str, torch.Tensor]
@@ -92,8 +120,13 @@ class GradientMarker:
     accumulated: bool = True
     ready: dict[str, None] = field(default_factory=dict)
     earlier: frozenset[str] = frozenset()
-    used: dict[str, None] = field(default_factory=dict)
+    used: dict[str, list[int]] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
+    rounds: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+    def __post_init__(self) -> None:
+        traced = self.parameters.items()
+        self._left_before = {name for name, each in traced if each.grad is not None}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -113,7 +146,7 @@ class GradientMarker:
         def accumulated(_: torch.Tensor) -> None:
             self.ready.pop(name, None)
             self.ready[name] = None
-            self.used.setdefault(name)
+            self.used.setdefault(name, [])
 
         return accumulated
 
@@ -153,31 +186,57 @@ class GradientMarker:
             return
         pending, self.ready = self.ready, {}
         for name in self._accumulated_before(pending):
-            pending[name] = self.used[name] = None
+            pending[name] = None
+        for name in pending:
+            self.used.setdefault(name, []).append(self.rounds[self.roots[name]])
         if self.agreed is None:
-            for name in pending:
-                self._put(name, self._shared(name))
-            return
-        foreign = [name for name in pending if name not in self.agreed.names]
+            self._mark(pending)
+        else:
+            self._mark_agreed(pending, self.agreed)
+        for root in {self.roots[name] for name in pending}:
+            self.rounds[root] += 1
+
+    def _mark_agreed(self, pending: Mapping[str, None], agreed: AgreedOrder) -> None:
+        foreign = [name for name in pending if name not in agreed.names]
         if foreign:
             raise UnagreedParameterError(foreign[0])
-        self._mark_agreed(pending, self.agreed)
-
-    def _mark_agreed(self, pending: Container[str], agreed: AgreedOrder) -> None:
-        missing: dict[str, torch.Tensor] = {}
-        for name in agreed.names:
-            if name in pending:
-                self._put(name, self._shared(name))
-            elif self._is_missing(name, pending, agreed):
-                missing[name] = self._shared(name)
-        if not missing:
+        missing = {name for name in agreed.names if self._is_missing(name, pending, agreed)}
+        sent = self._mark([n for n in agreed.names if n in pending or n in missing], missing)
+        if not sent:
             return
-        self.asked |= missing.keys()
-        positions = [agreed.names.index(name) for name in missing]
-        answers = self.ask(positions, list(missing.values()))
-        for (name, shared), is_used in zip(missing.items(), answers, strict=True):
+        self.asked |= sent.keys()
+        uses = [(name, self.rounds[self.roots[name]]) for name in sent]
+        answers = self.ask(uses, list(sent.values()))
+        for (name, shared), is_used in zip(sent.items(), answers, strict=True):
             if is_used:
                 self._put(name, shared)
+
+    def _mark(
+        self, names: Collection[str], missing: Container[str] = ()
+    ) -> dict[str, torch.Tensor]:
+        """Marks gradients; returns what the ranks share of those that are missing here."""
+        self._refuse_shared(names)
+        sent: dict[str, torch.Tensor] = {}
+        for name in names:
+            shared = self._shared(name)
+            if name in missing:
+                sent[name] = shared
+            else:
+                self._put(name, shared)
+        return sent
+
+    def _refuse_shared(self, names: Iterable[str]) -> None:
+        """Refuses gradients that are averaged and overlap in memory."""
+        places: defaultdict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+        for name in names:
+            gradient = self.parameters[name].grad
+            for key in _memory_of([gradient]):
+                assert gradient is not None
+                places[key].append((name, gradient))
+        for there in places.values():
+            for (one, gradient), (other, others) in combinations(there, 2):
+                if overlap(gradient, others):
+                    raise _are_shared(one, other)
 
     def _accumulated_before(self, pending: Container[str]) -> list[str]:
         """Parameters of the same modules that only have gradients of earlier calls."""
@@ -187,7 +246,9 @@ class GradientMarker:
         return [
             name
             for name, parameter in self.parameters.items()
-            if name not in self.used
+            if name in self._left_before
+            and name not in self.used
+            and name not in self.asked
             and parameter.requires_grad
             and self.roots[name] in roots
             and parameter.grad is not None
@@ -196,10 +257,12 @@ class GradientMarker:
     def _is_missing(self, name: str, pending: Container[str], agreed: AgreedOrder) -> bool:
         """True if this rank does not use a parameter, and sends zeros for it now: together with its
         module's others, or with the first parameter if it uses none of the module."""
-        if name in agreed.used or name in self.asked:
+        if name in pending or (name in agreed.used and not agreed.every_round):
             return False
         together = [n for n in agreed.names if self.roots[n] == self.roots[name]]
-        return any(n in pending for n in together) or agreed.used.isdisjoint(together)
+        if agreed.used.isdisjoint(together):
+            return name not in self.asked
+        return any(n in pending for n in together)
 
     def _shared(self, name: str) -> torch.Tensor:
         """Marks a gradient, or zeros if there is none. Returns what the ranks share."""
@@ -233,6 +296,15 @@ def _memory_of(values: Iterable[Any]) -> Iterator[int]:
     for value in values:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             yield _compat.storage_key(value)
+
+
+def _are_shared(one: str, other: str) -> CaptureError:
+    return CaptureError(
+        f"the gradients of {one} and {other} share memory when they are averaged over the ranks:"
+        " under DistributedDataParallel it depends on its buckets which average is left there",
+        location=current_location(),
+        hint="give each parameter a gradient of its own: p.grad = q.grad.clone()",
+    )
 
 
 def _is_sparse(name: str) -> CaptureError:

@@ -16,6 +16,7 @@ from graphopt.tracing.ranks.reduction import (
     AgreedOrder,
     GradientMarker,
     MarkedCommunication,
+    Use,
     mark_buffers,
     roots_of_parameters,
 )
@@ -84,20 +85,20 @@ class SharedByRanks:
         if self._marker is not None:
             self._marker.refuse_reading(tensor)
 
-    def finish(self) -> tuple[str, ...]:
+    def finish(self) -> dict[str, tuple[int, ...]]:
         """Ends the step. Returns the parameters with marked gradients, in the order they were
-        ready."""
+        ready, and the rounds in which each was marked."""
         marker, self._marker = self._marker, None  # which holds gradients
-        return () if marker is None else tuple(marker.used)
+        return {} if marker is None else {n: tuple(rounds) for n, rounds in marker.used.items()}
 
     def _used_anywhere(
-        self, agreed: AgreedOrder | None, positions: Sequence[int], sent: Sequence[torch.Tensor]
+        self, agreed: AgreedOrder | None, uses: Sequence[Use], sent: Sequence[torch.Tensor]
     ) -> Sequence[int]:
         """For each parameter that this rank does not use, 1 if another rank does, else 0."""
         assert agreed is not None
         anywhere = agreed.anywhere or ()
-        likely = tuple(int(agreed.names[position] in anywhere) for position in positions)
-        return self._decider().used(positions, sent, likely)
+        likely = tuple(int(use in anywhere) for use in uses)
+        return self._decider().used([agreed.position(use) for use in uses], sent, likely)
 
     @contextmanager
     def _buffers_marked(self, communication: MarkedCommunication) -> Iterator[None]:
