@@ -3,6 +3,7 @@ on one, two and three ranks: the bits of DistributedDataParallel, or a refusal o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,7 +101,7 @@ REFUSED = {
     "hook_of_a_module_reads": READS_TOO_EARLY,
     "shared_by_two": (
         "changes a tensor that stands in its lists twice",
-        "share memory when they are averaged",  # DDP leaves there what its last bucket has
+        "share memory, to which a backward has added",  # DDP leaves there what its last bucket has
         "share storage",  # a graph made while those of an earlier call are there
     ),
 }
@@ -186,6 +187,42 @@ def test_all_on_three_ranks(three_ranks: Pool, place: str, number: int) -> None:
 def test_with_layers_that_some_ranks_or_none_use(two_ranks: Pool, place: str, number: int) -> None:
     cases = groups_at(place, spare=True)[number]
     check(two_ranks.run(outcome, 2, cases, "none", timeout=600.0))
+
+
+class Sum(nn.Module):
+    """The backward gives two parameters gradients of one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(1, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + (self.one.unsqueeze(0) + self.two)).square().mean()
+
+
+def test_gradients_that_a_backward_gives_one_storage(three_ranks: Pool) -> None:
+    three_ranks.run(run_sums)
+
+
+def run_sums(rank: int) -> None:
+    torch.manual_seed(3)
+    model = Sum()
+    eager = DistributedDataParallel(
+        copy.deepcopy(model), find_unused_parameters=True, bucket_cap_mb=1e-6
+    )
+
+    def train(net: nn.Module, x: Tensor) -> None:
+        net.zero_grad()
+        net(x).backward()
+
+    step = graphopt.compile(train, pipeline="none")
+    for number in range(2):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(7 * number + rank))
+        train(eager, x)
+        step(model, x)
+        found, wanted = ([p.grad for p in net.parameters()] for net in (model, eager))
+        assert found[0] is not None
+        assert_same(found, wanted, f"call {number}")
 
 
 def test_models_of_two_closures_may_have_one_name(two_ranks: Pool) -> None:

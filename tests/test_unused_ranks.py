@@ -107,25 +107,7 @@ def averaged(model: nn.Module, optimizer: torch.optim.Optimizer) -> Train:
     return averaging
 
 
-def in_rounds(model: nn.Module, optimizer: torch.optim.Optimizer) -> Train:
-    """Looks at gradients between two backwards, which use other blocks and another head."""
-
-    def step(x: Tensor, depth: int, task: int) -> Tensor:
-        optimizer.zero_grad()
-        targets = torch.zeros(len(x), dtype=torch.int64)
-        F.cross_entropy(model(x, depth, task), targets).backward()
-        for parameter in model.parameters():
-            if parameter.grad is not None and parameter.dim() > 1:
-                parameter.grad = None
-        loss = F.cross_entropy(model(0.5 * x, 3 - depth, 1 - task), targets)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
-
-
-STEPS = {"plain": plain, "clipped": clipped, "averaged": averaged, "in_rounds": in_rounds}
+STEPS = {"plain": plain, "clipped": clipped, "averaged": averaged}
 
 
 def trained(
@@ -191,12 +173,6 @@ def test_as_ddp_with_momentum(two_ranks: Pool, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["alike", "apart"])
 def test_as_ddp_with_a_decision_behind(two_ranks: Pool, schedule: str, step: str) -> None:
     assert two_ranks.run(compare, 2, schedule, step, "adamw") == [[], []]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_as_ddp_with_several_rounds_of_averages(two_ranks: Pool, schedule: str) -> None:
-    assert two_ranks.run(compare, 2, schedule, "in_rounds", "momentum") == [[], []]
 
 
 @pytest.mark.full

@@ -127,6 +127,7 @@ class GradientMarker:
     def __post_init__(self) -> None:
         traced = self.parameters.items()
         self._left_before = {name for name, each in traced if each.grad is not None}
+        self._added_to: set[str] = set()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -156,6 +157,8 @@ class GradientMarker:
         if any(map(_is_watched, self.parameters.values())):
             self.mark_ready()
         self.earlier = frozenset(self.ready)
+        traced = self.parameters.items()
+        self._added_to.update(name for name, each in traced if each.grad is not None)
 
     def refuse_reading(self, tensor: torch.Tensor) -> None:
         """A hook reads the gradient of a tensor while a backward runs.
@@ -215,28 +218,44 @@ class GradientMarker:
         self, names: Collection[str], missing: Container[str] = ()
     ) -> dict[str, torch.Tensor]:
         """Marks gradients; returns what the ranks share of those that are missing here."""
-        self._refuse_shared(names)
+        overlapping = self._overlapping(names)
         sent: dict[str, torch.Tensor] = {}
+        later: dict[str, torch.Tensor] = {}
         for name in names:
             shared = self._shared(name)
             if name in missing:
                 sent[name] = shared
+            elif name in overlapping:
+                later[name] = shared  # all are sent before one is overwritten
             else:
                 self._put(name, shared)
+        for name, shared in later.items():
+            self._put(name, shared)
+        self._added_to.clear()
         return sent
 
-    def _refuse_shared(self, names: Iterable[str]) -> None:
-        """Refuses gradients that are averaged and overlap in memory."""
+    def _overlapping(self, names: Iterable[str]) -> set[str]:
+        """Returns the parameters whose gradients overlap in memory, as those of `a` and `b` in
+        `a.unsqueeze(0) + b` do.
+
+        Raises:
+            CaptureError: a backward has added to such a gradient.
+        """
         places: defaultdict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
         for name in names:
             gradient = self.parameters[name].grad
             for key in _memory_of([gradient]):
                 assert gradient is not None
                 places[key].append((name, gradient))
+        found: set[str] = set()
         for there in places.values():
-            for (one, gradient), (other, others) in combinations(there, 2):
-                if overlap(gradient, others):
+            for (one, gradient), (other, another) in combinations(there, 2):
+                if not overlap(gradient, another):
+                    continue
+                if one in self._added_to or other in self._added_to:
                     raise _are_shared(one, other)
+                found |= {one, other}
+        return found
 
     def _accumulated_before(self, pending: Container[str]) -> list[str]:
         """Parameters of the same modules that only have gradients of earlier calls."""
@@ -300,8 +319,9 @@ def _memory_of(values: Iterable[Any]) -> Iterator[int]:
 
 def _are_shared(one: str, other: str) -> CaptureError:
     return CaptureError(
-        f"the gradients of {one} and {other} share memory when they are averaged over the ranks:"
-        " under DistributedDataParallel it depends on its buckets which average is left there",
+        f"the gradients of {one} and {other} share memory, to which a backward has added, when they"
+        " are averaged over the ranks: under DistributedDataParallel it depends on its buckets"
+        " which average is left there",
         location=current_location(),
         hint="give each parameter a gradient of its own: p.grad = q.grad.clone()",
     )
