@@ -141,7 +141,7 @@ def open_nest(value: Any) -> _Nest | None:
 
 
 def _open_fields(value: Any, open_other: Callable[[Any], _Nest | None]) -> _Nest | None:
-    """The children of a dataclass object, or of another by the given function."""
+    """Splits an object into its children: fields of a dataclass, else what `open_other` finds."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return open_other(value)
     fields = _FlattenedDataclass(value)

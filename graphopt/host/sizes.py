@@ -107,8 +107,7 @@ def found_before(graph: fx.Graph, index: int) -> dict[int, Sizes]:
 
 
 def answered_alike(graph: fx.Graph, answers: Sequence[Answer], others: Sequence[Answer]) -> bool:
-    """True if a graph captured with the outcomes `answers` holds for calls whose first outcomes are
-    `others`."""
+    """True if a graph that was captured for some outcomes of decisions holds for other calls."""
     if len(others) > len(answers):
         return False
     sized = any(isinstance(other, Sizes) for other in others)

@@ -133,7 +133,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
         self._entries = [entry for entry in self._entries if not entry.captured.state]
 
     def land(self) -> None:
-        """Flushes before another graph runs; raises if that takes all ranks."""
+        """Finishes updates in flight before another graph runs; raises if all ranks must."""
         if any(entry.needs_all_ranks for entry in self._entries):
             raise GraphOptError(
                 "another graph is needed for this call while a collective of the last step is still"

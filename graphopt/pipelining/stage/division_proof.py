@@ -186,8 +186,7 @@ class _Microbatch:
         return Outputs(results, updates, carried)
 
     def _input(self, position: int, when: str) -> fx.Node:
-        """An input at the time that a graph runs: other microbatches may have updated buffers
-        and gradients in between."""
+        """The symbolic value of an input when a graph runs."""
         own = self._inputs[position]
         times = _IN_BACKWARD if position in self._gradients else ("forward",)
         if position not in self._mutable or when in times:

@@ -190,5 +190,5 @@ def _copy(value: torch.Tensor) -> torch.Tensor:
 
 
 def copied_constant(value: Any) -> Any:
-    """Copies a constant attribute of a trace's graph."""
+    """Returns a copy of a tensor that a traced graph holds as a constant, for computing with it."""
     return _copy(value) if isinstance(value, torch.Tensor) else value

@@ -115,7 +115,7 @@ class StateNumber(_StateEntry):
 
 
 def state_key(owner: ModuleTensor | NonParameterKey) -> Any:
-    """The key in an optimizer's state that an owner's entries are under."""
+    """Returns the key of a parameter's entries in an optimizer's state."""
     return owner.tensor if isinstance(owner, ModuleTensor) else owner.key
 
 

@@ -96,7 +96,7 @@ class ImplicitInputs:
         return bool(found or otherwise or self.whole_objects or held)
 
     def live(self) -> list[tuple[str, Any]] | None:
-        """The objects with their names, or None if one was freed."""
+        """Returns the implicit inputs with their names; None if one of them has been freed."""
         found = [(name, reference()) for name, reference in self.objects]
         return None if any(value is None for _, value in found) else found
 

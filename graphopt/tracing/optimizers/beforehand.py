@@ -54,7 +54,7 @@ def state_beforehand(optimizers: Sequence[Optimizer]) -> NewState:
 
 
 def _is_known(parameter: torch.Tensor) -> bool:
-    """True if the state that an optimizer creates for a parameter is known."""
+    """True if the state that an optimizer will create for a parameter can be told beforehand."""
     plain = type(parameter) in (torch.nn.Parameter, torch.Tensor) or is_dtensor(parameter)
     return (plain or _compat.is_fake(parameter)) and not parameter.is_sparse
 

@@ -60,7 +60,7 @@ def for_all_ranks(sharded: fx.Graph, marked: fx.Graph, mesh: ShardMesh) -> fx.Gr
 
 
 class _AllRanksTranslation(ComputedBlocks):
-    """Translates one graph, collectives included."""
+    """Translates one rank's graph into symbolic values of all ranks, collectives included."""
 
     def run(self) -> fx.Graph:
         """Translates all nodes in order."""
