@@ -44,7 +44,7 @@ def cuda_code(graph_module: fx.GraphModule) -> InductorCode:
     Raises:
         LoweringError: it cannot be lowered; the message names the node and the user's line.
     """
-    mode = compat_triton.new_fake_mode()
+    mode = _compat.plain_fake_mode()
     constants = _constants(graph_module)
     values = [_input_value(node) for node in graph_module.graph.find_nodes(op="placeholder")]
     inputs = [_on_cuda(value, mode) for value in (*values, *constants.values())]

@@ -11,6 +11,15 @@ from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
 
 from graphopt._compat.tensor_writes import WriteCounts
 from graphopt._compat.threads import is_of_trace
@@ -44,8 +53,6 @@ def new_fake_mode(
             rule for it; may raise.
         known: asked before the shape rule.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     if correct is None:
         return FakeTensorMode(shape_env=_new_shape_env(), static_shapes=True)
     applied: Correction = correct
@@ -155,8 +162,6 @@ def sizes_given(mode: Any, sizer: Sizer | None) -> Iterator[None]:
 def truths_of_fakes(truth: Callable[[torch.Tensor], bool]) -> Change:
     """Replacements by which `truth` decides whether a one-element fake tensor is true, also
     inside torch functions, which no function mode sees."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     otherwise = FakeTensor.__bool__
 
     def asked(tensor: torch.Tensor) -> bool:
@@ -172,15 +177,11 @@ def met_sizes(mode: Any) -> bool:
 
 def without_fake_mode() -> AbstractContextManager[Any]:
     """While active, the caller's fake mode is off; fake tensors stay fake."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     return unset_fake_temporarily()
 
 
 def plain_fake_mode() -> Any:
     """Makes a FakeTensorMode in which reading a value is an error."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     return FakeTensorMode()
 
 
@@ -188,8 +189,6 @@ def fake_laid_out(
     fake: torch.Tensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
     """A fake tensor of given layout and dtype, in the mode and on the device of another."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     return FakeTensor(fake.fake_mode, meta, fake.device)  # type: ignore[attr-defined]
 
@@ -200,15 +199,11 @@ def fake_anew(fake: torch.Tensor) -> torch.Tensor:
 
 
 def is_fake(value: object) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return isinstance(value, FakeTensor)
 
 
 def is_fake_class(kind: type) -> bool:
     """True if a class is FakeTensor or derived from it."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return issubclass(kind, FakeTensor)
 
 
@@ -231,7 +226,6 @@ def to_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def foreach_accepts_fakes() -> Iterator[None]:
     """While active, `foreach=None` treats fake CUDA tensors as real ones."""
-    from torch._subclasses.fake_tensor import FakeTensor
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
@@ -246,16 +240,9 @@ def foreach_accepts_fakes() -> Iterator[None]:
             entry.remove(FakeTensor)
 
 
-@contextmanager
-def errors_raised_once() -> Iterator[None]:
-    """While active, torch does not also log the errors of operators on fake tensors."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    of_others: Callable[[logging.LogRecord], bool] = lambda record: not is_of_trace()  # noqa: E731
-    logger.addFilter(of_others)
-    try:
-        yield
-    finally:
-        logger.removeFilter(of_others)
+def errors_raised_once() -> AbstractContextManager[None]:
+    """While active, torch does not also log the errors of fake operators of the trace."""
+    return _logging_only(lambda record: not is_of_trace())
 
 
 def is_fake_mode_on() -> bool:
@@ -266,7 +253,6 @@ def is_fake_mode_on() -> bool:
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
     """The error classes that fake tensors raise when Python asks for a value."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return (GuardOnDataDependentSymNode, DataDependentOutputException)
@@ -274,12 +260,6 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 
 def unsupported_operator_errors() -> tuple[type[Exception], ...]:
     """The error classes that fake tensors raise for operators without a shape rule."""
-    from torch._subclasses.fake_tensor import (
-        DynamicOutputShapeException,
-        UnsupportedFakeTensorException,
-        UnsupportedOperatorException,
-    )
-
     return (
         DynamicOutputShapeException,
         UnsupportedFakeTensorException,
@@ -345,8 +325,6 @@ def fake_like(
     mode: Any, meta: torch.Tensor, device: torch.device, *, conj: bool = False, neg: bool = False
 ) -> torch.Tensor:
     """A fake tensor on `device` that shares the storage of a meta tensor."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     fake: torch.Tensor = FakeTensor(mode, meta, device)
     if not (conj or neg):
         return fake
@@ -355,13 +333,16 @@ def fake_like(
         return torch._neg_view(fake) if neg else fake
 
 
-@contextmanager
-def quiet_fakes() -> Iterator[None]:
+def quiet_fakes() -> AbstractContextManager[None]:
     """While active, fake tensors do not log operator errors with tracebacks of their own."""
+    return _logging_only(lambda record: False)
+
+
+@contextmanager
+def _logging_only(keeps: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    refuse: Callable[[logging.LogRecord], bool] = lambda record: False  # noqa: E731
-    logger.addFilter(refuse)
+    logger.addFilter(keeps)
     try:
         yield
     finally:
-        logger.removeFilter(refuse)
+        logger.removeFilter(keeps)

@@ -6,33 +6,30 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import (
+    FunctionalTensor,
+    FunctionalTensorMode,
+    disable_functional_mode,
+)
 
 
 def functional_mode() -> AbstractContextManager[Any]:
     """The mode in which torch functionalizes operators on functional tensors."""
-    from torch._subclasses.functional_tensor import FunctionalTensorMode
-
     return FunctionalTensorMode()
 
 
 def without_functional_mode() -> AbstractContextManager[Any]:
     """While active, operators are not functionalized."""
-    from torch._subclasses.functional_tensor import disable_functional_mode
-
     return disable_functional_mode()
 
 
 def to_functional(tensor: torch.Tensor) -> torch.Tensor:
     """Wraps a tensor for functionalization."""
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
     return FunctionalTensor.to_functional(tensor)
 
 
 def from_functional(value: Any) -> Any:
     """The tensor in a functional wrapper, after all writes through aliases."""
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
     if not isinstance(value, FunctionalTensor):
         return value
     torch._sync(value)

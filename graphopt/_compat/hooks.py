@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -112,14 +112,6 @@ def registered_passes(setting: str) -> tuple[GraphPass, ...]:
     from torch._inductor import config
 
     return passes_in(getattr(config, setting))
-
-
-def inductor_settings(settings: Mapping[str, Any]) -> AbstractContextManager[object]:
-    """While active, Inductor's configuration has the given settings; then the former ones again."""
-    from torch._inductor import config
-
-    patch: AbstractContextManager[object] = config.patch(dict(settings))
-    return patch
 
 
 def apply_graph_pass(graph_pass: GraphPass, graph: fx.Graph) -> None:

@@ -12,11 +12,6 @@ from torch import fx, nn
 from torch.utils import _pytree
 
 
-def keep_calls_of(target: Any) -> None:
-    """Protects calls of `target` from dead-code elimination, also during export."""
-    fx.node.has_side_effect(target)
-
-
 def is_torch_mark(target: object) -> bool:
     """True if a node target is the mark of `torch.distributed.pipelining.pipe_split`."""
     return isinstance(target, torch._ops.OpOverload) and target.name() == "pippy::_pipe_split"
@@ -47,11 +42,6 @@ def flat_calls(graph: fx.Graph) -> None:
 def pytree_specs(exported: fx.GraphModule) -> tuple[Any, Any]:
     """The pytree specs of an exported module's arguments `(args, kwargs)` and result."""
     return exported._in_spec, exported._out_spec
-
-
-def is_higher_order(target: object) -> bool:
-    """True if a node target is a higher-order operator, such as an autocast region."""
-    return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def children_by_name(module: nn.Module) -> dict[str, nn.Module]:

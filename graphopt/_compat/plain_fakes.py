@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table, meta_table
+from torch._subclasses.fake_impls import fast_detach
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
 
 def are_plain_fakes(mode: Any, tensors: Iterable[torch.Tensor]) -> bool:
     """True if all tensors are fakes of a mode without known values and special marks."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return all(
         type(tensor) is FakeTensor
         and tensor.fake_mode is mode
@@ -24,9 +25,6 @@ def are_plain_fakes(mode: Any, tensors: Iterable[torch.Tensor]) -> bool:
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.detach()`, for a fake tensor by its kernel alone."""
-    from torch._subclasses.fake_impls import fast_detach
-    from torch._subclasses.fake_tensor import FakeTensor
-
     if type(tensor) is not FakeTensor or tensor.layout is not torch.strided:
         return tensor.detach()
     if not are_plain_fakes(tensor.fake_mode, [tensor]):
@@ -49,8 +47,6 @@ def plain_view(target: object, args: tuple[Any, ...]) -> Any:
     """
     if (target is not _VIEW and target is not _SPLIT) or len(args) != 2:
         return None
-    from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
-
     source, sizes = args
     if type(source) is not FakeTensor or not isinstance(sizes, (list, tuple)):
         return None
@@ -76,8 +72,6 @@ _SPLIT = torch.ops.aten.split_with_sizes.default
 
 def is_ruled_in_python(func: Any) -> bool:
     """True if an operator's shape rule is in Python and no size depends on values."""
-    from torch._decomp import decomposition_table, meta_table
-
     if func not in decomposition_table and func not in meta_table:
         return False
     if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):

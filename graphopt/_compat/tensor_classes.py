@@ -41,13 +41,8 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 put_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = TensorBase.grad.__set__
-"""`set_gradient`, for where `without_torch_function` is active."""
-
-
-def set_gradient(tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Sets `tensor.grad` without calling the class's methods."""
-    with without_torch_function():
-        put_gradient(tensor, gradient)
+"""Sets `tensor.grad` without calling the class's methods, where `without_torch_function` is
+active."""
 
 
 def holders_of(tensor: torch.Tensor) -> tuple[int, int, int]:

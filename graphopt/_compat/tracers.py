@@ -13,6 +13,16 @@ import torch
 from torch import fx
 from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch.fx import _symbolic_trace
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import (
+    PythonKeyTracer,
+    _ProxyTensor,
+    get_proxy_mode,
+    get_proxy_slot,
+    set_proxy_slot,
+    track_tensor_tree,
+)
+from torch.fx.experimental.proxy_tensor import make_fx as torch_make_fx
 
 from graphopt._compat.fakes import is_fake, to_fake
 from graphopt._compat.functionalization import from_functional
@@ -24,9 +34,6 @@ _WITHOUT_METADATA: Any = {"_disable_torch_fn_metadata_mode": True}
 def make_fx(fn: Callable[..., Any]) -> Callable[..., fx.GraphModule]:
     """`make_fx` on fake tensors without decompositions, whose graph's code is generated when
     needed."""
-    from torch.fx._lazy_graph_module import _use_lazy_graph_module
-    from torch.fx.experimental.proxy_tensor import make_fx as torch_make_fx
-
     # Which torch function a node comes from is of no interest here, and noting it takes a fifth.
     traced = torch_make_fx(_alone(fn), tracing_mode="fake", **_WITHOUT_METADATA)
 
@@ -53,9 +60,7 @@ def _alone(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _flag_of_trace() -> Iterator[None]:
     """While active, torch's tracing flag is set for this trace only: in other threads, code from
     `torch.compile` would refuse to run."""
-    from torch.fx.experimental import proxy_tensor
-
-    tracer: Any = proxy_tensor.PythonKeyTracer
+    tracer: Any = PythonKeyTracer
     places, trace = vars(_symbolic_trace), inspect.unwrap(_symbolic_trace.Tracer.trace)
     if "_is_fx_tracing_flag" not in places:  # torch 2.15, which has a flag for each thread
         yield
@@ -95,8 +100,6 @@ _MODULE_CALL, _MODULE_GETATTR = torch.nn.Module.__call__, torch.nn.Module.__geta
 
 def current_tracer() -> Any:
     """The tracer of the running `make_fx`."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
     mode = get_proxy_mode()
     assert mode is not None
     return mode.tracer
@@ -110,15 +113,11 @@ def named_in_profile(name: str) -> AbstractContextManager[Any]:
 
 def is_traced() -> bool:
     """True if `make_fx` records what this thread computes."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
     return get_proxy_mode() is not None
 
 
 def add_input(tracer: Any, mode: Any, value: torch.Tensor, name: str) -> torch.Tensor:
     """Adds an input to the graph under construction; returns its proxy value."""
-    from torch.fx.experimental.proxy_tensor import track_tensor_tree
-
     active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     fake = to_fake(mode if active is None else active, value)
     proxy = tracer.create_proxy("placeholder", name, (), {})
@@ -128,9 +127,7 @@ def add_input(tracer: Any, mode: Any, value: torch.Tensor, name: str) -> torch.T
 
 def node_of(tracer: Any, value: Any) -> fx.Node | None:
     """The node that computes a traced tensor or symbolic number."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_slot
-
-    slot = get_proxy_slot(value, tracer, None)
+    slot = _slot(tracer, value)
     if slot is None:
         return None
     return slot.proxy.node if isinstance(value, torch.Tensor) else slot.force().node  # type: ignore[no-any-return]
@@ -158,15 +155,11 @@ def forget_constant(tracer: Any, tensor: torch.Tensor) -> None:
 
 def rebind(tracer: Any, target: torch.Tensor, new: torch.Tensor) -> None:
     """Gives two traced tensors one node, as `target.data = new` does."""
-    from torch.fx.experimental.proxy_tensor import _ProxyTensor, set_proxy_slot
-
     torch._C.TensorBase.data.__set__(target, new)  # type: ignore[attr-defined]
     set_proxy_slot(target, tracer, _ProxyTensor(_slot(tracer, new).proxy, None))
 
 
 def _slot(tracer: Any, tensor: torch.Tensor) -> Any:
-    from torch.fx.experimental.proxy_tensor import get_proxy_slot
-
     return get_proxy_slot(tensor, tracer, None)
 
 
@@ -184,23 +177,14 @@ def record_number(
     Args:
         among: symbolic numbers of the trace, where `args` are constants.
     """
-    environment = _environment_of((*args, *among))
-    with environment.ignore_fresh_unbacked_symbols():
-        result: torch.SymFloat = environment.create_unbacked_symfloat()
-    return _recorded(function, args, result)
+    result: torch.SymFloat = _unknown("create_unbacked_symfloat", (*args, *among))
+    return record_known(function, args, result)
 
 
 def record_integer(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.SymInt:
     """Records a Python call whose result is an unknown integer."""
-    environment = _environment_of(args)
-    with environment.ignore_fresh_unbacked_symbols():
-        result: torch.SymInt = environment.create_unbacked_symint()
-    return _recorded(function, args, result)
-
-
-def record_known(function: Callable[..., Any], args: tuple[Any, ...], result: _Symbol) -> _Symbol:
-    """Records a Python call whose result is a symbolic number that exists already."""
-    return _recorded(function, args, result)
+    result: torch.SymInt = _unknown("create_unbacked_symint", args)
+    return record_known(function, args, result)
 
 
 def record_truth(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.SymBool:
@@ -208,19 +192,19 @@ def record_truth(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.S
 
     Torch would answer some for all numbers, such as `x == x`, and be wrong where one is no number.
     """
-    environment = _environment_of(args)
+    result: torch.SymBool = _unknown("create_unbacked_symbool", args)
+    return record_known(function, args, result)
+
+
+def _unknown(create: str, args: tuple[Any, ...]) -> Any:
+    """A new symbol of the environment to which symbolic numbers belong."""
+    environment: Any = next(arg for arg in args if isinstance(arg, _SYMBOLIC)).node.shape_env
     with environment.ignore_fresh_unbacked_symbols():
-        result: torch.SymBool = environment.create_unbacked_symbool()
-    return _recorded(function, args, result)
+        return getattr(environment, create)()
 
 
-def _environment_of(args: tuple[Any, ...]) -> Any:
-    return next(arg for arg in args if isinstance(arg, _SYMBOLIC)).node.shape_env
-
-
-def _recorded(function: Callable[..., Any], args: tuple[Any, ...], result: _Symbol) -> _Symbol:
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, track_tensor_tree
-
+def record_known(function: Callable[..., Any], args: tuple[Any, ...], result: _Symbol) -> _Symbol:
+    """Records a Python call whose result is a symbolic number that exists already."""
     mode = get_proxy_mode()
     assert mode is not None
     slots = [get_proxy_slot(a, mode.tracer) if isinstance(a, _SYMBOLIC) else a for a in args]
@@ -243,8 +227,6 @@ def recorded(
     function: Callable[..., Any], values: Sequence[Any], result: torch.Tensor
 ) -> torch.Tensor:
     """Returns `result`; if a trace runs, it is recorded as the result of a call of `function`."""
-    from torch.fx.experimental.proxy_tensor import track_tensor_tree
-
     if is_recording():
         proxy: Any = record_call(function, values)
         track_tensor_tree(result, proxy, constant=None, tracer=proxy.tracer)
@@ -253,8 +235,6 @@ def recorded(
 
 def record_call(function: Callable[..., Any], values: Sequence[Any]) -> fx.Proxy:
     """Records a call of `function` on traced tensors and numbers."""
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-
     mode = get_proxy_mode()
     assert mode is not None
     proxies = []

@@ -180,13 +180,6 @@ def _forget_devices() -> None:
 # ---------------------------------------------------------------------------- code of a graph
 
 
-def new_fake_mode() -> Any:
-    """Makes a FakeTensorMode in which reading a value is an error."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode()
-
-
 def traced_with_decompositions(
     fn: Callable[..., Any], inputs: Sequence[Any], mode: Any
 ) -> fx.GraphModule:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from graphopt._compat import hooks as _torch
+from graphopt._compat.inductor import patched_config
 from graphopt.errors import PassError
 from graphopt.hooks.decomposition import decompose_new, targets_of
 from graphopt.hooks.identity import identity
@@ -135,7 +136,7 @@ def inductor_passes(
         if not isinstance(pipeline, InductorPass):
             pipeline = inductor_pass(pipeline, verify=verify, on_error=on_error)
         settings[setting] = after_registered(_torch.registered_passes(setting), pipeline)
-    with _torch.inductor_settings(settings):
+    with patched_config(dict(settings)):
         yield
 
 

@@ -7,7 +7,7 @@ was written; there a read depends on a node that its arguments do not mention. B
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import fx
@@ -129,21 +129,6 @@ class MemoryOrder:
             last = accesses.last_write(node) if node.op == "placeholder" else None
             if last is not None:
                 self.final[node] = last
-
-    def of_copy(self, copies: Mapping[fx.Node, fx.Node]) -> MemoryOrder:
-        """Returns the accesses of a copy of the graph.
-
-        Args:
-            copies: each node of the graph with its copy.
-        """
-        found = MemoryOrder.__new__(MemoryOrder)
-        found.hazards = [Hazard(copies[h.earlier], copies[h.later], h.kind) for h in self.hazards]
-        found.implicit = {
-            copies[node]: {copies[source]: w.of_copy(copies) for source, w in writes.items()}
-            for node, writes in self.implicit.items()
-        }
-        found.final = {copies[n]: write.of_copy(copies) for n, write in self.final.items()}
-        return found
 
 
 def _value_of(node: fx.Node) -> fx.Node:

@@ -10,7 +10,7 @@ what asks for entries, and a call can be divided into several without a change i
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, cast
@@ -35,10 +35,6 @@ class Entry(NamedTuple):
 
     node: fx.Node
     item: int | None = None
-
-    def of_copy(self, copies: Mapping[fx.Node, fx.Node]) -> Entry:
-        """Returns the same entry in a copy of the graph."""
-        return Entry(copies[self.node], self.item)
 
 
 @dataclass(eq=False)

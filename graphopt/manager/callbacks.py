@@ -32,7 +32,7 @@ from graphopt.verify.checks import structure
 from graphopt.verify.checks.group_checks import changed_groups
 from graphopt.verify.checks.interface import changed_arguments, kinds_returned, returned_problems
 from graphopt.verify.checks.written_nodes import KindsOfResults, changed_problems
-from graphopt.verify.dependencies import CommunicationKept, DependencyCheck
+from graphopt.verify.dependencies import CommunicationKept, compare_dependencies
 from graphopt.verify.dependency.matching import correspondence_by_name, same_nodes
 from graphopt.verify.equivalence import EquivalenceReport, Proof
 from graphopt.verify.symbolic.evaluation_outcome import NotDecidedError
@@ -123,7 +123,6 @@ class Verification(PassCallback):
     def __init__(self, level: str, proof: Proof | None = None) -> None:
         self._prove = level == "equivalence"
         self._proof = Proof() if proof is None else proof
-        self._dependencies = DependencyCheck()
         self._kinds = KindsOfResults()
 
     def before_pass(self, context: PassContext) -> None:
@@ -173,7 +172,6 @@ class Verification(PassCallback):
             return self._dependencies_lost(context) or _kept_nodes_changed(context)
         problems = report.problems or _calls_of_host(before, gm.graph, self._proof)
         if not problems:
-            self._dependencies.forget()
             return []
         self._proof.forget()
         return self._dependencies_lost(context) or problems
@@ -191,7 +189,6 @@ class Verification(PassCallback):
             report.decidable and report.ok and not _calls_of_host(before, gm.graph, self._proof)
         )
         self._proof.forget()
-        self._dependencies.forget()
         return proven
 
     def _report(self, context: PassContext) -> EquivalenceReport:
@@ -222,12 +219,11 @@ class Verification(PassCallback):
     def _dependencies_lost(self, context: PassContext) -> list[Problem]:
         before, graph = context.before, context.gm.graph
         same = before.correspondence
-        report = self._dependencies.compare(
+        report = compare_dependencies(
             before.graph,
             graph,
             correspondence_by_name(before.graph, graph) if same is None else same,
-            copies=before.copies,
-            same=CommunicationKept(
+            CommunicationKept(
                 dtypes=not context.pass_.changes_numerics,
                 amounts=not context.pass_.changes_communication,
             ),

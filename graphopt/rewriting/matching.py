@@ -23,7 +23,7 @@ from graphopt import _compat
 from graphopt.graph_utils import is_operator
 from graphopt.ir.metadata import known_value, source_line
 from graphopt.rewriting.patterns import Pattern
-from graphopt.verify.values.call_terms import parameters
+from graphopt.verify.values.call_terms import named
 
 Binding = dict[Any, Any]
 """Pattern node, or name of a number -> the matched node or number of the graph."""
@@ -228,12 +228,9 @@ def match_of(pattern: Pattern, bound: Binding, numbers: Mapping[str, Any]) -> Ma
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """Returns a call's arguments by name, with defaults and non-negative dimensions."""
-    if not isinstance(node.target, _compat.OpOverload):
-        return {**{str(i): value for i, value in enumerate(node.args)}, **node.kwargs}
-    found: dict[str, Any] = {}
-    for index, (name, default) in enumerate(parameters(node.target)):
-        value = node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
-        found[name] = _from_first(node, value) if name in _DIMENSIONS else value
+    found = named(node.target, node.args, node.kwargs)
+    for name in found.keys() & _DIMENSIONS:
+        found[name] = _from_first(node, found[name])
     if is_operator(node.target, "aten::transpose"):
         found["dim0"], found["dim1"] = sorted((found["dim0"], found["dim1"]))
     return found

@@ -68,7 +68,7 @@ def check_dependencies(
     if correspondence is None:
         correspondence = correspondence_by_name(old, new)
     same = CommunicationKept(same_dtypes, same_communication)
-    return DependencyCheck().compare(old, new, correspondence, same=same)
+    return compare_dependencies(old, new, correspondence, same)
 
 
 class CommunicationKept(NamedTuple):
@@ -86,50 +86,22 @@ class CommunicationKept(NamedTuple):
 _ALL = CommunicationKept()
 
 
-class DependencyCheck:
-    """Compares each graph of a pipeline with its predecessor.
-
-    What is known of the memory of the graph after one pass is known of it before the next.
-    """
-
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Drops what is known of the last graph, because it was changed since the last
-        comparison."""
-        self._memory: MemoryOrder | None = None
-
-    def compare(
-        self,
-        before: fx.Graph,
-        after: fx.Graph,
-        correspondence: Mapping[fx.Node, fx.Node],
-        *,
-        copies: Mapping[fx.Node, fx.Node] | None = None,
-        same: CommunicationKept = _ALL,
-    ) -> DependencyReport:
-        """Checks one pair of graphs as `check_dependencies` does, reusing what is known of
-        `before`.
-
-        Args:
-            copies: node of the graph that was `after` in the last call, unchanged since -> node of
-                `before`; None: `before` has not been seen yet.
-        """
-        memory, self._memory = self._memory, None
-        problems = list(structure.topology(after))
-        if problems:
-            return DependencyReport(problems)
-        known = memory.of_copy(copies) if memory and copies is not None else MemoryOrder(before)
-        finalized = works_in_place(after) and not works_in_place(before)
-        if finalized and is_finalized(after, correspondence):
-            return _executable((before, known), after, correspondence, same)
-        new = MemoryOrder(after)
-        comparison = _Comparison((before, known), (after, new), correspondence, same)
-        report = DependencyReport(comparison.problems())
-        if report.ok:
-            self._memory = new
-        return report
+def compare_dependencies(
+    before: fx.Graph,
+    after: fx.Graph,
+    correspondence: Mapping[fx.Node, fx.Node],
+    same: CommunicationKept = _ALL,
+) -> DependencyReport:
+    """Checks one pair of graphs as `check_dependencies` does."""
+    problems = list(structure.topology(after))
+    if problems:
+        return DependencyReport(problems)
+    known = before, MemoryOrder(before)
+    finalized = works_in_place(after) and not works_in_place(before)
+    if finalized and is_finalized(after, correspondence):
+        return _executable(known, after, correspondence, same)
+    comparison = _Comparison(known, (after, MemoryOrder(after)), correspondence, same)
+    return DependencyReport(comparison.problems())
 
 
 def _executable(

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from graphopt.graph_utils.nodes import graph_of
-from graphopt.ir.metadata import known_value
 from graphopt.iter_graph import IterGraphModule
 from graphopt.verify.checks.module_constants import constant_problems
 from graphopt.verify.differences.outcome_differences import (
@@ -36,7 +35,6 @@ from graphopt.verify.problems import CheckReport, Problem
 from graphopt.verify.symbolic.evaluation import evaluate_graph
 from graphopt.verify.symbolic.evaluation_outcome import Evaluation, NotDecidedError
 from graphopt.verify.trials.exchanged_regions import RewrittenRegions
-from graphopt.verify.values.remembered_calls import same_arguments
 from graphopt.verify.values.terms import Terms
 
 
@@ -196,8 +194,6 @@ class Proof:
         whole = self._known or evaluate_graph(step, self.terms)
         if step.graph.late:
             return self._late(step.graph, graphs, whole), self._derived
-        if _is_copy_of(step.graph, graphs["setup"].graph):
-            return [], {"setup": DerivedEvaluation(graphs["setup"], whole)}
         setup = evaluate_graph(graphs["setup"], self.terms)
         found = {"setup": DerivedEvaluation(graphs["setup"], setup)}
         return list(differences(self.terms, whole, setup)), found
@@ -211,21 +207,3 @@ class Proof:
         problems = list(late_problems(graph, graphs, self.terms, step, found))
         self._derived = {} if problems else found
         return problems
-
-
-def _is_copy_of(graph: fx.Graph, copy: fx.Graph) -> bool:
-    """True if both graphs have the same nodes, in one order, with the same arguments and
-    metadata."""
-    if len(graph.nodes) != len(copy.nodes):
-        return False
-    twins: dict[fx.Node, fx.Node] = {}
-    for node, twin in zip(graph.nodes, copy.nodes, strict=True):
-        if (node.op, node.target) != (twin.op, twin.target):
-            return False
-        if known_value(node) is not known_value(twin):
-            return False
-        given, copied = (node.args, node.kwargs), (twin.args, twin.kwargs)
-        if not same_arguments(given, copied, lambda n, m: twins.get(n) is m):
-            return False
-        twins[node] = twin
-    return True

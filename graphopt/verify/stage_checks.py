@@ -157,7 +157,7 @@ class StageProof:
         if known is None:
             known = DerivedEvaluation(after, evaluate_graph(before, terms))
         try:
-            new = evaluate_graph(after, terms, dict(known.inputs), settled=known.settled)
+            new = evaluate_graph(after, terms, dict(known.inputs))
             found = list(differences(terms, known.evaluation, new))
             if found:
                 found = _differing(before, after.graph, terms, known.inputs)

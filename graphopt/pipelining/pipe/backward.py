@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt._compat import pipelining as _compat
 from graphopt.graph_utils import get_output
 from graphopt.pipelining.pipe.placement import results, stage_nodes
 
@@ -68,7 +67,7 @@ def add_gradients(one: torch.Tensor | None, other: torch.Tensor | None) -> torch
     return one + other
 
 
-_compat.keep_calls_of(stage_backward)
+fx.has_side_effect(stage_backward)
 
 
 def insert_backward(top: fx.GraphModule, loss_index: int) -> None:

@@ -25,7 +25,7 @@ def _no_operation(label: str) -> None:
 
 
 _PIPE_SPLIT = torch.ops.graphopt.pipe_split.default
-_compat.keep_calls_of(_PIPE_SPLIT)
+fx.has_side_effect(_PIPE_SPLIT)
 
 
 def pipe_split() -> None:

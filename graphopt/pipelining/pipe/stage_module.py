@@ -136,7 +136,7 @@ def _load(holder: nn.Module, records: list[_SavedNode]) -> StageModule:
 def _encode_target(target: Any) -> Any:
     if isinstance(target, _compat.OpOverload):
         return _SavedOperator(_compat.operator_name(target), _compat.overload_name(target))
-    if _private.is_higher_order(target):
+    if isinstance(target, _compat.HigherOrderOperator):
         return _SavedOperator(target.name(), None)
     return target
 

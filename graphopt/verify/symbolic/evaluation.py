@@ -28,12 +28,7 @@ from graphopt.ir.writing_operators import FunctionalForm, form_of
 from graphopt.verify.inlining import in_one
 from graphopt.verify.symbolic.callees import Callees
 from graphopt.verify.symbolic.collective_results import CollectiveTerms
-from graphopt.verify.symbolic.evaluation_outcome import (
-    Evaluation,
-    NotDecidedError,
-    SettledUpdate,
-    input_value,
-)
+from graphopt.verify.symbolic.evaluation_outcome import Evaluation, NotDecidedError, input_value
 from graphopt.verify.symbolic.node_values import NodeValues, is_itself
 from graphopt.verify.symbolic.outcome_recording import record_outcome
 from graphopt.verify.symbolic.sent_constants import sent_constant, sent_constants
@@ -61,7 +56,6 @@ def evaluate_graph(
     *,
     by_launch: bool = False,
     unknowns: Mapping[fx.Node, UnknownPlace] | None = None,
-    settled: Mapping[str, SettledUpdate] | None = None,
 ) -> Evaluation:
     """Evaluates a graph symbolically, for arbitrary or for given symbolic inputs. Graphs that it
     calls are a part of it; a compiled one is trusted to compute what its source does.
@@ -72,15 +66,12 @@ def evaluate_graph(
         by_launch: identify sent constants by the launch that sends them instead of the node that
             made them, for graphs with equal launches in equal order.
         unknowns: nodes to replace by unknown functions of others.
-        settled: by placeholder, the value to use after an update has left a known one there.
 
     Raises:
         NotDecidedError: naming the node that terms cannot speak of.
     """
     graph = in_one(graph_of(gm))
-    evaluator = _Evaluator(
-        graph, terms, inputs or {}, by_launch=by_launch, unknowns=unknowns, settled=settled
-    )
+    evaluator = _Evaluator(graph, terms, inputs or {}, by_launch=by_launch, unknowns=unknowns)
     return evaluator.run()
 
 
@@ -95,7 +86,6 @@ class _Evaluator:
         *,
         by_launch: bool = False,
         unknowns: Mapping[fx.Node, UnknownPlace] | None = None,
-        settled: Mapping[str, SettledUpdate] | None = None,
     ) -> None:
         self._graph, self._terms, self._inputs = graph, terms, inputs
         self._sent_constants = {} if by_launch else sent_constants(graph)
@@ -108,9 +98,7 @@ class _Evaluator:
         self._communication = CollectiveTerms(
             terms, self._reading, self._found, by_launch=by_launch
         )
-        self._updates = StorageUpdates(
-            terms, self._reading, self._communication, self._applied, settled or {}
-        )
+        self._updates = StorageUpdates(terms, self._reading, self._communication, self._applied)
 
     def run(self) -> Evaluation:
         """Evaluates all nodes and returns what the graph leaves."""
@@ -141,11 +129,6 @@ class _Evaluator:
                 known = self._recalled(node)
                 value = self._value(node) if known is None else self._reuse(node, known)
                 self._contents.current[node] = value
-                return value
-            if traits.copies:
-                value, source = self._updates.copied(node), first_argument(node)
-                base = source if isinstance(source, fx.Node) else None
-                self._contents.add(node, value, base, same=base is not None)
                 return value
         return self._evaluate_other(node)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 
@@ -89,14 +89,6 @@ class Evaluation:
             for term in terms_in(value):
                 found.setdefault(term, node)
         return found
-
-
-class SettledUpdate(NamedTuple):
-    """The known value of an update, and the unknown value that replaces it for all later
-    readers."""
-
-    value: Any
-    stands_for_it: Any
 
 
 def input_value(terms: Terms, node: fx.Node) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from torch import fx
@@ -20,7 +20,7 @@ from graphopt.ir.operators import (
 )
 from graphopt.verify.symbolic.collective_results import CollectiveTerms
 from graphopt.verify.symbolic.contents import CannotWriteError, with_layout
-from graphopt.verify.symbolic.evaluation_outcome import NotDecidedError, SettledUpdate
+from graphopt.verify.symbolic.evaluation_outcome import NotDecidedError
 from graphopt.verify.symbolic.functional import functional_form, functional_form_for
 from graphopt.verify.symbolic.node_values import NodeValues
 from graphopt.verify.values.call_terms import entries
@@ -36,20 +36,13 @@ class StorageUpdates:
 
     Args:
         applied: what an operator gives.
-        settled: by placeholder, what is put in place of a value that an update leaves there.
     """
 
     def __init__(
-        self,
-        terms: Terms,
-        reading: NodeValues,
-        communication: CollectiveTerms,
-        applied: Applied,
-        settled: Mapping[str, SettledUpdate],
+        self, terms: Terms, reading: NodeValues, communication: CollectiveTerms, applied: Applied
     ) -> None:
         self._terms, self._reading, self._contents = terms, reading, reading.contents
         self._communication, self._applied = communication, applied
-        self._settled = settled
 
     def copied(self, node: fx.Node) -> Any:
         """Evaluates a `copy_` and returns its result."""
@@ -107,22 +100,12 @@ class StorageUpdates:
             self._contents.write(destination, value)
         except CannotWriteError as error:
             raise NotDecidedError(str(error), node, foreign=True) from None
-        return self._settle(destination, value) if self._settled else value
+        return value
 
     def _refuse_sent(self, node: fx.Node, destination: fx.Node) -> None:
         reader = self._communication.sending.reader_of(destination)
         if reader is not None:
             raise NotDecidedError(f"it overwrites what %{reader.name} still sends", node)
-
-    def _settle(self, destination: fx.Node, value: Any) -> Any:
-        """Returns the value that later readers see of an update: nearly always the value itself."""
-        owner = self._contents.owner(destination)
-        known = self._settled.get(str(owner.target)) if owner.op == "placeholder" else None
-        held = None if known is None else self._contents.read(owner)
-        if known is None or (held is not known.value and held != known.value):
-            return value
-        self._contents.write(owner, known.stands_for_it)
-        return self._contents.read(destination)
 
     def _in_place_lists(self, node: fx.Node, target: Any, arguments: dict[str, Any]) -> Any:
         first = cast(Sequence[fx.Node], node.args[0])  # what it gives itself is nothing
