@@ -61,7 +61,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def make_pipe(stages: int) -> Pipe:
-    """The model in stages. Its schedules: graphopt trace examples/pipeline.py:make_pipe"""
+    """The model in stages."""
     torch.manual_seed(0)  # all ranks make the same model, and keep their stage of it
     return pipeline(GPT(), (batch(0)[0][:ROWS],), split_policy=balanced(stages))
 

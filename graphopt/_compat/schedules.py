@@ -23,13 +23,11 @@ def stage_stand_in(stage: int, stages: int, ranks: int) -> Any:
     )
 
 
-def compute_actions(schedule: Any) -> list[list[_Computed]] | None:
-    """The compute actions of each rank in order, or None if a schedule does not tell."""
+def compute_actions(schedule: Any) -> list[list[_Computed]]:
+    """The compute actions of each rank in order."""
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
     order = schedule.pipeline_order
-    if not order:
-        return None
     rows = [list(_computed(order[rank])) for rank in sorted(order)]
     # Schedule1F1B (torch 2.11 to 2.15) numbers the last rank's forwards from 1 in what it says;
     # what it runs, as all schedules with one stage on each rank, is numbered from 0.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,9 +13,7 @@ Examples:
 
     graphopt trace --schedule zbv --stages 4 --forward 1 --backward 2 --transfer 0.1
 
-    graphopt trace --schedule 1f1b --forward 1,1,2,1 --backward 2,2,4,2 --out pictures
-
-    graphopt view pictures/1f1b.json
+    graphopt trace --schedule 1f1b --forward 1,1,2,1 --backward 2,2,4,2
 """
 
 
@@ -47,10 +44,6 @@ def trace(
     transfer: Annotated[
         float, typer.Option(min=0.0, help="Seconds until another rank has what is sent to it.")
     ] = 0.0,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Write a Chrome trace of each schedule (NAME.json) here.", metavar="DIR"),
-    ] = None,
 ) -> None:
     """Show when each stage of a pipeline runs, and how long ranks are idle (the bubble share).
 
@@ -62,13 +55,12 @@ def trace(
 
     run_trace(
         schedule,
-        microbatches=microbatches,
-        ranks=ranks,
-        stages=stages,
+        microbatches,
         forward=_seconds(forward, "--forward"),
         backward=_seconds(backward, "--backward"),
+        ranks=ranks,
+        stages=stages,
         transfer=transfer,
-        out=out,
     )
 
 
