@@ -9,12 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from graphopt.commands.errors import reported
-from graphopt.pipelining.schedule_timeline import (
-    SCHEDULES,
-    ScheduleError,
-    ScheduleTimeline,
-    predict_schedule,
-)
+from graphopt.errors import ScheduleError
+from graphopt.pipelining.schedule_timeline import SCHEDULES, ScheduleTimeline, predict_schedule
 
 
 def run_trace(schedule: str, microbatches: int, **options: Any) -> None:
