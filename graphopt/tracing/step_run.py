@@ -314,7 +314,6 @@ class StepRun:
 
     def _give(self, returned: Any) -> None:
         """Handles the step's return value while everything that it stored is still in place."""
-        self.outside.read_left()
         self.outside.note_left_in()
         gives(self.outside, _compat.result_parts(returned, self._stays))
         self._view.finish()
@@ -361,7 +360,7 @@ class StepRun:
         known = self._call.besides.replaced
         replacing = ReplacedTensors(modules, known, self.outside, self.finder, self._alone)
         replacing.finish(self._inputs, traced)
-        held.note_counted(self.finder, self.outside.used_counts)
+        held.note_counted(self.finder)
         rebinding = ran.rebinding
         recipes = Recipes(
             *(self.step, self._inputs, traced, flat, self.made, rebinding.left_storages),

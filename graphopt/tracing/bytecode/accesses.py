@@ -14,15 +14,12 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from graphopt.ir.user_frames import is_library_file
-from graphopt.tracing.bytecode.counting import counting_pairs
 
 
 class OutsideAccess(NamedTuple):
     """A bytecode instruction that may read or write state outside the step.
 
     Attributes:
-        feeding: where the store is if it loads a value that only goes into one to the same place.
-        counting: it is such a store.
         discarded: it is a call whose result nothing uses.
         looped: it is a call whose result the function goes through.
     """
@@ -32,8 +29,6 @@ class OutsideAccess(NamedTuple):
     name: Any
     argument: int
     offset: int
-    feeding: int | None
-    counting: bool
     discarded: bool
     looped: bool
 
@@ -42,8 +37,6 @@ class OutsideAccess(NamedTuple):
 def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
     """Maps bytecode offsets of a function to its instructions that may access outside state."""
     instructions = list(dis.get_instructions(code))
-    feeding = counting_pairs(instructions)
-    counting = set(feeding.values())
     visible = [i for i in instructions if i.opname != "CACHE"]
     discarded = {a.offset for a, b in pairwise(visible) if b.opname == "POP_TOP"}
     looped = {a.offset for a, b in pairwise(visible) if b.opname == "GET_ITER"}
@@ -54,8 +47,6 @@ def steps_of(code: CodeType) -> dict[int, OutsideAccess]:
             _name(i),
             i.arg or 0,
             i.offset,
-            feeding.get(i.offset),
-            i.offset in counting,
             i.offset in discarded,
             i.offset in looped,
         )

@@ -162,16 +162,11 @@ class NativeCalls:
             self._all(args, line, nested=not (looped and callee in _GIVING_EACH))
 
     def store(
-        self,
-        place: OutsidePlace | None,
-        owner: Any,
-        line: SourceLine,
-        counting: bool = False,
-        path: str | None = None,
+        self, place: OutsidePlace | None, owner: Any, line: SourceLine, path: str | None = None
     ) -> None:
         """Records a write to a place of `owner`."""
         if place is not None and self._record.is_outside(owner):
-            self._record.wrote(place, counting, owner, path, line)
+            self._record.wrote(place, owner, path, line)
 
     def _on(
         self, name: str, bound: Any, args: Sequence[Any], line: SourceLine, discarded: bool = False
@@ -204,7 +199,7 @@ class NativeCalls:
             record.item(bound, args[0], path, line)
             if (args[0] in bound) is (name == "pop"):
                 record.mutated(bound, line)
-                record.wrote(OutsidePlace("item", bound, args[0]), counting=False, line=line)
+                record.wrote(OutsidePlace("item", bound, args[0]), line=line)
         elif name == "__contains__":
             self.contains(bound, args[0], line)
         elif isinstance(bound, dict) and name == "__setitem__":
@@ -230,7 +225,7 @@ class NativeCalls:
         self._record.read(OutsidePlace("keys", table), f"the keys of {path}", line)
         self._record.mutated(table, line)
         for key in table:
-            self._record.wrote(OutsidePlace("item", table, key), counting=False, line=line)
+            self._record.wrote(OutsidePlace("item", table, key), line=line)
 
     def _native(self, name: str, bound: Any, path: str, line: SourceLine) -> None:
         """Records a method call on a native object other than a container."""
@@ -288,9 +283,7 @@ class NativeCalls:
         else:
             record.contents(container, path, line)
 
-    def store_item(
-        self, container: Any, key: Any, line: SourceLine, counting: bool = False
-    ) -> None:
+    def store_item(self, container: Any, key: Any, line: SourceLine) -> None:
         """Records a write of `container[key]`."""
         record = self._record
         if not is_container(container) or not record.is_outside(container):
@@ -302,7 +295,7 @@ class NativeCalls:
             key += len(container)
         record.pin(key)
         if _hashable(key):
-            record.wrote(OutsidePlace("item", container, key), counting, line=line)
+            record.wrote(OutsidePlace("item", container, key), line=line)
         else:
             record.mutated(container, line)
 

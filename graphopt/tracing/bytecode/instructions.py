@@ -28,9 +28,8 @@ from graphopt.tracing.bytecode.calls import NativeCalls
 from graphopt.tracing.bytecode.functions import GivenFunction, is_called_by
 from graphopt.tracing.bytecode.inner_calls import called_within
 from graphopt.tracing.bytecode.native import is_large_array, set_by_c
-from graphopt.tracing.inputs.entries import may_be_input
 from graphopt.tracing.interception.class_questions import ClassProxy, class_in_trace, is_of_trace
-from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_container, is_read
+from graphopt.tracing.outside.places import OutsidePlace, is_container, is_read
 from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.refusals.host_work import HostWork
 from graphopt.tracing.rollback.nests import leaves_in
@@ -40,8 +39,6 @@ from graphopt.tracing.scalars.numbers import SYMBOLIC
 _BY_NAME = frozenset({getattr, hasattr, setattr, vars})
 _UNLIKE_NONE = frozenset({list, tuple, dict, set, deque, OrderedDict, defaultdict, Counter})
 """Containers that equal no None, whatever is in them."""
-_BEGINNING = frozenset({defaultdict, Counter})
-"""Dictionaries in which a step may begin to count."""
 
 
 class Instructions:
@@ -55,29 +52,7 @@ class Instructions:
     def before(self, frame: FrameType, step: OutsideAccess) -> None:
         """Handles the instruction that `frame` executes next."""
         handler: Callable[[Instruction], None] = getattr(self, step.handler)
-        at = instruction_of(frame, step)
-        record = self._record
-        if step.feeding is None:
-            handler(at)
-            if step.counting:
-                record.read_loaded((id(frame), step.offset))
-            return
-        record.pending = []
-        try:
-            handler(at)
-        finally:
-            pending, record.pending = record.pending, None
-        for each in pending[:-1]:
-            record.read(*each)
-        if not pending:
-            return
-        value = pending[-1][0].now()
-        if not _may_count(value):
-            record.read(*pending[-1])
-        else:
-            if value is MISSING and type(pending[-1][0].holder) in _BEGINNING:
-                record.read(*pending[-1])
-            record.loads.add((id(frame), step.feeding), pending[-1])
+        handler(instruction_of(frame, step))
 
     def counts(self, frame: FrameType) -> None:
         """Records that a function starts which adds its second argument to its first, in place."""
@@ -88,20 +63,13 @@ class Instructions:
             self._read_contents(frame, value, line)
             if isinstance(value, (list, tuple, set, frozenset, dict, str)):
                 for key in value:
-                    if key not in counter:
-                        self._record.item(counter, key, self._record.path(counter, "Counter"), line)
-                    self._calls.store_item(counter, key, line, counting=True)
+                    self._record.item(counter, key, self._record.path(counter, "Counter"), line)
+                    self._calls.store_item(counter, key, line)
 
     def _stored(
         self, at: Instruction, place: OutsidePlace | None, owner: Any, path: str | None = None
     ) -> None:
-        """Records a store, and if it is a read-modify-write of its place."""
-        self._calls.store(place, owner, at.line, self._counts_in(at, place), path)
-
-    def _counts_in(self, at: Instruction, place: OutsidePlace | None) -> bool:
-        """True if a stored value is made from the old value of `place`; its other sources are
-        recorded as read."""
-        return self._record.read_loaded((id(at.frame), at.step.offset), place)
+        self._calls.store(place, owner, at.line, path)
 
     # ------------------------------------------------------------------ names
 
@@ -209,8 +177,7 @@ class Instructions:
                 self._record.unrepeated.add(self._path(at.frame, container), at.line)
             return
         self._watch(at, container)
-        place = OutsidePlace("item", container, key)
-        self._calls.store_item(container, key, at.line, self._counts_in(at, place))
+        self._calls.store_item(container, key, at.line)
 
     def _delete_item(self, at: Instruction) -> None:
         self._real_group(at, 2)
@@ -258,7 +225,6 @@ class Instructions:
         self._read_contents(at.frame, value, at.line)
         if isinstance(changed, (list, dict, set, deque)):
             self._record.changes_given(changed, at.line)
-            self._record.read_container(id(at.frame), changed)
             self._record.mutated(changed, at.line)
         else:
             self._watch(at, changed)
@@ -325,7 +291,6 @@ class Instructions:
         record = self._record
         value = record.viewed(value)
         if is_read(value) and record.is_outside(value):
-            record.read_container(id(frame), value)
             record.contents(value, self._path(frame, value), line, nested)
 
     # ------------------------------------------------------------------ calls
@@ -335,9 +300,6 @@ class Instructions:
         top = int(at.step.instruction in NAMED_CALLS)
         for place in range(top + 1, top + 1 + at.step.argument):
             self._real_group(at, place)
-        for each in args:
-            if is_container(each):
-                self._record.read_container(id(at.frame), each)
         self._gives_function(callee, args, at)
         args = self._with_marked(callee, args, at)
         self._calls.call(callee, args, at.line, at.step.discarded, at.step.looped)
@@ -406,9 +368,3 @@ def holds_traced(value: Any) -> bool:
         _compat.is_fake(each) or (isinstance(each, SYMBOLIC) and not is_host_number(each))
         for each in leaves_in(value)
     )
-
-
-def _may_count(value: Any) -> bool:
-    """True if a read-modify-written place may be an input of the graph. Others are read: operators
-    take tensors, and a text that grows is another one in each call."""
-    return value is MISSING or may_be_input(value) or isinstance(value, SYMBOLIC)

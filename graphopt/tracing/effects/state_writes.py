@@ -112,13 +112,10 @@ class _PlacedValues:
         record, place, before = self.record, written.place, written.before
         value = place.now()
         alone = _is_left_alone(written)
-        if record.depends_on(place) and not alone:
-            used = place.identity in record.used_counts  # and set to what it was, perhaps
-            if note_counted(self.finder, written.path, place, before, value, used):
-                place.write(before)  # the step is traced anew, and not everything is put back
-                return None
-            if is_exact(before) and isinstance(value, torch.Tensor) and record.counts_in(place):
-                record.begins(place, before)
+        read = record.depends_on(place) and not alone
+        if read and note_counted(self.finder, written.path, place, before, value):
+            place.write(before)  # the step is traced anew, and not everything is put back
+            return None
         if id(place.holder) in self.others:
             return None
         weak = isinstance(place.key, weakref.ref)
@@ -239,20 +236,11 @@ def _is_left_alone(written: WrittenPlace) -> bool:
 
 
 def note_counted(
-    finder: ImplicitInputFinder,
-    path: str,
-    place: OutsidePlace,
-    before: Any,
-    value: Any,
-    used: bool = False,
+    finder: ImplicitInputFinder, path: str, place: OutsidePlace, before: Any, value: Any
 ) -> bool:
-    """Makes a place an input if the step replaces a number there by a number, or a tuple of them
-    likewise. Returns True if it was not one before.
-
-    Args:
-        used: there was another value in between, which the step has used.
-    """
-    counts = _are_counts(before, value) and (used or not same(before, value))
+    """Makes a place an input if the step replaces a number there by another one, or a tuple of them
+    likewise. Returns True if it was not one before."""
+    counts = _are_counts(before, value) and not same(before, value)
     return counts and finder.carries(path, place, counted=True)
 
 
@@ -282,9 +270,8 @@ def _left_by_each_call(
         follows = follows or _is_traced(value, tensors=False)
     elif is_plain(value):
         told_of = record.is_told(place) and type(written.before) not in (int, float)
-        begins = written.before is MISSING and record.counts_in(place)
         emptied = value is None and _is_exchanged(record, written)
-        follows = record.is_input(place) or not reads or told_of or begins or emptied
+        follows = record.is_input(place) or not reads or told_of or emptied
     else:
         keyed = value is MISSING and isinstance(place.key, torch.Tensor)  # by what stands for it
         empty = written.before is MISSING or written.before is None

@@ -253,7 +253,7 @@ class ImplicitInputFinder:
         for name in attributes:
             read_attribute(record, owner, name, f"{path}.{name}", line)
         record.read(OutsidePlace("length", table, notes), f"len({path}.{notes})", line)
-        record.wrote(OutsidePlace("item", table, notes), counting=False)
+        record.wrote(OutsidePlace("item", table, notes))
         record.emptied(table[notes])
 
     def unknown(self, tensor: torch.Tensor) -> CaptureError:

@@ -13,7 +13,6 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.bytecode.counting import Load, PendingLoads, Store
 from graphopt.tracing.outside.changed_containers import ContainerChanges
 from graphopt.tracing.outside.places import (
     LISTS,
@@ -42,16 +41,13 @@ _SEVERAL = (tuple, frozenset)
 
 
 class OutsideReads(ContainerChanges):
-    """Records the outside reads of one trace. A value that only goes into the next value of its own
-    place (`self.n += 1`) is not read; but whoever reads that next value reads the outside one.
+    """Records the outside reads of one trace.
 
     Args:
         inputs: places that are inputs of the graph, by their identities.
 
     Attributes:
         refused: why no later call could do what it does to a container.
-        used_counts: places, by their identities, whose next value it has read as well.
-        loads: what it has loaded to count with; read unless it is stored where it comes from.
         reads_array: told of each array that it reads.
         behind: what it reads behind calls of functions on the host; None before the first.
     """
@@ -64,15 +60,9 @@ class OutsideReads(ContainerChanges):
         self._inputs = inputs
         self.refused: CaptureError | None = None
         self._written: set[tuple[Any, ...]] = set()
-        self._derived: set[tuple[Any, ...]] = set()
-        self._begun: dict[tuple[Any, ...], Load] = {}
         self.reads: dict[tuple[Any, ...], OutsideRead] = {}
         self._own_reads: dict[tuple[Any, ...], OutsideRead] = {}
-        self.counted: OutsideRead | None = None
-        self.used_counts: set[tuple[Any, ...]] = set()
         self.advanced: tuple[str, SourceLine] | None = None
-        self.pending: list[Load] | None = None
-        self.loads = PendingLoads()
         self.behind: ReadsBehindCallbacks | None = None
 
     def read(self, place: OutsidePlace, path: str, line: SourceLine) -> Any:
@@ -81,22 +71,15 @@ class OutsideReads(ContainerChanges):
         identity = place.identity
         if self.behind is not None:
             self.behind.reads(place, value, path, line)
-        if self.pending is not None:
-            self.pending.append((place, path, line))
-            return value
         if identity in self._inputs and (identity in self._written or self._is_symbolic(value)):
             return value
         if self.is_own(place.holder):
-            self.used_counts.update({identity} & self._derived)
             if identity not in self._written:
                 self.reached(value, path)
             self.pins_own(value)
             if identity not in self._written and not is_stand_in(value) and not is_value(value):
                 self._own_reads.setdefault(identity, self._made(place, value, path, line))
             return value
-        if identity in self._derived and not self._begins_in(identity):
-            self.counted = self.counted or self._made(place, value, path, line)
-            self.used_counts.add(identity)
         if identity in self._written or id(place.holder) in self._emptied:
             return value
         if is_stand_in(value):
@@ -233,35 +216,6 @@ class OutsideReads(ContainerChanges):
         self._goes_through(container)
         if not isinstance(container, (tuple, str, bytes)):
             self.read(OutsidePlace("size", container), f"len({path})", line)
-
-    def read_loaded(self, store: Store, place: OutsidePlace | None = None) -> bool:
-        """Records as read what a stored value was made of, except `place` itself.
-
-        Returns:
-            Whether it was made of that.
-        """
-        loads = self.loads.take(store)
-        others = [each for each in loads if place is None or each[0].identity != place.identity]
-        self._read_each(others)
-        own = [each for each in loads if each not in others]
-        if own:
-            self._begun.setdefault(own[0][0].identity, own[0])
-        return bool(own)
-
-    def read_container(self, frame: int, container: Any) -> None:
-        """Records a read of a loaded container that the step changes in place: each call must find
-        this one."""
-        for place in self.loads.places(frame):
-            if place.now() is container:
-                self._read_each(self.loads.take_of(place.identity))
-
-    def read_left(self) -> None:
-        """Records reads of values that were loaded but never stored back."""
-        self._read_each(self.loads.take_all())
-
-    def _read_each(self, loads: list[Load]) -> None:
-        for each in loads:
-            self.read(*each)
 
     def iterator(self, iterator: Any, path: str, line: SourceLine) -> None:
         """Refuses the use of an outside iterator, whose values each call would not find again."""

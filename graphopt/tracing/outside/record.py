@@ -50,9 +50,7 @@ class WrittenPlace(NamedTuple):
 class OutsideRecord(OutsideReads):
     """The outside reads and writes of one trace.
 
-    A place that the step has written is its own from then on. A value that only goes into the next
-    value of its own place (`self.n += 1`) is not read; but whoever reads that next value reads the
-    outside one, and the step has changed it.
+    A place that the step has written is its own from then on.
 
     Args:
         own: dictionaries that have guards of their own: attributes of modules and optimizers.
@@ -72,7 +70,6 @@ class OutsideRecord(OutsideReads):
     ) -> None:
         super().__init__(own, inputs)
         self._told = told
-        self._counted: set[tuple[Any, ...]] = set()
         self._places: dict[tuple[Any, ...], WrittenPlace] = {}
         self.optimizers: dict[int, Any] = {}
         self.optimizers_read: set[int] = set()
@@ -119,24 +116,20 @@ class OutsideRecord(OutsideReads):
         self._places.clear()
         self._mutated.clear()
         self._tables.clear()
-        self.loads.take_all()
         self._changes.clear()
         self.rewritten.clear()
         self._left_in.clear()
-        self._begun.clear()
         self.reads_array = of_none
         self.groups, self.real_groups = {}, {}
 
     def wrote(
         self,
         place: OutsidePlace,
-        counting: bool,
         owner: Any = None,
         path: str | None = None,
         line: SourceLine | None = None,
     ) -> None:
-        """Records a write to a place; `counting` if the value is made from the old one; `owner` is
-        the object whose attribute it is."""
+        """Records a write to a place; `owner` is the object whose attribute it is."""
         identity = place.identity
         if self._is_its_own(place):
             self.mutated(place.holder, line or SourceLine("", 0, ""))
@@ -144,11 +137,6 @@ class OutsideRecord(OutsideReads):
         if line is not None:
             line = users(line)
             self.unrepeated.note(place.holder, path or self._path_of(place, owner), line)
-        self._read_each(self.loads.take_of(identity))  # it is what was there before
-        if counting and identity not in self._written and place.now() is MISSING:
-            counting = False  # it counts from what its class, or the module, has for the name
-            if identity in self._begun:
-                self.read(*self._begun[identity])
         self.times_written[identity] += 1
         self._goes_through(place.holder)
         if not isinstance(owner, types.ModuleType) and attributes_of(owner) is place.holder:
@@ -160,11 +148,6 @@ class OutsideRecord(OutsideReads):
             self._places[identity] = WrittenPlace(self._outside(place), before, owner, path, line)
         if type(place.holder) in MUTABLE:
             self._mutated.setdefault(id(place.holder), copy.copy(place.holder))
-        if counting and (identity not in self._written or identity in self._derived):
-            self._derived.add(identity)
-            self._counted.add(identity)
-        else:
-            self._derived.discard(identity)
         self._written.add(identity)
 
     def _is_its_own(self, place: OutsidePlace) -> bool:
@@ -237,27 +220,13 @@ class OutsideRecord(OutsideReads):
     def depends_on(self, place: OutsidePlace) -> bool:
         """True if the step has used the former value of a place, or that there was none."""
         identity, holder = place.identity, id(place.holder)
-        if identity in self.reads or identity in self._counted:
+        if identity in self.reads:
             return True
         written = self._places.get(identity)
         if written is None or written.before is not MISSING:
             return False
         asked = [("has", holder, place.key), ("keys", holder, None), ("size", holder, None)]
         return any(each in self.reads for each in asked)
-
-    def counts_in(self, place: OutsidePlace) -> bool:
-        """True if the step has used a place's former value only to make its next one."""
-        return place.identity in self._counted
-
-    def begins(self, place: OutsidePlace, number: Any) -> None:
-        """Records that the step adds tensors to a number in a place: this graph is for that number,
-        and later calls find a tensor."""
-        found = self._begun.get(place.identity)
-        if found is not None and place.identity not in self.reads:
-            _, path, line = found
-            self.reads[place.identity] = self._made(place, number, path, line)
-        if self.counted is not None and self.counted.place.identity == place.identity:
-            self.counted = None
 
     def places_of(self, value: Any) -> list[OutsidePlace]:
         """All places in which the step has read an object."""

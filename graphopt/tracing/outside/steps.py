@@ -91,8 +91,6 @@ def observed_step(call: Call, record: OutsideRecord, substitute: Substitute) -> 
     record.finish()
     if record.unrepeated.at_once:
         refuse_unrepeated(record)
-    if record.counted is not None:
-        _refuse(record, record.counted, record.counted.place.now())
     if record.compared is not None:
         raise CaptureError(
             "it asks whether a tensor of the model is one that it holds elsewhere (by `is`, or as a"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -104,19 +104,10 @@ class AttributesBefore:
                     )
         yield from self.changes()
 
-    def note_counted(self, finder: ImplicitInputFinder, used: Set[Any]) -> None:
-        """Tells the finder of numbers in attributes that the step has changed.
-
-        Args:
-            used: places, by their identities, that have held another number in between.
-        """
+    def note_counted(self, finder: ImplicitInputFinder) -> None:
+        """Tells the finder of numbers in attributes that the step has changed."""
         for table, key, name, before, after, _ in self.changes():
             note_counted(finder, name, OutsidePlace("item", table, key), before, after)
-        for name, (table, _) in zip(self._names, self.tables, strict=True) if used else ():
-            for key, value in table.items():
-                place = OutsidePlace("item", table, key)
-                if place.identity in used:
-                    note_counted(finder, f"{name}.{key}".strip("."), place, value, value, True)
 
     def counted(self, finder: ImplicitInputFinder) -> list[tuple[int, int, str, Any]]:
         """The parameter-group settings that the step has changed: positions and new values."""
