@@ -253,29 +253,6 @@ def test_as_eager(step: Callable[[Trained, Tensor], Any]) -> None:
     assert rows(step, True) == rows(step, False)
 
 
-class Meter:
-    """As that of YOLOX."""
-
-    def __init__(self) -> None:
-        self.total, self.count = 0.0, 0
-
-    def update(self, value: Any) -> None:
-        self.count += 1
-        self.total += value
-
-
-class Meters(defaultdict[str, Any]):
-    def update(self, values: dict[str, Any]) -> None:  # type: ignore[override]
-        for key, value in values.items():
-            self[key].update(value.detach())
-
-
-class Missing(dict[str, Any]):
-    def __missing__(self, key: str) -> Meter:
-        self[key] = Meter()
-        return self[key]  # type: ignore[no-any-return]
-
-
 class Doubling(dict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value * 2)
@@ -291,14 +268,6 @@ class Attributes(dict[str, Any]):
         self[key] = value
 
 
-def with_meters(table: Any, number: int, loss: Tensor) -> None:
-    table.update({"loss": loss, f"loss{number % 2}": loss})
-
-
-def with_missing(table: Any, number: int, loss: Tensor) -> None:
-    table["loss"].update(loss.detach())
-
-
 def doubling(table: Any, number: int, loss: Tensor) -> None:
     table["loss"] = loss.item()
     table["tensor"] = loss.detach()
@@ -307,7 +276,6 @@ def doubling(table: Any, number: int, loss: Tensor) -> None:
 def attributes(table: Any, number: int, loss: Tensor) -> None:
     table.sum = table.get("sum", 0) + loss.item()
     table["loss"] = loss.detach()
-    print(f"{table.loss.item():.4f}")
 
 
 def orders(table: Any, number: int, loss: Tensor) -> None:
@@ -316,8 +284,6 @@ def orders(table: Any, number: int, loss: Tensor) -> None:
 
 
 CASES: list[tuple[Callable[[Any, int, Tensor], None], Callable[[], Any]]] = [
-    (with_meters, lambda: Meters(Meter)),
-    (with_missing, Missing),
     (doubling, Doubling),
     (attributes, Attributes),
     (orders, Attributes),
@@ -325,8 +291,7 @@ CASES: list[tuple[Callable[[Any, int, Tensor], None], Callable[[], Any]]] = [
 
 
 def _left(table: Any) -> Any:
-    meters = {k: [v.total, v.count] for k, v in table.items() if isinstance(v, Meter)}
-    return [{**table, **meters}, list(table)]
+    return [dict(table), list(table)]
 
 
 @pytest.mark.parametrize(("body", "made"), CASES, ids=[body.__name__ for body, _ in CASES])

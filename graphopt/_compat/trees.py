@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from graphopt._compat.rebuilt_objects import open_object
-
 tree_flatten: Callable[..., tuple[list[Any], Any]] = _pytree.tree_flatten
 
 tree_unflatten: Callable[[Sequence[Any], Any], Any] = _pytree.tree_unflatten
@@ -71,8 +69,8 @@ def is_applied(spec: Any) -> bool:
 
 
 def flatten_results(value: Any, is_kept: Callable[[object], bool]) -> tuple[list[Any], Any]:
-    """`tree_flatten` that also opens dataclass and plain objects. An object that occurs twice is a
-    leaf the second time; tensor sizes are rebuilt as such.
+    """`tree_flatten` that also opens dataclass objects. An object that occurs twice is a leaf the
+    second time; tensor sizes are rebuilt as such.
 
     Args:
         is_kept: whether such an object, a list, queue or dictionary is to stay what it is, a leaf.
@@ -86,7 +84,7 @@ def flatten_results(value: Any, is_kept: Callable[[object], bool]) -> tuple[list
     def opened(leaf: Any) -> Any:
         if type(leaf) is torch.Size:
             return Applied(_size, leaf)
-        nest = None if is_kept(leaf) or id(leaf) in found else _open_fields(leaf, open_object)
+        nest = None if is_kept(leaf) or id(leaf) in found else _open_fields(leaf)
         if nest is None:
             return leaf
         found.add(id(leaf))
@@ -122,7 +120,7 @@ def result_parts(value: Any, is_kept: Callable[[object], bool]) -> Iterator[Any]
         elif isinstance(each, (list, deque)):
             pending += each
         else:
-            nest = _open_fields(each, open_object)
+            nest = _open_fields(each)
             pending += [] if nest is None else nest[0]
 
 
@@ -130,20 +128,20 @@ _Nest = tuple[list[Any], Callable[[list[Any]], Any]]
 
 
 def open_nest(value: Any) -> _Nest | None:
-    """The direct children of a container or dataclass object (also of plain objects, sets,
-    functions and arrays), and a function to rebuild it; None for a leaf."""
+    """The direct children of a container or dataclass object, and a function to rebuild it; None
+    for a leaf."""
     if _is_size(value):
         return list(value), lambda values: Applied(_size, values)
     inner, spec = _pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
     if spec != ONE_VALUE:
         return inner, lambda values: tree_unflatten(values, spec)
-    return _open_fields(value, open_object)
+    return _open_fields(value)
 
 
-def _open_fields(value: Any, open_other: Callable[[Any], _Nest | None]) -> _Nest | None:
-    """Splits an object into its children: fields of a dataclass, else what `open_other` finds."""
+def _open_fields(value: Any) -> _Nest | None:
+    """Splits a dataclass object into its fields; None for anything else."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return open_other(value)
+        return None
     fields = _FlattenedDataclass(value)
 
     def filled(values: list[Any]) -> Any:

@@ -10,7 +10,6 @@ from graphopt._compat.tensor_classes import put_gradient
 from graphopt.tracing.call import Call
 from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.effects.argument_changes import found_in, make_change
-from graphopt.tracing.effects.made_containers import MadeConstant
 from graphopt.tracing.optimizers.optimizer_state import write
 from graphopt.tracing.optimizers.setting_place import SettingPlace
 from graphopt.tracing.outside.places import OutsidePlace
@@ -138,7 +137,7 @@ class StepResults:
                 leave(value)
             return value
         if isinstance(recipe, Constant):
-            return self._made(recipe, ran) if isinstance(recipe, MadeConstant) else recipe.value
+            return recipe.value
         if isinstance(recipe, FromCall):
             return found_in(ran.call.given, ran.call.leaves, recipe.path)
         if isinstance(recipe, Nested):
@@ -150,15 +149,11 @@ class StepResults:
         assert recipe.placeholder is not None
         return ran.flat[recipe.placeholder]
 
-    def _made(self, recipe: Nested | MadeConstant, ran: _GraphRun) -> Any:
+    def _made(self, recipe: Nested, ran: _GraphRun) -> Any:
         """Builds the container or object of a recipe, once in each call."""
         if id(recipe) not in ran.made:
-            if isinstance(recipe, MadeConstant):
-                made = recipe.anew()
-            else:
-                leaves = [self._value(leaf, ran) for leaf in recipe.leaves]
-                made = _compat.tree_unflatten(leaves, recipe.spec)
-            ran.made[id(recipe)] = made
+            leaves = [self._value(leaf, ran) for leaf in recipe.leaves]
+            ran.made[id(recipe)] = _compat.tree_unflatten(leaves, recipe.spec)
         return ran.made[id(recipe)]
 
 

@@ -15,9 +15,10 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.effects.argument_changes import ContainerChange
-from graphopt.tracing.outside.places import is_value
+from graphopt.tracing.outside.places import OutsidePlace, is_value
 from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.results.signature import Constant, FromCall
+from graphopt.tracing.rollback.nests import parts
 from graphopt.tracing.scalars.numbers import SYMBOLIC
 from graphopt.tracing.tensors.attributes import AttributeChange
 
@@ -80,8 +81,7 @@ def attribute_told(
     """The recipe form of an attribute change of a module that stores a new object or container.
 
     Raises:
-        CaptureError: it cannot be made anew, and holds what is traced or takes the place of another
-            one.
+        CaptureError: it cannot be made anew.
     """
     after = change.after
     if is_value(after) or _is_traced(after) or record.is_outside(after):
@@ -89,11 +89,10 @@ def attribute_told(
     nest = written_value(record, after, made)
     if nest is not None:
         return change._replace(after=nest, is_told=True)
-    leaves = [leaf for leaf in _compat.tree_leaves(after) if not is_value(leaf)]
-    objects = [leaf for leaf in leaves if not _is_traced(leaf) and holds_traced(record, leaf)]
-    if objects or type(after) is type(change.before):
-        raise refused_object((objects or [after])[0], change.name, None)
-    return change
+    inner = (each for each in parts(after, _is_nest) if not _is_nest(each))
+    objects = (each for each in inner if not is_value(each) and not _is_traced(each))
+    location = record.location_of(OutsidePlace("item", change.table, change.key))
+    raise refused_object(next(objects, after), change.name, location)
 
 
 def change_told(record: OutsideRecord, change: ContainerChange, made: MadeAnew) -> ContainerChange:
@@ -129,7 +128,7 @@ def tell_shared(
 
 def refused_object(value: Any, path: str, location: str | None) -> CaptureError:
     """The reason why an object with traced values cannot be stored in a place by each call."""
-    hint = "put the tensor there, or a tuple, dictionary or data class of its values"
+    hint = "put the tensor there, or a tuple, list, dictionary or data class of its values"
     if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
         hint = "make it outside the step"
     return CaptureError(
@@ -155,6 +154,10 @@ def read_and_replaced(record: OutsideRecord) -> CaptureError | None:
                 " outside the step",
             )
     return None
+
+
+def _is_nest(value: Any) -> bool:
+    return isinstance(value, (dict, list, tuple))
 
 
 def holds_traced(record: OutsideRecord, value: Any) -> bool:

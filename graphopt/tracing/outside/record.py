@@ -236,6 +236,11 @@ class OutsideRecord(OutsideReads):
     def is_written(self, place: OutsidePlace) -> bool:
         return place.identity in self._written
 
+    def location_of(self, place: OutsidePlace) -> str | None:
+        """The source line that first writes to a place, as text."""
+        written = self._places.get(place.identity)
+        return None if written is None else written.location
+
     def taken_from(self, table: dict[str, Any]) -> set[str]:
         """The keys of a dictionary whose numbers are inputs of the graph."""
         return {key for key in table if OutsidePlace("item", table, key).identity in self._inputs}

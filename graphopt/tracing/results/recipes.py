@@ -11,10 +11,9 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.tracing.effects.made_containers import constant_with
-from graphopt.tracing.effects.written_values import MadeAnew
+from graphopt.tracing.effects.written_values import MadeAnew, refused_object
 from graphopt.tracing.inputs.entries import Inputs, is_exact, is_number
-from graphopt.tracing.outside.places import is_container, is_value
+from graphopt.tracing.outside.places import is_value
 from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.refusals.failures import definition_of
 from graphopt.tracing.results.signature import (
@@ -144,28 +143,7 @@ class Recipes:
         if change.is_told:
             return self.of_nest(change.after)
         _refuse_counter(change)
-        after = change.after
-        if not is_container(after):
-            return self._of_attribute(after)
-        if self._is_outside(after):
-            return Constant(after)
-        if id(after) not in self._nests:
-            self._nests[id(after)] = after, self._of_attribute(after)
-        return self._nests[id(after)][1]
-
-    def _of_attribute(self, after: Any) -> Recipe:
-        if isinstance(after, torch.Tensor):
-            return self._of_tensor(after)
-        leaves, spec = _compat.tree_flatten(after, is_leaf=self._is_known)
-        known = any(map(self._is_known, leaves))
-        if known or any(isinstance(leaf, SYMBOLIC) for leaf in leaves):
-            return self.of_nest(after)
-        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            return constant_with(after, self._is_outside)
-        real = [self._real(leaf) for leaf in leaves]
-        if not any(leaf is None for leaf in real):
-            return Constant(_compat.tree_unflatten(real, spec))
-        return self.of_nest(after)
+        return self.of_nest(change.after)
 
     def of_nest(self, value: Any) -> Recipe:
         """The recipe of a nested value, whose containers are new in each call unless they are
@@ -189,24 +167,14 @@ class Recipes:
         """The recipe of a leaf of a nested value."""
         if isinstance(leaf, (torch.Tensor, *SYMBOLIC)):
             return self.of(leaf, "what it leaves outside its arguments")
-        return leaf if isinstance(leaf, Constant) else Constant(leaf)
-
-    def _is_known(self, value: Any) -> bool:
-        """True if a container or object is an argument, existed before, or occurs elsewhere as
-        well."""
-        return id(value) in self._of_call or id(value) in self._left or self._is_there(value)
+        if isinstance(leaf, Constant):
+            return leaf
+        if not (is_value(leaf) or self._is_outside(leaf)):
+            raise refused_object(leaf, "an attribute of a tensor", None)
+        return Constant(leaf)
 
     def _is_there(self, value: Any) -> bool:
         return isinstance(value, (list, dict, deque)) and self._is_outside(value)
-
-    def _real(self, leaf: Any) -> Any:
-        """The model's own tensor for a leaf that is its stand-in; None for a computed tensor."""
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        live = self._live.get(id(leaf))
-        if live is None or live.module_tensor is None:
-            return None
-        return self._inputs.module_tensors[live.module_tensor].tensor
 
 
 def _refuse_counter(change: AttributeChange) -> None:
