@@ -35,16 +35,11 @@ from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.outside.steps import not_repeated, refuse_unrepeated
 from graphopt.tracing.ranks.reduction import MarkedCommunication
 from graphopt.tracing.ranks.shards import whole_fake
-from graphopt.tracing.refusals import impurity
 from graphopt.tracing.refusals.failures import definition_of, explained, raised_by_step
 from graphopt.tracing.refusals.host_work import HostWork
 from graphopt.tracing.refusals.unknown_features import check_layout, refuse_unseen_results
 from graphopt.tracing.results.signature import Signature
-from graphopt.tracing.rollback.generators import (
-    GeneratorStates,
-    drawn_from_copies,
-    is_drawn_from_copies,
-)
+from graphopt.tracing.rollback.generators import GeneratorStates, undrawn
 from graphopt.tracing.rollback.host_state import HostState, check_effects, drawn_from
 from graphopt.tracing.rollback.substitute import preserved
 from graphopt.tracing.step_run import StepRun
@@ -89,30 +84,12 @@ def trace(call: Call, inputs: Inputs, communication: MarkedCommunication | None)
     _compat.register_fused_meta_kernels(f"{name}_" for name in FUSED_OPTIMIZERS)
     register_ctc_shapes()
     with taking_turns(), call.besides.present():
-        for _ in range(2):  # the first time, modules imported on the way may draw, too
-            raw, drawn = _attempt(call, inputs, communication)
-            if drawn is None:
-                return raw
-        assert drawn is not None
-        line = impurity.line_where(drawn.happened, lambda: _attempt(call, inputs, communication))
-    raise HostWork.DRAW.refused(drawn.generator, str(line or definition_of(call.fn)))
+        return _restored(call, inputs, communication)
 
 
-@dataclass(frozen=True)
-class OutsideDraw:
-    """A random number generator outside the graph that the step has drawn from."""
-
-    generator: str
-    happened: Callable[[], bool]
-
-
-def _attempt(
-    call: Call, inputs: Inputs, communication: MarkedCommunication | None
-) -> tuple[RawTrace, OutsideDraw | None]:
-    """Makes one trace; also returns the outside random generator that it advanced, if any.
-
-    Afterwards everything that the step can reach is as it was; see `effects.host_state`.
-    """
+def _restored(call: Call, inputs: Inputs, communication: MarkedCommunication | None) -> RawTrace:
+    """Makes one trace. Afterwards everything that the step can reach is as it was; see
+    `rollback.host_state`."""
     state = HostState(call.fn, call.leaves)
     try:
         raw, drawn = _traced(call, inputs, communication, state)
@@ -120,18 +97,19 @@ def _attempt(
         effects = state.restore()
     with explained(call.fn):
         check_effects(effects)
-    generator = drawn_from(effects)
-    if generator is not None:
-        drawn = drawn or OutsideDraw(generator, state.generator_advanced)
+    drawn = drawn_from(effects) or drawn
+    if drawn is not None:
+        raise HostWork.DRAW.refused(drawn, str(definition_of(call.fn)))
     if effects and raw.outside.unrepeated.first is None:
         what, line = effects.first_change(raw.outside, raw.modules)
         raw.outside.unrepeated.add(what, line or definition_of(call.fn))
-    return raw, drawn
+    return raw
 
 
 def _traced(
     call: Call, inputs: Inputs, communication: MarkedCommunication | None, state: HostState
-) -> tuple[RawTrace, OutsideDraw | None]:
+) -> tuple[RawTrace, str | None]:
+    """Makes one trace; also returns the generator of Python or numpy that has advanced, if any."""
     values = inputs.live_values(call)
     mode = _compat.fake_mode_of(values) or _compat.new_fake_mode(
         strides.corrected, trusted.check, strides.known
@@ -170,7 +148,7 @@ def _traced(
 
 def _run_once(
     run: StepRun, call: Call, inputs: Inputs, fakes: list[torch.Tensor]
-) -> tuple[RawTrace, OutsideDraw | None]:
+) -> tuple[RawTrace, str | None]:
     with ExitStack() as stack:
         stack.callback(run.outside.close)
         opened = [each.table for each in call.objects.tables]
@@ -183,12 +161,12 @@ def _run_once(
         stack.enter_context(_compat.foreach_accepts_fakes())
         stack.enter_context(_compat.errors_raised_once())
         generators = GeneratorStates()
-        copies = stack.enter_context(drawn_from_copies())
+        stack.enter_context(undrawn())
         with nullcontext() if fakes else run.mode:  # else torch finds the mode of the inputs
             graph_module = _compat.make_fx(run)(*fakes)
         _inputs_first(graph_module)
         refuse_counts(graph_module.graph)
-        drawn = copies.drawn() or generators.advanced()
+        drawn = generators.advanced()
         _refuse_kept_numbers(run, _numbers_of(call) | run.kept_numbers)
     if run.finder.found:
         more = MoreInputs(run.finder.found)
@@ -214,12 +192,7 @@ def _run_once(
         outside=run.outside,
         looks_at_state=run.looks_at_state,
     )
-    return raw, None if drawn is None else OutsideDraw(drawn, _drawing_since(generators))
-
-
-def _drawing_since(states: GeneratorStates) -> Callable[[], bool]:
-    """Returns a question: has the running trace drawn, from a copy or a generator itself?"""
-    return lambda: is_drawn_from_copies() or states.advanced() is not None
+    return raw, drawn
 
 
 def _inputs_first(graph_module: fx.GraphModule) -> None:

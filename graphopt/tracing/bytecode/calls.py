@@ -249,8 +249,6 @@ class NativeCalls:
     def _note_given(self, values: Sequence[Any], line: SourceLine) -> None:
         record = self._record
         for value in values:
-            if native.is_large_array(value) and record.is_outside(value):
-                record.unrepeated.watches(value, record.path(value, "an array"), line)
             if isinstance(value, types.BuiltinMethodType) and value.__self__ is not None:
                 bound, changes = value.__self__, native.changes(value.__self__, value.__name__)
             else:

@@ -27,7 +27,7 @@ from graphopt.tracing.bytecode.callees import NAMED_CALLS, Instruction, Substitu
 from graphopt.tracing.bytecode.calls import NativeCalls
 from graphopt.tracing.bytecode.functions import GivenFunction, is_called_by
 from graphopt.tracing.bytecode.inner_calls import called_within
-from graphopt.tracing.bytecode.native import is_large_array, set_by_c
+from graphopt.tracing.bytecode.native import set_by_c
 from graphopt.tracing.interception.class_questions import ClassProxy, class_in_trace, is_of_trace
 from graphopt.tracing.outside.places import OutsidePlace, is_container, is_read
 from graphopt.tracing.outside.record import OutsideRecord
@@ -176,7 +176,6 @@ class Instructions:
             if set_by_c(container):
                 self._record.unrepeated.add(self._path(at.frame, container), at.line)
             return
-        self._watch(at, container)
         self._calls.store_item(container, key, at.line)
 
     def _delete_item(self, at: Instruction) -> None:
@@ -227,12 +226,7 @@ class Instructions:
             self._record.changes_given(changed, at.line)
             self._record.mutated(changed, at.line)
         else:
-            self._watch(at, changed)
             self._read_contents(at.frame, changed, at.line)
-
-    def _watch(self, at: Instruction, value: Any) -> None:
-        if is_large_array(value) and self._record.is_outside(value):
-            self._record.unrepeated.watches(value, self._path(at.frame, value), at.line)
 
     def _same_object(self, at: Instruction) -> None:
         self._real_group(at, 1)

@@ -34,9 +34,6 @@ _OF_ARRAYS = frozenset(
      "__setitem__", "fromlist", "frombytes", "fromfile", "fromunicode"}
 )  # fmt: skip
 """Methods of arrays that write to them."""
-PUT_BACK = 1 << 20
-"""Bytes of an array of numpy's up to which its values are put back after a trace."""
-_WATCHED = 1 << 28
 _OF_THREADS = frozenset({"set", "clear", "notify", "notify_all", "acquire", "release"})
 _OF_PROCESS = frozenset(
     {"write", "putenv", "unsetenv", "chdir", "mkdir", "rmdir", "unlink", "remove", "rename",
@@ -97,13 +94,6 @@ def is_changing_call(function: types.FunctionType, args: Any) -> bool:
 _SETTINGS_OF_LOGS = frozenset(
     {"addHandler", "removeHandler", "setLevel", "addFilter", "removeFilter", "setFormatter"}
 )
-
-
-def is_large_array(value: Any) -> bool:
-    """True if a value is a numpy array too large to be restored after a trace."""
-    if type(value).__module__ != "numpy" or not hasattr(value, "flags"):
-        return False
-    return bool(value.flags.writeable) and PUT_BACK < value.nbytes <= _WATCHED
 
 
 def is_lock(value: Any) -> bool:

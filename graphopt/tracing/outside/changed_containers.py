@@ -12,10 +12,13 @@ from typing import Any
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.known_objects import KnownObjects
-from graphopt.tracing.outside.places import OutsidePlace
-from graphopt.tracing.outside.unrepeated import UnrepeatedChanges
+from graphopt.tracing.outside.places import OutsidePlace, bytes_in, is_bytes
+from graphopt.tracing.outside.unrepeated import UnrepeatedChanges, users
 from graphopt.tracing.refusals.host_work import HostWork
 
+PUT_BACK = 1 << 24
+"""Bytes of an array that are compared, and put back after a trace. A step that reads all of a
+larger one, or changes it, is refused before it does."""
 MUTABLE = frozenset({list, deque, set})
 """Containers whose items are compared, rather than looked at by their keys."""
 
@@ -75,7 +78,10 @@ class ContainerChanges(KnownObjects):
         key = id(container)
         if not self.is_outside(container):
             return
-        self.unrepeated.note(container, self.path(container, type(container).__name__), line)
+        path = self.path(container, type(container).__name__)
+        if is_bytes(container) and bytes_in(container) > PUT_BACK:
+            raise HostWork.CHANGE.refused(f"{path} outside its arguments", str(users(line)))
+        self.unrepeated.note(container, path, line)
         if key not in self._mutated:
             self._mutated[key] = _copied(container)
             self._goes_through(container)

@@ -6,14 +6,14 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Set
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
-from graphopt.tracing.outside.changed_containers import ContainerChanges
+from graphopt.tracing.outside.changed_containers import PUT_BACK, ContainerChanges
 from graphopt.tracing.outside.places import (
     LISTS,
     MISSING,
@@ -26,16 +26,13 @@ from graphopt.tracing.outside.places import (
     key_text,
 )
 from graphopt.tracing.outside.reads_behind_callbacks import ReadsBehindCallbacks
-from graphopt.tracing.outside.unrepeated import users
 from graphopt.tracing.refusals.host_work import HostWork
 from graphopt.tracing.scalars.host_numbers import is_host_number
-from graphopt.tracing.scalars.numbers import SYMBOLIC
+from graphopt.tracing.scalars.numbers import SYMBOLIC, refusal
 
 _SINGLY = 1000
 """The items of larger containers are guarded together."""
 _AT_MOST = 100_000
-_BYTES_AT_MOST = 1 << 24
-"""Larger ones are refused, where a step reads all that is in them."""
 _TABLES = (dict, types.MappingProxyType)
 _SEVERAL = (tuple, frozenset)
 
@@ -180,7 +177,7 @@ class OutsideReads(ContainerChanges):
 
     def _reads_whole(self, container: Any, path: str, line: SourceLine) -> None:
         if len(container) > _AT_MOST:
-            self._refuse_large(f"{len(container):,} items", path, line)
+            self._refuse_large(f"{len(container):,} items", path)
         else:
             self.read(OutsidePlace("whole", container), path, line)
 
@@ -189,17 +186,16 @@ class OutsideReads(ContainerChanges):
         flags = getattr(container, "flags", None)
         if flags is not None and not flags.writeable:
             return
-        if bytes_in(container) > _BYTES_AT_MOST:
-            self._refuse_large(f"{bytes_in(container) >> 20} MB", path, line)
+        if bytes_in(container) > PUT_BACK:
+            self._refuse_large(f"{bytes_in(container) >> 20} MB", path)
         else:
             self.read(OutsidePlace("whole", container), path, line)
 
-    def _refuse_large(self, size: str, path: str, line: SourceLine) -> None:
+    def _refuse_large(self, size: str, path: str) -> NoReturn:
         """Refuses a container too large to compare in each call."""
-        self.refused = self.refused or CaptureError(
+        raise refusal(
             f"it reads all of {path}, {size} outside its arguments",
-            location=str(users(line)),
-            hint="make it a tensor of the model (register_buffer), or what cannot change: a tuple,"
+            "make it a tensor of the model (register_buffer), or what cannot change: a tuple,"
             " an array with flags.writeable = False; or read it outside the step",
         )
 

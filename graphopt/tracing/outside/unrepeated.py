@@ -52,7 +52,6 @@ class UnrepeatedChanges:
         self.left: list[LeftPlace] = []
         self._lines: dict[int, tuple[str, SourceLine]] = {}
         self._locks: dict[int, tuple[Any, bool, str, SourceLine]] = {}
-        self._arrays: dict[int, tuple[Any, Any, str, SourceLine]] = {}
 
     def add(self, what: str, line: SourceLine | None) -> None:
         """Records a change that each eager call would make again."""
@@ -96,25 +95,15 @@ class UnrepeatedChanges:
         """Records that the step acquires a lock, which it may release."""
         self._locks.setdefault(id(lock), (lock, lock.locked(), path, users(line)))
 
-    def watches(self, array: Any, path: str, line: SourceLine) -> None:
-        """Copies a large array, to find out later if the step has changed it."""
-        if id(array) not in self._arrays:
-            self._arrays[id(array)] = (array, array.copy(), path, users(line))
-
     def finish(self) -> None:
-        """Ends the step: looks for locks, arrays and variables that it left changed."""
+        """Ends the step: looks for locks and variables that it left changed."""
         for lock, taken, path, line in self._locks.values():
             if lock.locked() and not taken:
                 lock.release()
                 self.refuse(path, line)
-        for array, before, path, line in self._arrays.values():
-            if array.tobytes() != before.tobytes():
-                array[...] = before
-                self.refuse(path, line)
         for what, line in self.variables.values():
             self.add(what, line)
         self._locks.clear()
-        self._arrays.clear()
         self.variables.clear()
 
 

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.ir.source import SourceLine
-from graphopt.ir.user_frames import (
-    current_location,
-    current_user_line,
-    inside_step,
-    is_library_file,
-)
+from graphopt.ir.user_frames import current_location, current_user_line
 from graphopt.tracing.rollback.contents import TABLE
 
 
@@ -86,31 +78,3 @@ def taken_for_a_number() -> CaptureError:
         hint="let a function do it that is called in every step, graphopt.callback(print, rate), or"
         " do it outside the step; to compute with it, take it as it is, without float() or int()",
     )
-
-
-def line_where(changed: Callable[[], bool], run: Callable[[], object]) -> SourceLine | None:
-    """The user's line after which `changed()` first holds, found by running the step once more.
-
-    Only called when it is known that there is one: following every line is slow.
-    """
-    found: list[SourceLine] = []
-    last: SourceLine | None = None
-
-    def follow(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal last
-        if found or is_library_file(frame.f_code.co_filename) or inside_step(frame) is None:
-            return None
-        if frame.f_code.co_filename == "<string>":  # a method that a data class has generated
-            return None
-        if last is not None and changed():
-            found.append(last)
-        last = SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        return follow
-
-    previous = sys.gettrace()
-    sys.settrace(follow)
-    try:
-        run()
-    finally:
-        sys.settrace(previous)
-    return found[0] if found else last

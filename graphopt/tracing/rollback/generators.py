@@ -7,12 +7,16 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
+from types import FrameType
 from typing import Any
 
 import torch
 
 from graphopt._compat.threads import other_threads_run
+from graphopt.ir.user_frames import frames, is_around_step
 from graphopt.tracing.interception.replaced_functions import original, replaced
+from graphopt.tracing.refusals.host_work import HostWork
 
 _MODULES = ("numpy.random", "numpy.random.mtrand")
 
@@ -83,29 +87,44 @@ def undisturbed() -> Iterator[None]:
                 write_state(generator, state)
 
 
-class GeneratorCopies:
-    """Copies of the global generators of Python and numpy, from which a trace draws in their place:
-    other threads draw from them as well, and a step that draws is refused."""
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """While active, draws from the global generators of Python and numpy are refused, by whatever
+    code, but for modules that are imported meanwhile: these draw from copies, since other threads
+    draw from the generators as well."""
+    with replaced(*_refusing_functions()):
+        yield
 
-    def __init__(self) -> None:
-        self._copies = [(each, _copied(each)) for each in global_generators()]
-        self._before = [read_state(copy) for _, copy in self._copies]
 
-    def functions(self) -> Iterator[tuple[Any, str, Any]]:
-        """The functions of the modules that draw, each with that of the copy, for `replaced`."""
-        for module in filter(None, map(sys.modules.get, ("random", "numpy.random"))):
-            for name, function in list(vars(module).items()):
-                owner = getattr(function, "__self__", None)
-                for generator, copy in self._copies:
-                    if owner is generator:
-                        yield module, name, getattr(copy, name)
+def _refusing_functions() -> Iterator[tuple[Any, str, Any]]:
+    """The functions of modules that draw, with what stands for them."""
+    copies = [(each, _copied(each)) for each in global_generators()]
+    for module in filter(None, map(sys.modules.get, ("random", "numpy.random"))):
+        for name, function in list(vars(module).items()):
+            owner = getattr(function, "__self__", None)
+            for generator, copy in copies:
+                if owner is generator:
+                    yield module, name, _refusing(generator, name, getattr(copy, name))
 
-    def drawn(self) -> str | None:
-        """The generator in whose place the trace has drawn, as messages name it."""
-        for (generator, copy), before in zip(self._copies, self._before, strict=True):
-            if differs(read_state(copy), before):
-                return said(generator)
-        return None
+
+def _refusing(generator: Any, name: str, of_copy: Callable[..., Any]) -> Callable[..., Any]:
+    what = f"{said(generator)}.{name}()"
+
+    def drawn(*args: Any, **options: Any) -> Any:
+        if name in _ASKING or _is_imported(sys._getframe(1)):
+            return of_copy(*args, **options)
+        raise HostWork.DRAW.refused(what)
+
+    return drawn
+
+
+_ASKING = frozenset({"getstate", "get_state"})
+
+
+def _is_imported(frame: FrameType) -> bool:
+    """True if a call is made by a module that is being imported in the step."""
+    within = takewhile(lambda each: not is_around_step(each), frames(frame))
+    return any(each.f_code.co_filename.startswith("<frozen importlib") for each in within)
 
 
 def _copied(generator: Any) -> Any:
@@ -115,26 +134,6 @@ def _copied(generator: Any) -> Any:
         made = type(generator)(type(generator._bit_generator)())
     write_state(made, read_state(generator))
     return made
-
-
-@contextmanager
-def drawn_from_copies() -> Iterator[GeneratorCopies]:
-    """While active, the trace draws from copies of the global generators of Python and numpy."""
-    global _copies
-    before, _copies = _copies, GeneratorCopies()
-    try:
-        with replaced(*_copies.functions()):
-            yield _copies
-    finally:
-        _copies = before
-
-
-_copies: GeneratorCopies | None = None
-
-
-def is_drawn_from_copies() -> bool:
-    """True if the running trace has drawn from a copy of Python's or numpy's generator."""
-    return _copies is not None and _copies.drawn() is not None
 
 
 def global_generators() -> list[Any]:

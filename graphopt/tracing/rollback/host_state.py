@@ -75,7 +75,6 @@ class HostState:
     def __init__(self, step: Callable[..., Any], leaves: Sequence[Any]) -> None:
         found = reachable(step, leaves)
         self._held = [(kind, holder, kind.read(holder)) for kind, holder in found]
-        self._generators = [held for held in self._held if held[0] is contents.GENERATOR]
         self._shared = other_threads_run()
 
     def keyed_by_tensors(self) -> list[Keyed]:
@@ -99,10 +98,6 @@ class HostState:
             if not (shared and contents.may_be_shared(change.changed)):
                 change.kind.write(change.changed, change.before)
         return OutsideChanges([*changes.values()], shared)
-
-    def generator_advanced(self) -> bool:
-        """True if a random number generator has another state than before."""
-        return any(not kind.same(holder, before) for kind, holder, before in self._generators)
 
 
 def check_effects(effects: OutsideChanges) -> None:

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from graphopt import _compat
 from graphopt._compat import frames
 from graphopt.ir.user_frames import is_installed, is_library_file
-from graphopt.tracing.bytecode.native import PUT_BACK
+from graphopt.tracing.outside.changed_containers import PUT_BACK
 from graphopt.tracing.rollback import contents
 from graphopt.tracing.rollback.contents import NamespacePart, ObjectKind
 
