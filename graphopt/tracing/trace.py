@@ -23,7 +23,6 @@ from graphopt.ir.families import FUSED_OPTIMIZERS
 from graphopt.ir.source import SourceLine
 from graphopt.parallel.sharding import is_dtensor
 from graphopt.tracing.call import Call
-from graphopt.tracing.effects.written_values import read_and_replaced
 from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.inputs.implicit import ImplicitInputs, MoreInputs, NamedModules
 from graphopt.tracing.inputs.remembered import idle_in
@@ -243,7 +242,6 @@ def _keeps(run: StepRun, what: str, line: SourceLine | None) -> CaptureError:
     first = run.outside.unrepeated.first
     return (
         run.outside.refused
-        or read_and_replaced(run.outside)
         or (None if first is None else not_repeated(*first))
         or CaptureError(
             f"it keeps {what}, which would happen at capture only",

@@ -186,9 +186,6 @@ class Instructions:
             self._record.pin(key)
             self._record.mutated(container, at.line)
 
-    def _contents(self, at: Instruction) -> None:
-        self._read_contents(at.frame, at.top(1), at.line)
-
     def _goes_over(self, at: Instruction) -> None:
         """Records the start of a loop over an object's items."""
         self._real_group(at, 1)

@@ -269,12 +269,6 @@ class Decider:
         guessed = together and not known and not alone
         return True if guessed else cast(Answer, kind(values.of(number)))
 
-    def _refuse(self, line: Any) -> None:
-        """Raises if there are too many decisions, or one may differ between ranks."""
-        self._refuse_many(line)
-        if self._group is not None:
-            raise another_on_each_rank(line)
-
     def _refuse_many(self, line: Any) -> None:
         if self._count == LIMIT:
             raise CaptureError(

@@ -28,12 +28,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.guards.values import is_plain
-from graphopt.tracing.effects.written_values import (
-    MadeAnew,
-    holds_traced,
-    refused_object,
-    written_value,
-)
+from graphopt.tracing.effects.written_values import MadeAnew, refused_object, written_value
 from graphopt.tracing.inputs.entries import is_exact, may_be_input
 from graphopt.tracing.inputs.implicit import ImplicitInputFinder
 from graphopt.tracing.outside.changed_containers import MUTABLE
@@ -274,26 +269,13 @@ def _left_by_each_call(
         follows = record.is_input(place) or not reads or told_of or emptied
     else:
         keyed = value is MISSING and isinstance(place.key, torch.Tensor)  # by what stands for it
-        empty = written.before is MISSING or written.before is None
-        found = reads and not (empty and holds_traced(record, value))
         new = _is_new(record, written) or _is_exchanged(record, written)
-        follows = record.is_input(place) or new or not (found or keyed)
+        follows = record.is_input(place) or new or not (reads or keyed)
     left = written_value(record, value, made) if follows else None
-    if follows and left is None and _is_held(record, value, made):
+    if follows and left is None:
         refused = refused_object(value, written.path, written.location)
         record.refused = record.refused or refused
     return left
-
-
-def _is_held(record: OutsideRecord, value: Any, made: MadeAnew) -> bool:
-    """True if a new object holds a traced value, or is stored elsewhere as well."""
-    return id(value) in made or holds_traced(record, value)
-
-
-def _stand_in(
-    tensor: torch.Tensor, known: Mapping[int, torch.Tensor], finder: ImplicitInputFinder
-) -> Any:
-    return known.get(id(tensor), finder.stand_in_of(tensor))
 
 
 def _is_traced(value: Any, tensors: bool = True) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +19,6 @@ from graphopt.tracing.results.signature import Constant, FromCall
 from graphopt.tracing.rollback.nests import parts
 from graphopt.tracing.scalars.numbers import SYMBOLIC
 from graphopt.tracing.tensors.attributes import AttributeChange
-
-_NEAR = 1000
-"""Objects among which one is looked for that is traced."""
 
 
 def written_value(
@@ -127,8 +122,11 @@ def tell_shared(
 
 
 def refused_object(value: Any, path: str, location: str | None) -> CaptureError:
-    """The reason why an object with traced values cannot be stored in a place by each call."""
-    hint = "put the tensor there, or a tuple, list, dictionary or data class of its values"
+    """The reason why an object that a step has made cannot be stored in a place by each call."""
+    hint = (
+        "put the tensor there, or a tuple, list, dictionary or data class of its values; what is"
+        " made once, make before the first step"
+    )
     if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
         hint = "make it outside the step"
     return CaptureError(
@@ -139,41 +137,8 @@ def refused_object(value: Any, path: str, location: str | None) -> CaptureError:
     )
 
 
-def read_and_replaced(record: OutsideRecord) -> CaptureError | None:
-    """The reason why an object with traced values cannot replace one that the step has read;
-    None if there is no such object."""
-    for left in record.unrepeated.left:
-        value = left.place.now()
-        is_object = type(value).__module__ != "builtins" and not _is_traced(value)
-        if is_object and not record.is_outside(value) and holds_traced(record, value):
-            return CaptureError(
-                f"it reads {left.path}, and then puts a {type(value).__name__} there that holds a"
-                " tensor, or a number that is another one in each call",
-                location=None if left.line is None else str(left.line),
-                hint="keep one object there, and set its attributes; or put the new one there"
-                " outside the step",
-            )
-    return None
-
-
 def _is_nest(value: Any) -> bool:
     return isinstance(value, (dict, list, tuple))
-
-
-def holds_traced(record: OutsideRecord, value: Any) -> bool:
-    """True if a new object holds a traced value, itself or in a new object of its own."""
-    others = (type, ModuleType) if type(value) is FunctionType else (type, ModuleType, FunctionType)
-    seen, pending = {id(value)}, [value]
-    while pending and len(seen) < _NEAR:
-        each = pending.pop()
-        if _is_traced(each):
-            return True
-        if isinstance(each, others) or record.is_outside(each):
-            continue
-        inner = [held for held in gc.get_referents(each) if id(held) not in seen]
-        seen.update(map(id, inner))
-        pending.extend(inner)
-    return False
 
 
 def _is_traced(value: Any) -> bool:

@@ -61,7 +61,6 @@ _TEXTS: dict[Any, Callable[..., str]] = {
 }
 _ARRAYS: tuple[Any, ...] = (torch.Tensor.numpy, torch.Tensor.__array__)
 _TRUTHS = frozenset({torch.Tensor.__bool__, torch.is_nonzero, torch.Tensor.is_nonzero})
-_INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 _INTEGERS = frozenset({torch.Tensor.__index__, torch.Tensor.__int__})
 _FROM_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _COMPARISONS = {
