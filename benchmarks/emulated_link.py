@@ -14,11 +14,13 @@ import os
 import shutil
 import subprocess
 
-from graphopt.demo import DemoError
-
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _BUFFERED_SECONDS = 0.0105  # 256 KiB at 200 Mbit/s; a shorter burst starves the shaper's timer
 _SMALLEST_BURST = 64 * 1024  # one segment as large as the network stack hands down
+
+
+class LinkError(Exception):
+    """This machine allows no emulated link, or lacks the tools to make one."""
 
 
 class SlowLink:
@@ -30,7 +32,7 @@ class SlowLink:
             own.
 
     Raises:
-        DemoError: on entering, when the machine does not allow it.
+        LinkError: on entering, when the machine does not allow it.
     """
 
     def __init__(self, rate: int, ranks: int) -> None:
@@ -65,16 +67,15 @@ class SlowLink:
         if os.geteuid() == 0:
             try:
                 return self._hold(["unshare", "--net"])
-            except DemoError:  # a container's root often lacks the right
+            except LinkError:  # a container's root often lacks the right
                 pass
         self._user = ["--user", "--preserve-credentials"]
         try:
             return self._hold(["unshare", "--user", "--map-root-user", "--net"])
-        except DemoError as error:
-            raise DemoError(
+        except LinkError as error:
+            raise LinkError(
                 "an emulated link needs network namespaces, which this machine does not allow"
-                f" ({error}): run it as root, or allow unprivileged user namespaces",
-                exit_code=2,
+                f" ({error}): run it as root, or allow unprivileged user namespaces"
             ) from error
 
     def _connect(self, switch: list[str], rank: int) -> None:
@@ -113,7 +114,7 @@ class SlowLink:
             made = False
         if not made:
             self._holders.remove(holder)
-            raise DemoError(_last_line(holder), exit_code=2)
+            raise LinkError(_last_line(holder))
         return holder
 
     def _remove(self) -> None:
@@ -127,7 +128,7 @@ def set_rate(rate: float) -> None:
     """Sets the rate of this rank's link, in bit/s; called inside a `SlowLink`.
 
     Raises:
-        DemoError: there is no such link here.
+        LinkError: there is no such link here.
     """
     _run(["tc", "qdisc", "change", *_shape(round(rate))])
 
@@ -145,10 +146,9 @@ def _check_tools() -> None:
         return
     packages = " ".join(sorted({_TOOLS[tool] for tool in missing}))
     programs = f"program{'s' * (len(missing) > 1)} {', '.join(missing)}"
-    raise DemoError(
+    raise LinkError(
         f"an emulated link needs the {programs}, not found on PATH: install them"
-        f" (on Debian and Ubuntu: apt-get install {packages})",
-        exit_code=2,
+        f" (on Debian and Ubuntu: apt-get install {packages})"
     )
 
 
@@ -157,9 +157,8 @@ def _run(command: list[str]) -> None:
     if done.returncode == 0:
         return
     problem = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-    raise DemoError(
-        f"the emulated link could not be set up: {problem[0]}\n  from:  {' '.join(command)}",
-        exit_code=2,
+    raise LinkError(
+        f"the emulated link could not be set up: {problem[0]}\n  from:  {' '.join(command)}"
     )
 
 

@@ -23,7 +23,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from emulated_link import set_rate
-from ranks import WARM_UP_STEPS, paired, slowest
+from ranks import WARM_UP_STEPS, Event, RandomState, Reporter, paired, slowest
 from rich.table import Table
 from spread import Figures, spread
 from step_models import FORMS, MODELS, average_of, drawn_batch
@@ -32,8 +32,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import graphopt
-from graphopt.demo.launch import Event, Reporter
-from graphopt.demo.replica import RandomState
 
 COMPUTE, COMMUNICATION = "compute alone", "communication alone"
 DDP_DEFAULT = "DDP, 25 MB"

@@ -11,8 +11,10 @@ import argparse
 import gc
 import json
 import os
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -21,17 +23,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from emulated_link import SlowLink
+from emulated_link import LinkError, SlowLink
 from rich.console import Console
 from rich.table import Table
 from spread import Figures
 
-from graphopt.demo import DemoError
-from graphopt.demo.launch import Event, Reporter, run_ranks
+Event = dict[str, Any]
 
 WARM_UP_STEPS = 3
 ROUND = 6
 """Steps of one variant before the next one's turn: steps overlap, and must not with another's."""
+
+
+class RankFailedError(Exception):
+    """A rank ended with an exception, an exit code or a signal."""
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -56,7 +61,7 @@ def failures_shown() -> Iterator[None]:
     """While active, a failed rank ends the program with its message."""
     try:
         yield
-    except DemoError as error:
+    except (LinkError, RankFailedError) as error:
         sys.exit(str(error))
 
 
@@ -82,24 +87,74 @@ def run_work(
         rate: in bit/s, of a link between emulated hosts, one for each rank; None: no such link.
         late: takes the names of what a rank gave up because it took too long.
     """
-    events: list[Event] = []
-
-    def note(_: int, event: Event) -> None:
-        if event["kind"] == "late" and late is not None:
-            late.append(event["name"])
-        else:
-            events.append(event)
-
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="graphopt-")))
         environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        prefixes = None
+        prefixes: list[list[str]] = [[] for _ in range(ranks)]
         if rate is not None:
             link = stack.enter_context(SlowLink(round(rate), ranks))
             prefixes, environment = link.prefixes, environment | link.environment
-        command = [script, "--work", json.dumps(task)]
-        run_ranks(command, ranks, folder, note, prefixes=prefixes, environment=environment)
-    return events
+        else:
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
+        command = [sys.executable, script, "--work", json.dumps(task), str(folder)]
+        processes = []
+        for rank, prefix in enumerate(prefixes):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            log = stack.enter_context((folder / f"log-{rank}").open("w"))
+            process = subprocess.Popen(
+                [*prefix, *command],
+                env={**os.environ, "LOCAL_WORLD_SIZE": str(ranks), **environment, **own},
+                stdout=log,
+                stderr=log,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        while (codes := [process.poll() for process in processes]).count(None) and not any(codes):
+            time.sleep(0.1)
+        events = [event for rank in range(ranks) for event in _events(folder, rank)]
+        if late is not None:
+            late += [event["name"] for event in events if event["kind"] == "late"]
+        for rank, code in enumerate(codes):
+            if code:
+                printed = (folder / f"log-{rank}").read_text(errors="replace").splitlines()
+                last = "\n".join(f"  {line}" for line in printed[-20:])
+                raise RankFailedError(f"rank {rank} ended with exit code {code}\n{last}")
+    return [event for event in events if event["kind"] != "late"]
+
+
+def _events(folder: Path, rank: int) -> list[Event]:
+    path = folder / f"events-{rank}"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+class Reporter:
+    """The connection of a rank to the process that has started it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._path = folder / f"events-{self.rank}"
+
+    def send(self, kind: str, **values: Any) -> None:
+        """Sends one event, whose values JSON can hold."""
+        with self._path.open("a") as file:
+            file.write(json.dumps({"kind": kind, **values}) + "\n")
+
+
+class RandomState:
+    """The random generator state of one replica, so that replicas in a process draw alike."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.save()
+
+    def save(self) -> None:
+        """Saves the state of the random generator."""
+        self._state = torch.get_rng_state()
+
+    def restore(self) -> None:
+        """Restores the saved state of the random generator."""
+        torch.set_rng_state(self._state)
 
 
 def said(what: str) -> None:

@@ -41,7 +41,7 @@ from overlap import (
     link_rate,
     timed,
 )
-from ranks import WARM_UP_STEPS, paired, slowest
+from ranks import WARM_UP_STEPS, Event, RankFailedError, Reporter, paired, slowest
 from rich.console import Console
 from rich.table import Table
 from sharded_variants import PLAIN, TUNED, FullySharded, Sharded, ZeroOptimizer
@@ -50,9 +50,6 @@ from step_memory import bucket_bytes, has_mallinfo, kept_bytes, rise
 from step_models import MODELS, drawn_batch
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
-
-from graphopt.demo import DemoError
-from graphopt.demo.launch import Event, Reporter
 
 Makers = dict[str, Callable[[], Any]]
 
@@ -207,7 +204,7 @@ def completed(task: Figures, count: int, rate: float | None) -> list[Event]:
         late: list[str] = []
         try:
             return ranks.run_work(__file__, task, count, rate, late=late)
-        except DemoError:
+        except RankFailedError:
             if not late:
                 raise
         Console().print(f"left out, since a turn took too long: {late[0]}")

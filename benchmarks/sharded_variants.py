@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import RandomState
 from spread import Figures
 from step_models import FORMS, MODELS, Block
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphopt
 from graphopt.demo.model import Block as GPTBlock
-from graphopt.demo.replica import RandomState
 
 PLAIN, TUNED = "FSDP2, plain", "FSDP2, tuned"
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "fused": True}

@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from graphopt.demo import DemoError
-
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from emulated_link import SlowLink, set_rate  # noqa: E402
+from emulated_link import LinkError, SlowLink, set_rate  # noqa: E402
 
 
 def reason_without_link() -> str:
@@ -24,7 +22,7 @@ def reason_without_link() -> str:
     try:
         with SlowLink(200 * 10**6, 2):
             return ""
-    except DemoError as error:
+    except LinkError as error:
         return str(error)
 
 
@@ -67,7 +65,7 @@ CHANGE += "; set_rate(50e6)"
 def test_no_rate_to_change_where_there_is_no_link() -> None:
     if shutil.which("tc") is None:
         pytest.skip("needs tc")
-    with pytest.raises(DemoError, match="link0"):
+    with pytest.raises(LinkError, match="link0"):
         set_rate(50e6)
 
 
@@ -91,7 +89,7 @@ def test_link_without_its_tools_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(DemoError, match="ip, tc, unshare, nsenter") as failure, SlowLink(10**6, 2):
+    with pytest.raises(LinkError, match="ip, tc, unshare, nsenter") as failure, SlowLink(10**6, 2):
         pass
     assert "apt-get install iproute2 util-linux" in " ".join(str(failure.value).split())
 
@@ -104,16 +102,15 @@ def test_link_without_permission_says_so() -> None:
         pytest.skip("cannot make a user namespace in which network namespaces are forbidden")
     code = (
         f"import sys; sys.path.append({str(BENCHMARKS)!r})\n"
-        "from graphopt.demo import DemoError\n"
-        "from emulated_link import SlowLink\n"
+        "from emulated_link import LinkError, SlowLink\n"
         "try:\n"
         "    with SlowLink(10**6, 2): pass\n"
-        "except DemoError as error:\n"
-        "    print(error.exit_code, error)\n"
+        "except LinkError as error:\n"
+        "    print(error)\n"
     )
     command = [*wrapper, f'{forbid}; exec "$@"', "sh", sys.executable, "-c", code]
     said = subprocess.check_output(command, text=True)
-    assert said.startswith("2 an emulated link")
+    assert said.startswith("an emulated link")
     assert "does not allow" in said
     assert "as root" in said
 

@@ -12,14 +12,15 @@ import pytest
 import torch
 from click.testing import Result
 from rich.console import Console
+from torch import Tensor
 from typer.testing import CliRunner
 
 from graphopt import cli
 from graphopt.errors import GraphOptError
-from graphopt.estimate.measure import MeasuredVariants, Variant, process_group
+from graphopt.estimate.measure import MeasuredVariants, Variant, compared, measure, process_group
 from graphopt.estimate.predict import Prediction, captured_for_ranks, network_named, slowdown_of
 from graphopt.estimate.tables import measurement_table, prediction_advice, prediction_table
-from graphopt.estimate.target import find_step
+from graphopt.estimate.target import StepCalls, find_step
 
 SCRIPT = """
 import graphopt, torch
@@ -143,6 +144,53 @@ def test_where_it_is_not_worth_it_the_advice_says_so(
     assert said in prediction_advice([found])
 
 
+def trained(value: float = 1.0) -> Variant:
+    model = torch.nn.BatchNorm1d(3)
+    optimizer = torch.optim.Adam(model.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return Variant(print, (model, optimizer), [model])
+
+
+def test_parameters_buffers_and_optimizer_states_are_compared_bit_by_bit() -> None:
+    made = {"eager": trained(), "same": trained(), "sign": trained(), "state": trained()}
+    made |= {"nan": trained(), "no state": trained()}
+    with torch.no_grad():
+        made["eager"].model[0].running_mean[1] = 0.0
+        made["same"].model[0].running_mean[1] = 0.0
+        made["sign"].model[0].running_mean[1] = -0.0
+        made["nan"].model[0].weight[0] = float("nan")
+    made["state"].arguments[1].state_dict()["state"][0]["exp_avg"][2] += 0.25
+    bare = torch.optim.Adam(made["no state"].model[0].parameters())
+    made["no state"].arguments = (made["no state"].model[0], bare)
+    found = compared(made).differences
+    assert found["eager"] == found["same"] == 0
+    assert 0 < found["sign"] < 1e-300  # one bit, though both are zero
+    assert found["state"] == pytest.approx(0.25)
+    assert found["nan"] == found["no state"] == float("inf")
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_all_variants_draw_the_same_numbers(p: float) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(p))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls = StepCalls(squared_step, (model, optimizer), ((torch.randn(8, 4),),))
+    found = measure(calls, rounds=1, turn=2, inductor=False)
+    assert set(found.differences.values()) == {0.0}
+    assert {float(v.result) for v in found.variants.values()} != {0.0}
+
+
+def squared_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 def test_tables_fit_80_columns() -> None:
     """Slow steps of large models too: nothing is cut off or wrapped."""
     names = ["compute alone", "DDP, 25 MB", "DDP, 1 MB", "graphopt, default", "graphopt, Inductor"]
@@ -187,7 +235,7 @@ def test_ranks_are_measured_against_ddp(script: Path) -> None:
     words = ["-m", "graphopt", "estimate", f"{script}:train_step", "--measure", "--no-inductor"]
     root = str(Path(__file__).resolve().parent.parent)
     done = subprocess.run(
-        [sys.executable, *launch, *words, "--rounds", "2", "--turn", "1"],
+        [sys.executable, *launch, *words, "--rounds", "2", "--turn", "1", "--paced", "90mbit"],
         env={**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

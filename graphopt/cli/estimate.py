@@ -19,6 +19,8 @@ Examples:
 
     torchrun --nproc-per-node 2 -m graphopt estimate train.py:train_step --measure
 
+    torchrun --nproc-per-node 2 -m graphopt estimate train.py --measure --paced 600mbit
+
 A script alone is run until it first calls a step that graphopt.compile made. With a name, the file
 has a function `make() -> (arguments, batches)`: `train_step(*arguments, *batch)` is one call.
 """
@@ -46,6 +48,14 @@ def estimate(
             help="Also measure the graph compiled by Inductor; on one device beside torch.compile."
         ),
     ] = True,
+    paced: Annotated[
+        str | None,
+        typer.Option(
+            help="With --measure on CPU ranks of one machine: hold each of their connections to"
+            " this rate, such as 600mbit.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Say what your own training step would gain over DistributedDataParallel, or over eager.
 
@@ -59,7 +69,7 @@ def estimate(
     if measure:
         from graphopt.estimate.main import run_measurement
 
-        run_measurement(target, rounds, turn, inductor)
+        run_measurement(target, rounds, turn, inductor, paced)
         return
     counts = [part.strip() for part in ranks.split(",")]
     if not all(part.isdecimal() and int(part) > 1 for part in counts):

@@ -5,27 +5,29 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch import multiprocessing
+from torch.multiprocessing.spawn import ProcessException
 
 import graphopt
 from graphopt.demo import DemoError
-from graphopt.demo.launch import Event, loopback, run_ranks, threads_per_rank
-from graphopt.demo.replica import DEFAULT_DDP, GRAPHOPT, train_step
-from graphopt.demo.report import ProgressView, Results, cost_table, difference_text, step_table
+from graphopt.demo.report import cost_table, step_table
 from graphopt.demo.showcase import show_graph_and_passes
-from graphopt.demo.worker import DemoTask
+from graphopt.demo.training import GRAPHOPT, DemoResults, DemoTask, train_rank, train_step
 
 TURN = 4
 """Steps of one variant before the next one's turn."""
-_WORKER = ("-m", "graphopt.demo.worker")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class _StoppedError(BaseException):
+    """A signal asks the demo to end."""
 
 
 def run_demo(ranks: int, rounds: int, links: str, pipeline: str, seed: int) -> int:
@@ -42,69 +44,96 @@ def run_demo(ranks: int, rounds: int, links: str, pipeline: str, seed: int) -> i
 
     Returns:
         The exit code: 0; 1 when a rank failed or, on at most two ranks, the variants differ;
-        2 for a request that cannot be met; 130 after Ctrl-C.
+        2 for a request that cannot be met; 128 and the signal's number after Ctrl-C and the like.
     """
     console, errors = Console(), Console(stderr=True)
     try:
         chosen = _links(links) if ranks > 1 else (0.0,)
-        task = DemoTask(TURN, rounds, chosen, pipeline, seed)
-        _check(task, ranks)
-        show_graph_and_passes(console)
-        return _measure(task, ranks, console)
+        threads = torch.get_num_threads()
+        if "OMP_NUM_THREADS" not in os.environ:
+            threads = max(1, threads // max(1, ranks))
+        task = DemoTask(ranks, TURN, rounds, chosen, pipeline, seed, threads)
+        _check(task)
+        with _stopped_by_signals():
+            show_graph_and_passes(console)
+            console.print(f"\n[bold]What it gains.[/bold] {escape(_setting(task))}\n")
+            return _shown(_run(task, console), ranks, console)
     except DemoError as error:
         errors.print(f"[bold red]graphopt demo:[/bold red] {escape(str(error))}", soft_wrap=True)
         return error.exit_code
-    except KeyboardInterrupt:
-        return _interrupted(signal.SIGINT, errors)
-    except SignalException as stop:
-        return _interrupted(stop.sigval, errors)
+    except _StoppedError as stop:
+        number = signal.Signals(stop.args[0])
+        errors.print(
+            f"[bold red]graphopt demo:[/bold red] stopped by {number.name}; no rank is left"
+        )
+        return 128 + number
 
 
-def _measure(task: DemoTask, ranks: int, console: Console) -> int:
-    results = Results()
-    console.print(f"\n[bold]What it gains.[/bold] {escape(_setting(task, ranks))}\n")
-    with ProgressView(console, task.rounds * len(task.links)) as view:
+def _run(task: DemoTask, console: Console) -> DemoResults:
+    """Trains on local ranks, and ends them all in whatever way this ends."""
+    events: Any = multiprocessing.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
+        context = multiprocessing.start_processes(
+            train_rank, (task, folder, events), task.ranks, join=False, start_method="spawn"
+        )
+        results: list[DemoResults] = []
+        try:
+            done = False
+            while not done:
+                done = context.join(timeout=0.1)
+                while not events.empty():
+                    event = events.get()
+                    if isinstance(event, DemoResults):
+                        results.append(event)
+                    else:
+                        console.print(event)
+        except ProcessException as error:
+            raise DemoError(f"rank {error.error_index} failed: {error.msg.strip()}") from None
+        finally:
+            for process in context.processes:
+                process.kill()
+                process.join()
+    return results[0]
 
-        def on_event(rank: int, event: Event) -> None:
-            results.record(rank, event)
-            if rank == 0:
-                view.show(event)
 
-        _run(task, ranks, on_event)
-    with console.status("DDP and graphopt alone, to measure first call and memory"):
-        for variant in (DEFAULT_DDP, GRAPHOPT):
-            alone = replace(task, alone=variant)
-            _run(alone, ranks, partial(results.alone[variant].__setitem__))
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    def stop(number: int, frame: object) -> None:
+        for each in _SIGNALS:  # a second Ctrl-C must not interrupt the ending of the ranks
+            signal.signal(each, signal.SIG_IGN)
+        raise _StoppedError(number)
+
+    before = {number: signal.signal(number, stop) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _shown(results: DemoResults, ranks: int, console: Console) -> int:
     console.print()
-    console.print(step_table(results, ranks))
+    console.print(step_table(results))
     console.print(cost_table(results))
-    return _verdict(results, ranks, console)
-
-
-def _run(task: DemoTask, ranks: int, on_event: Callable[[int, Event], None]) -> None:
-    with tempfile.TemporaryDirectory(prefix="graphopt-") as name:
-        task.save(Path(name))
-        run_ranks(_WORKER, ranks, Path(name), on_event, environment=loopback())
-
-
-def _verdict(results: Results, ranks: int, console: Console) -> int:
-    colour = "green" if not results.differing else "yellow" if ranks > 2 else "red"
-    console.print(f"[{colour}]{escape(difference_text(results))}[/{colour}]")
-    if colour == "yellow":
+    if not results.differences[GRAPHOPT]:
+        compared = "parameters, buffers and optimizer state of every rank"
+        console.print(f"[green]Bit for bit the same: {compared}.[/green]")
+        return 0
+    console.print(f"[{'yellow' if ranks > 2 else 'red'}]Other bits.[/]")
+    if ranks > 2:
         console.print(
             "More than two ranks sum a gradient in an order that depends on its place in a bucket,"
             " and DDP's buckets are not those of the graph: the last bits may differ."
         )
-    return int(colour == "red")
+    return int(ranks <= 2)
 
 
-def _setting(task: DemoTask, ranks: int) -> str:
-    threads = threads_per_rank(ranks)
+def _setting(task: DemoTask) -> str:
     text = (
-        f"A GPT of 3.2 million parameters, dropout and AdamW, on {ranks} local"
-        f" rank{'s' * (ranks > 1)} ({threads}"
-        f" thread{'s' * (threads > 1)} each; {os.cpu_count()} cores, torch {torch.__version__});"
-        f" turns of {task.turn} steps of one step function."
+        f"A GPT of 3.2 million parameters, dropout and AdamW, on {task.ranks} local"
+        f" rank{'s' * (task.ranks > 1)} ({task.threads}"
+        f" thread{'s' * (task.threads > 1)} each; {os.cpu_count()} cores, torch"
+        f" {torch.__version__}); turns of {task.turn} steps of one step function."
     )
     if any(task.links):
         text += (
@@ -126,15 +155,10 @@ def _links(text: str) -> tuple[float, ...]:
     return links
 
 
-def _check(task: DemoTask, ranks: int) -> None:
-    if ranks < 1 or task.rounds < 1:
+def _check(task: DemoTask) -> None:
+    if task.ranks < 1 or task.rounds < 1:
         raise DemoError("--ranks and --rounds must be at least 1", exit_code=2)
     try:
         graphopt.compile(train_step, pipeline=task.pipeline)
     except graphopt.GraphOptError as error:
         raise DemoError(f"--pipeline: {error}", exit_code=2) from error
-
-
-def _interrupted(number: signal.Signals, errors: Console) -> int:
-    errors.print(f"[bold red]graphopt demo:[/bold red] stopped by {number.name}; no rank is left")
-    return 128 + number

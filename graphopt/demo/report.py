@@ -1,182 +1,76 @@
-"""Output of the demo: a progress bar during training, and tables afterwards."""
+"""The tables that the demo prints."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from statistics import median, quantiles
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from graphopt.demo.launch import Event
-from graphopt.demo.replica import BUCKETS_MB, COMPUTE, DEFAULT_DDP, GRAPHOPT
+from graphopt.demo.training import GRAPHOPT, DemoResults, link_text
+from graphopt.estimate.measure import COMPUTE, EAGER
 
 
-@dataclass
-class Results:
-    """The events that all ranks reported, by rank.
-
-    Attributes:
-        turns: per rank, one event for each turn of all variants.
-        compared: per rank, the comparison of DDP's model with graphopt's at the end.
-        alone: per variant and rank, first call and memory of the variant by itself.
-    """
-
-    turns: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
-    compared: dict[int, Event] = field(default_factory=dict)
-    alone: dict[str, dict[int, Event]] = field(default_factory=lambda: defaultdict(dict))
-    parameters: int = 0
-
-    def record(self, rank: int, event: Event) -> None:
-        """Stores one event that a rank reported during the timed run."""
-        kind = event["kind"]
-        if kind == "turn":
-            self.turns[rank].append(event)
-        elif kind == "compared":
-            self.compared[rank] = event
-        elif kind == "start":
-            self.parameters = event["parameters"]
-
-    @property
-    def links(self) -> list[float]:
-        """The emulated links in the order of measurement."""
-        return list(dict.fromkeys(turn["link"] for turn in self.turns[0]))
-
-    def seconds(self, variant: str, link: float) -> list[float]:
-        """The seconds of a step in each turn, of the slowest rank."""
-        per_rank = [
-            [turn["seconds"][variant] for turn in turns if turn["link"] == link]
-            for turns in self.turns.values()
-        ]
-        return [max(turn) for turn in zip(*per_rank, strict=True)]
-
-    def best_ddp(self, link: float) -> str:
-        """The bucket size with which DDP was fastest on a link."""
-        return min(BUCKETS_MB, key=lambda name: median(self.seconds(name, link)))
-
-    def ratios(self, other: str, link: float) -> list[float]:
-        """The ratio of graphopt's step to another variant's, in each turn."""
-        pairs = zip(self.seconds(GRAPHOPT, link), self.seconds(other, link), strict=True)
-        return [mine / its for mine, its in pairs]
-
-    def loss(self, variant: str) -> float:
-        """The final loss of a variant, averaged over ranks."""
-        losses = [turns[-1]["losses"][variant] for turns in self.turns.values()]
-        return float(sum(losses) / len(losses))
-
-    @property
-    def largest_difference(self) -> float:
-        """The largest difference of any parameter on any rank."""
-        return max(float(event["largest"]) for event in self.compared.values())
-
-    @property
-    def differing(self) -> list[str]:
-        """The names of tensors whose bits differ, with their ranks."""
-        return [
-            f"{name} (rank {rank})"
-            for rank, event in sorted(self.compared.items())
-            for name in event["differing"]
-        ]
+def baseline_of(results: DemoResults) -> str:
+    """The variant that the others are compared with: eager, or DDP with its default buckets."""
+    return next(name for name in results.first_call if name == EAGER or name.startswith("DDP"))
 
 
-class ProgressView:
-    """A progress bar over all turns; plain lines if the output is not a terminal."""
-
-    def __init__(self, console: Console, turns: int) -> None:
-        self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._bar = self._progress.add_task("starting the ranks", total=turns)
-        self._link: float | None = None
-
-    def __enter__(self) -> ProgressView:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._progress.stop()
-
-    def show(self, event: Event) -> None:
-        """Updates the progress bar by one event of rank 0."""
-        if event["kind"] == "start":
-            self._say("first steps: capturing the training step as a graph")
-        elif event["kind"] == "turn":
-            if event["link"] != self._link:
-                self._link = event["link"]
-                self._say(f"training in turns: {link_text(event['link'])}")
-            self._progress.advance(self._bar)
-
-    def _say(self, text: str) -> None:
-        self._progress.update(self._bar, description=text)
-        if not self._console.is_terminal:
-            self._console.print(text)
-
-
-def link_text(link: float) -> str:
-    """The name of a link for tables."""
-    return "loopback" if not link else f"link {link:g} x compute"
-
-
-def step_table(results: Results, ranks: int) -> Table:
+def step_table(results: DemoResults) -> Table:
     """A table of milliseconds per step on each link, with graphopt's ratios; 80 columns."""
-    title = f"One step, median of {len(results.seconds(GRAPHOPT, results.links[0]))} turns"
+    baseline = baseline_of(results)
+    alone = baseline == EAGER
+    turns = len(next(iter(results.seconds.values()))[GRAPHOPT])
+    title = f"One step, median of {turns} turns"
     table = Table(title=title, title_style="bold", box=None, padding=(0, 1, 0, 0))
-    headings = ("ms", "compute", "DDP", "best DDP", "graphopt", "/ best DDP", "/ DDP")
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
-    for link in results.links:
-        best = results.best_ddp(link)
-        shown = (COMPUTE, DEFAULT_DDP, best, GRAPHOPT)
-        times = [f"{1e3 * median(results.seconds(name, link)):.0f}" for name in shown]
+    several = ("compute", "DDP", "best DDP", "graphopt", "/ best DDP", "/ DDP")
+    for heading in ("ms", *((EAGER, GRAPHOPT, "/ eager") if alone else several)):
+        table.add_column(heading, justify="left" if heading == "ms" else "right", no_wrap=True)
+    for link, seconds in results.seconds.items():
+        if alone:
+            times = [_milliseconds(seconds[name]) for name in (EAGER, GRAPHOPT)]
+            table.add_row("one rank", *times, _spread(_ratios(seconds, EAGER)))
+            continue
+        best = best_ddp(seconds)
+        times = [_milliseconds(seconds[name]) for name in (COMPUTE, baseline, best, GRAPHOPT)]
         times[2] += f" ({best.removeprefix('DDP, ')})"
-        to_best = _spread(results.ratios(best, link))
-        to_default = f"{median(results.ratios(DEFAULT_DDP, link)):.2f}"
-        named = link_text(link) if ranks > 1 else "one rank"
-        table.add_row(named, *times, to_best, to_default)
+        to_default = f"{median(_ratios(seconds, baseline)):.2f}"
+        table.add_row(link_text(link), *times, _spread(_ratios(seconds, best)), to_default)
     return table
 
 
-def cost_table(results: Results) -> Table:
-    """A table of each variant's first call, memory, and the loss that was compared."""
-    table = Table(title="By itself", title_style="bold", box=None, padding=(0, 2, 0, 0))
+def best_ddp(seconds: dict[str, list[float]]) -> str:
+    """The bucket size with which DDP was fastest."""
+    ddp = [name for name in seconds if name.startswith("DDP")]
+    return min(ddp, key=lambda name: median(seconds[name]))
+
+
+def cost_table(results: DemoResults) -> Table:
+    """A table of first calls, memory, and the losses of the trainings that were compared."""
+    table = Table(title="Besides", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    names = (baseline_of(results), GRAPHOPT)
     table.add_column("")
-    for name in results.alone:
+    for name in names:
         table.add_column(name, justify="right")
-    for row in _cost_rows(results):
+    for row in _cost_rows(results, names):
         table.add_row(*row)
     return table
 
 
-def _cost_rows(results: Results) -> Iterator[list[str]]:
-    def column(field: str, unit: float, form: str) -> list[str]:
-        events = [list(by_rank.values()) for by_rank in results.alone.values()]
-        return [form.format(max(event[field] for event in found) / unit) for found in events]
-
-    yield ["first step, with capture", *column("first_call", 1, "{:.2f} s")]
-    yield ["peak memory of the training", *column("peak", 2**20, "{:,.0f} MiB")]
-    yield ["loss after the last step", *(f"{results.loss(v):.6f}" for v in results.alone)]
-    yield ["largest difference", "", f"{results.largest_difference:.3g}"]
+def _cost_rows(results: DemoResults, names: tuple[str, str]) -> Iterator[list[str]]:
+    yield ["first step, with capture", *(f"{results.first_call[n]:.2f} s" for n in names)]
+    yield ["memory of a step", *(f"{results.peak_bytes[n] / 2**20:,.0f} MiB" for n in names)]
+    yield ["loss after the last step", *(f"{results.losses[n]:.6f}" for n in names)]
+    yield ["largest difference", "", f"{results.differences[GRAPHOPT]:.3g}"]
 
 
-def difference_text(results: Results) -> str:
-    """A sentence about the largest difference between the variants' parameters."""
-    tensors = sum(int(event["tensors"]) for event in results.compared.values())
-    compared = "parameters, buffers and optimizer state of every rank"
-    if not results.differing:
-        return f"Bit for bit the same: {tensors} tensors ({compared})."
-    shown = ", ".join(results.differing[:3])
-    return (
-        f"Different: {len(results.differing)} of {tensors} tensors ({compared}), such as {shown}."
-    )
+def _milliseconds(seconds: list[float]) -> str:
+    return f"{1e3 * median(seconds):.0f}"
+
+
+def _ratios(seconds: dict[str, list[float]], other: str) -> list[float]:
+    """The ratio of graphopt's step to another variant's, in each turn."""
+    return [mine / its for mine, its in zip(seconds[GRAPHOPT], seconds[other], strict=True)]
 
 
 def _spread(values: list[float]) -> str:

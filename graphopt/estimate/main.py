@@ -31,12 +31,13 @@ def run_estimate(target: str, network: str, ranks: list[int]) -> None:
     console.print(prediction_advice(predictions))
 
 
-def run_measurement(target: str, rounds: int, turn: int, inductor: bool) -> None:
+def run_measurement(target: str, rounds: int, turn: int, inductor: bool, paced: str | None) -> None:
     """Prints the measured step time, in turns with eager or DistributedDataParallel."""
     console = Console()
     with reported("estimate"), process_group():
         calls = find_step(target)
-        found = measure(calls, rounds=rounds, turn=turn, inductor=inductor)
+        rate = None if paced is None else network_named(paced).bytes_per_second
+        found = measure(calls, rounds=rounds, turn=turn, inductor=inductor, paced=rate)
         if not dist.is_initialized() or dist.get_rank() == 0:
             console.print(measurement_table(found))
             console.print(measurement_advice(found))

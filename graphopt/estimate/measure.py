@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,12 +22,15 @@ import graphopt
 from graphopt import _compat
 from graphopt.errors import GraphOptError
 from graphopt.estimate.memory import peak_memory
+from graphopt.estimate.pacing import pace_connections
 from graphopt.estimate.target import StepCalls
+from graphopt.ir.bits import same_bits
 
 logger = logging.getLogger("graphopt")
 
 COMPUTE, EAGER, TORCH = "compute alone", "eager", "torch.compile"
 DDP_BUCKETS_MB = (25.0, 4.0, 1.0)
+PIPELINES = {"graphopt, default": "default", "graphopt, auto": "auto"}
 WARM_UP_STEPS = 3
 
 
@@ -40,6 +44,8 @@ class Variant:
         seconds: the seconds of a step, one for each turn: the slowest rank's.
         first_call: seconds of the first call, with capture and compilation.
         peak_bytes: the bytes that one step needs beyond those in use before it.
+        random: the states of the random generators before its next step.
+        result: the result of its last step.
     """
 
     function: Callable[..., Any]
@@ -48,6 +54,8 @@ class Variant:
     seconds: list[float] = field(default_factory=list)
     first_call: float = 0.0
     peak_bytes: int = 0
+    random: list[torch.Tensor] = field(default_factory=list)
+    result: Any = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,8 @@ class MeasuredVariants:
     Attributes:
         baseline: the name of the variant that others are compared with: eager, or DDP with its
             default bucket size.
-        differences: the largest difference of any parameter to the baseline's, by name.
+        differences: the largest difference of any parameter, buffer or optimizer state to the
+            baseline's on any rank, by name.
     """
 
     variants: dict[str, Variant]
@@ -96,7 +105,12 @@ def process_group() -> Iterator[torch.device]:
 
 
 def measure(
-    calls: StepCalls, *, rounds: int = 8, turn: int = 4, inductor: bool = True
+    calls: StepCalls,
+    *,
+    rounds: int = 8,
+    turn: int = 4,
+    inductor: bool = True,
+    paced: float | None = None,
 ) -> MeasuredVariants:
     """Trains copies of the model with each variant, in turns; the user's own objects are unchanged.
 
@@ -104,14 +118,41 @@ def measure(
         rounds: turns of each variant.
         turn: steps of a turn; steps of graphopt overlap, so a turn ends with a flush.
         inductor: also compile the regions of the graph, and on one device the models by torch.
+        paced: the bytes that each connection of gloo sends in a second; None: as many as it can.
+
+    Raises:
+        GraphOptError: the model is not among the arguments of a step on several ranks.
+    """
+    made = prepared(calls, inductor=inductor)
+    if paced is not None:
+        pace_connections(paced)
+    for number in range(rounds):
+        take_turns(made, calls, turn, number)
+    return compared(made)
+
+
+def prepared(
+    calls: StepCalls,
+    *,
+    buckets_mb: Sequence[float] = DDP_BUCKETS_MB,
+    pipelines: Mapping[str, str] = PIPELINES,
+    inductor: bool = True,
+) -> dict[str, Variant]:
+    """Makes all variants and warms them up, by name; all draw the same random numbers.
+
+    Args:
+        buckets_mb: of DistributedDataParallel, the default size first.
+        pipelines: of graphopt, by the variant's name; on one device only the first.
 
     Raises:
         GraphOptError: the model is not among the arguments of a step on several ranks.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    made = dict(_variants(calls, ranks, inductor))
-    device = _device(made)
+    made = dict(_variants(calls, ranks, buckets_mb, pipelines, inductor))
+    device = device_of(made)
+    random = _random_states(device)
     for name, variant in list(made.items()):
+        variant.random = random
         try:
             variant.first_call = _seconds(variant, calls, calls.next_batches(1), device)
         except Exception as error:
@@ -122,21 +163,36 @@ def measure(
             continue
         _seconds(variant, calls, calls.next_batches(WARM_UP_STEPS - 1, 1), device)
         variant.peak_bytes = peak_memory(
-            lambda v=variant: _run(v, calls, calls.next_batches(1)),  # type: ignore[misc]
+            lambda v=variant: _run(v, calls, calls.next_batches(1), device),  # type: ignore[misc]
             device,
         )
-    names = list(made)
-    for number in range(rounds):
-        begin = number % len(names)
-        batches = calls.next_batches(turn, number * turn)
-        for name in names[begin:] + names[:begin]:
-            made[name].seconds.append(_slowest(_seconds(made[name], calls, batches, device)))
-    baseline = EAGER if ranks == 1 else _ddp_name(DDP_BUCKETS_MB[0])
-    differences = {name: _difference(v, made[baseline]) for name, v in made.items()}
-    return MeasuredVariants(made, baseline, differences, ranks, device)
+    return made
 
 
-def _variants(calls: StepCalls, ranks: int, inductor: bool) -> Iterator[tuple[str, Variant]]:
+def take_turns(made: Mapping[str, Variant], calls: StepCalls, turn: int, number: int) -> None:
+    """Runs a turn of each variant on the same batches; who goes first changes with `number`."""
+    names, device = list(made), device_of(made)
+    begin = number % len(names)
+    batches = calls.next_batches(turn, number * turn)
+    for name in names[begin:] + names[:begin]:
+        made[name].seconds.append(_slowest(_seconds(made[name], calls, batches, device)))
+
+
+def compared(made: Mapping[str, Variant]) -> MeasuredVariants:
+    """Compares the models and optimizers of all variants, on all ranks, with the baseline's."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    baseline = EAGER if ranks == 1 else next(name for name in made if name.startswith("DDP"))
+    differences = {n: _slowest(_difference(v, made[baseline])) for n, v in made.items()}
+    return MeasuredVariants(dict(made), baseline, differences, ranks, device_of(made))
+
+
+def _variants(
+    calls: StepCalls,
+    ranks: int,
+    buckets_mb: Sequence[float],
+    pipelines: Mapping[str, str],
+    inductor: bool,
+) -> Iterator[tuple[str, Variant]]:
     has_models = any(isinstance(argument, nn.Module) for argument in calls.arguments)
     if ranks > 1 and not has_models:
         raise GraphOptError(
@@ -149,21 +205,16 @@ def _variants(calls: StepCalls, ranks: int, inductor: bool) -> Iterator[tuple[st
             yield TORCH, _variant(calls, calls.function, lambda model: torch.compile(model))
     else:
         yield COMPUTE, _variant(calls, calls.function)
-        for size in DDP_BUCKETS_MB:
-            yield _ddp_name(size), _variant(calls, calls.function, partial(_ddp, size))
-    yield "graphopt, default", _variant(calls, graphopt.compile(calls.function))
-    if ranks > 1:
-        yield "graphopt, auto", _variant(calls, graphopt.compile(calls.function, pipeline="auto"))
+        for size in buckets_mb:
+            yield f"DDP, {size:g} MB", _variant(calls, calls.function, partial(_ddp, size))
+    for name in list(pipelines)[: None if ranks > 1 else 1]:
+        yield name, _variant(calls, graphopt.compile(calls.function, pipeline=pipelines[name]))
     if inductor:
         compiled = graphopt.compile(calls.function, lower="inductor")
         yield "graphopt, Inductor", _variant(calls, compiled)
         if torch.cuda.is_available():
             recorded = graphopt.compile(calls.function, lower="inductor+cudagraphs")
             yield "graphopt, CUDA graphs", _variant(calls, recorded)
-
-
-def _ddp_name(size: float) -> str:
-    return f"DDP, {size:g} MB"
 
 
 def _variant(
@@ -184,11 +235,22 @@ def _ddp(bucket_mb: float, model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
 
 
-def _run(variant: Variant, calls: StepCalls, batches: list[tuple[Any, ...]]) -> None:
+def _run(
+    variant: Variant, calls: StepCalls, batches: list[tuple[Any, ...]], device: torch.device
+) -> None:
+    torch.set_rng_state(variant.random[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(variant.random[1], device)
     for batch in batches:
-        variant.function(*variant.arguments, *batch, **calls.keywords)
+        variant.result = variant.function(*variant.arguments, *batch, **calls.keywords)
     if isinstance(variant.function, graphopt.TrainStep):
         variant.function.flush()
+    variant.random = _random_states(device)
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *cuda]
 
 
 def _seconds(
@@ -199,11 +261,11 @@ def _seconds(
         dist.barrier()
     if device.type != "cuda":
         start = time.perf_counter()
-        _run(variant, calls, batches)
+        _run(variant, calls, batches, device)
         return (time.perf_counter() - start) / len(batches)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    _run(variant, calls, batches)
+    _run(variant, calls, batches, device)
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3 / len(batches)
@@ -217,7 +279,8 @@ def _slowest(seconds: float) -> float:
     return max(every)
 
 
-def _device(made: dict[str, Variant]) -> torch.device:
+def device_of(made: Mapping[str, Variant]) -> torch.device:
+    """The device of the models, or else of the other arguments."""
     variant = next(iter(made.values()))
     leaves: list[Any] = _compat.tree_leaves(variant.arguments)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -226,10 +289,30 @@ def _device(made: dict[str, Variant]) -> torch.device:
 
 
 def _difference(one: Variant, other: Variant) -> float:
-    found = [
-        float((a.detach() - b.detach()).abs().max())
-        for mine, its in zip(one.model, other.model, strict=True)
-        for a, b in zip(mine.parameters(), its.parameters(), strict=True)
-        if a.numel()
-    ]
-    return max(found, default=0.0)
+    """The largest difference of two variants' parameters, buffers and optimizer states: 0 for equal
+    bits only, and infinite for states that cannot be compared."""
+    mine, its = dict(_state(one)), dict(_state(other))
+    if mine.keys() != its.keys():
+        return float("inf")
+    return max((_distance(mine[name], its[name]) for name in mine), default=0.0)
+
+
+def _state(variant: Variant) -> Iterator[tuple[str, torch.Tensor]]:
+    for number, model in enumerate(variant.model):
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            yield f"{number}.{name}", tensor.detach()
+    optimizers = (a for a in variant.arguments if isinstance(a, torch.optim.Optimizer))
+    for number, optimizer in enumerate(optimizers):
+        for index, state in optimizer.state_dict()["state"].items():
+            for name, value in state.items():
+                if isinstance(value, (torch.Tensor, float, int)):
+                    yield f"optimizer {number}: {index}.{name}", torch.as_tensor(value)
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return float("inf")
+    if same_bits(one, other):
+        return 0.0
+    size = float((one.double() - other.double()).abs().max())
+    return max(size, sys.float_info.min) if size == size else float("inf")
