@@ -194,8 +194,7 @@ class StageRunner:
             yield problem
         elif self._settings.verify != "off":
             yield from stage.problems(after)
-            terms = self._settings.verify != "dependencies"
-            yield from proof.problems(record.arguments["graph"], before, after, terms=terms)
+            yield from proof.problems(record.arguments["graph"], before, after)
 
 
 def _kept(stage: GraphStage, gm: fx.GraphModule) -> fx.Graph:

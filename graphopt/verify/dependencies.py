@@ -24,8 +24,6 @@ from graphopt.graph_utils.nodes import graph_of
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.verify.checks import structure
 from graphopt.verify.dependency import sent_elements
-from graphopt.verify.dependency.executable import as_captured, is_finalized, works_in_place
-from graphopt.verify.dependency.kept_reads import kept_arguments, shared_results
 from graphopt.verify.dependency.labels import CollectiveLabels
 from graphopt.verify.dependency.matching import End, NodeMatching, Sink, correspondence_by_name
 from graphopt.verify.dependency.reach import CHUNK, labelled, missing, numbers
@@ -50,7 +48,8 @@ def check_dependencies(
     every collective is sent in full, has one wait, and is read after it; state updates and outputs.
     The order in which collectives are launched is free.
 
-    Near-linear in the number of nodes. Changes nothing.
+    Near-linear in the number of nodes. Changes nothing. What `graphopt.executable.finalize` makes
+    of a graph is compared by `check_finalized` instead.
 
     Args:
         before: the graph that a pass was given, or a copy of it.
@@ -97,42 +96,8 @@ def compare_dependencies(
     if problems:
         return DependencyReport(problems)
     known = before, MemoryOrder(before)
-    finalized = works_in_place(after) and not works_in_place(before)
-    if finalized and is_finalized(after, correspondence):
-        return _executable(known, after, correspondence, same)
     comparison = _Comparison(known, (after, MemoryOrder(after)), correspondence, same)
     return DependencyReport(comparison.problems())
-
-
-def _executable(
-    before: tuple[fx.Graph, MemoryOrder],
-    after: fx.Graph,
-    correspondence: Mapping[fx.Node, fx.Node],
-    same: CommunicationKept,
-) -> DependencyReport:
-    """Compares a graph in the executable dialect with the captured graph that it was made from.
-
-    It is read in the captured dialect, and nothing may be lost between the two in either direction:
-    what reads an overwritten value has lost nothing, but depends on more than before.
-    """
-    read = as_captured(after, correspondence)
-    problems = [*read.problems, *shared_results(before[0], after)]
-    if problems:
-        return DependencyReport(problems)
-    now = read.graph, MemoryOrder(read.graph)
-    pairs = {
-        copy: correspondence[node] for node, copy in read.copies.items() if node in correspondence
-    }
-    there = _Comparison(before, now, pairs, same)
-    problems = there.problems()
-    problems += kept_arguments(before[0], read.graph, there.same)
-    if not problems:
-        back = _Comparison(now, before, {old: new for new, old in there.same.items()}, same)
-        problems = [
-            Problem(f"not so in the graph before: {problem.message}", problem.nodes)
-            for problem in back.lost()
-        ]
-    return DependencyReport(problems)
 
 
 class _Comparison:

@@ -18,8 +18,6 @@ from torch import fx
 from graphopt.iter_graph import IterGraphModule
 from graphopt.verify.checks.launches import launches_of, other_launches
 from graphopt.verify.checks.module_constants import constant_problems
-from graphopt.verify.dependencies import check_dependencies
-from graphopt.verify.dependency.executable import works_in_place
 from graphopt.verify.differences.outcome_differences import differences
 from graphopt.verify.equivalence import EquivalenceReport, Proof, check_equivalence
 from graphopt.verify.late_work import DerivedEvaluation, DerivedEvaluations
@@ -87,11 +85,6 @@ def _differing(
     return list(differences(terms, old, new))
 
 
-def _lost(before: fx.Graph, after: fx.Graph) -> list[Problem]:
-    """Returns the dependencies that a finalized graph has lost."""
-    return check_dependencies(before, after).problems
-
-
 def _other_constants(before: fx.Graph, after: fx.GraphModule) -> list[Problem]:
     """Returns a problem for each constant of the module that has changed."""
     owner = before.owning_module
@@ -102,8 +95,7 @@ class StageProof:
     """Proves the graphs derived from one step equal from stage to stage.
 
     What is known of a graph after one stage is known of it before the next, so that each graph is
-    evaluated once. Of what is finalized the dependencies are compared where terms cannot speak of
-    it; another graph of which they cannot speak is not compared, which is logged.
+    evaluated once. A graph of which terms cannot speak is not compared, which is logged.
 
     Args:
         proof: what is known of the step after its passes.
@@ -122,24 +114,11 @@ class StageProof:
             return []
         return problems
 
-    def problems(
-        self, name: str, before: fx.Graph, after: fx.GraphModule, *, terms: bool = True
-    ) -> list[Problem]:
-        """Returns the differences that a stage made to the derived graph `name`.
-
-        Args:
-            terms: whether what is finalized is compared by terms where that is possible.
-        """
-        finalized = works_in_place(after.graph) and not works_in_place(before)
-        if finalized and not terms:
-            self._known.pop(name, None)
-            return [*_other_constants(before, after), *_lost(before, after.graph)]
+    def problems(self, name: str, before: fx.Graph, after: fx.GraphModule) -> list[Problem]:
+        """Returns the differences that a stage made to the derived graph `name`."""
         try:
             return self._by_terms(name, before, after)
         except NotDecidedError as error:
-            if finalized:
-                logger.info("the graph %s is checked for its dependencies only: %s", name, error)
-                return _lost(before, after.graph)
             logger.info("the graph %s is not checked: %s", name, error)
             return []
 
