@@ -140,7 +140,7 @@ def _results(found: MeasuredVariants, seconds: dict[float, dict[str, list[float]
         seconds,
         {name: variant.first_call for name, variant in variants.items()},
         {name: variant.peak_bytes for name, variant in variants.items()},
-        {name: variant.result.item() for name, variant in variants.items()},
+        {n: v.result.item() for n, v in variants.items() if v.result is not None},
         found.differences,
     )
 

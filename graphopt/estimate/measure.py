@@ -45,7 +45,7 @@ class Variant:
         first_call: seconds of the first call, with capture and compilation.
         peak_bytes: the bytes that one step needs beyond those in use before it.
         random: the states of the random generators before its next step.
-        result: the result of its last step.
+        result: the result of its last step, where that is a tensor.
     """
 
     function: Callable[..., Any]
@@ -55,7 +55,7 @@ class Variant:
     first_call: float = 0.0
     peak_bytes: int = 0
     random: list[torch.Tensor] = field(default_factory=list)
-    result: Any = None
+    result: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,8 @@ def _run(
     if device.type == "cuda":
         torch.cuda.set_rng_state(variant.random[1], device)
     for batch in batches:
-        variant.result = variant.function(*variant.arguments, *batch, **calls.keywords)
+        result = variant.function(*variant.arguments, *batch, **calls.keywords)
+        variant.result = result.detach() if isinstance(result, torch.Tensor) else None
     if isinstance(variant.function, graphopt.TrainStep):
         variant.function.flush()
     variant.random = _random_states(device)
