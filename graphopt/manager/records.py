@@ -235,7 +235,7 @@ def _as_record(record: Any) -> PassRecord:
         return record
     known = {entry.name for entry in fields(PassRecord) if entry.init}
     found = PassRecord(**{name: v for name, v in vars(record).items() if name in known})
-    found.difference = getattr(record, "difference", "")  # older files have none
+    found.difference = record.difference
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from graphopt.ir.metadata import MODULES, PROVENANCE, source_line
+from graphopt.ir.metadata import MODULES, source_line
 from graphopt.ir.placement import placement_of
 from graphopt.ir.source import SourceLine
 from graphopt.iter_graph import IterGraph
@@ -144,8 +144,6 @@ def _decode_meta(data: dict[str, Any], values: ValueDecoder) -> dict[str, Any]:
         meta[key] = decode_line(line)
     if "modules" in data:
         meta[MODULES] = {path: (name, kind) for path, name, kind in data["modules"]}
-    if "provenance" in data:  # as the first files of this version had it
-        meta[PROVENANCE] = tuple(data["provenance"])
     meta.update({key: tuple(texts) for key, texts in data.get("texts", {}).items()})
     if "val" in data:
         meta["val"] = values.decode(data["val"])

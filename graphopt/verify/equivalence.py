@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -33,7 +34,11 @@ from graphopt.verify.differences.outcome_differences import (
 from graphopt.verify.late_work import DerivedEvaluation, DerivedEvaluations, late_problems
 from graphopt.verify.problems import CheckReport, Problem
 from graphopt.verify.symbolic.evaluation import evaluate_graph
-from graphopt.verify.symbolic.evaluation_outcome import Evaluation, NotDecidedError
+from graphopt.verify.symbolic.evaluation_outcome import (
+    Evaluation,
+    NotDecidedError,
+    inputs_in_flight,
+)
 from graphopt.verify.trials.exchanged_regions import RewrittenRegions
 from graphopt.verify.values.terms import Terms
 
@@ -134,11 +139,13 @@ class Proof:
         """
         unknown = {} if regions is None else regions.unknowns()[0]
         try:
-            old = evaluate_graph(before, self.terms, unknowns=unknown)
+            inputs = inputs_in_flight(self.terms, graph_of(before))
+            old = evaluate_graph(before, self.terms, inputs, unknowns=unknown)
         except NotDecidedError as error:
             self.forget()
             return EquivalenceReport([error.problem], decidable=False)
-        return self._compared(old, after, regions, list(constant_problems(before, after)))
+        problems = list(constant_problems(before, after))
+        return self._compared(old, after, regions, problems, inputs=inputs)
 
     def follow(self, after: fx.GraphModule, *, sends: bool = True) -> EquivalenceReport:
         """Compares `after` with the remembered graph, including sent elements (if `sends`) and
@@ -158,15 +165,16 @@ class Proof:
         problems: list[Problem],
         *,
         sends: bool = True,
+        inputs: dict[str, Any] | None = None,
     ) -> EquivalenceReport:
         self.forget()
         terms, unknown = self.terms, {} if regions is None else regions.unknowns()[1]
         try:
-            new = evaluate_graph(after, terms, unknowns=unknown)
+            new = evaluate_graph(after, terms, inputs, unknowns=unknown)
             problems += differences(terms, old, new, sends=sends)
             problems += () if unknown else error_problems(old, new)
             if not problems and isinstance(after, IterGraphModule) and after.graph.late:
-                new = evaluate_graph(after, terms) if unknown else new
+                new = evaluate_graph(after, terms, inputs) if unknown else new
                 problems = self._late(after.graph, after.derive(), new)
         except NotDecidedError as error:
             return EquivalenceReport([error.problem])

@@ -132,9 +132,5 @@ def _passes(
         yield {
             "name": record.name,
             "text": [str(record), ""],
-            "diff": list(diffs.get(key) or _difference(record)),
+            "diff": list(diffs.get(key) or str(record.difference).splitlines()),
         }
-
-
-def _difference(record: PassRecord) -> list[str]:
-    return str(getattr(record, "difference", "")).splitlines()  # older files have none

@@ -98,6 +98,13 @@ def input_value(terms: Terms, node: fx.Node) -> Any:
     return PendingResult(value) if any(map(is_wait, node.users)) else value
 
 
+def inputs_in_flight(terms: Terms, graph: fx.Graph) -> dict[str, Any]:
+    """Returns the pending values of the placeholders, by name, that hold running collectives: those
+    that `graph` waits for."""
+    found = graph.find_nodes(op="placeholder")
+    return {str(n.target): input_value(terms, n) for n in found if any(map(is_wait, n.users))}
+
+
 def _unknown_input(terms: Terms, node: fx.Node) -> Any:
     fake = known_value(node)
     for call in terms.recall.by_name.get(node.name, ()):
