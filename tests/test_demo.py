@@ -20,17 +20,43 @@ from typing import Any
 import pytest
 import torch
 
+from graphopt.demo import main
 from graphopt.demo.main import run_demo
 from graphopt.demo.model import CharGPT, GPTSize
 from graphopt.demo.report import best_ddp, step_table
-from graphopt.demo.training import ALPHABET, BATCH, BUCKETS_MB, DemoResults, batches
+from graphopt.demo.training import ALPHABET, BATCH, BUCKETS_MB, DemoResults, DemoTask, batches
 from graphopt.estimate.pacing import PACING_RATE, pace_connections
 
+TESTS = Path(__file__).resolve().parent
+PATH = os.pathsep.join([str(TESTS), str(TESTS.parent)])
 SECONDS_TO_END = 30  # a bound on hanging, far above what ending takes on a busy machine
 
 
-def demo_command(*options: str) -> list[str]:
-    return [sys.executable, "-m", "graphopt", "demo", *options]
+SLEEPING = [sys.executable, "-c", "import test_demo; test_demo.sleeping_demo()"]
+"""Runs the demo with ranks that do not train, in a process of its own."""
+
+
+def sleeping_demo() -> None:
+    main.train_rank, main.show_graph_and_passes = sleeps, print
+    sys.exit(run_here())
+
+
+def sleeps(rank: int, task: DemoTask, folder: str, events: Any) -> None:
+    if rank == 0:
+        events.put("first steps")
+    time.sleep(1000)
+
+
+def dies(rank: int, task: DemoTask, folder: str, events: Any) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
+def raises(rank: int, task: DemoTask, folder: str, events: Any) -> None:
+    if rank == 1:
+        raise ValueError("this rank will not")
+    time.sleep(1000)
 
 
 def run_here(**changed: Any) -> int:
@@ -62,9 +88,10 @@ def wait_until_gone(ranks: list[Path]) -> None:
 
 @contextmanager
 def training_demo() -> Iterator[tuple[subprocess.Popen[str], list[Path]]]:
-    """A demo that has begun to train and would go on for long, and its ranks."""
+    """A demo whose ranks would go on for long, and these."""
     process = subprocess.Popen(
-        demo_command("--ranks", "2", "--rounds", "100000"),
+        SLEEPING,
+        env=os.environ | {"PYTHONPATH": PATH},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -123,14 +150,18 @@ def test_both_ends_of_a_connection_are_paced() -> None:
             assert again == unpaced
 
 
-@pytest.mark.full
-def test_a_killed_rank_is_named_and_takes_the_others_with_it() -> None:
-    with training_demo() as (process, ranks):
-        os.kill(int(ranks[1].name), signal.SIGKILL)
-        _, errors = process.communicate(timeout=SECONDS_TO_END)
-        assert process.returncode == 1
-        assert "rank 1 failed" in errors and "SIGKILL" in errors
-        wait_until_gone(ranks)
+@pytest.mark.parametrize(("what", "said"), [(dies, "SIGKILL"), (raises, "this rank will not")])
+def test_a_rank_that_fails_is_named_and_takes_the_others_with_it(
+    what: Any, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main, "train_rank", what)
+    monkeypatch.setattr(main, "show_graph_and_passes", lambda console: None)
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_here() == 1
+    errors = capsys.readouterr().err
+    assert "rank 1 failed" in errors and said in errors
+    assert not ranks_of(os.getpid())
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_termination_is_passed_on() -> None:
@@ -142,7 +173,6 @@ def test_termination_is_passed_on() -> None:
         wait_until_gone(ranks)
 
 
-@pytest.mark.full
 def test_ranks_end_when_their_launcher_is_killed() -> None:
     with training_demo() as (process, ranks):
         process.kill()
@@ -150,21 +180,20 @@ def test_ranks_end_when_their_launcher_is_killed() -> None:
         wait_until_gone(ranks)
 
 
-@pytest.mark.full
 @pytest.mark.skipif(shutil.which("setsid") is None, reason="needs setsid (util-linux)")
 def test_control_c_at_a_terminal() -> None:
     terminal, side = pty.openpty()
     process = subprocess.Popen(
-        ["setsid", "--ctty", *demo_command("--ranks", "2", "--rounds", "100000")],
+        ["setsid", "--ctty", *SLEEPING],
         stdin=side,
         stdout=side,
         stderr=side,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "PYTHONPATH": PATH},
     )
     os.close(side)
     ranks: list[Path] = []
     try:
-        shown = read_until(terminal, b"capturing")
+        shown = read_until(terminal, b"first steps")
         ranks = ranks_of(process.pid)
         os.write(terminal, b"\x03")
         shown = read_until(terminal, b"no rank is left")
