@@ -277,30 +277,8 @@ def of_an_optimizer() -> Loop:
     return Loop(net.train, lambda: optimizer.calls, captures=2)
 
 
-def histories() -> Loop:
-    net, losses, rows = Network(), [], []
-    last: collections.deque[Any] = collections.deque([7.0], maxlen=3)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = net.train(x, y)
-        losses.append(loss.item())
-        rows.append((len(losses_of(rows)), {"loss": loss.item(), "rows": len(x)}))
-        last.append(loss.item())
-        last.append(0)
-        return loss
-
-    def losses_of(_: Any) -> tuple[()]:
-        return ()
-
-    def between(number: int) -> None:
-        losses.append(number)
-        last.append(-1.0)
-
-    return Loop(step, lambda: (list(losses), copy.deepcopy(rows), list(last)), between)
-
-
 def indexes() -> Loop:
-    """Counts choose from a list, a dictionary and a range."""
+    """Counts choose from a list, a dictionary and a range: a graph for each value."""
     net, state = Network(), State()
     scales, names = [1.0, 0.5, 0.25], {0: 1.0, 1: 2.0}
 
@@ -311,7 +289,7 @@ def indexes() -> Loop:
             scale = scale + 1
         return net.train(x, y, scale)
 
-    return Loop(step, lambda: state.step, captures=2)
+    return Loop(step, lambda: state.step, captures=6)
 
 
 def flags() -> Loop:
@@ -362,7 +340,7 @@ LOOPS = {
     loop.__name__: loop
     for loop in (
         *(delayed, of_a_module, variable_of_a_closure, meters, containers, data_classes),
-        *(early_stopping, attribute_of_a_class, of_an_optimizer, histories),
+        *(early_stopping, attribute_of_a_class, of_an_optimizer),
         *(told_without_being_read, in_two_places, indexes, flags),
     )
 }
