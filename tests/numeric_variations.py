@@ -725,6 +725,17 @@ def first_only(gm: fx.GraphModule, kind: str, factor: float) -> bool:
     return True
 
 
+def rounded_and(dtype: torch.dtype, mistake: Variation) -> Variation:
+    """A mistake behind gradients that were rounded, by more than it changes anything."""
+
+    def vary(gm: fx.GraphModule) -> bool:
+        return mistake(gm) and rounded_to(gm, dtype)
+
+    return vary
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
 FURTHER_WRONG: dict[str, Variation] = {
     "update by 1.0025": partial(update, factor=1.0025),
     "update by -1": partial(update, factor=-1.0),
@@ -772,6 +783,22 @@ FURTHER_WRONG: dict[str, Variation] = {
     "second beta left out": partial(scaled_number, name="betas_1", factor=0.0),
     "first beta by 0.99": partial(scaled_number, name="betas_0", factor=0.99),
     "decay by 0.99": partial(scaled_number, name="weight_decay", factor=0.99),
+    "e4m3, update by 1.002": rounded_and(E4M3, partial(update, factor=FACTOR)),
+    "e5m2, update of one parameter by 1.002": rounded_and(
+        E5M2, partial(update, factor=FACTOR, most=1)
+    ),
+    "e4m3, decay by 1.002": rounded_and(
+        E4M3, partial(scaled_number, name="weight_decay", factor=FACTOR)
+    ),
+    "e4m3, exp_avg by 1.002": rounded_and(E4M3, partial(state, name="exp_avg", factor=FACTOR)),
+    "e5m2, momentum by 1.002": rounded_and(
+        E5M2, partial(scaled_number, name="momentum", factor=FACTOR)
+    ),
+    "e4m3, exp_avg read in bf16": rounded_and(
+        E4M3, partial(read_in_bf16, kind="optimizer_state", name="exp_avg")
+    ),
+    "e5m2, norm by 1.002": rounded_and(E5M2, partial(norm, factor=FACTOR)),
+    "e4m3, lr by 1.002": rounded_and(E4M3, partial(scaled_number, name="lr", factor=FACTOR)),
 }
 
 
@@ -785,6 +812,27 @@ def rounded_average(gm: fx.GraphModule, bits: int) -> bool:
         return new(gm, aten.mul.Tensor, whole, unit)
 
     return each_average(gm, near, None)
+
+
+def scaled_while_sent(gm: fx.GraphModule) -> bool:
+    """Gradients are 1024 times as large while they travel in half precision."""
+    for block in get_all_comm_blocks(gm, "all_reduce"):
+        sent, (wait,) = block.inputs[0], block.wait_nodes
+        with gm.graph.inserting_before(block.comm_node):
+            few = rounded(gm, new(gm, aten.mul.Tensor, sent, 1024.0), torch.float16)
+        block.comm_node.replace_input_with(sent, few)
+        behind(gm, wait, lambda w=wait: new(gm, aten.div.Tensor, w, 1024.0))
+    return True
+
+
+def products_in_bf16(gm: fx.GraphModule) -> bool:
+    """Matrix products read bfloat16, forward and backward."""
+    found = find_nodes(gm.graph, lambda n: is_operator(n.target, "aten::mm"))
+    for node in found:
+        for read in dict.fromkeys(node.args):
+            with gm.graph.inserting_before(node):
+                node.replace_input_with(read, rounded(gm, read))
+    return bool(found)
 
 
 def other_order(gm: fx.GraphModule) -> bool:
@@ -815,6 +863,8 @@ FURTHER_HONEST: dict[str, Variation] = {
     "rounded to 2^-11 of the largest": partial(rounded_average, bits=11),
     "rounded to 2^-8 of the largest": partial(rounded_average, bits=8),
     "sums in another order": other_order,
+    "1024 times as large while sent": scaled_while_sent,
+    "matrix products in bf16": products_in_bf16,
     "updates in two parts": decay_before,
     "averages as bf16 behind the sum": average_becomes(lambda gm, w: rounded(gm, w)),
     "averages as f16 behind the sum": average_becomes(lambda gm, w: rounded(gm, w, torch.float16)),

@@ -24,6 +24,7 @@ from graphopt.testing.factors import typical
 from graphopt.testing.numerics import TOLERANCE as TOLERANCE
 from graphopt.testing.numerics import numeric_problems
 from graphopt.testing.runs import run
+from graphopt.testing.substitution import Substitution
 from graphopt.testing.tested_graph import Passes, graph_and_inputs, prepared
 
 UPDATE = "GRAPHOPT_UPDATE_GOLDEN"
@@ -199,10 +200,17 @@ class StepUnderTest:
             )
         _compare_ranks(expected, actual, pass_.name)
         if pass_.changes_numerics:
-            nodes = untouched.graph.find_nodes(op="placeholder")
-            problems = numeric_problems(
-                Experiments(nodes, self._inputs), run_untouched, run_rewritten, (expected, actual)
+            experiments = Experiments(untouched.graph.find_nodes(op="placeholder"), self._inputs)
+            graphs = Substitution(
+                untouched,
+                rewritten,
+                lambda graph, experiment: run(graph, experiment.make(), iterations),
+                lambda graph, experiment: _run_rewritten(
+                    graph, experiment.make(), iterations, pass_
+                ),
+                run_untouched,
             )
+            problems = numeric_problems(experiments, expected, run_untouched, graphs)
         else:
             problems = _differences(expected, actual)
         for where, problem in problems:

@@ -71,3 +71,34 @@ def extent(different: torch.Tensor, gap: torch.Tensor) -> str:
 def wide(tensor: torch.Tensor) -> torch.Tensor:
     """Converts a tensor to double precision."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def response(expected: Values, disturbed: Values) -> dict[str, float]:
+    """Returns the largest change of each tensor between two runs, in proportion to its largest
+    element (for state, its largest change)."""
+    found = {}
+    for where, value in expected.items():
+        if isinstance(value.value, torch.Tensor):
+            gap = (wide(disturbed[where].change) - wide(value.change)).nan_to_num(0.0)
+            size = largest(value.change)
+            found[where] = largest(gap) / size if size else 0.0
+    return found
+
+
+def largest(tensor: Any) -> float:
+    """Returns the largest absolute value of an element; zero for empty tensors."""
+    return float(wide(tensor).abs().nan_to_num(0.0).max()) if tensor.numel() else 0.0
+
+
+_SAMPLE = 4096
+
+
+def sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns some elements in double precision, of the same positions for all tensors of that
+    size."""
+    flat = tensor.flatten()
+    if flat.numel() > _SAMPLE:
+        generator = torch.Generator().manual_seed(0)
+        chosen = torch.randint(flat.numel(), (_SAMPLE,), generator=generator).sort().values
+        flat = flat[chosen.to(flat.device)]
+    return wide(flat)

@@ -18,24 +18,14 @@ from torch import fx
 
 from graphopt.ir.metadata import input_kind
 
-Purpose = Literal[
-    "base",
-    "disturbed",
-    "trial",
-    "response",
-    "fresh",
-    "fresh disturbed",
-    "state",
-    "elements",
-    "finite",
-]
+Purpose = Literal["base", "disturbed", "trial", "response", "fresh", "state", "elements", "finite"]
 
 TRIALS = 4
 """Runs with other data, if the inputs are not large."""
 
 _LARGE_BYTES = 1 << 28
-LEVELS = (2.0**-9, 2.0**-7, 2.0**-5, 2.0**-3)
-"""Relative sizes of the noise on inputs, from bfloat16 rounding upwards."""
+_NOISE = 2.0**-9
+"""The relative size of the noise on inputs: that of rounding to bfloat16."""
 
 _STATE_FACTOR = 2.0**20
 _TINY = 2.0**-10
@@ -53,8 +43,7 @@ class Experiment:
             "response" for the difference from the base, "fresh" for what becomes of state that was
             zero, "state" for changes that gradients hardly matter for, "elements" for single
             elements alone, "finite" for whether they are numbers. "disturbed" is for the untouched
-            graph, to see what rounding makes of it, and "fresh disturbed" for the same with no
-            state, after the first "fresh".
+            graph, to see what rounding makes of it.
         make: gives the inputs.
         instead: what to try where the untouched graph gives numbers that are not finite.
         is_kept: whether results are small enough to be kept for the next check.
@@ -86,10 +75,9 @@ class Experiments:
         self._inputs = list(inputs)
 
     def __iter__(self) -> Iterator[Experiment]:
-        """Yields all experiments but the unmodified one, those that measure rounding first."""
-        for level in LEVELS:
-            disturbed = partial(self._disturbed, level)
-            yield self._new(f"inputs disturbed by {level:g}", "disturbed", disturbed)
+        """Yields all experiments, first the one that measures rounding and the unmodified one."""
+        yield self._new("inputs disturbed", "disturbed", self._disturbed)
+        yield as_given(self._inputs)
         for number in range(1, 1 + (1 if self._are_large else TRIALS)):
             yield self._new(f"other data ({number})", "trial", partial(self._trial, number))
         for role, indices in self._hyperparameters().items():
@@ -101,9 +89,6 @@ class Experiments:
             for number in range(1, 1 + (1 if self._are_large else TRIALS)):
                 fresh = partial(self._fresh, state, number)
                 yield self._new(f"other data ({number}) and no state", "fresh", fresh)
-                if number == 1:
-                    noisy = partial(self._fresh, state, number, LEVELS[0])
-                    yield self._new("disturbed data and no state", "fresh disturbed", noisy)
             large = partial(self._large, state)
             yield self._new("large optimizer state", "state", large)
             zeros = partial(self._with_zeros, state)
@@ -153,14 +138,14 @@ class Experiments:
         chosen = set(indices)
         return [v * factor if i in chosen else v for i, v in enumerate(self._inputs)]
 
-    def _disturbed(self, level: float, inputs: Sequence[Any] | None = None) -> list[Any]:
+    def _disturbed(self) -> list[Any]:
         """Returns the inputs with small noise on all floats except optimizer state and
         hyperparameters."""
         kept = ("hyperparameter", "optimizer_state")
         generator = torch.Generator().manual_seed(0)
         return [
-            v if kind in kept or not _is_float(v) else _disturbed(v, level, generator)
-            for v, kind in zip(inputs or self._inputs, self._kinds, strict=True)
+            v if kind in kept or not _is_float(v) else _disturbed(v, generator)
+            for v, kind in zip(self._inputs, self._kinds, strict=True)
         ]
 
     def _trial(self, number: int) -> list[Any]:
@@ -171,11 +156,10 @@ class Experiments:
             for v, kind in zip(self._inputs, self._kinds, strict=True)
         ]
 
-    def _fresh(self, state: Sequence[int], number: int, level: float = 0.0) -> list[Any]:
+    def _fresh(self, state: Sequence[int], number: int) -> list[Any]:
         """Returns other data with optimizer state and weight decay zero, so that state depends on
         gradients alone."""
         made = self._trial(number)
-        made = self._disturbed(level, made) if level else made
         for index in (*state, *self._hyperparameters().get("weight_decay", ())):
             made[index] = made[index] * 0
         return made
@@ -218,9 +202,9 @@ def _other(value: Any, kind: str | None, number: int, generator: torch.Generator
     return value * (1 + _SPREADS[kind] * noise)
 
 
-def _disturbed(value: torch.Tensor, level: float, generator: torch.Generator) -> torch.Tensor:
+def _disturbed(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     signs = torch.randint(2, value.shape, generator=generator).to(value.device, value.dtype)
-    return value.detach() * (1 + level * (2 * signs - 1))
+    return value.detach() * (1 + _NOISE * (2 * signs - 1))
 
 
 def _is_float(value: Any) -> bool:

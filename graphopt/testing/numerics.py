@@ -3,10 +3,11 @@
 Rounding is what a pass may add that declares `changes_numerics`: it sends bfloat16, or adds up in
 another order. It may not change by which factor anything goes into a result or a piece of state:
 
+- where only the value that a node reads is another, rounding explains the difference, and what
+  follows is that of the rounded value (`graphopt.testing.substitution`);
 - elements are near what they were, state by how far the step moved it;
 - each change has a factor of one (`graphopt.testing.factors`), over runs with several batches, and
   so has each part of its rows; nothing is added to all of its elements;
-- over these runs it is near what it was, whatever noise would do;
 - so has each response to a hyperparameter: what differs if that is much larger;
 - with large optimizer state, where gradients hardly matter, changes scatter hardly at all;
 - state that was kept in float32 still is.
@@ -19,10 +20,20 @@ from typing import NamedTuple
 
 import torch
 
-from graphopt.testing.comparing import RunValue, Values, extent, other_kind, same_elements, wide
-from graphopt.testing.experiments import Experiment, as_given
-from graphopt.testing.factors import Runs, between_runs, measured, problem_of_runs
-from graphopt.testing.noise import ROUNDING_ALONE, Noise, largest
+from graphopt.testing.comparing import (
+    RunValue,
+    Values,
+    extent,
+    largest,
+    other_kind,
+    response,
+    same_elements,
+    sample,
+    wide,
+)
+from graphopt.testing.experiments import Experiment
+from graphopt.testing.factors import Runs, measured, problem_of_runs
+from graphopt.testing.substitution import ROUNDING_ALONE, SUBSTITUTED, Substitution
 
 TOLERANCE = 1e-2
 """The tolerance of an element for passes that change numerics, relative to its tensor's largest
@@ -41,8 +52,6 @@ _NOTHING = 1e-3
 _SEEN = 32
 """The number of last bits by which an element must change to be measured."""
 
-_SAMPLE = 4096
-
 
 class _Sampled(NamedTuple):
     """A sample of a value's elements, in double precision."""
@@ -60,32 +69,27 @@ class _Sampled(NamedTuple):
 
 def numeric_problems(
     experiments: Iterable[Experiment],
+    base: Values,
     run_untouched: Callable[[Experiment], Values],
-    run_rewritten: Callable[[Experiment], Values],
-    base: tuple[Values, Values],
+    graphs: Substitution,
 ) -> Iterator[tuple[str, str]]:
     """Yields (name, description) of each value that differs by more than rounding.
 
     Args:
-        base: what both graphs give for the inputs as they are.
+        base: what the untouched graph gives for the inputs as they are.
+        graphs: gives what is expected of the rewritten graph, and what it gives.
     """
-    comparison, measured_noise = _NumericComparison(), False
+    comparison, possible, disturbed = _NumericComparison(), [], None
     for experiment in experiments:
-        chosen, expected = _finite(experiment, run_untouched, base[0])
-        if chosen.purpose == "disturbed":
-            comparison.noise.add(base[0], expected or base[0])
-            continue
-        if chosen.purpose == "fresh disturbed":
-            comparison.noise.add_fresh(expected or {})
-            continue
-        if not measured_noise:
-            comparison.noise.choose(*base)
-            yield from comparison.compare(as_given(()), *base)
-            measured_noise = True
-        if chosen.purpose == "fresh":
-            comparison.noise.fresh = comparison.noise.fresh or expected or {}
-        if expected:
-            yield from comparison.compare(chosen, expected, run_rewritten(chosen))
+        chosen, expected = _finite(experiment, run_untouched, base)
+        if expected and chosen.purpose == "disturbed":
+            comparison.noise, disturbed = response(base, expected), chosen
+        elif expected:
+            possible.append(chosen)
+    trials = [each for each in possible if each.purpose in ("base", "trial")]
+    graphs.choose(trials, disturbed or trials[0])
+    for experiment in possible:
+        yield from comparison.compare(experiment, *graphs.run(experiment))
     yield from comparison.conclusions()
 
 
@@ -110,10 +114,9 @@ class _NumericComparison:
     """Compares two graphs, experiment by experiment."""
 
     def __init__(self) -> None:
-        self.noise = Noise()
+        self.noise: dict[str, float] = {}
         self._base: dict[str, tuple[_Sampled, _Sampled]] = {}
         self._pairs: dict[tuple[str, bool], Runs] = {}
-        self._runs: dict[str, float] = {}
 
     def compare(
         self, experiment: Experiment, expected: Values, actual: Values
@@ -127,9 +130,7 @@ class _NumericComparison:
     def conclusions(self) -> Iterator[tuple[str, str]]:
         """Yields (name, description) of the values that differ over all batches together."""
         for (where, fresh), pairs in self._pairs.items():
-            if fresh and where in self.noise.rounding:
-                continue
-            problem = problem_of_runs(pairs, with_state=not fresh)
+            problem = problem_of_runs(pairs)
             if problem is not None:
                 yield where, problem + " with no state" * fresh
 
@@ -147,7 +148,7 @@ class _NumericComparison:
             return self._elements(where, experiment, was, now)
         if experiment.purpose == "base":
             self._base[where] = _sampled(was), _sampled(now)
-        if experiment.purpose == "finite":
+        if experiment.purpose == "finite" or was.kind == SUBSTITUTED:
             lost = _is_finite(was) and not _is_finite(now)
             return f"it is not finite with {experiment.name}" if lost else None
         if experiment.purpose in ("base", "trial", "elements"):
@@ -164,8 +165,8 @@ class _NumericComparison:
             return self._scatter(where, was, now) if known else None
         if experiment.purpose == "fresh" and kind != "optimizer_state":
             return None
-        if self.noise.smallest.get(where, 0.0) > ROUNDING_ALONE:
-            return _multiplied(was, now) if experiment.purpose == "base" else None
+        if self.noise.get(where, 0.0) > ROUNDING_ALONE:
+            return None
         if experiment.purpose in ("base", "trial"):
             self._pairs.setdefault((where, False), []).append((was.seen, now.change))
         elif experiment.purpose == "fresh":
@@ -181,20 +182,15 @@ class _NumericComparison:
         base = self._base[where]
         old, new = was.end - base[0].end, now.end - base[1].end
         seen = old.abs() > _SEEN * torch.finfo(torch.float32).eps * was.end.abs()
-        factor = measured([(old[seen], new[seen])], self._between_runs(where))
+        factor = measured([(old[seen], new[seen])])
         if factor is None or factor.is_one:
             return None
         return f"its response to {experiment.name} is {factor}"
 
-    def _between_runs(self, where: str) -> float:
-        if where not in self._runs:
-            self._runs[where] = between_runs(self._pairs.get((where, False), ()))
-        return self._runs[where]
-
     def _scatter(self, where: str, was: _Sampled, now: _Sampled) -> str | None:
         if not largest(was.change) > _GREW * largest(self._base[where][0].change):
             return None
-        factor = measured([(was.seen, now.change)], self._between_runs(where))
+        factor = measured([(was.seen, now.change)])
         if factor is None:
             return None
         if not factor.is_one:
@@ -225,7 +221,7 @@ class _NumericComparison:
 
     def _allowed(self, where: str, was: RunValue, often: float) -> torch.Tensor:
         rounding = wide(was.value).abs() * _last_bits(was.value)
-        noise = self.noise.of.get(where)
+        noise = self.noise.get(where)
         if not noise:  # such as a count of steps
             return rounding
         return often * (TOLERANCE + _NOISE * noise) * largest(was.change) + rounding
@@ -246,36 +242,10 @@ def _fits(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
 
 
-def _multiplied(was: _Sampled, now: _Sampled) -> str | None:
-    """Describes a common factor in values that are mostly rounding error, or returns None; lost
-    small values are allowed."""
-    if was.change.numel() < _ENOUGH:
-        return None
-    large = was.change.abs() > 0.01 * was.change.abs().max()
-    if not bool(large.any()):
-        return None
-    ratios = (now.change / was.change)[large]
-    middle = float(ratios.median())
-    near = (ratios - middle).abs() <= 0.01 * abs(middle)
-    if abs(middle) > 0.01 and abs(middle - 1) > 0.02 and bool(near.all()):
-        return f"it changes {middle:.6g} times as much as it did, in all elements"
-    return None
-
-
-_ENOUGH = 8
-"""The least number of elements whose common factor is no coincidence."""
-
-
 def _sampled(value: RunValue) -> _Sampled:
-    """Samples a value's elements, the same positions for all tensors of that size."""
-    change, end = wide(value.change).flatten(), wide(value.value).flatten()
+    """Samples a value's elements."""
     last_bits = 0.0 if value.start is None else torch.finfo(value.value.dtype).eps
-    if end.numel() <= _SAMPLE:
-        return _Sampled(end, change, last_bits)
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.randint(end.numel(), (_SAMPLE,), generator=generator).sort().values
-    chosen = chosen.to(end.device)
-    return _Sampled(end[chosen], change[chosen], last_bits)
+    return _Sampled(sample(value.value), sample(value.change), last_bits)
 
 
 def _last_bits(tensor: torch.Tensor) -> float:
