@@ -171,3 +171,16 @@ def typical(was: torch.Tensor, now: torch.Tensor) -> float | None:
     middle = float(ratios.median())
     near = (ratios - middle).abs() <= _ROUGHLY * abs(middle)
     return middle if float(near.double().mean()) >= _MOST and abs(middle - 1) > FLOOR else None
+
+
+_ENOUGH, _NONE, _CLEARLY = 8, 0.01, 0.25
+"""The least number of elements whose common factor is no coincidence; the factor up to which they
+are lost, as small values are in few bits; and the least distance from one that is a mistake."""
+
+
+def multiplied(was: torch.Tensor, now: torch.Tensor) -> str | None:
+    """Describes a common factor in values that are mostly rounding error, or returns None."""
+    factor = typical(was, now) if was.numel() >= _ENOUGH else None
+    if factor is None or abs(factor) <= _NONE or abs(factor - 1) <= _CLEARLY:
+        return None
+    return f"it changes {factor:.6g} times as much as it did, in nearly all elements"

@@ -32,7 +32,7 @@ from graphopt.testing.comparing import (
     wide,
 )
 from graphopt.testing.experiments import Experiment
-from graphopt.testing.factors import Runs, measured, problem_of_runs
+from graphopt.testing.factors import Runs, measured, multiplied, problem_of_runs
 from graphopt.testing.substitution import ROUNDING_ALONE, SUBSTITUTED, Substitution
 
 TOLERANCE = 1e-2
@@ -166,7 +166,7 @@ class _NumericComparison:
         if experiment.purpose == "fresh" and kind != "optimizer_state":
             return None
         if self.noise.get(where, 0.0) > ROUNDING_ALONE:
-            return None
+            return multiplied(was.change, now.change) if experiment.purpose == "base" else None
         if experiment.purpose in ("base", "trial"):
             self._pairs.setdefault((where, False), []).append((was.seen, now.change))
         elif experiment.purpose == "fresh":

@@ -34,7 +34,7 @@ from graphopt.ir.metadata import input_kind, known_value, phase_of
 from graphopt.iter_graph import IterGraphModule
 from graphopt.testing.comparing import RunValue, Values, largest, sample, wide
 from graphopt.testing.experiments import Experiment
-from graphopt.testing.factors import Runs, measured, problem_of_runs
+from graphopt.testing.factors import Runs, measured, multiplied, problem_of_runs
 
 SUBSTITUTED = "substituted"
 """The kind of a `RunValue` that was substituted."""
@@ -267,7 +267,7 @@ def _are_near(was: torch.Tensor, now: torch.Tensor, alone: bool) -> bool:
         alone: they are hardly more than rounding errors.
     """
     if alone:
-        return largest(now) <= _GREATER * largest(was)
+        return largest(now) <= _GREATER * largest(was) and multiplied(wide(was), wide(now)) is None
     allowed = _RELATIVE * wide(was).abs() + _ABSOLUTE * largest(was)
     return bool(((wide(now) - wide(was)).abs() <= allowed).all())
 
