@@ -4,7 +4,9 @@ are written on two ranks and read on other numbers."""
 from __future__ import annotations
 
 import copy
+import io
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel
 
 import graphopt
 from gloo import Pool
@@ -53,6 +56,70 @@ def run_whole_parameters(rank: int) -> None:
 
 def test_whole_parameters_and_state(two_ranks: Pool) -> None:
     two_ranks.run(run_whole_parameters)
+
+
+def saved(value: Any) -> Any:
+    """What comes back from a file."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+COPIES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    "deepcopy of state": (copy.deepcopy, lambda model, optimizer: model.state_dict()),
+    "deepcopy of both states": (
+        copy.deepcopy,
+        lambda model, optimizer: [model.state_dict(), optimizer.state_dict()],
+    ),
+    "deepcopy of what is checkpointed": (
+        copy.deepcopy,
+        lambda model, optimizer: list(get_state_dict(model, optimizer)),
+    ),
+    "deepcopy of parameters": (
+        copy.deepcopy,
+        lambda model, optimizer: dict(model.named_parameters()),
+    ),
+    "deepcopy of objects": (
+        lambda pair: [each.state_dict() for each in copy.deepcopy(pair)],
+        lambda model, optimizer: (model, optimizer),
+    ),
+    "averaged model": (
+        lambda model: AveragedModel(model).module.state_dict(),
+        lambda model, optimizer: model,
+    ),
+    "saved": (saved, lambda model, optimizer: [model.state_dict(), optimizer.state_dict()]),
+}
+
+
+def run_copies(rank: int, stage: int) -> dict[str, str]:
+    """Copies have the values, and keep them in later steps. An error of one rank alone is told to
+    the other before they speak of values."""
+    pair = Beside(mixed, adamw, stage=stage, pipeline="default")
+    pair.run(rank, 1)
+    failed: dict[str, str] = {}
+    for name, (copied, of) in COPIES.items():
+        found, said, everyone = None, "", [""] * 2
+        try:
+            found = copied(of(pair.model, pair.optimizer))
+        except RuntimeError as error:
+            said = str(error)
+        dist.all_gather_object(everyone, said)
+        if any(everyone):
+            failed[name] = said
+            continue
+        expected = wholes(copied(of(pair.reference, pair.reference_optimizer)))
+        agree(wholes(found), expected)
+        pair.run(rank, 1)
+        agree(wholes(found), expected)
+    pair.compare()
+    return failed
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_copies_of_state(two_ranks: Pool, stage: int) -> None:
+    """Rows of `mixed` begin at no multiple of 64 elements on rank 1."""
+    assert two_ranks.run(run_copies, stage) == [{}, {}]
 
 
 def run_alone(rank: int) -> tuple[str, float]:
@@ -149,6 +216,9 @@ def wholes(state: Any) -> Wanted:
         if isinstance(value, dict):
             for key, entry in value.items():
                 walk(entry, f"{place}.{key}")
+        elif isinstance(value, (list, tuple)):
+            for index, entry in enumerate(value):
+                walk(entry, f"{place}.{index}")
         elif isinstance(value, torch.Tensor):
             found[place] = whole(value.detach()).clone()
 

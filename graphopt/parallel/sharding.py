@@ -65,17 +65,39 @@ def as_dtensor(
         mesh: along whose last dimension the tensor is cut.
         wanted: makes a parameter of it, say.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import Replicate, Shard
 
     stride = torch.empty(shards.shape, device="meta").stride()
     place = mesh.get_coordinate()
     assert place is not None
     rows = owned_rows(window, shards, place[-1])
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    return _wrapped(rows, mesh, placements, shards.shape, stride, wanted)
+
+
+def without_offset(dtensor: Any) -> Any:
+    """A DTensor of the same memory that can be copied and saved: torch gives one that a DTensor's
+    `detach` makes the offset of its local tensor, and takes its memory for its own then."""
+    local = _compat.local_of(dtensor)
+    mesh, placements = dtensor.device_mesh, list(dtensor.placements)
+    return _wrapped(local, mesh, placements, tuple(dtensor.shape), dtensor.stride())
+
+
+def _wrapped(
+    rows: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: list[Any],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    wanted: Callable[[torch.Tensor], torch.Tensor] = lambda made: made,
+) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
     like = torch.empty_like(rows)  # a DTensor takes over the offset, and cannot be copied then
-    shape = torch.Size(shards.shape)
     made: Any = wanted(
-        DTensor.from_local(like, mesh, placements, run_check=False, shape=shape, stride=stride)
+        DTensor.from_local(
+            like, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
     )
     _compat.set_local(made, rows)
     found: torch.Tensor = made

@@ -24,7 +24,14 @@ from graphopt.errors import CaptureError, CollectiveError, GraphOptError, SpmdMi
 from graphopt.ir.placement import Placement
 from graphopt.ir.rows import RowShards
 from graphopt.parallel import ZeRO
-from graphopt.parallel.sharding import as_dtensor, is_dtensor, local_part, mesh_of, window_of
+from graphopt.parallel.sharding import (
+    as_dtensor,
+    is_dtensor,
+    local_part,
+    mesh_of,
+    window_of,
+    without_offset,
+)
 from graphopt.ranks.meeting import Channel
 from graphopt.runtime.agreement.joined_modules import broadcast_from_first
 from graphopt.runtime.late.tensors import settle
@@ -146,6 +153,7 @@ class ShardedModels:
             for module in root.modules():
                 if any(map(is_dtensor, module.parameters(recurse=False))):
                     module.register_load_state_dict_pre_hook(_cut_loaded)
+                    module.register_state_dict_post_hook(_make_copyable)
         return bool(new)
 
     def _chosen(self, call: Call) -> list[tuple[str, nn.Parameter]]:
@@ -276,6 +284,17 @@ def _cut_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *oth
         rank = mesh.get_coordinate()[-1]
         part = local_part(value.to(parameter.device, parameter.dtype), shards, rank)
         state_dict[prefix + key] = as_dtensor(part, shards, mesh)
+
+
+def _make_copyable(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    """After a state dictionary is made: lets `copy.deepcopy` and `torch.save` take its parameters,
+    which share memory with those of the model as elsewhere."""
+    for key in _compat.own_parameters(module):
+        value = state_dict.get(prefix + key)
+        if is_dtensor(value) and value.storage_offset():  # type: ignore[union-attr]
+            state_dict[prefix + key] = without_offset(value)
 
 
 def _first_difference(mine: Any, first: Any) -> str:
