@@ -1,4 +1,5 @@
-"""A lower bound of a step's seconds, valid for any order of its compute, launches and waits.
+"""A lower bound of a step's seconds, valid for any order of its compute, launches and waits in
+which nothing is recomputed for the backward before the loss is there (`compute_between.py`).
 
 **Due dates.** A collective cannot start before what it needs is computed (its *head*), and has to
 have arrived before what needs it is computed (its *tail*). On one machine, with interruptions
@@ -9,6 +10,16 @@ allowed, the least time for such jobs is the largest, over all sets of them, of
 which is found by serving at each time the job with the longest tail (Jackson's preemptive schedule;
 Carlier, "The one-machine sequencing problem", EJOR 1982). Heads and tails are sums of the compute
 that must come before and after, in whatever order.
+
+**Chains.** Where a collective needs what others brought, its head is at least the end of those: the
+same schedule of the collectives before it, with the compute that lies between as their tails. So
+the gather that all compute needs, and the scatter of a gradient that needs all compute, both count.
+Tails likewise. (Carlier's adjustment of heads and tails.)
+
+**Gradients of weights.** A scatter of a gradient does not need those of other weights; but what is
+computed behind its launch, to hide it, has to be scattered as well, behind it. So of each other
+collective either the compute that it alone needs lies before the launch, or its transfer behind:
+the lesser of both counts.
 
 **Late work.** A collective that is waited for in the next iteration may take the compute of both.
 Where in each period all launches of a set come after `r` seconds of compute, and all their readers
@@ -27,14 +38,15 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
+from compute_between import ComputeBetween
 from numpy.typing import NDArray
-from torch import fx
 
-from graphopt.graph_utils import written
 from graphopt.schedule import Message, Program, Timeline
 
-Bits = NDArray[np.uint8]
 Seconds = NDArray[np.float64]
+
+LONGEST = 8
+"""The number of collectives, the longest ones, behind which others are counted."""
 
 
 class Job(NamedTuple):
@@ -52,17 +64,22 @@ def due_date_bound(step: Timeline) -> float:
     found = step.bound_seconds
     if not program.messages:
         return found
-    heads = _reached(program, _Backward(program))
-    tails = _reached(program, _Forward(program))
+    compute = ComputeBetween(program)
+    ends = _ChainedEnds(program, compute, burst)
     for resource in _resources(program, burst):
-        jobs = [
-            (message, Job(heads[message.index], seconds, tails[message.index]))
+        late = [
+            Job(compute.before[message.index], seconds, compute.behind[message.index])
             for message, seconds in resource
+            if message.lag
         ]
+        followed = _Followed(compute, ends, resource, burst)
+        longest = sorted(followed.messages, key=lambda each: -each[1])[:LONGEST]
         found = max(
             found,
-            jackson(job for message, job in jobs if not message.lag) - burst,
-            _late_bound([j for message, j in jobs if message.lag], program.compute_seconds) - burst,
+            *(followed.bound(message.index, seconds) for message, seconds in longest),
+            jackson(ends.job(message, seconds) for message, seconds in resource if not message.lag)
+            - burst,
+            _late_bound(late, program.compute_seconds) - burst,
         )
     return found
 
@@ -112,86 +129,101 @@ def _resources(program: Program, burst: float) -> Iterator[list[tuple[Message, f
     yield from links.values()
 
 
-def _reached(program: Program, way: _Forward | _Backward) -> Seconds:
-    """Returns per message the total seconds of all nodes that it reaches.
+class _ChainedEnds:
+    """For each message, the least seconds before its launch and behind its arrival, in which others
+    travel as well."""
 
-    A row of bits for each node says which messages reach it; nodes with the same row share it.
+    def __init__(self, program: Program, compute: ComputeBetween, burst: float) -> None:
+        self._compute, self._burst = compute, burst
+        self.heads, self._tails = compute.before.copy(), compute.behind.copy()
+        self.resources = [
+            [(message.index, seconds) for message, seconds in resource if not message.lag]
+            for resource in _resources(program, burst)
+        ]
+        for message in program.messages:
+            self.heads[message.index] = self._head(message.index)
+        for message in reversed(program.messages):
+            self._tails[message.index] = self._tail(message.index)
+
+    def job(self, message: Message, seconds: float) -> Job:
+        """Returns the job of a group or link that a message keeps busy for `seconds`."""
+        return Job(self.heads[message.index], seconds, self._tails[message.index])
+
+    def _head(self, index: int) -> float:
+        follows, between = self._compute.follows, self._compute.between
+        found = self.heads[index]
+        for resource in self.resources:
+            jobs = [
+                Job(self.heads[other], seconds, between[other, index])
+                for other, seconds in resource
+                if follows[other, index]
+            ]
+            found = max(found, jackson(jobs) - self._burst)
+        return float(found)
+
+    def _tail(self, index: int) -> float:
+        follows, between = self._compute.follows, self._compute.between
+        found = self._tails[index]
+        for resource in self.resources:
+            jobs = [
+                Job(between[index, other], seconds, self._tails[other])
+                for other, seconds in resource
+                if follows[index, other]
+            ]
+            found = max(found, jackson(jobs) - self._burst)
+        return float(found)
+
+
+class _Followed:
+    """The collectives of one group or link, some of which follow a long one.
+
+    Args:
+        resource: the messages, with the seconds that each keeps it busy.
+
+    Attributes:
+        messages: those of them that are waited for in their own iteration.
     """
-    width = (len(program.messages) + 7) // 8
-    empty = np.zeros(width, dtype=np.uint8)
-    rows: dict[fx.Node, Bits] = {}
-    total = np.zeros(8 * width)
-    pending: list[Bits] = []
-    weights: list[float] = []
-    for node in way.order:
-        row = empty
-        for source in way.sources(node):
-            found = rows.get(source, empty)
-            if found is not empty:
-                row = found if row is empty else row | found
-        started = way.started(node)
-        if started is not None:
-            row = row.copy()
-            row[started // 8] |= 128 >> (started % 8)
-        rows[node] = row
-        way.passed_on(node, row, rows)
-        if node in program.seconds and row is not empty:
-            pending.append(row)
-            weights.append(program.seconds[node])
-        if len(pending) == 1024:
-            total += np.asarray(weights) @ np.unpackbits(np.stack(pending), axis=1)
-            pending, weights = [], []
-    if pending:
-        total += np.asarray(weights) @ np.unpackbits(np.stack(pending), axis=1)
-    return total[: len(program.messages)]
 
+    def __init__(
+        self,
+        compute: ComputeBetween,
+        ends: _ChainedEnds,
+        resource: list[tuple[Message, float]],
+        burst: float,
+    ) -> None:
+        self._compute, self._ends, self._burst = compute, ends, burst
+        self.messages = [(m, seconds) for m, seconds in resource if m.waits and not m.lag]
+        columns = np.asarray([message.index for message, _ in self.messages], dtype=int)
+        self._taken = np.asarray([seconds for _, seconds in self.messages])
+        needed = compute.needed[:, columns]
+        self._owned = needed.any(1) if len(columns) else np.zeros(len(needed), dtype=bool)
+        self._owner = needed.argmax(1) if len(columns) else np.zeros(len(needed), dtype=int)
 
-class _Forward:
-    """Traversal from messages to the nodes that need them."""
+    def bound(self, index: int, seconds: float) -> float:
+        """Returns the least seconds of a step in which message `index` takes `seconds`, and others
+        follow it or have their compute before it."""
+        compute, ends = self._compute, self._ends
+        others = self._owned & ~compute.needed[:, index]
+        anyway = compute.before[index] + self._least(others, np.ones((others.sum(), 1), bool))[0]
+        behind = compute.between[:, index] + self._least(others, compute.needing[others])
+        found = anyway
+        for resource in ends.resources:
+            jobs = [
+                Job(ends.heads[other], taken, behind[other])
+                for other, taken in resource
+                if compute.follows[other, index]
+            ]
+            found = max(found, jackson(jobs) - self._burst)
+        return float(found + seconds - self._burst)
 
-    def __init__(self, program: Program) -> None:
-        self.order = program.order
-        self._program = program
-        self._states = _states_written_late(program)
+    def _least(self, others: NDArray[np.bool_], counted: NDArray[np.bool_]) -> Seconds:
+        """Returns for each column the least seconds of compute before, or of transfers behind.
 
-    def sources(self, node: fx.Node) -> list[fx.Node]:
-        late = self._program.late
-        if node not in late:
-            return node.all_input_nodes
-        # What a late node needs of others was computed in the iteration before.
-        return [s for s in node.all_input_nodes if s in late or s.op == "placeholder"]
-
-    def started(self, node: fx.Node) -> int | None:
-        message = self._program.waited.get(node)
-        return None if message is None else message.index
-
-    def passed_on(self, node: fx.Node, row: Bits, rows: dict[fx.Node, Bits]) -> None:
-        for state in self._states.get(node, ()):
-            rows[state] = rows[state] | row
-
-
-class _Backward:
-    """Traversal from messages to the nodes that they need."""
-
-    def __init__(self, program: Program) -> None:
-        self.order = program.order[::-1]
-        self._program = program
-        self._states = _states_written_late(program)
-
-    def sources(self, node: fx.Node) -> list[fx.Node]:
-        late = self._program.late
-        users = [user for user in node.users if node in late or user not in late]
-        reads = [user for state in self._states.get(node, ()) for user in state.users]
-        return [*users, *(user for user in reads if user not in late)]
-
-    def started(self, node: fx.Node) -> int | None:
-        message = self._program.launched.get(node)
-        return None if message is None else message.index
-
-    def passed_on(self, node: fx.Node, row: Bits, rows: dict[fx.Node, Bits]) -> None:
-        """Does nothing: `sources` already includes the readers of a state."""
-
-
-def _states_written_late(program: Program) -> dict[fx.Node, list[fx.Node]]:
-    """Maps late nodes to the inputs of the step that they update."""
-    return {node: written(node) for node in program.order if node in program.late and written(node)}
+        Args:
+            others: the nodes that compute and are not needed.
+            counted: of these, and for each column, whether they count.
+        """
+        compute = np.zeros((len(self._taken), counted.shape[1]))
+        np.add.at(compute, self._owner[others], counted * self._compute.seconds[others, None])
+        least: Seconds = np.minimum(compute, self._taken[:, None]).sum(0)
+        return least

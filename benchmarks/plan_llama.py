@@ -6,7 +6,8 @@
 For each number of ranks and stage, in a process of its own that believes in an H100: seconds of CPU
 for capture, expansion, passes and proofs; then simulated seconds of a step after the default
 pipeline, beside the larger of its compute and its communication ("bound"), beside the bound that
-knows what has to be computed before and after each collective ("due"), and the bytes that it holds.
+knows what has to be computed and sent before and after each collective ("due"; `due_dates.py`), and
+the bytes that it holds.
 All tables take some minutes of CPU; each is printed when it is done.
 
 With stage 3 the scheduler of Inductor orders the same captured graph, with the same costs, in the

@@ -7,6 +7,7 @@ import json
 import operator
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,12 +19,14 @@ from torch.utils.checkpoint import checkpoint
 
 import graphopt
 from graphopt.cost import CostModel, Transfer
+from graphopt.ir.metadata import set_phase
 from graphopt.parallel import OverRanks
 from graphopt.schedule import Message, Program, Timeline, collectives_text, simulate_program
 from graphopt.schedule.links import fair_rates
 from graphopt.schedule.program import step_peak_bytes
 from graphopt.testing import fake_ranks
 from graphs import training_step
+from slices import examples
 from timelines import Job, due_date_bound, jackson, program
 from zero_cases import VOCABULARY, Language
 
@@ -131,6 +134,8 @@ def test_a_state_that_still_changes_is_not_steady(text: str, burst: float, step:
         ("W0~ c1 W1~ c1 c1 L0=2 c1 L1=2", 4, 6),
         ("c1 L0=2 c1 L1=2 c1 W1 W0 c3", 6, 8),
         ("c2 L0=2 L1=2@tp W0 W1 c2", 4, 8),  # the link
+        ("L0=4 W0 c3 L1=4 W1 c1", 8, 12),  # one brings what the other sends
+        ("L0=4@tp W0 c3 L1=4 W1 c1", 8, 12),
     ],
 )
 def test_bounds_by_hand(text: str, bound: float, preemptive: float) -> None:
@@ -156,6 +161,102 @@ def test_the_bound_lets_parts_run_side_by_side() -> None:
     timeline = simulate_program(Program(order, frozenset(), seconds, messages))
     assert timeline.bound_seconds == 12
     assert due_date_bound(timeline) == 4 + 12
+
+
+def backward_of_layers(scatter: float, weight: float) -> Program:
+    """What is gathered, four seconds, is needed by a path of three layers; each gives the gradient
+    of a weight, which is scattered, and the last one gives another gradient, scattered in six."""
+    graph = fx.Graph()
+    launch = graph.call_function(ALL_REDUCE, (graph.placeholder("rows"), "sum", "dp"))
+    path = whole = graph.call_function(WAIT, (launch,))
+    taken, waits, seconds = {launch: 4.0}, [whole], {}
+
+    def send(gradient: fx.Node, transfer: float) -> None:
+        sent = graph.call_function(ALL_REDUCE, (gradient, "sum", "dp"))
+        taken[sent] = transfer
+        waits.append(graph.call_function(WAIT, (sent,)))
+
+    for _ in range(3):
+        path = graph.call_function(operator.neg, (path,))
+        gradient = graph.call_function(operator.neg, (path,))
+        seconds |= {path: 5.0, gradient: weight}
+        send(gradient, scatter)
+    send(path, 6.0)
+    messages = [
+        Message(i, node, Transfer(0.0, each), 8, 0, (wait,), None)
+        for i, ((node, each), wait) in enumerate(zip(taken.items(), waits, strict=True))
+    ]
+    return Program(list(graph.nodes), frozenset(), seconds, messages)
+
+
+@pytest.mark.parametrize(("scatter", "weight"), [(3.0, 2.0), (2.0, 3.0)])
+def test_what_is_computed_behind_a_launch_is_sent_behind_it(scatter: float, weight: float) -> None:
+    """Gradients of weights whose compute would hide the last scatter are scattered behind it."""
+    timeline = simulate_program(backward_of_layers(scatter, weight))
+    assert due_date_bound(timeline) == 4 + 3 * 5 + 3 * 2 + 6
+
+
+@pytest.mark.parametrize(("recomputed", "least"), [(True, 6 + 1 + 3), (False, 6 + 1)])
+def test_nothing_is_recomputed_before_the_loss(recomputed: bool, least: float) -> None:
+    """What the backward computes of the inputs alone does not hide a gather of the forward."""
+    graph = fx.Graph()
+    batch = graph.placeholder("batch")
+    launch = graph.call_function(ALL_REDUCE, (batch, "sum", "dp"))
+    wait = graph.call_function(WAIT, (launch,))
+    loss = graph.call_function(operator.neg, (wait,))
+    again = graph.call_function(operator.neg, (batch,))
+    graph.call_function(operator.add, (loss, again))
+    for node, phase in zip(
+        [loss, again, *again.users], ["forward", *["backward"] * 2], strict=True
+    ):
+        set_phase(node, phase if recomputed else None)
+    messages = [Message(0, launch, Transfer(0.0, 6.0), 8, 0, (wait,), None)]
+    given = Program(list(graph.nodes), frozenset(), {loss: 1.0, again: 3.0}, messages)
+    assert due_date_bound(simulate_program(given)) == least
+
+
+@st.composite
+def sharded_programs(draw: st.DrawFn) -> Program:
+    """Collectives that need some of the compute before them, and are needed by some behind them."""
+    graph, seconds = fx.Graph(), {}
+    batch = graph.placeholder("batch")
+    values, messages = [batch], []
+    for _ in range(draw(st.integers(2, 8))):
+        count = draw(st.integers(1, 2))
+        read = tuple(draw(st.sampled_from(values)) for each in range(count))
+        if draw(st.booleans()):
+            node = graph.call_function(operator.add, read)
+            seconds[node] = float(draw(times))
+            values.append(node)
+            continue
+        group = draw(st.sampled_from(("dp", "tp")))
+        launch = graph.call_function(ALL_REDUCE, (read[0], "sum", group))
+        wait = graph.call_function(WAIT, (launch,))
+        links = ("network",) if draw(st.booleans()) else (group,)
+        transfer = Transfer(float(draw(st.integers(0, 2))), float(draw(times)), links)
+        messages.append(Message(len(messages), launch, transfer, 8, 0, (wait,), None))
+        values.append(wait)
+    return Program(list(graph.nodes), frozenset(), seconds, messages)
+
+
+def any_order(program: Program, random: Random) -> Program:
+    """The same program in another order."""
+    left, order = list(program.order), []
+    while left:
+        ready = [node for node in left if not set(node.all_input_nodes).intersection(left)]
+        order.append(random.choice(ready))
+        left.remove(order[-1])
+    messages = [program.launched[node] for node in order if node in program.launched]
+    return Program(order, frozenset(), program.seconds, messages)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(sharded_programs(), st.randoms(use_true_random=False), st.sampled_from((0.0, 3.0)))
+def test_no_order_is_faster_than_the_bound(program: Program, random: Random, burst: float) -> None:
+    bound = due_date_bound(simulate_program(program, burst=burst))
+    for _ in range(20):
+        order = any_order(program, random)
+        assert simulate_program(order, burst=burst).step_seconds >= bound * (1 - 1e-9)
 
 
 def test_the_longest_tail_goes_first() -> None:
