@@ -292,7 +292,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--variants", nargs="*", default=[], help="parts of names; all")
     parser.add_argument("--minutes", type=float, default=5, help="after which rounds end")
     parser.add_argument("--limit", type=float, default=60, help="seconds that a turn may take")
-    return parser.parse_args()
+    given = parser.parse_args()
+    names = variants({"sweep": given.sweep, "variants": [], "left_out": []})
+    for part in given.variants:
+        if not any(part in name for name in names):
+            parser.error(f"{part!r} is in no variant's name: {'; '.join(names)}")
+    return given
 
 
 def main() -> None:
