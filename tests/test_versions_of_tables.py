@@ -1,10 +1,13 @@
-"""Versions of dictionaries stand for what is in them: each kind of change is noticed, also in those
-that change again and again, and hooks of tensors are noticed beside them."""
+"""Words of memory, such as versions of dictionaries, stand for what is in objects: each kind of
+change is noticed, also in those that change again and again, and where no word can be read."""
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from types import CellType
 from typing import Any
 
 import pytest
@@ -12,7 +15,18 @@ import torch
 from torch import nn
 
 import graphopt
+from graphopt._compat import memory_words
+from graphopt.guards import unchanged
 from graphopt.guards.unchanged import StateSnapshot
+
+
+@pytest.fixture(params=["words", "no words"], autouse=True)
+def words(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a test as it is, and as on a Python whose memory is not as expected."""
+    if request.param == "no words":
+        for name in ("version_word", "size_word", "content_word", "function_word"):
+            monkeypatch.setattr(unchanged, name, lambda *of: None)
+        monkeypatch.setattr(unchanged, "hook_words", lambda tensor: [])
 
 
 class Owner:
@@ -236,3 +250,119 @@ def test_a_hook_in_place_of_another_one() -> None:
     assert not snapshot.holds()
     tensor.register_hook(lambda gradient: 2 * gradient)
     assert not snapshot.holds()
+
+
+OF_LISTS: dict[str, Change] = {
+    "item": lambda held: held.__setitem__(1, 2.0),
+    "equal": lambda held: held.__setitem__(0, True),
+    "added": lambda held: held.append(3),
+    "removed": lambda held: held.pop(),
+    "swapped": lambda held: held.reverse(),
+    "cleared": lambda held: held.clear(),
+}
+
+
+class OwnList(list[Any]):
+    """A list of another class."""
+
+
+@pytest.mark.parametrize("kind", [list, OwnList])
+@pytest.mark.parametrize("change", OF_LISTS.values(), ids=OF_LISTS)
+def test_changes_of_a_list(change: Change, kind: type[list[Any]]) -> None:
+    whole, single, held = StateSnapshot(), StateSnapshot(), kind([1, 2])
+    whole.has_items([5])  # beside others, to which its items do not count
+    whole.has_items(held)
+    whole.has_items([2])
+    single.has(held, 0, held[0])
+    single.has(held, 1, held[1])
+    single.has_size(held)
+    assert whole.holds() and whole.holds() and single.holds() and single.holds()
+    change(held)
+    assert not whole.holds()
+    assert not single.holds()
+
+
+def test_another_factory_of_default_items() -> None:
+    table, snapshot = defaultdict(list, {"value": 1}), StateSnapshot()
+    snapshot.has_items(table)
+    assert snapshot.holds() and snapshot.holds()
+    table.default_factory = tuple
+    assert not snapshot.holds()
+
+
+def scaled(x: float, by: float = 2.0, *, plus: float = 1.0) -> float:
+    """A function whose code and defaults change."""
+    return x * by + plus
+
+
+def other(x: float) -> float:
+    """A function of which one is the code."""
+    return x
+
+
+OF_FUNCTIONS: dict[str, Change] = {
+    "code": lambda function: setattr(function, "__code__", other.__code__),
+    "defaults": lambda function: setattr(function, "__defaults__", (3.0,)),
+    "no defaults": lambda function: setattr(function, "__defaults__", None),
+    "defaults by name": lambda function: setattr(function, "__kwdefaults__", {"plus": 1.0}),
+}
+
+
+@pytest.mark.parametrize("change", OF_FUNCTIONS.values(), ids=OF_FUNCTIONS)
+def test_changes_of_a_function(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("__code__", "__defaults__", "__kwdefaults__"):
+        monkeypatch.setattr(scaled, name, getattr(scaled, name))
+    snapshot, holder = StateSnapshot(), weakref.ref(scaled)
+    snapshot.has_attribute_referred(holder, "__code__", weakref.ref(scaled.__code__))
+    snapshot.has_attribute(holder, "__defaults__", scaled.__defaults__)
+    snapshot.has_attribute(holder, "__kwdefaults__", scaled.__kwdefaults__)
+    assert snapshot.holds() and snapshot.holds()
+    change(scaled)
+    assert not snapshot.holds()
+
+
+@pytest.mark.parametrize("earlier", [0, 6])
+def test_changes_of_a_closure_variable(earlier: int) -> None:
+    value = object()
+    cell, beside, snapshot = CellType(value), CellType(0), StateSnapshot()
+    snapshot.has_cell(cell, value)
+    snapshot.has_cell(beside, 0)
+    for number in range(earlier):
+        beside.cell_contents = number + 1
+        assert not snapshot.holds()
+        beside.cell_contents = 0
+        assert snapshot.holds()
+    assert snapshot.holds() and snapshot.holds()
+    cell.cell_contents = object()
+    assert not snapshot.holds()
+    del cell.cell_contents
+    assert not snapshot.holds()
+
+
+PLACES: dict[str, Callable[[StateSnapshot, Owner], Any]] = {
+    "item": lambda snapshot, owner: snapshot.has_object(vars(owner), "value", owner.value),
+    "attribute": lambda snapshot, owner: snapshot.has_attribute_referred(
+        weakref.ref(owner), "value", weakref.ref(owner.value)
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_nothing_in_place_of_an_object_that_is_gone(
+    place: Callable[[StateSnapshot, Owner], Any],
+) -> None:
+    owner, snapshot = Owner(), StateSnapshot()
+    owner.value = Owner()
+    place(snapshot, owner)
+    assert snapshot.holds() and snapshot.holds()
+    owner.value = None
+    assert not snapshot.holds()
+
+
+def test_words_are_read_where_python_is_known() -> None:
+    """This says nothing of correctness: without them each call takes longer."""
+    known = sys.version_info < (3, 13)
+    assert (memory_words.version_word({"a": 1}) is not None) is known
+    assert memory_words.size_word([]) and memory_words.content_word(CellType())
+    assert memory_words.function_word(other, "__code__")
+    assert len(memory_words.hook_words(torch.ones(1))) == 2

@@ -9,8 +9,6 @@ Written for torch 2.11 to 2.15. A branch for one version says so.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphopt._compat.copied_generator import CopiedGenerator as CopiedGenerator
-from graphopt._compat.dict_versions import table_version as table_version
-from graphopt._compat.dict_versions import versioned_table as versioned_table
 from graphopt._compat.dtensors import local_of as local_of
 from graphopt._compat.dtensors import set_local as set_local
 from graphopt._compat.fakes import (
@@ -94,6 +92,7 @@ from graphopt._compat.process_groups import (
     group_named,
     group_of_ranks,
     group_or_default,
+    in_process_group,
     maximum,
     name_group,
     rank_among_several,

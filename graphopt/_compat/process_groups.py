@@ -145,8 +145,13 @@ def fake_world_size() -> int | None:
     return dist.get_world_size() if dist.get_backend() == FAKE_BACKEND else None
 
 
+def in_process_group() -> bool:
+    """True if there is a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def rank_among_several() -> int | None:
     """This process's rank in the default process group, or None if it is alone."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not in_process_group() or dist.get_world_size() == 1:
         return None
     return dist.get_rank()

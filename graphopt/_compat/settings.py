@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
-from graphopt._compat.torch_functions import function_modes, hooks_on_saved_tensors
+from graphopt._compat.torch_functions import function_modes, hooks_on_saved_tensors, is_unwatched
 from graphopt._compat.user_modes import global_hooks, unknown_modes
 
 _CPU = torch.device("cpu")
 """The default device where no mode says another."""
+
+_UNWATCHED: tuple[Any, ...] = (_CPU, [], [], None, False)
+"""What `_modes` returns where there are none."""
 
 
 def global_settings() -> tuple[Any, ...]:
@@ -23,11 +26,7 @@ def global_settings() -> tuple[Any, ...]:
     # What `torch.backends` says of these, without its Python.
     return (
         global_hooks(),
-        _CPU if not torch._C._len_torch_function_stack() else torch.get_default_device(),
-        [type(mode) for mode in function_modes()],
-        unknown_modes(),
-        hooks_on_saved_tensors(),
-        torch.is_anomaly_enabled(),
+        _UNWATCHED if is_unwatched() else _modes(),
         torch._C._get_mkldnn_enabled(),
         torch._C._get_cudnn_enabled(),
         torch._C._get_cudnn_sdp_enabled(),
@@ -36,6 +35,19 @@ def global_settings() -> tuple[Any, ...]:
         torch._C._get_math_sdp_enabled(),
         torch._C._get_deterministic_algorithms(),
         torch.is_autocast_cache_enabled(),
+    )
+
+
+def _modes() -> tuple[Any, ...]:
+    """The default device, active modes, hooks on what autograd saves, and its search for
+    anomalies."""
+    functions = torch._C._len_torch_function_stack()
+    return (
+        torch.get_default_device() if functions else _CPU,
+        [type(mode) for mode in function_modes()],
+        unknown_modes(),
+        hooks_on_saved_tensors(),
+        torch.is_anomaly_enabled(),
     )
 
 

@@ -94,6 +94,16 @@ def is_of_program(mode: Any) -> bool:
     return isinstance(mode, TorchDispatchMode) and getattr(mode, "_mode_key", None) is None
 
 
+def is_unwatched() -> bool:
+    """True if no mode sees functions or operators, and no hook what autograd saves."""
+    return not (
+        torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._autograd._top_saved_tensors_default_hooks(True)
+        or torch.is_anomaly_enabled()
+    )
+
+
 def hooks_on_saved_tensors() -> str | None:
     """The name of the pack function of a program's saved-tensor hooks; None without hooks, or if
     they only move tensors (`save_on_cpu`)."""

@@ -23,7 +23,12 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-from graphopt._compat.torch_functions import function_modes, hooks_on_saved_tensors, is_of_program
+from graphopt._compat.torch_functions import (
+    function_modes,
+    hooks_on_saved_tensors,
+    is_of_program,
+    is_unwatched,
+)
 
 _GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
     *(
@@ -60,6 +65,8 @@ _EAGERLY = "; or let all ranks run the step as it is written, GRAPHOPT_OFF=1"
 
 def watches_functions() -> Watching | None:
     """The mode or hook of the user that must see the step's own functions; None without one."""
+    if is_unwatched():
+        return None
     for kind in unknown_modes():
         return Watching(
             f"a {kind.__qualname__}, a mode of torch that may change what operators give",
@@ -95,6 +102,8 @@ def _modes_of_operators() -> list[Any]:
 
 def global_hooks() -> list[tuple[Any, ...]]:
     """The keys of global hooks on modules and optimizers, except those of torch's trackers."""
+    if not any(_GLOBAL_HOOKS):
+        return []
     tables = (table for table in _GLOBAL_HOOKS if table)
     found = (tuple(k for k, hook in table.items() if not _tracks(hook)) for table in tables)
     return [keys for keys in found if keys]

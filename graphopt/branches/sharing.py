@@ -19,6 +19,8 @@ def in_order(entries: Sequence[BoundStep], retried: BranchFailures | None) -> li
         entries: the graphs, most recently used first.
         retried: the history of the branch that is tried before all others.
     """
+    if len(entries) == 1 and entries[0].agreed is None:
+        return list(entries)
     places: dict[BranchFailures, int] = {}
     for entry in entries:
         places.setdefault(entry.tries, len(places))

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from graphopt.guards.values import describe, gradient_kind, is_plain, same_const
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import ArgumentNumber, Inputs
 from graphopt.tracing.rollback.nests import containers_in
+from graphopt.tracing.tensors.lost_history import is_left
 
 
 class ArgumentGuards:
@@ -51,6 +54,9 @@ class ArgumentGuards:
         self._user = [
             (p, tensor_kind(call.leaves[p]), gradient_kind(call.leaves[p])) for p in inputs.user
         ]
+        plain = all(gradient is None and kind[-1] is None for _, kind, gradient in self._user)
+        given = [call.leaves[position] for position in inputs.user]
+        self._match = _compat.metadata_match(given) if plain and given else None
         entries = {id(entry.tensor): entry for entry in inputs.module_tensors}
         self._shared = [(p, entries[id(call.leaves[p])]) for p in call.tensors if p not in user]
         self._aliases = _aliases(call, tensors.storages())
@@ -79,16 +85,32 @@ class ArgumentGuards:
         for position, tensor in self._outside:
             if call.leaves[position] is not tensor():
                 return f"argument {call.names[position]} is no longer the tensor found elsewhere"
+        change = None if self._are_alike(call) else self._changed_tensor(call)
+        if change is not None:
+            return change
+        if _aliases(call, self._tensors.storages()) != self._aliases:
+            return "tensor arguments that were one object differ, or the reverse"
+        if self._same and _same_containers(call) != self._same:
+            return "lists or dictionaries that were one object differ, or the reverse"
+        return None
+
+    def _are_alike(self, call: Call) -> bool:
+        """True if the user's tensors are seen at once to be as those that were captured."""
+        tensors = [call.leaves[position] for position, _, _ in self._user]
+        return (
+            self._match is not None
+            and self._match(*tensors)
+            and not any(map(is_not, map(_GRADIENT, tensors), repeat(None)))
+            and not any(map(is_left, tensors))
+        )
+
+    def _changed_tensor(self, call: Call) -> str | None:
         for position, kind, gradient in self._user:
             now = tensor_kind(call.leaves[position])
             if now != kind:
                 return f"argument {call.names[position]}: {describe(kind, now)}"
             if gradient_kind(call.leaves[position]) != gradient:
                 return f"the gradient of argument {call.names[position]} came, went or changed"
-        if _aliases(call, self._tensors.storages()) != self._aliases:
-            return "tensor arguments that were one object differ, or the reverse"
-        if self._same and _same_containers(call) != self._same:
-            return "lists or dictionaries that were one object differ, or the reverse"
         return None
 
     def identity_mismatch(self, call: Call) -> str | None:
@@ -108,6 +130,9 @@ class ArgumentGuards:
             is_plain(value) or at in self._found_anew or call.leaves[at] is value
             for value, at in given
         )
+
+
+_GRADIENT = attrgetter("grad")
 
 
 def _positions(call: Call) -> tuple[list[Any], ...]:

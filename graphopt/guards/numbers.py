@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import weakref
+from operator import is_
 from typing import Any
 
 from graphopt.tracing.call import Call
@@ -11,14 +12,17 @@ from graphopt.tracing.inputs.entries import ArgumentNumber, Inputs
 from graphopt.tracing.scalars.expressions import Condition, first_leaf
 from graphopt.tracing.scalars.host_numbers import EXACT
 
+_UNCHANGEABLE = frozenset({int, float, bool, complex})
+
 
 class NumberGuards:
-    """Guards on the hyperparameters of a step."""
+    """Guards on the hyperparameters of a step. Numbers that fit are not looked at again."""
 
     def __init__(self, call: Call, inputs: Inputs) -> None:
         self._inputs = inputs
         self._types = [type(number.read(call)) for number in inputs.hyperparameters]
         self._read: tuple[weakref.ref[Call], list[Any]] | None = None
+        self._fitting: list[Any] = []
 
     def of(self, call: Call) -> list[Any]:
         """Returns the hyperparameters of a call that fits, in order."""
@@ -33,13 +37,19 @@ class NumberGuards:
         numbers = self._inputs.hyperparameters
         values = [number.read(call) for number in numbers]
         self._read = weakref.ref(call), values
+        if len(values) == len(self._fitting) and all(map(is_, values, self._fitting)):
+            return None
+        self._fitting = []
         kinds = zip(numbers, values, self._types, strict=True)
         for at, (number, value, kind) in enumerate(kinds):
             if at in self._inputs.unread and _are_floats(value, kind):
                 continue
             if type(value) is not kind or (kind is int and abs(value) >= EXACT):
                 return f"{_called(number)} became {value!r}"
-        return self._changed_answer(values)
+        reason = self._changed_answer(values)
+        if reason is None and all(type(value) in _UNCHANGEABLE for value in values):
+            self._fitting = values
+        return reason
 
     def _changed_answer(self, values: list[Any]) -> str | None:
         """Describes the first number of which a condition no longer holds, or returns None."""

@@ -107,7 +107,8 @@ class OptimizerGuard:
         self.unchanged.has_items(optimizer.param_groups)
         for group in optimizer.param_groups:
             self._see_group(group)
-        self._kinds = self._kinds_now()
+        self._varying_values = self._varying_now()
+        self._kinds = self._kinds_of(self._varying_values)
 
     def _see_group(self, group: dict[str, Any]) -> None:
         self.unchanged.has_size(group)
@@ -127,12 +128,23 @@ class OptimizerGuard:
         if reference() is not optimizer or type(optimizer) is not self.type:
             return False
         try:
-            return vars(optimizer) is attributes and self._kinds_now() == self._kinds
+            return vars(optimizer) is attributes and self._same_kinds()
         except KeyError:
             return False
 
-    def _kinds_now(self) -> list[Any]:
-        return [_kind(key, group[key]) for group, key in self._varying]
+    def _same_kinds(self) -> bool:
+        now = self._varying_now()
+        if not all(map(is_, now, self._varying_values)):
+            if self._kinds_of(now) != self._kinds:
+                return False
+            self._varying_values = now
+        return True
+
+    def _varying_now(self) -> list[Any]:
+        return [group[key] for group, key in self._varying]
+
+    def _kinds_of(self, values: list[Any]) -> list[Any]:
+        return [_kind(key, value) for (_, key), value in zip(self._varying, values, strict=True)]
 
 
 _NUMBER = object()

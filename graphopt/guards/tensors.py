@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt._compat.identity import identities
 from graphopt.guards.values import same_constant, tensor_kind
 from graphopt.tracing.call import Call, has_gradient
 from graphopt.tracing.inputs.entries import Inputs, ModuleTensor, Storage
@@ -49,6 +50,8 @@ class TensorGuards:
         self._same_parameters = [e.tensor for e in self._parameters if not e.rebindable]
         self._other_parameters = [e.slots[0] for e in self._parameters if e.rebindable]
         self._gradients = self._gradients_now()
+        plain = not (self._other_parameters or any(self._gradients))
+        self._without = identities([None] * len(self._same_parameters)) if plain else None
 
     def _note_marks(self) -> None:
         """Records the user-set attributes of tensors, by their `__dict__`: reading a lazy
@@ -70,6 +73,8 @@ class TensorGuards:
 
     def gradient_mismatch(self) -> str | None:
         """Describes the first gradient that was added or removed, or returns None."""
+        if self._without == identities(map(_GRADIENT, self._same_parameters)):
+            return None
         now = self._gradients_now()
         if now == self._gradients:
             return None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.parallel import OverRanks, Parallel, ZeRO, resolve
 from graphopt.ranks.processes import announce
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from graphopt.runtime.agreement.joint_capture import JointCapture
     from graphopt.runtime.agreement.sharded_models import ShardedModels
     from graphopt.tracing.call import Call
+
+
+_ALONE = "own communication", 1
+"""The mode of a process without others."""
 
 
 class Communication:
@@ -48,6 +53,8 @@ class Communication:
 
     def mode(self) -> tuple[Any, ...]:
         """The mode of communication of a call, which a graph is specialized on."""
+        if self._parallel is None and not _compat.in_process_group():
+            return _ALONE
         parallel = resolve(self._parallel)
         if not isinstance(parallel, OverRanks):
             ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
