@@ -19,6 +19,7 @@ from torch import fx
 from torch.fx.graph import CodeGen, PythonCode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphopt._compat.gloo_gathers import LAUNCHES
 from graphopt._compat.trees import tree_leaves, tree_map
 
 _FUNCTIONS: tuple[Any, ...] = (
@@ -66,6 +67,8 @@ def is_operator_overload(target: Any) -> TypeGuard[torch._ops.OpOverload]:
 def direct_call(node: fx.Node) -> Callable[..., Any]:
     """The function that computes a node's operator, with the same arguments."""
     target: Any = node.target
+    if target in LAUNCHES:
+        return LAUNCHES[target]
     if target.namespace == "aten" and _may_be_bound(node):
         args = tuple(_kind(arg) for arg in node.args)
         kwargs = tuple((name, _kind(arg)) for name, arg in sorted(node.kwargs.items()))
