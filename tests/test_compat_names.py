@@ -48,6 +48,7 @@ LATER = frozenset(
         "_sequence_nr",  # of what stands in `_current_autograd_node()` during a backward
         "_in_spec",  # of an exported pipeline, a graph module of ours
         "_out_spec",
+        "_allgather_base",  # of a process group: test_gathers_on_gloo.py
         "_local_tensor",  # of a DTensor, which needs a group: test_zero_state.py
         "_is_param",  # written, not read
         "_opt_called",

@@ -184,12 +184,11 @@ def test_the_home_folder_in_commands(saved: Path, home: Path) -> None:
         "show ~/step.pt --diff ~/step.pt",
         "optimize ~/step.pt --pipeline none --out ~/out/step.pt --import ~/own.py",
         "optimize ~/step.pt --pipeline remove_copy_from_optimizer --dump ~/dump",
-        "trace --schedule gpipe --out ~/pictures",
         "passes --import ~/own.py",
     ):
         result = CliRunner().invoke(app, words.split())
         assert result.exit_code == 0, result.output
-    assert {"out", "dump", "pictures"} <= {path.name for path in home.iterdir()}
+    assert {"out", "dump"} <= {path.name for path in home.iterdir()}
     assert list(Path().iterdir()) == []
 
 

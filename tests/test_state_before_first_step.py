@@ -179,13 +179,13 @@ def _finished(loss: Tensor, optimizer: Optimizer) -> Tensor:
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One entry for each time a step is traced."""
     found: list[None] = []
-    attempt = trace_module._attempt
+    attempt = trace_module._run_once
 
     def counted(*args: Any) -> Any:
         found.append(None)
         return attempt(*args)
 
-    monkeypatch.setattr(trace_module, "_attempt", counted)
+    monkeypatch.setattr(trace_module, "_run_once", counted)
     return found
 
 
@@ -324,13 +324,13 @@ def test_fresh_state_is_that_of_a_first_step(name: str) -> None:
 
 def _traces_of_rank(rank: int, name: str) -> tuple[int, list[Tensor]]:
     """Traces of a rank's first call, and the parameters after three."""
-    counted, attempt = [0], trace_module._attempt
+    counted, attempt = [0], trace_module._run_once
 
     def counting(*args: Any) -> Any:
         counted[0] += 1
         return attempt(*args)
 
-    trace_module._attempt = counting
+    trace_module._run_once = counting
     try:
         torch.manual_seed(0)
         model = layers()
@@ -340,7 +340,7 @@ def _traces_of_rank(rank: int, name: str) -> tuple[int, list[Tensor]]:
             step(model, optimizer, torch.full((2, 3), 0.3 + number + rank))
         step.flush()
     finally:
-        trace_module._attempt = attempt
+        trace_module._run_once = attempt
     return counted[0], [parameter.detach() for parameter in model.parameters()]
 
 

@@ -100,6 +100,7 @@ class ArgumentGuards:
         return (
             self._match is not None
             and self._match(*tensors)
+            and all(map(_IS_LEAF, tensors))  # of others torch warns that nobody should ask
             and not any(map(is_not, map(_GRADIENT, tensors), repeat(None)))
             and not any(map(is_left, tensors))
         )
@@ -132,7 +133,7 @@ class ArgumentGuards:
         )
 
 
-_GRADIENT = attrgetter("grad")
+_GRADIENT, _IS_LEAF = attrgetter("grad"), attrgetter("is_leaf")
 
 
 def _positions(call: Call) -> tuple[list[Any], ...]:
