@@ -64,6 +64,7 @@ class TrainStep:
             raise TypeError(f"max_graphs is a positive number of graphs, not {max_graphs!r}")
         functools.update_wrapper(self, fn)
         self._fn, self._name = fn, getattr(fn, "__qualname__", repr(fn))
+        self.parallel = parallel
         # These import all passes and checks, for which `import graphopt` need not wait.
         from graphopt.stages import stages_for
         from graphopt.stages.calls import Calls
@@ -222,7 +223,8 @@ def compile(
             backward and optimizer step inside; returns a pytree of tensors and constants or None.
         **options: ``pipeline`` ("default", "auto" or an `AutoPipeline`: the default passes with
             options as measured at the first call, "none", a textual pipeline, a list of passes or
-            of `(pass, options)`, a `PassManager`), ``parallel`` (None, `DataParallel` or `Manual`),
+            of `(pass, options)`, a `PassManager`), ``parallel`` (None, `DataParallel`, `ZeRO` or
+            `Manual`),
             ``lower`` (None, "inductor", "inductor+cudagraphs" or `graphopt.lowering.Options`),
             ``verify`` ("equivalence", which None means: each pass is shown to compute the same;
             "dependencies"; "off"; a `PassManager` brings its own; docs/verification.md),

@@ -15,6 +15,8 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
+import graphopt
+from gloo import Pool
 from graphopt import cli
 from graphopt.errors import GraphOptError
 from graphopt.estimate.measure import MeasuredVariants, Variant, compared, measure, process_group
@@ -182,6 +184,56 @@ def test_all_variants_draw_the_same_numbers(p: float) -> None:
     assert set(found.differences.values()) == {0.0}
     results = [variant.result for variant in found.variants.values()]
     assert all(r is not None and r.item() == results[0].item() != 0 for r in results)
+
+
+class Layers(torch.nn.Module):
+    """A model whose layers are in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(8, 64)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
+        self.last = torch.nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.last(x)
+
+
+def sharded_measurement(rank: int, stage: int, begun: bool) -> dict[str, float]:
+    torch.manual_seed(3)
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if begun:
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    batches = tuple((torch.randn(4, 8) * (rank + 1),) for _ in range(3))
+    kind = graphopt.ZeRO(stage=stage)
+    calls = StepCalls(squared_step, (model, optimizer), batches, parallel=kind)
+    return measure(calls, rounds=1, turn=2, inductor=False).differences
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_sharded_step_is_compared_with_fsdp2(two_ranks: Pool, stage: int) -> None:
+    for found in two_ranks.run(sharded_measurement, stage, False):
+        assert found["graphopt, default"] == found["graphopt, auto"] == found["DDP, 1 MB"] == 0
+        assert found["FSDP2"] < 1e-4
+
+
+def test_fsdp2_is_left_out_if_the_optimizer_has_state(two_ranks: Pool) -> None:
+    for found in two_ranks.run(sharded_measurement, 1, True):
+        assert "FSDP2" not in found and found["graphopt, default"] == 0
+
+
+def test_the_kind_of_parallelism_is_the_scripts(tmp_path: Path) -> None:
+    sharded = SCRIPT.replace("@graphopt.compile", "@graphopt.compile(parallel=graphopt.ZeRO())")
+    path = tmp_path / "train_sharded.py"
+    path.write_text(sharded)
+    for target in (str(path), f"{path}:train_step"):
+        assert find_step(target).parallel == graphopt.ZeRO()
 
 
 def squared_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:

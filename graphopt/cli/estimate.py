@@ -23,6 +23,8 @@ Examples:
 
 A script alone is run until it first calls a step that graphopt.compile made. With a name, the file
 has a function `make() -> (arguments, batches)`: `train_step(*arguments, *batch)` is one call.
+
+A step with parallel=graphopt.ZeRO(…) is measured as such, beside DDP and FSDP2.
 """
 
 

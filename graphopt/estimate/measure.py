@@ -1,4 +1,4 @@
-"""Measurement of a user's step: eager or DistributedDataParallel and graphopt, in turns."""
+"""Measurement of a user's step: eager, DistributedDataParallel or FSDP2, and graphopt, in turns."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import graphopt
 from graphopt import _compat
 from graphopt.errors import GraphOptError
+from graphopt.estimate.fully_sharded import shard_fully
 from graphopt.estimate.memory import peak_memory
 from graphopt.estimate.pacing import pace_connections
 from graphopt.estimate.target import StepCalls
@@ -28,7 +30,9 @@ from graphopt.ir.bits import same_bits
 
 logger = logging.getLogger("graphopt")
 
-COMPUTE, EAGER, TORCH = "compute alone", "eager", "torch.compile"
+COMPUTE, EAGER, TORCH, FSDP2 = "compute alone", "eager", "torch.compile", "FSDP2"
+_OPTIONAL = {TORCH: "torch.compile does not take the models", FSDP2: "FSDP2 does not take the step"}
+"""Variants that are left out where they fail, and what is said then."""
 DDP_BUCKETS_MB = (25.0, 4.0, 1.0)
 PIPELINES = {"graphopt, default": "default", "graphopt, auto": "auto"}
 WARM_UP_STEPS = 3
@@ -156,9 +160,9 @@ def prepared(
         try:
             variant.first_call = _seconds(variant, calls, calls.next_batches(1), device)
         except Exception as error:
-            if name != TORCH:
+            if name not in _OPTIONAL:
                 raise
-            logger.warning("torch.compile does not take the models: %s", type(error).__name__)
+            logger.warning("%s: %s", _OPTIONAL[name], type(error).__name__)
             del made[name]
             continue
         _seconds(variant, calls, calls.next_batches(WARM_UP_STEPS - 1, 1), device)
@@ -207,14 +211,26 @@ def _variants(
         yield COMPUTE, _variant(calls, calls.function)
         for size in buckets_mb:
             yield f"DDP, {size:g} MB", _variant(calls, calls.function, partial(_ddp, size))
+        if isinstance(calls.parallel, graphopt.ZeRO):
+            yield from _fully_sharded(calls)
+    compiled = partial(graphopt.compile, calls.function, parallel=calls.parallel)
     for name in list(pipelines)[: None if ranks > 1 else 1]:
-        yield name, _variant(calls, graphopt.compile(calls.function, pipeline=pipelines[name]))
+        yield name, _variant(calls, compiled(pipeline=pipelines[name]))
     if inductor:
-        compiled = graphopt.compile(calls.function, lower="inductor")
-        yield "graphopt, Inductor", _variant(calls, compiled)
+        yield "graphopt, Inductor", _variant(calls, compiled(lower="inductor"))
         if torch.cuda.is_available():
-            recorded = graphopt.compile(calls.function, lower="inductor+cudagraphs")
+            recorded = compiled(lower="inductor+cudagraphs")
             yield "graphopt, CUDA graphs", _variant(calls, recorded)
+
+
+def _fully_sharded(calls: StepCalls) -> Iterator[tuple[str, Variant]]:
+    variant = _variant(calls, calls.function)
+    try:
+        shard_fully(variant.arguments)
+    except Exception as error:
+        logger.warning("%s: %s", _OPTIONAL[FSDP2], error)
+    else:
+        yield FSDP2, variant
 
 
 def _variant(
@@ -301,13 +317,18 @@ def _difference(one: Variant, other: Variant) -> float:
 def _state(variant: Variant) -> Iterator[tuple[str, torch.Tensor]]:
     for number, model in enumerate(variant.model):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            yield f"{number}.{name}", tensor.detach()
+            yield f"{number}.{name}", _whole(tensor.detach())
     optimizers = (a for a in variant.arguments if isinstance(a, torch.optim.Optimizer))
     for number, optimizer in enumerate(optimizers):
         for index, state in optimizer.state_dict()["state"].items():
             for name, value in state.items():
                 if isinstance(value, (torch.Tensor, float, int)):
-                    yield f"optimizer {number}: {index}.{name}", torch.as_tensor(value)
+                    yield f"optimizer {number}: {index}.{name}", _whole(torch.as_tensor(value))
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a sharded tensor, gathered on all ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 from graphopt.commands.imports import imported
 from graphopt.errors import GraphOptError
+from graphopt.parallel import Parallel
 from graphopt.step import TrainStep
 
 _KEPT_BATCHES = 8
@@ -27,12 +28,14 @@ class StepCalls:
         arguments: the arguments of every call: models, optimizers and the like.
         batches: the arguments that follow them, others in each call.
         keywords: the keyword arguments of every call.
+        parallel: the kind of parallelism that the user gave `graphopt.compile`; None if none.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     batches: tuple[tuple[Any, ...], ...]
     keywords: dict[str, Any] = field(default_factory=dict)
+    parallel: Parallel | None = None
 
     def next_batches(self, count: int, start: int = 0) -> list[tuple[Any, ...]]:
         """The batches of `count` calls, repeated when they are used up."""
@@ -60,7 +63,8 @@ class _StepCalled(BaseException):
 
     def __init__(self, step: TrainStep, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         super().__init__()
-        self.calls = StepCalls(step.__wrapped__, args, ((),), keywords)  # type: ignore[attr-defined]
+        function = step.__wrapped__  # type: ignore[attr-defined]
+        self.calls = StepCalls(function, args, ((),), keywords, step.parallel)
 
 
 def _called_by_script(path: str) -> StepCalls:
@@ -102,7 +106,8 @@ def _made(path: str, name: str) -> StepCalls:
     kept = tuple(_as_tuples(islice(iter(batches), _KEPT_BATCHES)))
     if not kept:
         raise GraphOptError(f"{path}:make() returned no batches: at least one is needed")
-    return StepCalls(function, tuple(arguments), kept)
+    parallel = step.parallel if isinstance(step, TrainStep) else None
+    return StepCalls(function, tuple(arguments), kept, parallel=parallel)
 
 
 def _as_tuples(batches: Iterator[Any]) -> Iterator[tuple[Any, ...]]:

@@ -40,8 +40,7 @@ class InputValues:
             if not inputs.answers
         ]
         self._gradients = [(g.owner, id(g.owner) in dead) for g in inputs.gradients]
-        rows = [i for i, spec in enumerate(captured.inputs) if spec.placement.rows is not None]
-        self._windows = ShardWindows(rows, captured.parallel)
+        self._windows = ShardWindows(captured.inputs, captured.parallel)
         self._numbers: dict[int, tuple[Any, torch.Tensor]] = {}
 
     def of_state(self) -> list[Any]:

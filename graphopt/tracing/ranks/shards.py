@@ -22,7 +22,7 @@ from graphopt.tracing.inputs.entries import ModuleTensor
 if TYPE_CHECKING:
     from graphopt.parallel import Parallel
     from graphopt.tracing.call import Call
-    from graphopt.tracing.inputs.entries import Inputs
+    from graphopt.tracing.inputs.entries import Inputs, InputSpec
 
 
 def placements(
@@ -104,11 +104,12 @@ class ShardWindows:
     """The windows that a graph takes for sharded inputs, by position.
 
     Args:
-        sharded: positions of the inputs.
-        group: the ranks that hold them.
+        inputs: of the graph, in order.
+        parallel: has the ranks that hold what is sharded.
     """
 
-    def __init__(self, sharded: list[int], parallel: Parallel) -> None:
+    def __init__(self, inputs: Sequence[InputSpec], parallel: Parallel) -> None:
+        sharded = [i for i, spec in enumerate(inputs) if spec.placement.rows is not None]
         self._sharded = sharded
         self._known: dict[int, tuple[Any, int, torch.Tensor]] = {}
         if sharded:
