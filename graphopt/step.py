@@ -35,6 +35,9 @@ class TrainStep:
 
     What a call returns are tensors without autograd history: the backward has run inside.
 
+    Attributes:
+        parallel: the option of that name.
+
     >>> import graphopt, torch
     >>> step, model = graphopt.compile(lambda m, x: m(x)), torch.nn.ReLU()
     >>> type(step).__name__, step(model, torch.ones(2))
