@@ -47,6 +47,8 @@ class Calls:
         self.stages, self.entries, self.communication = stages, entries, communication
         self._fallback, self._binding, self._recaptures = fallback, Binding(), Recaptures(name)
         self._name, self.number, self.captured = name, 0, 0
+        self.turns = 0
+        """The number of branches that the call under way has left."""
         self._retried: BranchFailures | None = None
 
     def reset(self) -> None:
@@ -64,6 +66,7 @@ class Calls:
     def run(self, call: Call) -> Any:
         """Runs the next call, and returns what the step returns."""
         self.number += 1
+        self.turns = 0
         if self._fallback.active:
             return self.run_eagerly(call)
         if self._is_watched():

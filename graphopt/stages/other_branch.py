@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from graphopt.stages.calls import Calls
 
 
+_TURNS = 8
+"""The number of branches that a call may leave besides two for each of its decisions."""
+
+
 class OtherBranch:
     """The branch that a call takes after an assumption of `entry` failed.
 
@@ -48,6 +52,7 @@ class OtherBranch:
     def run(self) -> Any:
         """Runs the call in the other branch, and returns what the step returns."""
         calls, entry, call = self._calls, self._entry, self._call
+        self._count_turn()
         left = entry.take_left()
         calls.entries.land()
         other = calls.known(call)
@@ -67,6 +72,17 @@ class OtherBranch:
         if going_on is None and not apart and calls.stages.hands_out:
             learn(left, entry, other, calls.stages.make_ready)
         return result
+
+    def _count_turn(self) -> None:
+        """Ends a call that goes from branch to branch without end."""
+        self._calls.turns += 1
+        if self._calls.turns <= 2 * len(self._entry.answers) + _TURNS:
+            return
+        with self._calls.communication.failures_told(self._calls.number):
+            raise SpmdMismatchError(
+                f"the branches of the step do not settle: {self._failed.place}; ranks use other"
+                " parameters in several models of one step: give each model a step of its own"
+            )
 
     def _graph(self, known: BoundStep | None, launched: bool) -> BoundStep | None:
         """The branch's graph, captured if it is unknown or fits no graph of the other ranks.
