@@ -29,12 +29,12 @@ def train(x):
     return loss
 
 step = graphopt.compile(train) if sys.argv[1] == "graphopt" else train
-for _ in range(4):
+for _ in range(6):
     step(torch.ones(2048, 256))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(8):
+for _ in range(30):
     step(torch.ones(2048, 256))
-print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 8)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 30)
 """
 
 IN_A_STEP = 2048 * 256 * 4 * 6 / 4096
