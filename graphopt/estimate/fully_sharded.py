@@ -25,7 +25,7 @@ def shard_fully(arguments: Sequence[Any]) -> None:
     """
     optimizers = [each for each in arguments if isinstance(each, torch.optim.Optimizer)]
     if any(optimizer.state for optimizer in optimizers):
-        raise GraphOptError("FSDP2 is not compared: the optimizer has state before the first step")
+        raise GraphOptError("the optimizer has state before the first step")
     sharded: dict[int, nn.Parameter] = {}
     for model in arguments:
         parameters = _parameters(model) if isinstance(model, nn.Module) else {}
