@@ -10,9 +10,9 @@ import torch
 from torch import fx, nn
 
 from graphopt._compat import pipelining as _private
+from graphopt._compat.autograd_functions import functions_seen_by
 from graphopt.errors import PartitionError
 from graphopt.pipelining.errors import LostGradientError, ModuleCaptureError
-from graphopt.pipelining.pipe.autograd_functions import FunctionRecorder
 from graphopt.pipelining.pipe.calling_convention import CallingConvention, OutputSpec
 from graphopt.pipelining.pipe.gradient_watch import GradientWatch, check_module_hooks
 from graphopt.pipelining.pipe.marks import (
@@ -81,21 +81,18 @@ def export_module(
 
 def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
     check_module_hooks(module)
-    recorder, watch = FunctionRecorder(), GradientWatch()
+    watch = GradientWatch()
     try:
-        with recorder.recording(), watch:
+        with functions_seen_by(watch.refuse_function), watch:
             program = torch.export.export(module, args, kwargs, strict=False)
     except LostGradientError:
         raise
     except Exception as error:
-        refusal = recorder.refusal or watch.refusal
-        raise refusal or ModuleCaptureError(type(module).__name__, error) from error
-    for refusal in (recorder.refusal, watch.refusal):
-        if refusal is not None:
-            raise refusal
-    traced = program.module(check_guards=False)
-    recorder.restore(traced)
-    return traced
+        refusal = watch.refusal or ModuleCaptureError(type(module).__name__, error)
+        raise refusal from error
+    if watch.refusal is not None:
+        raise watch.refusal
+    return program.module(check_guards=False)
 
 
 def _rename_regions(traced: fx.GraphModule) -> None:

@@ -1,7 +1,11 @@
 """Checks, during export, for changes of gradients that the exported graph would lose.
 
 Hooks on activations, on nodes of autograd and on what autograd saves, and backwards inside of
-forward, run when autograd runs. The graph has no node for them.
+forward, run when autograd runs. The graph has no node for them. Of a `torch.autograd.Function` it
+has what forward computes, so that autograd differentiates that in place of calling its backward:
+
+    y = Sign.apply(x)     # backward: the gradient as it is
+    %y = aten.sign(%x)    # what export records: the gradient is zero
 """
 
 from __future__ import annotations
@@ -24,13 +28,23 @@ _ATTRIBUTES: Any = vars(torch.Tensor) | vars(TensorBase)
 _GRADIENT_SWITCHES = frozenset({torch.Tensor.requires_grad_, _ATTRIBUTES["requires_grad"].__set__})
 _GRAD_FN = _ATTRIBUTES["grad_fn"].__get__
 _DATA = _ATTRIBUTES["data"].__get__
+_OPERATOR_HINT = (
+    "change the gradient in the backward of an operator of your own (torch.library.custom_op, with"
+    " register_autograd), which stages keep"
+)
 _FUNCTION_HINT = (
-    "change the gradient in the backward of a torch.autograd.Function, which stages keep"
+    "make it an operator (torch.library.custom_op, with register_autograd), which stages keep; or"
+    " divide the model by hand: graphopt.pipelining.Stage.from_module runs modules as they are"
+)
+_CHECKPOINT_HINT = (
+    "pass use_reentrant=False to torch.utils.checkpoint.checkpoint, whose gradients are the same"
+    " (transformers: gradient_checkpointing_enable({'use_reentrant': False}))"
 )
 
 
 class GradientWatch(TorchFunctionMode):
-    """Refuses gradient hooks and backward calls that an exported graph cannot keep.
+    """Refuses autograd functions, gradient hooks and backward calls that an exported graph cannot
+    keep.
 
     Attributes:
         refusal: the first one; code of the model may have caught it.
@@ -60,7 +74,7 @@ class GradientWatch(TorchFunctionMode):
 
     def _check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if func in _HOOKS:
-            self.refuse(f"a hook on a tensor ({func.__name__})", _FUNCTION_HINT)
+            self.refuse(f"a hook on a tensor ({func.__name__})", _OPERATOR_HINT)
         if func in _BACKWARDS:
             self.refuse(
                 "a backward inside of forward, which adds to the gradients of parameters",
@@ -76,6 +90,18 @@ class GradientWatch(TorchFunctionMode):
                 "hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks)",
                 "enter saved_tensors_hooks around schedule.step",
             )
+
+    def refuse_function(self, cls: Any) -> NoReturn:
+        """Refuses an autograd function that is applied.
+
+        Raises:
+            LostGradientError: always.
+        """
+        if _private.is_reentrant_checkpoint(cls):
+            reason = "a checkpoint with use_reentrant=True runs its own backward"
+            self.refuse(reason, _CHECKPOINT_HINT)
+        name = "" if _private.is_generated(cls) else f" {cls.__name__}"
+        self.refuse(f"the backward of an autograd.Function{name} would be lost", _FUNCTION_HINT)
 
     def refuse(self, reason: str, hint: str) -> NoReturn:
         """Refuses the model now, and again each time that the watch is asked.
@@ -97,7 +123,7 @@ class _WatchedNode:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("register_hook", "register_prehook"):
-            self._watch.refuse(f"a hook on a node of autograd ({name})", _FUNCTION_HINT)
+            self._watch.refuse(f"a hook on a node of autograd ({name})", _OPERATOR_HINT)
         return getattr(self._node, name)
 
 
@@ -113,7 +139,7 @@ def check_module_hooks(module: nn.Module) -> None:
                 f"the module '{name}' ({type(child).__name__}) has a backward hook",
                 location=None,
                 hint="remove it before the pipe is made, and "
-                "register it on the modules of stages, or " + _FUNCTION_HINT,
+                "register it on the modules of stages, or " + _OPERATOR_HINT,
             )
 
 
