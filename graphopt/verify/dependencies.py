@@ -5,7 +5,7 @@
     g1 ─ all_reduce ─ wait ─ adamw
 
 Nodes that both graphs have are *anchors*. What a pass took out or put in lies between anchors and
-is read element by element (`graphopt.verify.dependency.flow`); a value that went through a
+is read element by element (`graphopt.verify.dependency.sources`); a value that went through a
 collective from one anchor to another must still go through it. So of both steps above remains the
 same: each update needs its own gradient, reduced.
 
@@ -16,6 +16,7 @@ one with the same inputs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import NamedTuple
 
 from torch import fx
@@ -24,10 +25,10 @@ from graphopt.graph_utils.nodes import graph_of
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.verify.checks import structure
 from graphopt.verify.dependency import sent_elements
-from graphopt.verify.dependency.labels import CollectiveLabels
 from graphopt.verify.dependency.matching import End, NodeMatching, Sink, correspondence_by_name
-from graphopt.verify.dependency.reach import CHUNK, labelled, missing, numbers
-from graphopt.verify.dependency.sink_sources import SinkPlace, SinkSources
+from graphopt.verify.dependency.segments import Sources, union
+from graphopt.verify.dependency.signatures import Signature, signature_text
+from graphopt.verify.dependency.sources import GraphSources, missing
 from graphopt.verify.problems import DependencyReport, Problem
 
 _NAMED = 3
@@ -113,8 +114,6 @@ class _Comparison:
         self._before, self._after = before, after
         self._communication = communication
         self._matching = NodeMatching(self._before, self._after, correspondence)
-        self._labels = CollectiveLabels(kinds=communication.amounts)
-        self._uncut: SinkSources | None = None
         self._position = {node: index for index, node in enumerate(after[0].nodes)}
 
     def problems(self) -> list[Problem]:
@@ -149,52 +148,42 @@ class _Comparison:
         sinks = self._matching.sinks
         if not sinks:
             return []
-        places = [SinkPlace(sink.before, sink.end is not None) for sink in sinks]
-        self._old = SinkSources(*self._before, places, self._labels, self._matching.anchors_before)
-        places = [SinkPlace(sink.after, sink.end is not None) for sink in sinks]
-        self._new = SinkSources(*self._after, places, self._labels, self._matching.anchors)
-        pairs = [
-            (old, new) for new, old in self._matching.anchors.items() if old in self._old.begins
+        anchors, kinds = self._matching.anchors, self._communication.amounts
+        numbers: dict[fx.Node, int] = {}
+
+        def number(old: fx.Node) -> int:
+            return numbers.setdefault(old, len(numbers))
+
+        def number_after(new: fx.Node) -> int:
+            return number(anchors[new])
+
+        before = self._matching.anchors_before
+        old = GraphSources(*self._before, before, number, cut=True, kinds=kinds)
+        new = GraphSources(*self._after, anchors, number_after, cut=True, kinds=kinds)
+        found = [
+            (sink, missing(sink.sources_before(old), sink.sources_after(new))) for sink in sinks
         ]
-        lost: dict[int, list[_LostDependency]] = {}
-        for start in range(0, len(pairs), CHUNK):
-            for sink, sources in self._lost_of(pairs[start : start + CHUNK], places):
-                lost.setdefault(sink, []).extend(sources)
-        return [self._problem(sinks[sink], found) for sink, found in sorted(lost.items())]
-
-    def _lost_of(
-        self, pairs: list[tuple[fx.Node, fx.Node]], places: list[SinkPlace]
-    ) -> Iterator[tuple[int, list[_LostDependency]]]:
-        """Yields for each sink the sources, among the pairs (before, after), that it has lost.
-
-        Nearly always what a sink needs reaches it without passing another anchor; only the rest is
-        looked for in the whole graph.
-        """
-        old, new = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        lost = self._missing(self._old.states(old), self._new.states(new))
-        if lost:
-            lost = self._missing(lost, self._whole(places).states(new))
-        for sink, state in lost.items():
-            yield (
-                sink,
-                [
-                    _LostDependency(new[number], label)
-                    for label, bits in labelled(state)
-                    for number in numbers(bits, _NAMED)
-                ],
-            )
-
-    def _missing(self, wanted: dict[int, int], found: dict[int, int]) -> dict[int, int]:
-        lost = {
-            sink: missing(state, found.get(sink, 0), self._labels) for sink, state in wanted.items()
+        lost = {sink: sources for sink, sources in found if sources}
+        if not lost:
+            return []
+        # Nearly always what a sink needs reaches it without passing another anchor; only the rest
+        # is looked for in the whole graph.
+        wanted = union(lost.values()).values()
+        looked_for = {
+            node: numbers[was]
+            for node, was in anchors.items()
+            if was in numbers and any(bits >> numbers[was] & 1 for bits in wanted)
         }
-        return {sink: state for sink, state in lost.items() if state}
-
-    def _whole(self, places: list[SinkPlace]) -> SinkSources:
-        """Returns the whole graph after the pass, not cut at anchors."""
-        if self._uncut is None:
-            self._uncut = SinkSources(*self._after, places, self._labels)
-        return self._uncut
+        whole = GraphSources(
+            *self._after, looked_for, looked_for.__getitem__, cut=False, kinds=kinds
+        )
+        found = [
+            (sink, missing(wanted, sink.sources_after(whole))) for sink, wanted in lost.items()
+        ]
+        nodes = {number: node for node, number in looked_for.items()}
+        return [
+            self._problem(sink, list(_named(sources, nodes))) for sink, sources in found if sources
+        ]
 
     def _dropped(self, sink: Sink) -> Problem | None:
         """Returns the problem of a node that reads fewer values than before, naming those it
@@ -212,15 +201,15 @@ class _Comparison:
         )
         return Problem(message, (reader, *missing[:_NAMED]))
 
-    def _problem(self, sink: Sink, lost: list[_LostDependency]) -> Problem:
+    def _problem(self, sink: Sink, lost: list[_LostSource]) -> Problem:
         reader = sink.after.node
         dropped = None if sink.end is not None else self._dropped(sink)
         if dropped is not None:
             return dropped
         lost = sorted(lost, key=lambda found: self._position[found.node], reverse=True)
-        source, label = lost[0]
+        source, collectives = lost[0]
         subject = f"%{reader.name}" if sink.end is None else _end_name(sink.end)
-        through = self._labels.text(label)
+        through = " and ".join(map(signature_text, sorted(collectives)))
         if sink.end is None and self._position[source] > self._position[reader]:
             message = f"{subject} stands before %{source.name} now, which it needs"
         elif through:
@@ -233,9 +222,18 @@ class _Comparison:
         return Problem(message, (reader, *(node for node in sources if node is not reader)))
 
 
-class _LostDependency(NamedTuple):
+class _LostSource(NamedTuple):
+    """A source that a sink has lost, and the collectives that it came through."""
+
     node: fx.Node
-    label: int
+    through: frozenset[Signature]
+
+
+def _named(lost: Sources, nodes: Mapping[int, fx.Node]) -> Iterator[_LostSource]:
+    """Yields some of the lost sources for each set of collectives."""
+    for through, bits in lost.items():
+        found = (node for number, node in nodes.items() if bits >> number & 1)
+        yield from (_LostSource(node, through) for node in islice(found, _NAMED))
 
 
 def _end_name(end: End) -> str:

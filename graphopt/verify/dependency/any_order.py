@@ -12,7 +12,6 @@ arrange elements are followed for such readers alone: a matrix product depends o
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from graphopt.ir.families import SAME_ELEMENTS
@@ -25,50 +24,39 @@ _REDUCTIONS = tuple(
     for name in ("linalg_vector_norm", "norm", "sum", "mean", "prod", "amax", "amin", "max", "min")
 )
 _REDUCTIONS_OF_LISTS = ("aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum")
-
 _ARRANGE = (*(SAME_ELEMENTS - {"aten::_to_copy"}), "aten::t", "aten::transpose", "aten::permute")
 
 
-class AnyOrder:
-    """The nodes of a graph that read a tensor's elements without regard to their order.
+def any_order_readers(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the nodes that read a tensor's elements without regard to their order: reductions to
+    one number, and what is elementwise, or put side by side, for such reductions alone."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if _reduces_all(node) or (_keeps_elements(node) and _is_read_within(node, found)):
+            found.add(node)
+    return found
 
-    A reduction to one number does, and so does what is computed element by element, or put side by
-    side, for such reductions alone: the squares of a sum of squares.
-    """
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self._nodes: set[fx.Node] = set()
-        for node in reversed(graph.nodes):
-            if _reduces_all(node) or (_keeps_elements(node) and self._is_read_in_any_order(node)):
-                self._nodes.add(node)
+def before_arrangement(node: fx.Node) -> fx.Node:
+    """Returns the value whose elements a node has, in any order and shape."""
+    while _only_arranges(node):
+        node = node.all_input_nodes[0]
+    return node
 
-    def __contains__(self, node: fx.Node) -> bool:
-        return node in self._nodes
 
-    def read_by(self, reader: fx.Node, source: fx.Node) -> fx.Node:
-        """Returns the node to treat as the source when `reader` reads `source`: the value before a
-        reordering, if order is irrelevant."""
-        if reader in self._nodes:
-            while _only_arranges(source):
-                source = source.all_input_nodes[0]
-        return source
-
-    def _is_read_in_any_order(self, node: fx.Node) -> bool:
-        """True if every reader of a node, through views or directly, ignores the order of its
-        elements."""
-        return bool(node.users) and all(
-            user in self._nodes or (_only_arranges(user) and self._is_read_in_any_order(user))
-            for user in node.users
-        )
+def _is_read_within(node: fx.Node, found: set[fx.Node]) -> bool:
+    """True if every reader of a node, through views or directly, is among those found."""
+    return bool(node.users) and all(
+        user in found or (_only_arranges(user) and _is_read_within(user, found))
+        for user in node.users
+    )
 
 
 def _reduces_all(node: fx.Node) -> bool:
-    """True if a node reduces all elements of a tensor, or of each tensor of a list, to one
-    number."""
+    """True if a node reduces all elements of a tensor, or of each of a list, to one number."""
     if is_operator(node.target, *_REDUCTIONS_OF_LISTS):
         return True
-    value = known_value(node)
-    return is_operator(node.target, *_REDUCTIONS) and size_of(value) == 1
+    return is_operator(node.target, *_REDUCTIONS) and size_of(known_value(node)) == 1
 
 
 def _keeps_elements(node: fx.Node) -> bool:
@@ -78,8 +66,8 @@ def _keeps_elements(node: fx.Node) -> bool:
         return True
     if not is_pointwise(node.target):
         return False
-    large = [source for source in node.all_input_nodes if size_of(known_value(source)) != 1]
-    return len(large) == 1 and size_of(known_value(large[0])) == size_of(known_value(node))
+    sizes = [size_of(known_value(source)) for source in node.all_input_nodes]
+    return [size for size in sizes if size != 1] == [size_of(known_value(node))]
 
 
 def _only_arranges(node: fx.Node) -> bool:
@@ -87,6 +75,5 @@ def _only_arranges(node: fx.Node) -> bool:
     if not is_operator(node.target, *_ARRANGE):
         return False
     value, source = known_value(node), known_value(node.all_input_nodes[0])
-    if not isinstance(value, torch.Tensor) or not isinstance(source, torch.Tensor):
-        return False
-    return value.dtype == source.dtype and size_of(value) is not None
+    size = size_of(value)
+    return size is not None and size == size_of(source) and value.dtype == source.dtype

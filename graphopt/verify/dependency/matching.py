@@ -17,7 +17,8 @@ from graphopt.graph_utils import get_outputs
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.ir.entries import Entry
 from graphopt.ir.operators import operator_of
-from graphopt.verify.dependency.segments import segmented
+from graphopt.verify.dependency.segments import Sources, segmented
+from graphopt.verify.dependency.sources import GraphSources
 from graphopt.verify.values.remembered_calls import same_arguments
 
 End = tuple[str, Hashable]
@@ -35,6 +36,17 @@ class Sink:
     before: Entry
     after: Entry
     end: End | None = None
+
+    def sources_before(self, sources: GraphSources) -> Sources:
+        """Returns its sources in the graph before."""
+        return self._among(sources, self.before)
+
+    def sources_after(self, sources: GraphSources) -> Sources:
+        """Returns its sources in the graph after."""
+        return self._among(sources, self.after)
+
+    def _among(self, sources: GraphSources, place: Entry) -> Sources:
+        return sources.read_by(place.node) if self.end is None else sources.of(place)
 
 
 def correspondence_by_name(before: fx.Graph, after: fx.Graph) -> dict[fx.Node, fx.Node]:

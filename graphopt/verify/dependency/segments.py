@@ -1,10 +1,11 @@
-"""Data-flow values with several vertices: lists by entry, and concatenated tensors by segment."""
+"""The sources of values: of lists by entry, and of concatenated tensors by segment."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -12,29 +13,48 @@ from torch import fx
 
 from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import argument, operator_of
+from graphopt.verify.dependency.signatures import Signature
+
+Sources: TypeAlias = dict[frozenset[Signature], int]
+"""The collectives that sources pass through -> the numbers of these sources, as bits."""
+
+
+def union(parts: Iterable[Sources]) -> Sources:
+    """Returns the sources of a value that is computed from several."""
+    found: Sources = {}
+    for part in parts:
+        for through, bits in part.items():
+            found[through] = found.get(through, 0) | bits
+    return found
 
 
 @dataclass(eq=False)
 class SegmentItems:
-    """A list of results in the data-flow graph. `joined`: the vertex for all of them, once there is
-    one."""
+    """A list of results."""
 
     values: Sequence[Value]
-    joined: int | None = None
+
+    @cached_property
+    def whole(self) -> Sources:
+        """The sources of the list as a whole."""
+        return union(whole_of(value) for value in self.values)
 
 
 @dataclass(eq=False)
 class Segments:
-    """A tensor in the data-flow graph, with one vertex for each run of elements in row-major order.
+    """A tensor with sources for each run of elements in row-major order.
 
     Attributes:
         bounds: where the runs begin, and where the last one ends.
-        joined: the vertex for all of them, once there is one.
     """
 
     bounds: list[int]
-    values: Sequence[int]
-    joined: int | None = None
+    values: Sequence[Sources]
+
+    @cached_property
+    def whole(self) -> Sources:
+        """The sources of the tensor as a whole."""
+        return union(self.values)
 
     def part(self, start: int, end: int) -> Value:
         """Returns elements `start` to `end`."""
@@ -48,21 +68,25 @@ class Segments:
         )
 
 
-Value: TypeAlias = int | SegmentItems | Segments
-"""A vertex, or a value of several vertices."""
+Value: TypeAlias = Sources | SegmentItems | Segments
+
+
+def whole_of(value: Value) -> Sources:
+    """Returns the sources of a value as a whole."""
+    return value if isinstance(value, dict) else value.whole
 
 
 def concatenation(parts: Iterable[tuple[int, Value]]) -> Segments:
     """Concatenates parts, each given with its number of elements, and flattens nested ones."""
-    bounds, values = [0], list[int]()
+    bounds, values = [0], list[Sources]()
     for size, part in parts:
         start = bounds[-1]
         if isinstance(part, Segments):
             bounds += [start + bound for bound in part.bounds[1:]]
             values += part.values
-        elif isinstance(part, int) and size:
+        elif size:
             bounds.append(start + size)
-            values.append(part)
+            values.append(whole_of(part))
     return Segments(bounds, values)
 
 

@@ -8,8 +8,13 @@ from collections.abc import Iterator, Mapping
 from torch import fx
 
 from graphopt.ir.operators import operator_of
-from graphopt.verify.dependency.labels import Signature, sent_tensors, signature_of, signature_text
 from graphopt.verify.dependency.segments import size_of
+from graphopt.verify.dependency.signatures import (
+    Signature,
+    sent_tensors,
+    signature_of,
+    signature_text,
+)
 from graphopt.verify.problems import Problem
 
 Same = Mapping[fx.Node, fx.Node]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from graphopt.verify.dependency.labels import signature_text
+from graphopt.verify.dependency.signatures import signature_text
 from graphopt.verify.differences.difference import Difference
 from graphopt.verify.problems import Problem
 from graphopt.verify.symbolic.evaluation_outcome import Evaluation

@@ -9,7 +9,7 @@ from torch import fx
 from graphopt.ir.families import collective_kind
 from graphopt.ir.metadata import fake_value
 from graphopt.ir.operators import first_argument, operator_of
-from graphopt.verify.dependency.labels import as_reduced, sent_tensors, signature_of
+from graphopt.verify.dependency.signatures import as_reduced, sent_tensors, signature_of
 from graphopt.verify.symbolic.collectives_in_flight import CollectivesInFlight, mark_sent_constants
 from graphopt.verify.symbolic.evaluation_outcome import Evaluation, NotDecidedError
 from graphopt.verify.symbolic.node_values import NodeValues

@@ -11,7 +11,7 @@ from torch import fx
 
 from graphopt.graph_utils import is_wait
 from graphopt.ir.metadata import known_value
-from graphopt.verify.dependency.labels import Signature
+from graphopt.verify.dependency.signatures import Signature
 from graphopt.verify.problems import Problem
 from graphopt.verify.values.call_terms import fresh, terms_in
 from graphopt.verify.values.terms import Origins, PendingResult, Terms
