@@ -17,7 +17,7 @@ from torch import fx, nn
 
 import graphopt
 from gloo import Pool
-from graphopt.commands.optimize_stages import run_stages
+from graphopt.commands.optimize import run_stages
 from graphopt.executable import finalize
 from graphopt.graph_utils import find_nodes, get_outputs, is_collective, is_operator, set_outputs
 from graphopt.host.votes import Agreement

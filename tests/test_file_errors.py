@@ -142,7 +142,6 @@ WRITING_COMMANDS = (
     "optimize good.pt --pipeline none --out {}/step.pt",
     "optimize good.pt --pipeline remove_copy_from_optimizer --dump {}",
     "lower good.pt --out {}",
-    "trace --schedule gpipe --out {}",
 )
 
 

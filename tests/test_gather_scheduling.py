@@ -1,7 +1,9 @@
-"""Parameters gathered early, many in one call, and awaited in the next iteration."""
+"""Parameters gathered early, many in one call, and awaited in the next iteration; gathers placed by
+costs: the last scatter is not delayed, and sizes of buckets are simulated."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +12,26 @@ import torch
 from torch import fx
 
 import graphopt
+from graphopt.comm import CommBlock, get_all_comm_blocks
+from graphopt.cost import CostModel, Network
 from graphopt.graph_utils import is_wait
 from graphopt.ir.metadata import phase_of
+from graphopt.iter_graph import IterGraphModule
+from graphopt.iter_graph.graph import copy_graph
+from graphopt.optim import split_updates
+from graphopt.schedule import Schedule, apply_schedule
+from graphopt.schedule.constraints import predecessors
+from graphopt.schedule.early_gathers import place_by_cost
+from graphopt.schedule.gathers import (
+    GatherGroup,
+    gathers_of_parameters,
+    grouped,
+    is_gather,
+    order_of_gathers,
+)
+from graphopt.schedule.prefetch import AHEAD, buckets_of, order_of_prefetch, uses_of_gathers
+from graphopt.schedule.prefetch_choice import ROOM, fastest_prefetch
+from graphopt.schedule.program import step_peak_bytes
 from graphopt.testing import fake_ranks
 from zero_cases import Language, Uneven, clipped_step, train_step
 from zero_graphs import assert_same_bits, computed, launches, sharded_graph
@@ -118,3 +138,117 @@ def test_what_is_kept_is_gathered_once() -> None:
             )
         ]
     assert counts[0] > counts[1] > counts[2]
+
+
+NODE_SECONDS = 1e-3
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, foreach=False)
+
+
+@functools.cache
+def expanded(stage: int, **options: Any) -> IterGraphModule:
+    return sharded_graph(lambda: Language(layers=3, width=256), adamw, stage=stage, **options)
+
+
+def costs(bytes_per_second: float, start: float = 0.0) -> CostModel:
+    network = Network("made up", 0.0, bytes_per_second, start=start)
+    return CostModel(lambda node: NODE_SECONDS * (node.op == "call_function"), network)
+
+
+def copied(gm: fx.GraphModule) -> IterGraphModule:
+    return IterGraphModule(fx.GraphModule(gm, copy_graph(gm.graph)[0]))
+
+
+def last_scatter(graph: fx.Graph, blocks: list[CommBlock], model: CostModel) -> float:
+    """When it has arrived, in a step that waits for nothing before."""
+    timeline = graphopt.simulate(fx.GraphModule({}, graph), model, 2)
+    launch = blocks[-1].comm_node
+    (found,) = [s.end - timeline.begin for s in timeline.collectives if s.message.launch is launch]
+    return found
+
+
+def computed_before(graph: fx.Graph, blocks: list[CommBlock]) -> int:
+    """Nodes that compute before the last scatter is launched."""
+    last = blocks[-1].comm_node
+    return sum(node.op == "call_function" for node in graph.nodes if node < last)
+
+
+def parts_of_updates(gm: fx.GraphModule) -> tuple[list[GatherGroup], list[CommBlock]]:
+    kinds = ("all_to_all_single", "all_reduce")
+    blocks = list(get_all_comm_blocks(gm, kinds))
+    updates = split_updates(gm, [block.outputs for block in blocks])
+    return grouped(gathers_of_parameters(gm.graph), blocks, updates), blocks
+
+
+@pytest.mark.parametrize("bytes_per_second", [1e6, 1e8, 3e8, 1e10])
+def test_the_last_scatter_is_not_delayed(bytes_per_second: float) -> None:
+    model = costs(bytes_per_second)
+    with fake_ranks(2):
+        gm = copied(expanded(1))
+        graphopt.PassManager(FUSED).run(gm)
+        groups, blocks = parts_of_updates(gm)
+        order = order_of_gathers(gm.graph, predecessors(gm.graph), groups)
+        late = last_scatter(reordered(gm.graph, order), blocks, model)
+        behind = computed_before(gm.graph, blocks)
+        place_by_cost(gm.graph, groups, blocks, model)
+        early = [group for group in groups if group.after is not None]
+        schedule = order_of_gathers(gm.graph, predecessors(gm.graph), groups)
+        found = last_scatter(reordered(gm.graph, schedule), blocks, model)
+        updates = NODE_SECONDS * (computed_before(gm.graph, blocks) - behind)
+        assert found <= late + updates + 1e-9
+    launched = [block.comm_node for block in blocks]
+    for group in early:
+        assert launched.index(group.after) >= launched.index(group.block.comm_node)  # type: ignore[arg-type, union-attr]
+    assert bool(early) == (bytes_per_second > 1e7), "a slow link is never idle, a fast one is"
+
+
+def reordered(graph: fx.Graph, schedule: Schedule) -> fx.Graph:
+    apply_schedule(graph, Schedule(schedule.order))
+    return graph
+
+
+def sizes_of(schedule: Schedule) -> list[int]:
+    return sorted(map(len, schedule.buckets))
+
+
+def test_buckets_grow_where_starting_takes_long() -> None:
+    with fake_ranks(2):
+        graph = expanded(3).graph
+        uses, before = uses_of_gathers(graph), predecessors(graph)
+        limit = 2.0 * max(use.nbytes for use in uses)
+        cheap = fastest_prefetch(graph, before, uses, limit, costs(1e8))
+        dear = fastest_prefetch(graph, before, uses, limit, costs(1e8, start=0.05))
+    assert len(dear.buckets) <= len(cheap.buckets)
+    assert sum(sizes_of(dear)) - len(dear.buckets) >= sum(sizes_of(cheap)) - len(cheap.buckets)
+
+
+def test_larger_buckets_hold_little_more() -> None:
+    with fake_ranks(2):
+        gm = copied(expanded(3))
+        uses, before = uses_of_gathers(gm.graph), predecessors(gm.graph)
+        limit = 1.0 * max(use.nbytes for use in uses)
+        first = order_of_prefetch(gm.graph, before, buckets_of(uses, limit))
+        least = order_of_prefetch(gm.graph, before, buckets_of(uses, limit), AHEAD - 1)
+        held = [step_peak_bytes(reordered(gm.graph, each)) for each in (first, least)]
+        found = fastest_prefetch(gm.graph, before, uses, limit, costs(1e8, start=0.05))
+        assert step_peak_bytes(reordered(gm.graph, found)) <= max(held[0], ROOM * held[1])
+
+
+def test_uneven_rows_are_gathered_ahead_of_use() -> None:
+    """What puts their windows together belongs to the gather, and is no use of it."""
+    with fake_ranks(3):
+        graph = sharded_graph(Uneven, adamw, stage=3).graph
+    gathers = [node for node in graph.nodes if is_gather(node)]
+    assert {use.launch for use in uses_of_gathers(graph)} == set(gathers)
+
+
+def test_the_last_parameter_stays_whole() -> None:
+    """The head, which the backward would gather again at once."""
+    with fake_ranks(2):
+        found = [launches(expanded(3, keep_mb=size), "all_gather") for size in (0, None)]
+    assert len(found[0]) == len(found[1]) + 1
+    sent = [[str(node.args[0]) for node in each] for each in found]
+    again = [name for name in set(sent[0]) if sent[0].count(name) > sent[1].count(name)]
+    assert len(again) == 1 and "head" in again[0]

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import graphopt
 from gloo import Pool
 from graphopt._compat import new_fake_mode
-from graphopt.commands.optimize_stages import run_stages
+from graphopt.commands.optimize import run_stages
 from graphopt.graph_utils import find_nodes, is_collective
 from graphopt.manager import records_of
 from graphopt.parallel import DataParallel, Manual, OverRanks, Parallel

@@ -58,16 +58,14 @@ def optimize(
     The exit status is 1 when a pass fails or is refused, and 2 when the file or the pipeline cannot
     be used.
     """
+    from graphopt.commands.optimize import run_optimize, run_stages
+
     level = None if verify is None else verify.value
     if (pipeline is None) == (stages is None):
         raise typer.BadParameter("give either --pipeline or --stages")
     if stages is not None:
-        from graphopt.commands.optimize_stages import run_stages
-
         run_stages(file, stages, out=out, dump=dump, verify=level)
         return
-    from graphopt.commands.optimize import run_optimize
-
     assert pipeline is not None
     run_optimize(
         file,

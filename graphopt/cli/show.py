@@ -1,4 +1,4 @@
-"""Declares `graphopt show`."""
+"""`graphopt show`, which prints a saved graph, or how two graphs differ."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from graphopt.cli.options import GraphFile, Phase
 
@@ -36,6 +37,20 @@ def show(
     """
     if phase is not None and diff is not None:
         raise typer.BadParameter("--phase does not go with --diff", param_hint="--phase")
-    from graphopt.commands.show import run_show
+    from graphopt.commands.errors import reported
+    from graphopt.readable import graph_diff, listing_of
+    from graphopt.readable.terminal import print_diff, print_listing
+    from graphopt.saved import load_description
+    from graphopt.schedule import collectives_text, simulate
 
-    run_show(file, None if phase is None else phase.value, diff)
+    console = Console()
+    with reported("show"):
+        graph = load_description(file)
+        other = None if diff is None else load_description(diff)
+    if other is not None:
+        difference = graph_diff(graph, other, (str(file), str(diff)))
+        print_diff(difference or "no difference\n", console)
+        return
+    print_listing(listing_of(graph, phase=None if phase is None else phase.value), console)
+    if phase is None:
+        console.out(collectives_text(simulate(graph)), end="", highlight=False)

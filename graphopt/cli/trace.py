@@ -1,10 +1,13 @@
-"""Declares `graphopt trace`."""
+"""`graphopt trace`, which draws pipeline schedules."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 EXAMPLES = """
 Examples:
@@ -51,17 +54,39 @@ def trace(
 
     The exit status is 2 when the schedule cannot be used.
     """
-    from graphopt.commands.trace import run_trace
 
-    run_trace(
-        schedule,
-        microbatches,
-        forward=_seconds(forward, "--forward"),
-        backward=_seconds(backward, "--backward"),
-        ranks=ranks,
-        stages=stages,
-        transfer=transfer,
-    )
+    from graphopt.commands.errors import reported
+    from graphopt.errors import ScheduleError
+    from graphopt.pipelining.schedule_timeline import SCHEDULES, predict_schedule
+
+    seconds = _seconds(forward, "--forward"), _seconds(backward, "--backward")
+    given = {"ranks": ranks, "stages": stages, "transfer": transfer}
+    console = Console()
+    if schedule != "all":
+        with reported("trace"):
+            picture = str(predict_schedule(schedule, microbatches, *seconds, **given))
+        console.print(picture, markup=False, highlight=False, soft_wrap=True)
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("schedule", no_wrap=True)
+    for heading in ("ranks", "stages", "step", "bubble"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    failures: list[str] = []
+    for name in SCHEDULES:
+        try:
+            row = predict_schedule(name, microbatches, *seconds, **given)
+        except ScheduleError as error:
+            failures.append(str(error))
+            table.add_row(name, *[""] * 4, escape(str(error)))
+            continue
+        count = len({slot.stage for slots in row.ranks for slot in slots})
+        step, bubble = f"{row.step_seconds:.4g} s", f"{100 * row.bubble_share:.1f} %"
+        table.add_row(name, str(len(row.ranks)), str(count), step, bubble)
+    with reported("trace"):
+        if len(failures) == len(SCHEDULES):
+            raise ScheduleError("\n".join(dict.fromkeys(failures)))
+    console.print(table)
 
 
 def _seconds(text: str, option: str) -> tuple[float, ...]:

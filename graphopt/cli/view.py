@@ -1,4 +1,4 @@
-"""Declares `graphopt view`."""
+"""`graphopt view`, which writes a saved graph or a trace as an HTML page."""
 
 from __future__ import annotations
 
@@ -41,8 +41,34 @@ def view(
     """Write one page of HTML that shows a step: phases, modules, collectives, passes, timeline.
 
     The page needs nothing else, and draws only what is in view. Of a trace in the trace event
-    format, as `trace --out` and `Timeline.save_chrome_trace` write, it shows the timeline.
+    format, as `Timeline.save_chrome_trace` writes, it shows the timeline.
     """
-    from graphopt.commands.view import run_view
+    from graphopt.commands.errors import reported
+    from graphopt.ir.user_files import place, read_text, write
+    from graphopt.readable import readable_bytes
+    from graphopt.saved import load_description
+    from graphopt.viewing import trace_page, view_page
 
-    run_view(file, out, dumps)
+    out = out or file.with_suffix(".html")
+    with reported("view"):
+        if file.suffix == ".json":
+            text = trace_page(read_text(file), file.name)
+        else:
+            diffs = {} if dumps is None else _diffs(dumps)
+            text = view_page(load_description(file), file.name, diffs)
+        write(place(out), text)
+    typer.echo(f"{out}: {readable_bytes(len(text.encode()))}")
+
+
+def _diffs(folder: Path) -> dict[str, list[str]]:
+    """Returns the change that each pass made, by its name, from the files of a `dump_dir`."""
+    from graphopt.errors import MissingFileError
+    from graphopt.ir.user_files import place, read_text
+
+    found = sorted(place(folder).glob("after_*.diff"))
+    if not found:
+        raise MissingFileError(
+            f"{folder} holds no after_PASS.diff: `graphopt optimize --dump` and"
+            " dump_dir= write these"
+        )
+    return {path.stem.removeprefix("after_"): read_text(path).splitlines() for path in found}

@@ -1,1 +1,1 @@
-"""Implementations of the commands that `graphopt.cli` declares, except the demo."""
+"""What the commands that `graphopt.cli` declares need of torch, besides the demo."""

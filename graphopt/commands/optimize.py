@@ -1,4 +1,4 @@
-"""Implementation of `graphopt optimize`, which applies passes to a saved graph."""
+"""Implementation of `graphopt optimize`, which applies passes or stages to a saved graph."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from graphopt.commands.errors import FAILED, reported
 from graphopt.commands.fake_groups import groups_present
 from graphopt.commands.imports import import_passes
 from graphopt.iter_graph import IterGraphModule
-from graphopt.manager import PassManager, Report, applied_passes
+from graphopt.manager import PassManager, Report, applied_passes, records_of
 from graphopt.readable import graph_text
 from graphopt.saved import load_graph, save_graph
 from graphopt.stages import manager_for
+from graphopt.stages.compiling import Stages
 
 
 def run_optimize(
@@ -53,14 +54,38 @@ def run_optimize(
     with reported("optimize", FAILED), groups_present(graph_module):
         records = manager.run(graph_module)
     if records:
-        console.print(str(Report(records)), markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"before: {before}\nafter:  {_summary(graph_module)}", highlight=False, soft_wrap=True
-    )
+        _print(console, str(Report(records)))
+    _print(console, f"before: {before}\nafter:  {_summary(graph_module)}")
+    _save(console, graph_module, out)
+
+
+def run_stages(
+    file: Path, text: str, *, out: Path | None, dump: Path | None, verify: str | None
+) -> None:
+    """Runs the named stages behind the passes on the graph in `file`, and prints their records."""
+    console = Console()
+    with reported("optimize"):
+        graph_module = load_graph(file)
+        names = [name.strip() for name in text.split("->")]
+        stages = Stages.named(PassManager([], verify=verify, dump_dir=dump), names)
+    before = len(records_of(graph_module))
+    with reported("optimize", FAILED):
+        result = stages.run_named(graph_module, names)
+    for record in records_of(graph_module)[before:]:
+        _print(console, str(record))
+    _print(console, f"after:  {_summary(result)}")
+    _save(console, result, out)
+
+
+def _save(console: Console, graph_module: fx.GraphModule, out: Path | None) -> None:
     if out is not None:
         with reported("optimize"):
             save_graph(graph_module, out)
-        console.print(f"saved: {out}", markup=False, highlight=False, soft_wrap=True)
+        _print(console, f"saved: {out}")
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _summary(graph_module: fx.GraphModule) -> str:
