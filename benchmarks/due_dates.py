@@ -26,9 +26,6 @@ Where in each period all launches of a set come after `r` seconds of compute, an
 before the last `t` seconds of compute of the next period, compute of at least ``r + t - C`` lies
 between the readers and the launches of one period (`C` is all compute). The messages of the set do
 not travel meanwhile, so a period takes at least that and their sum.
-
-**Bursts.** A link that saves up to a burst sends so much less in the time of any set; a group's
-message takes at least its latency, and what is left of its transfer.
 """
 
 from __future__ import annotations
@@ -60,26 +57,25 @@ class Job(NamedTuple):
 
 def due_date_bound(step: Timeline) -> float:
     """The lower bound, in seconds, of a simulated step under any order of its nodes."""
-    program, burst = step.program, step.burst
+    program = step.program
     found = step.bound_seconds
     if not program.messages:
         return found
     compute = ComputeBetween(program)
-    ends = _ChainedEnds(program, compute, burst)
-    for resource in _resources(program, burst):
+    ends = _ChainedEnds(program, compute)
+    for resource in _resources(program):
         late = [
             Job(compute.before[message.index], seconds, compute.behind[message.index])
             for message, seconds in resource
             if message.lag
         ]
-        followed = _Followed(compute, ends, resource, burst)
+        followed = _Followed(compute, ends, resource)
         longest = sorted(followed.messages, key=lambda each: -each[1])[:LONGEST]
         found = max(
             found,
             *(followed.bound(message.index, seconds) for message, seconds in longest),
-            jackson(ends.job(message, seconds) for message, seconds in resource if not message.lag)
-            - burst,
-            _late_bound(late, program.compute_seconds) - burst,
+            jackson(ends.job(message, seconds) for message, seconds in resource if not message.lag),
+            _late_bound(late, program.compute_seconds),
         )
     return found
 
@@ -115,16 +111,14 @@ def _late_bound(jobs: list[Job], compute: float) -> float:
     return jackson(apart) - compute if apart else 0.0
 
 
-def _resources(program: Program, burst: float) -> Iterator[list[tuple[Message, float]]]:
+def _resources(program: Program) -> Iterator[list[tuple[Message, float]]]:
     """Yields the messages, with seconds, that each group and each link must transfer."""
     groups: dict[str, list[tuple[Message, float]]] = {}
     links: dict[str, list[tuple[Message, float]]] = {}
     for message in program.messages:
-        asked = message.transfer
-        least = asked.latency + max(0.0, asked.transfer - burst)
-        groups.setdefault(message.group, []).append((message, least))
-        for link in asked.links:
-            links.setdefault(link, []).append((message, asked.transfer))
+        groups.setdefault(message.group, []).append((message, message.transfer.seconds))
+        for link in message.transfer.links:
+            links.setdefault(link, []).append((message, message.transfer.transfer))
     yield from groups.values()
     yield from links.values()
 
@@ -133,12 +127,12 @@ class _ChainedEnds:
     """For each message, the least seconds before its launch and behind its arrival, in which others
     travel as well."""
 
-    def __init__(self, program: Program, compute: ComputeBetween, burst: float) -> None:
-        self._compute, self._burst = compute, burst
+    def __init__(self, program: Program, compute: ComputeBetween) -> None:
+        self._compute = compute
         self.heads, self._tails = compute.before.copy(), compute.behind.copy()
         self.resources = [
             [(message.index, seconds) for message, seconds in resource if not message.lag]
-            for resource in _resources(program, burst)
+            for resource in _resources(program)
         ]
         for message in program.messages:
             self.heads[message.index] = self._head(message.index)
@@ -158,7 +152,7 @@ class _ChainedEnds:
                 for other, seconds in resource
                 if follows[other, index]
             ]
-            found = max(found, jackson(jobs) - self._burst)
+            found = max(found, jackson(jobs))
         return float(found)
 
     def _tail(self, index: int) -> float:
@@ -170,7 +164,7 @@ class _ChainedEnds:
                 for other, seconds in resource
                 if follows[index, other]
             ]
-            found = max(found, jackson(jobs) - self._burst)
+            found = max(found, jackson(jobs))
         return float(found)
 
 
@@ -185,13 +179,9 @@ class _Followed:
     """
 
     def __init__(
-        self,
-        compute: ComputeBetween,
-        ends: _ChainedEnds,
-        resource: list[tuple[Message, float]],
-        burst: float,
+        self, compute: ComputeBetween, ends: _ChainedEnds, resource: list[tuple[Message, float]]
     ) -> None:
-        self._compute, self._ends, self._burst = compute, ends, burst
+        self._compute, self._ends = compute, ends
         self.messages = [(m, seconds) for m, seconds in resource if m.waits and not m.lag]
         columns = np.asarray([message.index for message, _ in self.messages], dtype=int)
         self._taken = np.asarray([seconds for _, seconds in self.messages])
@@ -213,8 +203,8 @@ class _Followed:
                 for other, taken in resource
                 if compute.follows[other, index]
             ]
-            found = max(found, jackson(jobs) - self._burst)
-        return float(found + seconds - self._burst)
+            found = max(found, jackson(jobs))
+        return float(found + seconds)
 
     def _least(self, others: NDArray[np.bool_], counted: NDArray[np.bool_]) -> Seconds:
         """Returns for each column the least seconds of compute before, or of transfers behind.

@@ -197,9 +197,8 @@ def test_whether_ranks_share_a_machine_is_asked_of_the_launcher(
         CostModel.preset("h100", "nvlink"),
         CostModel(
             OperatorTable({"aten.mm.default()": 0.5}, "here", DEVICES["a100"]),
-            CollectiveTable({("all_reduce", 2): ((1, 0.5), (2, 0.75))}, {"tp": ("nvlink",)}),
+            CollectiveTable({("all_reduce", 2): ((1, 0.5), (2, 0.75))}, overhead=0.25),
             slowdown=0.1,
-            burst=0.01,
         ),
     ],
     ids=["preset", "measured"],
@@ -222,8 +221,6 @@ def test_wrong_costs_are_refused(tmp_path: Path) -> None:
         own.compute_seconds(call(aten.neg.default, torch.zeros(1)))
     with pytest.raises(CostTableError, match="nvlink"):
         CostModel.preset("cpu", "nvlnk")
-    with pytest.raises(CostTableError, match="burst"):
-        CostModel(own.compute, own.communication, burst=float("inf"))
     with pytest.raises(CostTableError, match="slowdown"):
         CostModel(own.compute, own.communication, slowdown=-1)
     with pytest.raises(CostTableError, match="in order"):

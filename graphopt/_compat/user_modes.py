@@ -88,11 +88,8 @@ def unknown_modes() -> list[type]:
     """The classes of active user modes on operators that may change results: those neither of torch
     nor with `only_looks = True`."""
     kinds = map(type, _modes_of_operators())
-    return [kind for kind in kinds if not (kind.__module__.startswith("torch.") or _looks(kind))]
-
-
-def _looks(kind: type) -> bool:
-    return getattr(kind, "only_looks", False) is True
+    looks = (kind for kind in kinds if getattr(kind, "only_looks", False) is not True)
+    return [kind for kind in looks if not kind.__module__.startswith("torch.")]
 
 
 def _modes_of_operators() -> list[Any]:

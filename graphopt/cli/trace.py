@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -60,7 +60,7 @@ def trace(
     from graphopt.pipelining.schedule_timeline import SCHEDULES, predict_schedule
 
     seconds = _seconds(forward, "--forward"), _seconds(backward, "--backward")
-    given = {"ranks": ranks, "stages": stages, "transfer": transfer}
+    given: dict[str, Any] = {"ranks": ranks, "stages": stages, "transfer": transfer}
     console = Console()
     if schedule != "all":
         with reported("trace"):

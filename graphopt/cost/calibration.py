@@ -45,8 +45,6 @@ _TURNS = 5
 _MESSAGE_BYTES = 2**20
 _LONGER = 1.5
 _MOST_TENSORS = 16
-_IDLE_SECONDS = 0.05
-_NOISE = 0.05
 
 
 def calibrate(
@@ -219,11 +217,9 @@ def _measured(
 ) -> CostModel:
     table = CollectiveTable({}) if kept is None else kept.communication
     assert isinstance(table, CollectiveTable)
-    burst = 0.0 if kept is None else kept.burst
     shared = channel if channel is not None and _shares_cores(channel, device) else None
     if channel is not None:
         table = _with_group(table, channel.group, device, shared is not None)
-        burst = _burst(channel.group, device, table)
     measurement = Measurement(graph_module, inputs)
     for _ in range(_RUNS):
         measurement.run()
@@ -232,19 +228,18 @@ def _measured(
     slowdown = 0.0 if shared is None else _slowdown(measurement.run, shared, table)
     fallback = DEVICES["cpu" if device.type == "cpu" else "h100"]
     operators = OperatorTable(seconds, machine_name(device), fallback)
-    return CostModel(operators, table, slowdown, burst)
+    return CostModel(operators, table, slowdown)
 
 
 def _slowdown(run: Callable[[], float], channel: Channel, table: CollectiveTable) -> float:
     """Returns the share by which communication slows compute down, beyond a fixed cost per
     collective: alternating runs with and without it, averaged over ranks."""
-    each = table.overhead[0]
     messages = _messages(channel, table, run())
     ratios = []
     for _ in range(_TURNS):
         before = run()
         beside, done = _run_with_all_reduces(messages, channel.group, run)
-        ratios.append((beside - done * each) / statistics.fmean([before, run()]))
+        ratios.append((beside - done * table.overhead) / statistics.fmean([before, run()]))
     everyone = channel.exchange({"ratio": statistics.median(ratios)})
     return max(0.0, statistics.fmean(said["ratio"] for said in everyone) - 1)
 
@@ -295,7 +290,7 @@ def _with_group(
     singly = device.type == "cpu"  # by gloo
     fallback = Network("measured", 0.0, rate, start=alpha, overhead=each, scatters_singly=singly)
     found = {**table.points, ("all_reduce", ranks): tuple(points)}
-    return CollectiveTable(found, table.links, fallback, (each, 0.0))
+    return CollectiveTable(found, fallback, each)
 
 
 def _shares_cores(channel: Channel, device: torch.device) -> bool:
@@ -313,7 +308,7 @@ def measure_all_reduces(
     group: dist.ProcessGroup, device: torch.device, rounds: int = 7
 ) -> tuple[list[Point], list[Point]]:
     """Returns the median seconds of all-reduces of `SIZES` bytes, made monotonic in size. They run
-    back to back, so that links save up no burst. All ranks of the group must call it.
+    back to back, so that links save nothing up. All ranks of the group must call it.
 
     Returns:
         Seconds on the clock, and seconds that all threads of this process compute.
@@ -330,21 +325,6 @@ def measure_all_reduces(
         points.append((nbytes, max(seconds, points[-1][1] if points else 0.0)))
         computed.append((nbytes, max(cores, computed[-1][1] if computed else 0.0)))
     return points, computed
-
-
-def _burst(
-    group: dist.ProcessGroup, device: torch.device, table: CollectiveTable, rounds: int = 5
-) -> float:
-    """Returns the seconds that a large all-reduce gains after its link was idle; 0 if within
-    noise."""
-    tensor = torch.zeros(SIZES[-1] // 4, device=device)
-    times = []
-    for _ in range(rounds):
-        time.sleep(_IDLE_SECONDS)
-        times.append(_all_reduce_seconds(tensor, group, from_idle=True)[0])
-    steady = table(Collective("all_reduce", SIZES[-1], group.size(), group.group_name)).seconds
-    gained = steady - statistics.median(times)
-    return gained if gained > _NOISE * steady else 0.0
 
 
 def _all_reduce_seconds(

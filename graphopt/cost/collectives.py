@@ -46,7 +46,7 @@ _SEVERAL = "_coalesced"
 """The name suffix of collectives that send several tensors."""
 
 SHARED_LINK = "network"
-"""The default link, which all groups share."""
+"""The link of `Network` and `CollectiveTable`, which all groups share."""
 
 
 class Collective(NamedTuple):
@@ -153,8 +153,6 @@ class Network:
         alpha: seconds from the start of a message to its first byte.
         bytes_per_second: that one rank sends while it receives as much.
         start: seconds that each collective takes on top, whatever its size and ranks.
-        links: by group, what it shares with others; a group that is not named takes one link that
-            all of these share.
         overhead: seconds that each collective takes away from compute, whatever its size.
         scatters_singly: whether tensors that are scattered in one call go one after another, as
             with gloo, and start as often.
@@ -168,7 +166,6 @@ class Network:
     alpha: float
     bytes_per_second: float
     start: float = 0.0
-    links: Mapping[str, tuple[str, ...]] | None = None
     overhead: float = 0.0
     scatters_singly: bool = False
 
@@ -182,12 +179,11 @@ class Network:
 
     def __call__(self, collective: Collective) -> Transfer:
         steps, passes = _steps_and_passes(collective)
-        links = (self.links or {}).get(collective.group, (SHARED_LINK,))
         seconds = passes * collective.nbytes / self.bytes_per_second
         singly = self.scatters_singly and collective.kind.startswith("reduce_scatter")
         starts = collective.tensors if singly else 1
         latency = starts * (self.start + steps * self.alpha)
-        return Transfer(latency, seconds, links, starts * self.overhead)
+        return Transfer(latency, seconds, overhead=starts * self.overhead)
 
 
 def _steps_and_passes(collective: Collective) -> tuple[float, float]:
@@ -227,9 +223,8 @@ class CollectiveTable:
 
     Attributes:
         points: by kind and number of ranks, in order of bytes.
-        links: as of `Network`.
         fallback: for kinds and numbers of ranks without points.
-        overhead: seconds that a collective takes away from compute, and seconds for each byte.
+        overhead: seconds that a collective takes away from compute.
 
     >>> from graphopt.cost import Collective, CollectiveTable, NETWORKS
     >>> callable(CollectiveTable)
@@ -237,9 +232,8 @@ class CollectiveTable:
     """
 
     points: Mapping[tuple[str, int], tuple[Point, ...]]
-    links: Mapping[str, tuple[str, ...]] | None = None
     fallback: Network = NETWORKS["ethernet"]
-    overhead: tuple[float, float] = (0.0, 0.0)
+    overhead: float = 0.0
 
     def __post_init__(self) -> None:
         for (kind, ranks), points in self.points.items():
@@ -254,12 +248,9 @@ class CollectiveTable:
         points = self.points.get((collective.kind, collective.ranks))
         if points is None:
             return self.fallback(collective)
-        links = (self.links or {}).get(collective.group, (SHARED_LINK,))
         seconds = interpolated(points, collective.nbytes)
         latency = min(points[0][1], seconds)
-        each, per_byte = self.overhead
-        overhead = each + per_byte * collective.nbytes
-        return Transfer(latency, seconds - latency, links, overhead)
+        return Transfer(latency, seconds - latency, overhead=self.overhead)
 
 
 def interpolated(points: Sequence[Point], nbytes: int) -> float:

@@ -23,11 +23,8 @@ def spans_hosts(ranks: int) -> bool:
     (False, True)
     """
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    world = _world_size()
+    there = dist.is_available() and dist.is_initialized()
+    world = dist.get_world_size() if there else None
     if said.isdecimal() and world and ranks >= world:
         return int(said) < world
     return ranks > RANKS_OF_A_HOST
-
-
-def _world_size() -> int | None:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else None

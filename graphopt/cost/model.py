@@ -27,7 +27,7 @@ from graphopt.ir.metadata import known_value
 from graphopt.ir.user_files import place, read_text, write
 
 _FORMAT = "graphopt costs"
-_VERSION = 3
+_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,6 @@ class CostModel:
         communication: what a collective asks for, such as a `Network`, a `CollectiveTable`, or a
             function from `Collective` to `Transfer`.
         slowdown: share by which compute takes longer while a collective is under way.
-        burst: seconds of transfer that a link gives at once where it has idled as long. Links that
-            a token bucket holds to their rate do so, as many between cloud instances.
 
     >>> from graphopt.cost import NETWORKS, CostModel
     >>> model = CostModel(compute=lambda node: 1e-6, communication=NETWORKS["infiniband"])
@@ -52,12 +50,10 @@ class CostModel:
     compute: Callable[[fx.Node], float]
     communication: Callable[[Collective], Transfer]
     slowdown: float = 0.0
-    burst: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.slowdown < float("inf"):
             raise CostTableError(f"slowdown={self.slowdown!r}: a share of compute, from 0")
-        _checked(self.burst, "a burst")
 
     def compute_seconds(self, node: fx.Node) -> float:
         """Returns the device seconds of a node."""
@@ -128,7 +124,6 @@ class CostModel:
             "compute": _encode_compute(self.compute),
             "communication": _encode_communication(self.communication),
             "slowdown": self.slowdown,
-            "burst": self.burst,
         }
         return json.dumps(content, indent=1) + "\n"
 
@@ -141,7 +136,7 @@ class CostModel:
                 raise CostTableError("costs in another format: calibrate again")
             compute = _decode_compute(content["compute"])
             communication = _decode_communication(content["communication"])
-            return cls(compute, communication, content["slowdown"], content.get("burst", 0.0))
+            return cls(compute, communication, content["slowdown"])
         except CostTableError:
             raise
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -208,28 +203,23 @@ def _encode_communication(communication: Callable[[Collective], Transfer]) -> di
     if isinstance(communication, CollectiveTable):
         points = [[kind, ranks, list(p)] for (kind, ranks), p in communication.points.items()]
         fallback = _network(communication.fallback)
-        found = {"points": points, "links": communication.links, "network": fallback}
-        return found | {"overhead": list(communication.overhead)}
+        return {"points": points, "network": fallback, "overhead": communication.overhead}
     raise CostTableError(f"{communication!r} cannot be saved: only networks and tables can")
 
 
 def _network(network: Network) -> list[Any]:
     rates = (network.alpha, network.bytes_per_second, network.start)
-    return [network.name, *rates, network.links, network.overhead, network.scatters_singly]
+    return [network.name, *rates, network.overhead, network.scatters_singly]
 
 
 def _decode_communication(content: dict[str, Any]) -> Network | CollectiveTable:
-    name, alpha, rate, start, links, overhead, *singly = content["network"]
-    network = Network(str(name), alpha, rate, start, _links(links), overhead, singly == [True])
+    name, *rates, singly = content["network"]
+    alpha, rate, start, overhead = map(float, rates)
+    network = Network(str(name), alpha, rate, start, overhead, scatters_singly=singly is True)
     if "points" not in content:
         return network
     points = {
         (str(kind), int(ranks)): tuple((int(size), float(seconds)) for size, seconds in measured)
         for kind, ranks, measured in content["points"]
     }
-    each, per_byte = content["overhead"]
-    return CollectiveTable(points, _links(content["links"]), network, (each, per_byte))
-
-
-def _links(content: dict[str, list[str]] | None) -> dict[str, tuple[str, ...]] | None:
-    return None if content is None else {group: tuple(names) for group, names in content.items()}
+    return CollectiveTable(points, network, float(content["overhead"]))

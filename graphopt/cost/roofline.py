@@ -176,7 +176,7 @@ def is_free(node: fx.Node) -> bool:
         return True
     if known.may_alias:
         if is_operator(node.target, "aten::copy_"):
-            return _vanishes_in_place(node)
+            return bool(updates_in_place(node))  # finalizing computes the update in place
         return not known.writes
     if is_operator(node.target, *_FREE):
         return True
@@ -184,11 +184,6 @@ def is_free(node: fx.Node) -> bool:
     if isinstance(value, torch.Tensor):
         return False
     return not any(True for _ in tensors_in(value)) and not known.writes
-
-
-def _vanishes_in_place(copy: fx.Node) -> bool:
-    """True if finalizing removes this `copy_`, because the update is computed in place."""
-    return bool(updates_in_place(copy))
 
 
 def updates_in_place(copy: fx.Node) -> list[fx.Node]:

@@ -49,15 +49,11 @@ def refusal(
     if trial is not None and trial.startswith(DIFFERENT):
         problems = tuple(map(_without_declaration, problems))
     changed = None
-    if made is not None and made.names and not _shows_one(problems[0], made):
+    shown = problems[0].nodes[:1]
+    if made is not None and made.names and shown and shown[0].name not in made.names:
         problems = (_with_edits(problems[0], made), *problems[1:])
         changed = f"\n{'':13}".join(made.lines)
     return error_type(_text(head, problems, context, folder, trial=trial, changed=changed))
-
-
-def _shows_one(problem: Problem, made: Edits) -> bool:
-    """True if a problem shows a node first that the pass edited, or has no node."""
-    return not problem.nodes or problem.nodes[0].name in made.names
 
 
 def _with_edits(problem: Problem, made: Edits) -> Problem:

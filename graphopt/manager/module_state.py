@@ -176,11 +176,8 @@ def _parts(gm: fx.GraphModule) -> list[fx.GraphModule]:
 
 def _hooks(gm: nn.Module) -> dict[nn.Module, list[Any]]:
     """Returns the forward functions and hooks of a module and its submodules."""
-    return {module: _hooks_of(vars(module)) for module in gm.modules()}
-
-
-def _hooks_of(held: dict[str, Any]) -> list[Any]:
-    return [held.get("forward"), *(list(held[table].items()) for table in HOOKS)]
+    held = ((module, vars(module)) for module in gm.modules())
+    return {m: [v.get("forward"), *(list(v[table].items()) for table in HOOKS)] for m, v in held}
 
 
 _NO_HOOKS: list[Any] = [None, *([] for _ in HOOKS)]

@@ -256,8 +256,4 @@ def count(graph: fx.Graph) -> Counts:
 
 def recorded_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns options as a record holds them: without references into the graph."""
-    return fx.node.map_aggregate(dict(options), _without_nodes)
-
-
-def _without_nodes(value: Any) -> Any:
-    return value.name if isinstance(value, fx.Node) else value
+    return fx.node.map_arg(dict(options), lambda node: node.name)

@@ -128,12 +128,8 @@ def _anchors(
     a, a_end, b, b_end = window
     old_counts, new_counts = Counter(old[a:a_end]), Counter(new[b:b_end])
     where = {new[j]: j for j in range(b, b_end) if new_counts[new[j]] == 1}
-    pairs = [(i, where[old[i]]) for i in range(a, a_end) if _once(old_counts, old[i], where)]
-    return _longest_increasing(pairs)
-
-
-def _once(counts: Counter[Line], line: Line, where: dict[Line, int]) -> bool:
-    return counts[line] == 1 and line in where
+    once = (i for i in range(a, a_end) if old_counts[old[i]] == 1 and old[i] in where)
+    return _longest_increasing([(i, where[old[i]]) for i in once])
 
 
 def _longest_increasing(pairs: list[Match]) -> list[Match]:

@@ -112,7 +112,8 @@ def _decode_node(
         raise ValueError(f"an argument of {name} has no proper name")
     node: fx.Node = graph.create_node(op, target, args, kwargs, name=name)
     node.meta = _decode_meta(described["meta"], values)
-    _check_placement(node)
+    if op == "placeholder":
+        placement_of(node)  # raises where this version does not know it
     return node
 
 
@@ -131,7 +132,7 @@ def _encode_meta(meta: Mapping[str, Any], values: ValueEncoder) -> dict[str, Any
             encoded.setdefault("lines", {})[key] = encode_line(value)
         elif key == MODULES:
             encoded["modules"] = [[path, *_module(entry)] for path, entry in value.items()]
-        elif _is_texts(value):
+        elif isinstance(value, tuple) and all(isinstance(item, str) for item in value):
             encoded.setdefault("texts", {})[key] = list(value)
         elif isinstance(value, (bool, int, float, str)):
             encoded.setdefault("plain", {})[key] = value
@@ -148,17 +149,6 @@ def _decode_meta(data: dict[str, Any], values: ValueDecoder) -> dict[str, Any]:
     if "val" in data:
         meta["val"] = values.decode(data["val"])
     return meta
-
-
-def _check_placement(node: fx.Node) -> None:
-    """Raises ValueError if a file gives a placeholder a placement that this version does not
-    know."""
-    if node.op == "placeholder":
-        placement_of(node)
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
 
 
 def _module(entry: Any) -> tuple[str, str]:

@@ -149,12 +149,12 @@ class _OrderSearch:
         self, program: Program, before: Predecessors, cost_model: CostModel, max_bytes: int | None
     ) -> None:
         self.program, self._before = program, before
-        self._disturbed = cost_model.slowdown, cost_model.burst
+        self._slowdown = cost_model.slowdown
         self._storages = Storages()
         self._tables = ProgramTables(program, before, self._storages)
         self.held = int(max(self._tables.fullest.values, default=0))
         self._most = self.held if max_bytes is None else max_bytes
-        sending = communication_bound(program, cost_model.burst)
+        sending = communication_bound(program)
         self._bound = max(program.compute_seconds, sending)
         self._computing = sum(
             seconds for node, seconds in program.seconds.items() if node not in program.launched
@@ -162,7 +162,7 @@ class _OrderSearch:
         self._limited = False
         self._seconds = math.inf
         fits = self.held <= self._most
-        self._given = steady_seconds(program, *self._disturbed) if fits else math.inf
+        self._given = steady_seconds(program, self._slowdown) if fits else math.inf
         self._best: float | None = None
         self._policy = POLICIES[0]
         self.schedule: Schedule | None = None
@@ -228,7 +228,7 @@ class _OrderSearch:
             excess = int(held.max(initial=0)) - most
             self._limited |= excess > 0
             if excess <= 0:
-                seconds = steady_seconds(tried, *self._disturbed)
+                seconds = steady_seconds(tried, self._slowdown)
                 if seconds < self._seconds * (1 - _GAIN):
                     self._seconds, self._policy = seconds, policy
                     self.schedule = Schedule(tuple(nodes), buckets)

@@ -59,7 +59,7 @@ def fastest_prefetch(
     best, seconds = None, math.inf
     for size, ahead in itertools.product(SIZES, (AHEAD, AHEAD + 1)):
         schedule, tried = planned(size, ahead)
-        taken = steady_seconds(tried, costs.slowdown, costs.burst)
+        taken = steady_seconds(tried, costs.slowdown)
         fits = best is None or peak_bytes(tried, storages) <= ROOM * least
         if taken < seconds * (1 - _GAIN) and fits:
             best, seconds = schedule, taken

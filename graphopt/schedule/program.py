@@ -342,17 +342,12 @@ def _sent(message: Message) -> Iterator[fx.Node]:
         yield from launch.all_input_nodes
 
 
-def communication_bound(program: Program, burst: float = 0.0) -> float:
-    """Returns the seconds that the busiest group or link needs: no order of a step is shorter.
-
-    Args:
-        burst: seconds of transfer that a link gives at once where it has idled.
-    """
+def communication_bound(program: Program) -> float:
+    """Returns the seconds that the busiest group or link needs: no order of a step is shorter."""
     groups: defaultdict[str, float] = defaultdict(float)
     links: defaultdict[str, float] = defaultdict(float)
     for message in program.messages:
-        asked = message.transfer
-        groups[message.group] += asked.latency + max(0.0, asked.transfer - burst)
-        for link in asked.links:
-            links[link] += asked.transfer
+        groups[message.group] += message.transfer.seconds
+        for link in message.transfer.links:
+            links[link] += message.transfer.transfer
     return max((*groups.values(), *links.values()), default=0.0)

@@ -61,7 +61,6 @@ class SimulatedStep:
         collectives: of this iteration, in launch order; the last may end after it.
         peak_bytes_in_flight: launched and not waited for.
         peak_bytes: of values that are held at once, without the inputs of the step.
-        burst: of its links, in seconds.
     """
 
     program: Program = field(repr=False)
@@ -72,7 +71,6 @@ class SimulatedStep:
     collectives: Sequence[CollectiveSlot] = field(repr=False)
     peak_bytes_in_flight: int
     peak_bytes: int
-    burst: float = 0.0
 
     @cached_property
     def compute_seconds(self) -> float:
@@ -82,7 +80,7 @@ class SimulatedStep:
     @cached_property
     def comm_seconds(self) -> float:
         """The seconds that the busiest group or link needs."""
-        return communication_bound(self.program, self.burst)
+        return communication_bound(self.program)
 
     @cached_property
     def exposed_comm_seconds(self) -> float:

@@ -46,14 +46,14 @@ def simulate(
     """
     model = cost_model or default_cost_model(graph_module.graph)
     program = program_of(graph_module.graph, model, world_size)
-    return simulate_program(program, model.slowdown, model.burst)
+    return simulate_program(program, model.slowdown)
 
 
-def simulate_program(program: Program, slowdown: float = 0.0, burst: float = 0.0) -> Timeline:
+def simulate_program(program: Program, slowdown: float = 0.0) -> Timeline:
     """Simulates a program's steady state.
 
     Args:
-        slowdown, burst: of a `CostModel`.
+        slowdown: of a `CostModel`.
 
     >>> from graphopt.cost import default_cost_model
     >>> from graphopt.schedule import program_of, simulate_program
@@ -61,7 +61,7 @@ def simulate_program(program: Program, slowdown: float = 0.0, burst: float = 0.0
     >>> simulate_program(program).step_seconds > 0
     True
     """
-    machine = _Machine(slowdown, Links(burst))
+    machine = _Machine(slowdown)
     step = _steady(machine, _actions(program))
     begin = machine.now
     machine.record = True
@@ -69,7 +69,7 @@ def simulate_program(program: Program, slowdown: float = 0.0, burst: float = 0.0
     return _timeline(program, machine, step, begin)
 
 
-def steady_seconds(program: Program, slowdown: float = 0.0, burst: float = 0.0) -> float:
+def steady_seconds(program: Program, slowdown: float = 0.0) -> float:
     """Returns the seconds of a program's iteration in the steady state, without a timeline.
 
     >>> from graphopt.cost import default_cost_model
@@ -79,15 +79,14 @@ def steady_seconds(program: Program, slowdown: float = 0.0, burst: float = 0.0) 
     >>> steady_seconds(program) == simulate_program(program).step_seconds
     True
     """
-    return _steady(_Machine(slowdown, Links(burst)), _actions(program))
+    return _steady(_Machine(slowdown), _actions(program))
 
 
 def _steady(machine: _Machine, actions: list[Action]) -> float:
     """Runs iterations until they are alike, and returns the seconds of one.
 
     Iterations may take equally long for a while, though each hands on more to the next than it was
-    handed: until that reaches a wait, or a link has spent what it had saved. What lies between is
-    passed over.
+    handed: until that reaches a wait. What lies between is passed over.
     """
     durations: list[float] = []
     handed_on: HandedOn = {}
@@ -95,42 +94,31 @@ def _steady(machine: _Machine, actions: list[Action]) -> float:
         begin, before = machine.now, handed_on
         machine.iterate(actions)
         durations.append(machine.now - begin)
-        handed_on = machine.links.handed_on(machine.now)
+        handed_on = machine.links.handed_on()
         if not _are_alike(durations):
             continue
         growth = _growth(machine, before, handed_on, SAME * durations[-1])
         if not growth:
             return durations[-1]
-        iterations = _passed_over(machine, growth, handed_on)
+        iterations = _passed_over(machine, growth)
         if iterations:
             machine.links.skip_iterations(growth, iterations)
-            handed_on = machine.links.handed_on(machine.now)
+            handed_on = machine.links.handed_on()
     return sum(durations[-8:]) / len(durations[-8:])
 
 
 def _growth(machine: _Machine, before: HandedOn, handed_on: HandedOn, least: float) -> HandedOn:
     """Returns by how much more than `least` an iteration changed the link state; groups that nobody
     waits for are ignored."""
-    growth = {
-        (kind, name): now - before[kind, name]
-        for (kind, name), now in handed_on.items()
-        if kind == "link" or name in machine.slack
-    }
-    return {key: more for key, more in growth.items() if abs(more) > least}
+    growth = {name: handed_on[name] - before[name] for name in handed_on if name in machine.slack}
+    return {name: more for name, more in growth.items() if abs(more) > least}
 
 
-def _passed_over(machine: _Machine, growth: HandedOn, handed_on: HandedOn) -> int:
+def _passed_over(machine: _Machine, growth: HandedOn) -> int:
     """Returns how many iterations like the last one can be skipped; none while a group drains its
     backlog."""
-    found = math.inf
-    for (kind, name), more in growth.items():
-        if kind == "group":
-            room = machine.slack[name] if more > 0 else 0.0
-        else:
-            saved = handed_on[kind, name]
-            room = machine.links.burst - saved if more > 0 else saved
-        found = min(found, room / abs(more))
-    return math.floor(found)
+    rooms = (machine.slack[name] / more if more > 0 else 0.0 for name, more in growth.items())
+    return math.floor(min(rooms))
 
 
 def _are_alike(durations: list[float]) -> bool:
@@ -166,7 +154,7 @@ class _Machine:
     """One simulated rank: its stream, its links, and the launches of the iteration before."""
 
     slowdown: float
-    links: Links
+    links: Links = field(default_factory=Links)
     now: float = 0.0
     record: bool = False
     computed: list[ComputeSlot] = field(default_factory=list)
@@ -245,7 +233,6 @@ def _timeline(program: Program, machine: _Machine, step: float, begin: float) ->
         collectives=slots,
         peak_bytes_in_flight=_most_in_flight(program),
         peak_bytes=peak_bytes(program),
-        burst=machine.links.burst,
     )
 
 

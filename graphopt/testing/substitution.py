@@ -75,7 +75,8 @@ class Substitution:
         run_rewritten: RunGraph,
         as_it_is: Callable[[Experiment], Values],
     ) -> None:
-        self._pairs = [] if _has_late_nodes(rewritten) else list(_pairs(untouched, rewritten))
+        late = isinstance(rewritten, IterGraphModule) and bool(rewritten.graph.late)
+        self._pairs = [] if late else list(_pairs(untouched, rewritten))
         self._chosen: set[int] = set()
         self._was: list[list[torch.Tensor]] = []
         self._now: list[list[torch.Tensor]] = []
@@ -246,10 +247,6 @@ def _inputs_below(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
         own = frozenset([node.name]) if node.op == "placeholder" else frozenset()
         found[node] = own.union(*(found[each] for each in node.all_input_nodes))
     return found
-
-
-def _has_late_nodes(gm: fx.GraphModule) -> bool:
-    return isinstance(gm, IterGraphModule) and bool(gm.graph.late)
 
 
 def _put_behind(node: fx.Node, function: Callable[..., Any], readers: Sequence[fx.Node]) -> None:

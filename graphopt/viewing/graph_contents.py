@@ -29,7 +29,8 @@ def contents_of(
         title: over the page.
         diffs: for passes by name, the lines of the difference that they made.
     """
-    timeline = simulate(gm) if _can_be_simulated(gm.graph) else None
+    known = all(has_value(node) for node in gm.graph.nodes if node.op != "output")
+    timeline = simulate(gm) if known else None
     nodes = _Nodes(gm.graph)
     slots = () if timeline is None else timeline.collectives
     facts = [facts_of(slot) for slot in slots]
@@ -53,10 +54,6 @@ def contents_of(
         "lanes": [] if timeline is None else list(lanes_of(timeline, nodes.index)),
         "seconds": 0.0 if timeline is None else timeline.end - timeline.begin,
     }
-
-
-def _can_be_simulated(graph: fx.Graph) -> bool:
-    return all(has_value(node) for node in graph.nodes if node.op != "output")
 
 
 class _NumberedTexts:
