@@ -8,16 +8,13 @@ What the figures mean and how they are taken: benchmarks/README.md.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import ranks
 import torch
 from functorch import make_fx
-from rich.console import Console
 from rich.table import Table
 from step_models import train_step
 from torch import Tensor, nn
@@ -28,13 +25,7 @@ from graphopt.stages import stages_for
 from graphopt.tracing.call import Call
 
 ALPHABET, LENGTH, WIDTH = 32, 8, 16
-
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-    "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=True),
-    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
-}
+COLUMNS = ("layers", "nodes", "floor", "capture", "a_thousand", "passes", "derive", "executable")
 
 
 def seconds_of(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -44,19 +35,19 @@ def seconds_of(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.process_time() - began, result
 
 
-def arguments(layers: int, optimizer: str) -> tuple[Any, ...]:
-    """A GPT of narrow layers, its optimizer and a batch."""
+def arguments(layers: int) -> tuple[Any, ...]:
+    """A GPT of narrow layers, its fused AdamW and a batch."""
     size = GPTSize(ALPHABET, length=LENGTH, width=WIDTH, heads=2, layers=layers)
     model = CharGPT(size)
     numbers = torch.randint(ALPHABET, (2, LENGTH + 1))
-    parameters = list(model.parameters())
-    return model, OPTIMIZERS[optimizer](parameters), numbers[:, :-1], numbers[:, 1:]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    return model, optimizer, numbers[:, :-1], numbers[:, 1:]
 
 
-def floor(layers: int, optimizer: str) -> Callable[[], int]:
+def floor(layers: int) -> Callable[[], int]:
     """Traces the step with plain `make_fx` on fake tensors, which gives no trainable graph;
     returns the number of nodes."""
-    model, stepped, inputs, targets = arguments(layers, optimizer)
+    model, stepped, inputs, targets = arguments(layers)
     names = [name for name, _ in model.named_parameters()]
 
     def step(values: list[Tensor], inputs: Tensor, targets: Tensor) -> list[Tensor]:
@@ -86,12 +77,11 @@ def floor(layers: int, optimizer: str) -> Callable[[], int]:
     return trace
 
 
-def measure(layers: int, optimizer: str, *, with_floor: bool) -> dict[str, Any]:
+def measure(layers: int) -> dict[str, Any]:
     """Measures the CPU seconds of each stage of a step's first call."""
-    row: dict[str, Any] = {"layers": layers, "optimizer": optimizer}
-    if with_floor:
-        row["floor"], row["floor_nodes"] = seconds_of(floor(layers, optimizer))
-    given = arguments(layers, optimizer)
+    row: dict[str, Any] = {"layers": layers}
+    row["floor"], row["floor_nodes"] = seconds_of(floor(layers))
+    given = arguments(layers)
     stages = stages_for()
     row["capture"], captured = seconds_of(lambda: graphopt.capture(train_step, *given))
     row["nodes"] = len(captured.graph_module.graph.nodes)
@@ -104,35 +94,23 @@ def measure(layers: int, optimizer: str, *, with_floor: bool) -> dict[str, Any]:
     return row
 
 
-def parse() -> argparse.Namespace:
-    """Parses the command line options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, nargs="+", default=[6, 36, 200, 400])
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="fused")
-    parser.add_argument("--no-floor", action="store_true", help="leave `make_fx` alone out")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
-    return parser.parse_args()
+def table(found: dict[str, Any]) -> Table:
+    """The table of all numbers of layers."""
+    made = Table(*COLUMNS)
+    for row in found["by layers"]:
+        cells = (row[column] for column in COLUMNS)
+        made.add_row(*(f"{x:.2f}" if isinstance(x, float) else str(x) for x in cells))
+    return made
 
 
 def main() -> None:
     """Runs the measurements that the command line asks for and prints them."""
-    options = parse()
+    parser = ranks.parser(__doc__)
+    parser.add_argument("--layers", type=int, nargs="+", default=[6, 36, 200, 400])
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    measure(1, options.optimizer, with_floor=not options.no_floor)  # imports, and what is kept
-    columns = ("layers", "nodes", "floor", "capture", "a_thousand", "passes", "derive")
-    table = Table(*columns, "executable")
-    found = []
-    for layers in options.layers:
-        row = measure(layers, options.optimizer, with_floor=not options.no_floor)
-        found.append(row)
-        cells = (row.get(column, "") for column in (*columns, "executable"))
-        table.add_row(*(f"{x:.2f}" if isinstance(x, float) else str(x) for x in cells))
-        print(row, flush=True)
-    Console().print(table)
-    if options.json:
-        options.json.write_text(json.dumps({"torch": torch.__version__, "rows": found}, indent=2))
+    measure(1)  # imports, and what is kept
+    ranks.tabulate(options, [{"by layers": [measure(n) for n in options.layers]}], table)
 
 
 if __name__ == "__main__":
