@@ -154,6 +154,36 @@ def test_containers_by_parameter(make: Make) -> None:
     assert len(captured[2].captures) <= 2
 
 
+FINDERS: dict[str, Callable[[Tensor, list[Tensor]], Any]] = {
+    "in a list": lambda p, held: p in [each for each in held if each.shape == p.shape],
+    "index": lambda p, held: [each for each in held if each.shape == p.shape].index(p),
+    "intersection": lambda p, held: len({p} & set(held[:2])),
+    "difference": lambda p, held: len({p, *held} - {held[1]}),
+    "new dictionary": lambda p, held: dict.fromkeys(held, 1.0) | {p: 3.0},
+    "get": lambda p, held: {each: n for n, each in enumerate(held)}.get(p, -1),
+    "pop": lambda p, held: {each: n for n, each in enumerate(held[:2])}.pop(p, -1),
+    "equal": lambda p, held: (p == held[0]).float().mean() if p.shape == held[0].shape else 0,
+}
+
+
+@pytest.mark.parametrize("name", FINDERS)
+def test_parameters_are_found_among_those_held_elsewhere(name: str) -> None:
+    """Whatever looks for one, in containers that the step makes of tensors that it closes over."""
+
+    def make(net: nn.Module) -> Any:
+        held = list(net.parameters())
+
+        def step(x: Tensor, y: Tensor) -> Any:
+            found = [FINDERS[name](p, held) for p in net.parameters()]
+            numbers = [len(each) if isinstance(each, dict) else each for each in found]
+            return loss_of(net, x, y).detach() * sum(numbers)
+
+        return step
+
+    eager, captured = trained(make, False), trained(make, True)
+    assert_same(list(captured[:2]), list(eager[:2]), name)
+
+
 def test_another_value_for_a_parameter_is_seen() -> None:
     found = []
     for compiled in (False, True):

@@ -125,7 +125,6 @@ from graphopt._compat.tensors import (
     results_are_plain,
     storage_key_of_value,
     strided_parts,
-    value_of,
     version_kept,
     version_of,
 )

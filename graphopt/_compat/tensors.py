@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from graphopt._compat.fakes import is_fake
-
 version_of: attrgetter[int] = attrgetter("_version")
 """How often a tensor, or what shares its memory, was updated in place."""
 
@@ -22,12 +20,6 @@ def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
     """Marks a tensor as an `nn.Parameter`, whatever its class."""
     tensor._is_param = True
     return tensor
-
-
-def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A CPU copy of a tensor's value; None for a fake tensor that does not remember one."""
-    known = tensor.constant if is_fake(tensor) else tensor  # type: ignore[attr-defined]
-    return None if known is None else known.detach().cpu().clone()
 
 
 def made_by_legacy(kind: Any) -> tuple[torch.dtype, str] | None:

@@ -65,7 +65,7 @@ from graphopt.tracing.results.recipes import Recipes
 from graphopt.tracing.results.signature import Signature, leaves_of
 from graphopt.tracing.rollback.host_state import HostState
 from graphopt.tracing.rollback.substitute import StandIns, has_left_over, insert
-from graphopt.tracing.rollback.tensor_keys import identified, keyed_by_stand_ins
+from graphopt.tracing.rollback.tensor_keys import found_as_keys, identified
 from graphopt.tracing.scalars import numbers
 from graphopt.tracing.scalars.conversions import converted, converting
 from graphopt.tracing.scalars.host_math import traced_math
@@ -112,7 +112,7 @@ class StepRun:
         self.mode, self.values, self.step = mode, values, call.fn
         self.modules = list(call.named_submodules())
         self._optimizers = call.optimizer_objects()
-        self.state, self._keyed = state, state.keyed_by_tensors()
+        self.state = state
         self._casts = StepCasts()
         self._alone = communication is None and _compat.rank_among_several() is None
         self._tagger = Tagger({module: name for name, module in self.modules})
@@ -144,6 +144,8 @@ class StepRun:
                 stack.enter_context(context)
             with self._tagger.during("optimizer"):
                 traced = stand_ins_of(self._call, self._inputs, flat, self.made)
+            self.outside.stands_for = self._originals(traced)
+            stack.enter_context(found_as_keys(self.outside.stands_for))
             _compat.copy_hooks(
                 (entry.tensor, traced.by_id[id(entry.tensor)]) for entry in self._inputs.parameters
             )
@@ -233,7 +235,6 @@ class StepRun:
         )
         self.outside.of_call = given.places()
         optimizers = self._optimizers
-        self.outside.stands_for = self._originals(traced)
         tensors = [entry.tensor for entry in self._inputs.module_tensors]
         self.outside.stand_ins = WeakValueDictionary(
             {id(tensor): traced.by_id[id(tensor)] for tensor in tensors}
@@ -260,12 +261,10 @@ class StepRun:
             instead = self._instead()
             self._aliases.watch(self.outside)
             with observed_step(self._call, self.outside, instead):
-                exchanged = self._call.besides.exchanged
-                with keyed_by_stand_ins(self._keyed, self.outside, traced.by_id, exchanged):
-                    states = [optimizer.state for optimizer in optimizers]
-                    with watched(states):
-                        returned = self._call.fn(*args, **kwargs)
-                    self.looks_at_state = any(getattr(s, "was_read", True) for s in states)
+                states = [optimizer.state for optimizer in optimizers]
+                with watched(states):
+                    returned = self._call.fn(*args, **kwargs)
+                self.looks_at_state = any(getattr(s, "was_read", True) for s in states)
                 scalers.finish()
                 call = self._call
                 refuse_found_twice(self.outside, call.given, given.changes())
@@ -331,7 +330,6 @@ class StepRun:
         step uses."""
         self.finder.owners_of([each.tensor for each in self._inputs.module_tensors if each.bare])
         self.finder.found.found_twice |= found_twice(self._inputs, self.outside)
-        self.finder.found.exchanged |= self.outside.gone_through
         for optimizer in self.outside.optimizers.values():
             self.finder.optimizer(optimizer)
 

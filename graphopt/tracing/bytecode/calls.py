@@ -273,7 +273,6 @@ class NativeCalls:
             return
         container = shown
         path = record.path(container, type(container).__name__)
-        record.looks_up(container, key, line)
         if isinstance(container, (dict, set, frozenset)) and isinstance(key, torch.Tensor):
             record.read(OutsidePlace("has", container, key), f"<Parameter> in {path}", line)
         elif isinstance(container, dict) and _hashable(key):

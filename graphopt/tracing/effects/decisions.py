@@ -30,14 +30,13 @@ from graphopt.host.assumptions import Answer, Assumption, ValuesAssumption
 from graphopt.host.sizes import Relations, SizeAssumption, Sizes
 from graphopt.host.used import UsedParameters, UsedParametersQuestion
 from graphopt.ir.metadata import set_value
-from graphopt.ir.user_frames import current_user_line
+from graphopt.ir.user_frames import current_location, current_user_line
 from graphopt.parallel.markers import Group
 from graphopt.runtime.recaptures import WITHOUT_BRANCHES
 from graphopt.tracing.call import SizesKept
 from graphopt.tracing.functional.constant_values import ConstantValues
 from graphopt.tracing.functional.values import TracedValues, ValuesBeforeCollectives
 from graphopt.tracing.inputs.entries import Inputs
-from graphopt.tracing.interception.known_values import KnownValues
 from graphopt.tracing.ranks.uniformity import is_alike
 
 SIZED = "sized"
@@ -82,7 +81,7 @@ class Decider:
         self._count = 0
         self._fake = any(map(_compat.is_fake, values))
         known = TracedValues if alone else ValuesBeforeCollectives
-        self._values = (KnownValues if self._fake else known)(tracer, values)
+        self._values = _NoValues() if self._fake else known(tracer, values)
         self._constants = ConstantValues(tracer)
 
     def decide(self, number: Any, kind: type) -> Answer:
@@ -276,6 +275,25 @@ class Decider:
                 location=str(line),
                 hint=WITHOUT_BRANCHES,
             )
+
+
+class _NoValues:
+    """Stands for the values in a trace of fake tensors, which have none."""
+
+    def of(self, wanted: Any) -> Any:
+        """The value of what is no node of the graph.
+
+        Raises:
+            CaptureError: it is one.
+        """
+        if not isinstance(wanted, fx.Node):
+            return wanted
+        raise CaptureError(
+            "Python code depends on the value of a tensor, and the tensors given are fake ones",
+            location=current_location(),
+            hint=f"{WITHOUT_BRANCHES}, or capture with real tensors; what a module asks of its mask"
+            " is told it by its arguments, such as is_causal=True",
+        )
 
 
 class OwnDecisionError(CaptureError):

@@ -15,12 +15,10 @@ that is not followed is found later and refused, and so is a list that it change
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, compress
-from operator import not_
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -32,7 +30,6 @@ from graphopt.tracing.effects.written_values import MadeAnew, refused_object, wr
 from graphopt.tracing.inputs.entries import is_exact, may_be_input
 from graphopt.tracing.inputs.implicit import ImplicitInputFinder
 from graphopt.tracing.outside.changed_containers import MUTABLE
-from graphopt.tracing.outside.held import is_plain_class
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, attributes_of, same
 from graphopt.tracing.outside.record import OutsideRecord, WrittenPlace
 from graphopt.tracing.outside.unrepeated import LeftPlace
@@ -172,56 +169,6 @@ def _leave(record: OutsideRecord, written: WrittenPlace, value: Any) -> None:
         record.unrepeated.left.append(LeftPlace(written.path, place, written.line, told_of))
 
 
-def is_at(record: OutsideRecord, value: Any, place: OutsidePlace) -> bool:
-    """True if a step reached an object through one place only, and depends on its content."""
-    only = _only_place(record, value)
-    found = only is not None and only.identity == place.identity
-    return found and not record.is_pinned(value)
-
-
-def _only_place(record: OutsideRecord, value: Any) -> OutsidePlace | None:
-    """The only place through which a step reached an object, or None."""
-    places = {place.identity: place for place in record.places_of(value)}
-    return next(iter(places.values())) if len(places) == 1 else None
-
-
-_CONTAINERS = (dict, defaultdict, OrderedDict, list, deque)
-
-
-def _is_new(record: OutsideRecord, written: WrittenPlace) -> bool:
-    """True if a step replaces a container by a new one of the same kind, with plain values only."""
-    value = written.place.now()
-    if type(value) not in _CONTAINERS or type(value) is not type(written.before):
-        return False
-    if not written.place.may_carry or record.is_outside(value):
-        return False
-    if sum(each.place.now() is value for each in record.written_places()) > 1:
-        return False  # both places have one container, and not one each
-    return _is_of_plain(record, value)
-
-
-def _is_of_plain(record: OutsideRecord, container: Any) -> bool:
-    """True if a container has only plain values, and new containers of plain values."""
-    values = list(container.values() if isinstance(container, dict) else container)
-    made = [type(each) in _CONTAINERS and not record.is_outside(each) for each in values]
-    inner = list(compress(values, made))
-    return is_plain(tuple(compress(values, map(not_, made)))) and not any(
-        each is container or not _is_of_plain(record, each) for each in inner
-    )
-
-
-def _is_exchanged(record: OutsideRecord, written: WrittenPlace) -> bool:
-    """True if a step replaces an object by a new one of the same kind, or by None, at the only
-    place through which it reached it."""
-    before, now = written.before, written.place.now()
-    if now is None:
-        alike = type(before) in _CONTAINERS or is_plain_class(type(before))
-    else:
-        made = type(now) is type(before) and not record.is_outside(now)
-        alike = made and is_plain_class(type(before))
-    return alike and is_at(record, before, written.place)
-
-
 def _is_left_alone(written: WrittenPlace) -> bool:
     """True if a place belongs to a stand-in, or to an object shared by threads."""
     if _compat.is_fake(written.owner):
@@ -265,12 +212,10 @@ def _left_by_each_call(
         follows = follows or _is_traced(value, tensors=False)
     elif is_plain(value):
         told_of = record.is_told(place) and type(written.before) not in (int, float)
-        emptied = value is None and _is_exchanged(record, written)
-        follows = record.is_input(place) or not reads or told_of or emptied
+        follows = record.is_input(place) or not reads or told_of
     else:
         keyed = value is MISSING and isinstance(place.key, torch.Tensor)  # by what stands for it
-        new = _is_new(record, written) or _is_exchanged(record, written)
-        follows = record.is_input(place) or new or not (reads or keyed)
+        follows = record.is_input(place) or not (reads or keyed)
     left = written_value(record, value, made) if follows else None
     if follows and left is None:
         refused = refused_object(value, written.path, written.location)

@@ -66,7 +66,6 @@ class ImplicitInputs:
         unfollowed: why it was refused with objects of each call, where there are none.
         as_traced: libraries that ask find out that they are traced (see `asked`), since the step
             is refused otherwise, for this reason.
-        exchanged: dictionaries and sets, by id, in which stand-ins take the place of keys.
         carried: places in which the step finds a tensor or a number, and leaves another one.
         made: attributes that the first call gives tensors, which are among `tensors`: of which
             object, name, tensor.
@@ -82,7 +81,6 @@ class ImplicitInputs:
     whole_objects: bool = False
     unfollowed: CaptureError | None = None
     as_traced: str = ""
-    exchanged: frozenset[int] = frozenset()
     carried: list[CarriedPlace] = field(default_factory=list)
     made: list[tuple[dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
     rounds: int = 0
@@ -90,7 +88,7 @@ class ImplicitInputs:
     replaced: frozenset[Hashable] = frozenset()
 
     def __bool__(self) -> bool:
-        found = self.objects or self.tensors or self.counts or self.carried or self.exchanged
+        found = self.objects or self.tensors or self.counts or self.carried
         otherwise = self.plain or self.as_traced
         held = self.found_twice or self.replaced
         return bool(found or otherwise or self.whole_objects or held)
@@ -110,7 +108,6 @@ class ImplicitInputs:
             self.whole_objects or other.whole_objects,
             self.unfollowed or other.unfollowed,
             self.as_traced or other.as_traced,
-            self.exchanged | other.exchanged,
             [*self.carried, *other.carried],
             [*self.made, *other.made],
             self.rounds + other.rounds,

@@ -71,7 +71,6 @@ class ContainerChanges(KnownObjects):
         self._changes: dict[int, ChangedContainer] = {}
         self._emptied: set[int] = set()
         self.repeated: set[int] = set()
-        self._touched: dict[int, Any] = {}
 
     def mutated(self, container: Any, line: SourceLine) -> None:
         """Records that the step adds items to a container or removes some."""
@@ -84,9 +83,6 @@ class ContainerChanges(KnownObjects):
         self.unrepeated.note(container, path, line)
         if key not in self._mutated:
             self._mutated[key] = _copied(container)
-            self._goes_through(container)
-            if isinstance(container, (dict, set)):
-                self._touched[key] = container
             if OutsidePlace("item", container).is_item:
                 self._tables.append(container)
         if type(container) in MUTABLE:
@@ -114,10 +110,6 @@ class ContainerChanges(KnownObjects):
         """Records that the step empties a container, whose later items are the step's own."""
         if self.is_outside(container):
             self._emptied.add(id(container))
-
-    def touched(self) -> list[Any]:
-        """The dictionaries and sets to which the step has added."""
-        return list(self._touched.values())
 
     def changed_containers(self) -> Iterator[ChangedContainer]:
         """Yields the lists, queues and sets that the step has changed so far."""

@@ -37,9 +37,6 @@ class KnownObjects:
         stands_for: the tensors that have stand-ins, by the ids of these.
         stand_ins: of tensors of modules, by the ids of these.
         storages: of the stand-ins.
-        doubled: containers, by id, that have both for keys.
-        exchanged: those that have stand-ins for keys.
-        gone_through: of the former, those of which the step asks for more than one item.
         compared: where it asks whether a tensor is one that has a stand-in.
     """
 
@@ -56,9 +53,6 @@ class KnownObjects:
         self.stand_ins: Mapping[int, torch.Tensor] = WeakValueDictionary()
         self._marked: set[tuple[int, str]] = set()
         self.storages: Set[Any] = frozenset()
-        self.doubled: set[int] = set()
-        self.exchanged: set[int] = set()
-        self.gone_through: set[int] = set()
         self.compared: SourceLine | None = None
 
     def marking(self, value: Any, name: Any) -> Any:
@@ -162,15 +156,6 @@ class KnownObjects:
     def is_pinned(self, value: Any) -> bool:
         """True if each call needs this very object."""
         return id(value) in self._pinned
-
-    def _goes_through(self, container: Any) -> None:
-        if id(container) in self.doubled:
-            self.gone_through.add(id(container))
-
-    def looks_up(self, container: Any, key: Any, line: SourceLine) -> None:
-        """Records a key lookup that misses a tensor because only its stand-in is a key."""
-        if id(container) in self.exchanged and any(t is key for t in self.stands_for.values()):
-            self.compared = self.compared or line
 
     def compares(self, a: Any, b: Any, line: SourceLine) -> None:
         """Records an identity comparison of a tensor with its own stand-in."""

@@ -145,7 +145,6 @@ class OutsideReads(ContainerChanges):
         if not self.is_outside(container) or id(container) in seen:
             return
         seen.add(id(container))
-        self._goes_through(container)
         if is_bytes(container):
             self._reads_bytes(container, path, line)
             return
@@ -204,12 +203,10 @@ class OutsideReads(ContainerChanges):
         if isinstance(container, list) and isinstance(key, int) and key < 0:
             self.size(container, path, line)
             key += len(container)
-        self.looks_up(container, key, line)
         self.pin(key)
         return self.read(OutsidePlace("item", container, key), f"{path}[{key_text(key)}]", line)
 
     def size(self, container: Any, path: str, line: SourceLine) -> None:
-        self._goes_through(container)
         if not isinstance(container, (tuple, str, bytes)):
             self.read(OutsidePlace("size", container), f"len({path})", line)
 

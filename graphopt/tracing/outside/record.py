@@ -138,7 +138,6 @@ class OutsideRecord(OutsideReads):
             line = users(line)
             self.unrepeated.note(place.holder, path or self._path_of(place, owner), line)
         self.times_written[identity] += 1
-        self._goes_through(place.holder)
         if not isinstance(owner, types.ModuleType) and attributes_of(owner) is place.holder:
             self.owned(place.holder, owner)
         if place.is_written and identity not in self._places:

@@ -93,8 +93,8 @@ def observed_step(call: Call, record: OutsideRecord, substitute: Substitute) -> 
         refuse_unrepeated(record)
     if record.compared is not None:
         raise CaptureError(
-            "it asks whether a tensor of the model is one that it holds elsewhere (by `is`, or as a"
-            " key), which cannot be answered while another one stands for it",
+            "it asks whether a tensor of the model is one that it holds elsewhere (by `is`),"
+            " which cannot be answered while another one stands for it",
             location=str(record.compared),
             hint="compare names (model.named_parameters()) or id()",
         )

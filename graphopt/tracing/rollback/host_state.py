@@ -21,7 +21,6 @@ from graphopt.tracing.rollback import contents
 from graphopt.tracing.rollback.contents import NamespacePart, ObjectKind
 from graphopt.tracing.rollback.nests import parts
 from graphopt.tracing.rollback.reachable import reachable
-from graphopt.tracing.rollback.tensor_keys import Keyed, keyed_by_tensors
 from graphopt.tracing.scalars.numbers import SYMBOLIC
 
 
@@ -76,10 +75,6 @@ class HostState:
         found = reachable(step, leaves)
         self._held = [(kind, holder, kind.read(holder)) for kind, holder in found]
         self._shared = other_threads_run()
-
-    def keyed_by_tensors(self) -> list[Keyed]:
-        """The dictionaries and sets whose keys are tensors."""
-        return list(keyed_by_tensors(self._held))
 
     def puts_back(self, value: Any) -> bool:
         """True if `restore` can restore an object of this kind."""
