@@ -34,6 +34,14 @@ def torch_spec_kind(value: object) -> str | None:
     return next(found, None)
 
 
+def split_block_mask(mask: Any, count: int) -> list[Any]:
+    """Divides a block mask into `count` masks of consecutive rows; one for a batch of 1 serves
+    all."""
+    from torch.distributed.pipelining.microbatch import _split_block_mask
+
+    return _split_block_mask(mask, count)
+
+
 def flat_calls(graph: fx.Graph) -> None:
     """Makes a graph take and return its placeholders and outputs one by one."""
     graph.set_codegen(fx.graph.CodeGen())

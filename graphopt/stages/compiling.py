@@ -31,7 +31,6 @@ from graphopt.tracing.capture import capturing
 from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.inputs.entries import InputSpec
 from graphopt.tracing.optimizers.optimizer_state import has
-from graphopt.tracing.ranks.shards import ShardWindows
 from graphopt.verify import Problem, SpecReport, check_graph
 from graphopt.verify.equivalence import Proof
 from graphopt.verify.sharding.marker_meaning import sharing_problems
@@ -236,9 +235,7 @@ class Stages:
         """Decides open options of the passes by measurement, once."""
         if self._auto is None:
             return
-        with captured.state_present():
-            inputs = captured.live.live_values(call)
-        inputs = ShardWindows(captured.inputs, captured.parallel).put(list(inputs))
+        inputs = captured.values(call)
         chosen = self._auto.decide(captured.graph_module, inputs, captured.apart)
         if chosen is not None:
             self.manager, self._auto = self.manager.with_pipeline(pipeline_with(**chosen)), None

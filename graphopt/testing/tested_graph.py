@@ -38,11 +38,8 @@ def graph_and_inputs(
     captured = capture_call(call, communication_for(resolve(None)), lasts=warm)
     parallelize(captured.graph_module, captured.parallel)
     call = call.using(captured.besides) or call
-    with captured.state_present():
-        values = captured.live.live_values(call)
-    return IterGraphModule(captured.graph_module), copy.deepcopy(
-        [value.detach() for value in values]
-    )
+    values = [value.detach() for value in captured.values(call)]
+    return IterGraphModule(captured.graph_module), copy.deepcopy(values)
 
 
 def prepared(

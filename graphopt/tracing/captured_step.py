@@ -7,15 +7,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import fx
 
 from graphopt.guards.outside import OutsideGuard
 from graphopt.parallel import Manual, Parallel
 from graphopt.ranks.independent_ranks import groups_apart
+from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs, InputSpec
 from graphopt.tracing.inputs.found_places import FoundPlace
 from graphopt.tracing.inputs.implicit import ImplicitInputs
 from graphopt.tracing.optimizers.new_state import NewState
+from graphopt.tracing.ranks.shards import ShardWindows
 from graphopt.tracing.results.signature import Signature
 
 
@@ -67,3 +70,9 @@ class CapturedStep:
     def state_present(self) -> AbstractContextManager[None]:
         """While active, optimizers hold all state that is among the graph's inputs."""
         return nullcontext() if self.state is None else self.state.present()
+
+    def values(self, call: Call) -> list[torch.Tensor]:
+        """The inputs of the graph in a call; of those that are sharded, this rank's windows."""
+        with self.state_present():
+            values = self.live.live_values(call)
+        return ShardWindows(self.inputs, self.parallel).put(values)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphopt.pipelining.microbatch.block_masks import batch_size, is_block_mask, split_block_mask
+from graphopt._compat.pipelining import split_block_mask
+from graphopt.pipelining.microbatch.block_masks import batch_size, is_block_mask
 from graphopt.pipelining.microbatch.chunk_specs import (
     ChunkSpec,
     Replicated,
