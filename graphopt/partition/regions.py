@@ -15,8 +15,15 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graphopt._compat.partition import ENTER_INFERENCE_MODE, EXIT_OF, SET_GRAD_ENABLED
 from graphopt.errors import PartitionError
+from graphopt.ir.modes import (
+    MODE_SWITCHES,
+    enters_inference_mode,
+    exit_of,
+    is_endless,
+    sets_grad_mode,
+    switch_mode,
+)
 from graphopt.partition.assignment import Assignment, Partition
 
 
@@ -37,8 +44,7 @@ class RegionBounds:
 
 def find_states(graph: fx.Graph) -> frozenset[fx.Node]:
     """Returns the nodes that begin or end regions."""
-    targets = (*EXIT_OF, *EXIT_OF.values(), SET_GRAD_ENABLED)
-    found = (graph.find_nodes(op="call_function", target=target) for target in targets)
+    found = (graph.find_nodes(op="call_function", target=target) for target in MODE_SWITCHES)
     return frozenset(node for nodes in found for node in nodes)
 
 
@@ -58,32 +64,17 @@ def find_regions(assignment: Assignment, states: frozenset[fx.Node]) -> RegionBo
             regions.before[partition] = list(active)
             current = partition
         if node in states:
-            _update(active, node)
+            _switch(active, node)
     if current is not None:
         regions.after[current] = []
     return regions
 
 
-def _update(active: list[fx.Node], node: fx.Node) -> None:
+def _switch(active: list[fx.Node], node: fx.Node) -> None:
     """Updates the active regions after `node`, in graph order."""
-    if _sets_grad(node):
-        inner = _begin_of_innermost(active)
-        active[inner:] = [*(n for n in active[inner:] if not _sets_grad(n)), node]
-    elif node.target in EXIT_OF:
-        if _exit(node) is not None:  # else the first partition leaves it active for all
-            active.append(node)
-    else:
-        enter = node.all_input_nodes[0]
-        if enter.target is ENTER_INFERENCE_MODE:
-            del active[active.index(enter) :]
-        else:
-            active.remove(enter)
-
-
-def _begin_of_innermost(active: list[fx.Node]) -> int:
-    """Returns the index of the innermost inference region, whose end restores the grad mode."""
-    inside = [i for i, node in enumerate(active) if node.target is ENTER_INFERENCE_MODE]
-    return inside[-1] + 1 if inside else 0
+    # A region without an end is entered by the first partition, for all.
+    if not is_endless(node):
+        switch_mode(active, node)
 
 
 def _grad_at_end(assignment: Assignment, states: frozenset[fx.Node]) -> fx.Node | None:
@@ -91,35 +82,26 @@ def _grad_at_end(assignment: Assignment, states: frozenset[fx.Node]) -> fx.Node 
     active: list[fx.Node] = []
     for node in assignment:
         if node in states:
-            _update(active, node)
+            _switch(active, node)
     return _setting_outside(active)
 
 
 def _setting_outside(active: list[fx.Node]) -> fx.Node | None:
     """Returns the grad-mode setting in effect outside all inference regions, or None."""
     for node in active:
-        if node.target is ENTER_INFERENCE_MODE:
+        if enters_inference_mode(node):
             return None
-        if _sets_grad(node):
+        if sets_grad_mode(node):
             return node
     return None
 
 
 def _unwinding(active: list[fx.Node], grad_at_end: fx.Node | None) -> list[fx.Node]:
-    found = [exit_ for node in reversed(active) if (exit_ := _exit(node)) is not None]
+    found = [exit_ for node in reversed(active) if (exit_ := exit_of(node)) is not None]
     setting = _setting_outside(active)
     if setting is not None and grad_at_end is not None and setting.args != grad_at_end.args:
         found.append(grad_at_end)
     return found
-
-
-def _sets_grad(node: fx.Node) -> bool:
-    return node.target is SET_GRAD_ENABLED
-
-
-def _exit(node: fx.Node) -> fx.Node | None:
-    """Returns the node that ends the region that `node` begins, or None."""
-    return next((user for user in node.users if user.target is EXIT_OF.get(node.target)), None)
 
 
 def _check_contiguous(assignment: Assignment) -> None:

@@ -82,33 +82,20 @@ class _SavedOperator:
     overload: str | None
 
 
-@dataclass(frozen=True)
-class _SavedNode:
-    """The pickled form of a node."""
-
-    op: str
-    name: str
-    target: Any
-    args: Any
-    kwargs: Any
-    meta: dict[str, Any]
+_SavedNode = tuple[str, str, Any, Any, Any, dict[str, Any]]
+"""The pickled form of a node: op, name, target, arguments, and metadata."""
 
 
 def _encode(graph: fx.Graph) -> list[_SavedNode]:
     def refer(value: Any) -> Any:
         return fx.node.map_arg(value, lambda node: cast(Any, _SavedReference(node.name)))
 
-    return [
-        _SavedNode(
-            node.op,
-            node.name,
-            _encode_target(node.target),
-            refer(node.args),
-            refer(node.kwargs),
-            {key: node.meta[key] for key in _KEPT_META if key in node.meta},
-        )
-        for node in graph.nodes
-    ]
+    found = []
+    for node in graph.nodes:
+        meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+        target, args, kwargs = _encode_target(node.target), refer(node.args), refer(node.kwargs)
+        found.append((node.op, node.name, target, args, kwargs, meta))
+    return found
 
 
 def _load(holder: nn.Module, records: list[_SavedNode]) -> StageModule:
@@ -120,16 +107,10 @@ def _load(holder: nn.Module, records: list[_SavedNode]) -> StageModule:
             value, lambda leaf: nodes[leaf.name] if isinstance(leaf, _SavedReference) else leaf
         )
 
-    for record in records:
-        node = graph.create_node(
-            record.op,
-            _decode_target(record.target),
-            resolve(record.args),
-            resolve(record.kwargs),
-            name=record.name,
-        )
-        node.meta = dict(record.meta)
-        nodes[record.name] = node
+    for op, name, target, args, kwargs, meta in records:
+        target = _decode_target(target)
+        nodes[name] = graph.create_node(op, target, resolve(args), resolve(kwargs), name=name)
+        nodes[name].meta = dict(meta)
     return make_stage_module(holder, graph)
 
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from graphopt._compat.partition import ENTER_INFERENCE_MODE, EXIT_OF, SET_GRAD_ENABLED
 from graphopt.graph_utils import is_operator
+from graphopt.ir.modes import switch_mode, switches_mode
 from graphopt.verify.problems import Problem
 
 
@@ -32,7 +32,6 @@ class OrderedPair(Protocol):
 
 
 _CALLS = ("call_function", "call_method", "call_module")
-_EXITS = frozenset(EXIT_OF.values())
 
 
 def call_problems(
@@ -84,7 +83,7 @@ class _Match:
             self._known[node] = self._first.setdefault(key, node)
             if node.op in _CALLS:
                 self._left[key].append(node)
-        self._at_end = self._context.state()
+        self._at_end = self._context.state
         self._context, self._known = _Context(), {}
 
     def take(self, node: fx.Node, earlier: Sequence[fx.Node]) -> Iterator[Problem]:
@@ -109,7 +108,7 @@ class _Match:
     def _ends(self, output: fx.Node, key: Any) -> Iterator[Problem]:
         if key != self._returned:
             yield Problem("it returns something else than the undivided graph", (output,))
-        if self._context.state() != self._at_end:
+        if self._context.state != self._at_end:
             yield Problem(
                 "it leaves autocast or grad mode otherwise than the undivided graph", (output,)
             )
@@ -128,7 +127,7 @@ class _Match:
         if node.op not in _CALLS:
             return node.op, target
         behind = frozenset(id(self._known[n]) for n in earlier if n in self._known)
-        return node.op, target, self._context.state(), behind, arguments
+        return node.op, target, self._context.state, behind, arguments
 
 
 def _written(value: Any, known: Mapping[fx.Node, fx.Node]) -> Any:
@@ -146,41 +145,20 @@ def _written(value: Any, known: Mapping[fx.Node, fx.Node]) -> Any:
 
 
 class _Context:
-    """The autocast, inference and grad modes while a graph is read."""
+    """The autocast, inference and grad modes while a graph is read.
+
+    Attributes:
+        state: the modes that are in effect.
+    """
 
     def __init__(self) -> None:
-        self._active: list[tuple[fx.Node, Any]] = []
+        self._active: list[fx.Node] = []
+        self.state: tuple[Any, ...] = ()
 
     def enter(self, node: fx.Node) -> bool:
         """Updates the modes if a node begins or ends a region. Returns True if it does."""
-        if node.op != "call_function":
+        if not switches_mode(node):
             return False
-        if node.target is SET_GRAD_ENABLED:
-            inner = self._innermost()
-            self._active[inner:] = [
-                *(e for e in self._active[inner:] if e[0].target is not SET_GRAD_ENABLED),
-                (node, repr(node.args)),
-            ]
-        elif node.target in EXIT_OF:
-            self._active.append((node, repr((node.args, node.kwargs))))
-        elif node.target in _EXITS:
-            self._leave(node.all_input_nodes[0])
-        else:
-            return False
+        switch_mode(self._active, node)
+        self.state = tuple((id(n.target), repr((n.args, n.kwargs))) for n in self._active)
         return True
-
-    def state(self) -> tuple[Any, ...]:
-        """Returns the modes that are in effect."""
-        return tuple((id(node.target), written) for node, written in self._active)
-
-    def _leave(self, entered: fx.Node) -> None:
-        index = next(i for i, (node, _) in enumerate(self._active) if node is entered)
-        if entered.target is ENTER_INFERENCE_MODE:
-            del self._active[index:]
-        else:
-            del self._active[index]
-
-    def _innermost(self) -> int:
-        """Returns the index of the innermost inference region, whose end restores the grad mode."""
-        inside = [i for i, (n, _) in enumerate(self._active) if n.target is ENTER_INFERENCE_MODE]
-        return inside[-1] + 1 if inside else 0
