@@ -321,8 +321,8 @@ def test_keys_are_in_the_order_of_eager_code(make: Callable[[], Any]) -> None:
 
         def step(x: Tensor) -> None:
             loss = model(x).sum()  # noqa: B023
-            sums = table.setdefault("sum", [0.0, 0])  # noqa: B023
-            sums[0] += loss.item()
+            sums = table.setdefault("sum", {"loss": 0.0})  # noqa: B023
+            sums["loss"] += loss.item()
             table["name"] = "train"  # noqa: B023
             table["calls"] = table.get("calls", 0) + 1  # noqa: B023
             table["loss"] = loss.detach()  # noqa: B023

@@ -4,6 +4,7 @@ one keeps it, and where the places have different tensors in another call, each 
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import graphopt
+from graphopt.errors import CaptureError
+from twins import assert_same
 
 Body = Callable[[Any, Any, Tensor], Tensor]
 
@@ -239,26 +242,50 @@ def test_an_argument_that_stands_elsewhere_in_the_first_call(
     assert len(step.captures) <= 3
 
 
-def test_another_list_in_the_place_of_one_with_a_tensor() -> None:
+def puts_a_tensor(rows: Any, y: Tensor) -> None:
+    rows[0] = y.detach()
+
+
+def puts_a_number(rows: Any, y: Tensor) -> None:
+    rows[1] = y.detach().sum().item()
+
+
+def counts(rows: Any, y: Tensor) -> None:
+    rows[1] += 1.0
+
+
+def averages(rows: Any, y: Tensor) -> None:
+    rows[1] = 0.9 * rows[1] + 0.1 * y.detach().mean().item()
+
+
+def moves(rows: Any, y: Tensor) -> None:
+    rows[0], rows[2] = y.detach(), rows[0]
+
+
+LEFT_IN_A_LIST = [puts_a_tensor, puts_a_number, counts, averages, moves]
+
+
+@pytest.mark.parametrize("made", [list, deque])
+@pytest.mark.parametrize("leave", LEFT_IN_A_LIST)
+def test_an_item_of_a_list_is_refused_and_one_of_a_dictionary_is_not(
+    leave: Callable[[Any, Tensor], None], made: Callable[[list[Any]], Any]
+) -> None:
     torch.manual_seed(0)
-    model = nn.Linear(3, 2)
+    model, before = nn.Linear(3, 2), torch.zeros(4, 2)
 
-    def program() -> tuple[Any, Callable[[Tensor], Tensor]]:
-        held = SimpleNamespace(rows=[torch.zeros(4, 2), "text"])
+    def step(x: Tensor, rows: Any) -> Tensor:
+        y: Tensor = model(x)
+        (y + rows[0]).sum().backward()
+        leave(rows, y)
+        return y.detach()
 
-        def step(x: Tensor) -> Tensor:
-            y: Tensor = model(x) + held.rows[0]
-            held.rows[0] = y.detach()
-            y.sum().backward()
-            return y.detach()
-
-        return held, step
-
-    (held, captured), (other, eager) = program(), program()
-    step = graphopt.compile(captured)
-    for call in range(6):
-        if call % 2:
-            held.rows, other.rows = ([torch.full((4, 2), float(call)), "text"] for _ in range(2))
+    rows, table = made([before, 0.0, None]), {0: before, 1: 0.0, 2: None}
+    held, kept = SimpleNamespace(rows=rows), dict(table)
+    with pytest.raises(CaptureError, match=r"changes .* an item of a dictionary"):
+        graphopt.compile(lambda x: step(x, held.rows))(torch.ones(4, 3))
+    assert rows[0] is before and list(rows)[1:] == [0.0, None]
+    run = graphopt.compile(lambda x: step(x, table))
+    for _ in range(3):
         x = torch.rand(4, 3)
-        assert torch.equal(step(x), eager(x))
-        assert torch.equal(held.rows[0], other.rows[0])
+        assert torch.equal(run(x), step(x, kept))
+        assert_same(list(table.values()), list(kept.values()), "table")

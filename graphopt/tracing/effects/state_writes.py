@@ -30,7 +30,7 @@ from graphopt.tracing.effects.written_values import MadeAnew, refused_object, wr
 from graphopt.tracing.inputs.entries import is_exact, may_be_input
 from graphopt.tracing.inputs.implicit import ImplicitInputFinder
 from graphopt.tracing.outside.changed_containers import MUTABLE
-from graphopt.tracing.outside.places import MISSING, OutsidePlace, attributes_of, same
+from graphopt.tracing.outside.places import LISTS, MISSING, OutsidePlace, attributes_of, same
 from graphopt.tracing.outside.record import OutsideRecord, WrittenPlace
 from graphopt.tracing.outside.unrepeated import LeftPlace
 from graphopt.tracing.results.signature import Constant, PlacedResult
@@ -103,6 +103,9 @@ class _PlacedValues:
         """The value that each call stores in a place, or None if it stores none there by itself."""
         record, place, before = self.record, written.place, written.before
         value = place.now()
+        if type(place.holder) in LISTS:
+            self._leave_in_list(written, value)
+            return None
         alone = _is_left_alone(written)
         read = record.depends_on(place) and not alone
         if read and note_counted(self.finder, written.path, place, before, value):
@@ -127,6 +130,14 @@ class _PlacedValues:
             return None
         place.write(before)
         return None if in_place else self._placed(written, left)
+
+    def _leave_in_list(self, written: WrittenPlace, value: Any) -> None:
+        """Restores an item of a list, and refuses another value there."""
+        before = written.before
+        written.place.write(before)
+        is_tensor = isinstance(before, torch.Tensor)
+        if not (same(before, value) or (is_tensor and value is self._stand_in(before))):
+            self.record.unrepeated.add(written.path, written.line)
 
     def _refuse(self, written: WrittenPlace, value: Any, weak: bool) -> None:
         """Refuses a value in a place that is not restored: of a weak dictionary (as in
@@ -208,7 +219,7 @@ def _left_by_each_call(
         return Constant(MISSING)
     if _is_traced(value):
         alone = not isinstance(written.before, torch.Tensor)
-        follows = (place.is_written if alone else place.may_carry_tensor) or not reads
+        follows = (place.is_written if alone else place.may_carry) or not reads
         follows = follows or _is_traced(value, tensors=False)
     elif is_plain(value):
         told_of = record.is_told(place) and type(written.before) not in (int, float)
@@ -249,10 +260,7 @@ def _is_found(record: OutsideRecord, item: WrittenPlace) -> bool:
     if type(before) is list and record.is_changed(before):
         return False
     tensors, _ = leaves_of(before, is_tensor) or ([before], None)
-    if (
-        not all(isinstance(each, torch.Tensor) for each in tensors)
-        or not item.place.may_carry_tensor
-    ):
+    if not all(isinstance(each, torch.Tensor) for each in tensors) or not item.place.may_carry:
         return False
     if any(map(_compat.is_fake, tensors)):
         return False

@@ -178,7 +178,7 @@ def _alone(besides: ImplicitInputs, found: Collection[int]) -> Iterator[_Slot]:
 def _tensors_at(carried: CarriedPlace) -> Iterator[_Slot]:
     """Yields the tensor in a place, or the tensors of a tuple there."""
     path, place, _ = carried
-    if not place.may_carry_tensor:
+    if not place.may_carry:
         return
     value = place.now()
     if isinstance(value, torch.Tensor):

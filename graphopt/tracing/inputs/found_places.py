@@ -12,17 +12,17 @@ import torch
 
 from graphopt.tracing.inputs.entries import is_exact
 from graphopt.tracing.inputs.implicit import CarriedPlace, ImplicitInputs, NamedModules
-from graphopt.tracing.outside.places import LISTS, OutsidePlace, attributes_of
+from graphopt.tracing.outside.places import OutsidePlace, attributes_of
 from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.tensors.lost_history import accumulates
 
 
 class FoundPlace(NamedTuple):
-    """A dictionary item or closure variable with a tensor, number or array, or a list item with a
-    tensor. Neither the object whose attribute it is nor the tensor is kept alive.
+    """A dictionary item or closure variable with a tensor or a number. Neither the object whose
+    attribute it is nor the tensor is kept alive.
 
     Attributes:
-        holder: gives that object, or the dictionary, the list or the variable.
+        holder: gives that object, or the dictionary or the variable.
         value: the number, or a weak reference to the tensor.
     """
 
@@ -35,8 +35,6 @@ class FoundPlace(NamedTuple):
     def place(self) -> OutsidePlace:
         """The place as an `OutsidePlace`."""
         holder = self.holder()
-        if isinstance(holder, LISTS):
-            return OutsidePlace("item", holder, self.key)
         if isinstance(holder, CellType):
             return OutsidePlace("cell", holder)
         table = holder if isinstance(holder, dict) else attributes_of(holder)
@@ -64,12 +62,9 @@ def found_places(record: OutsideRecord, modules: NamedModules) -> Iterator[Found
     for read in record.reads.values():
         value, holder = read.value, read.place.holder
         if not read.place.may_carry:
-            if read.place.may_carry_tensor and _is_in_one_place(record, value):
-                kept: Any = weakref.ref(value)
-                yield FoundPlace(read.path, _itself(holder), read.place.key, kept)
             continue
         if is_exact(value) or _is_in_one_place(record, value):
-            kept = weakref.ref(value) if isinstance(value, torch.Tensor) else value
+            kept: Any = weakref.ref(value) if isinstance(value, torch.Tensor) else value
         else:
             continue
         yield FoundPlace(read.path, _holder(record, holder), read.place.key, kept)
@@ -82,10 +77,6 @@ def found_places(record: OutsideRecord, modules: NamedModules) -> Iterator[Found
 def _is_in_one_place(record: OutsideRecord, value: Any) -> bool:
     tensor = isinstance(value, torch.Tensor) and not accumulates(value)
     return tensor and len(record.places_of(value)) == 1
-
-
-def _itself(value: Any) -> Callable[[], Any]:
-    return lambda: value
 
 
 def _holder(record: OutsideRecord, holder: Any) -> Callable[[], Any]:

@@ -7,7 +7,7 @@ import ctypes
 import enum
 import gc
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from types import CellType
 from typing import Any, NamedTuple
@@ -72,22 +72,12 @@ class OutsidePlace:
         return self.is_item or self.kind == "cell"
 
     @property
-    def may_carry_tensor(self) -> bool:
-        """True if a tensor in the place, lists included, may be an input that the step replaces."""
-        return self.may_carry or self._is_in_list
-
-    @property
-    def _is_in_list(self) -> bool:
-        """True if the place is an item of a list or queue with a non-negative index."""
-        of_list = self.kind == "item" and type(self.holder) in LISTS
-        return of_list and type(self.key) is int and self.key >= 0
-
-    @property
     def table(self) -> MutableMapping[Any, Any]:
         """The place's container as a mapping from its key to the value."""
         if self.kind == "cell":
             return CellTable(self.holder)
-        return ListTable(lambda: self.holder) if self._is_in_list else self.holder
+        table: MutableMapping[Any, Any] = self.holder
+        return table
 
     def now(self) -> Any:
         """The current value in the place, `MISSING` if there is none."""
@@ -119,7 +109,7 @@ def place_in(table: MutableMapping[Any, Any], key: Any) -> OutsidePlace:
     """The place with this `OutsidePlace.table` and key."""
     if isinstance(table, CellTable):
         return OutsidePlace("cell", table.cell, key)
-    return OutsidePlace("item", table.held if isinstance(table, ListTable) else table, key)
+    return OutsidePlace("item", table, key)
 
 
 class CellTable(MutableMapping[Any, Any]):
@@ -145,41 +135,6 @@ class CellTable(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return 1
-
-
-class ListTable(MutableMapping[Any, Any]):
-    """A list or queue as a mapping from positions to items.
-
-    Args:
-        find: gives the list, which may be another one in each call.
-    """
-
-    def __init__(self, find: Callable[[], Any]) -> None:
-        self._find = find
-
-    @property
-    def held(self) -> list[Any]:
-        """The current list; an empty one if there is none."""
-        found = self._find()
-        return found if type(found) in LISTS else []
-
-    def __getitem__(self, key: Any) -> Any:
-        try:
-            return self.held[key]
-        except IndexError:
-            raise KeyError(key) from None
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.held[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self.held[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(range(len(self.held)))
-
-    def __len__(self) -> int:
-        return len(self.held)
 
 
 def _whole(holder: Any, key: Any) -> Any:

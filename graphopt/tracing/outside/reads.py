@@ -15,7 +15,6 @@ from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.outside.changed_containers import PUT_BACK, ContainerChanges
 from graphopt.tracing.outside.places import (
-    LISTS,
     MISSING,
     OutsidePlace,
     OutsideRead,
@@ -109,23 +108,10 @@ class OutsideReads(ContainerChanges):
 
     def _read_before(self, place: OutsidePlace, value: Any, path: str, line: SourceLine) -> None:
         """Records a dependence on the former contents of a container that the step has changed."""
-        if isinstance(value, torch.Tensor) and type(place.holder) in LISTS:
-            self._read_moved(place, value, path, line)
-            return
         before = OutsidePlace(place.kind, self._mutated[id(place.holder)], place.key).now()
         if before is value:
             self.reached(value, path)
         self.reads[place.identity] = self._made(place, before, path, line)
-
-    def _read_moved(self, place: OutsidePlace, value: Any, path: str, line: SourceLine) -> None:
-        """Records the former position of a tensor in a list that the step has changed."""
-        self.size(place.holder, path, line)
-        before = self._mutated[id(place.holder)]
-        for index, each in enumerate(before):
-            found = OutsidePlace("item", place.holder, index)
-            if each is value and found.identity not in self.reads:
-                self.reached(value, path)
-                self.reads[found.identity] = self._made(found, value, path, line)
 
     def contents(
         self,
