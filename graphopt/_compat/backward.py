@@ -1,8 +1,7 @@
-"""The backward that runs on this thread, and the leaves that a backward would reach."""
+"""The backward that runs on this thread."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,48 +20,6 @@ def after_backward(function: Callable[[], None]) -> None:
     `torch.autograd.Variable` is where FSDP and DDP in torch find the engine, in 2.11 to 2.15.
     """
     torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
-def ends_in_hidden_leaves(tensor: torch.Tensor) -> bool:
-    """True if backwards through a computed tensor change nothing that anybody holds: one function
-    that keeps no values has made it of leaves that are otherwise gone.
-
-    >>> torch.tensor([0.5], dtype=torch.float64, requires_grad=True).float()
-    tensor([0.5000], grad_fn=<ToCopyBackward0>)
-    """
-    function = tensor.grad_fn
-    if function is None or tensor.retains_grad:
-        return False
-    if type(function).__name__.rstrip("0123456789") not in _KEEPING_NOTHING:
-        return False
-    return all(each is None or _is_hidden(each) for each, _ in function.next_functions)
-
-
-_KEEPING_NOTHING = frozenset(
-    f"{name}Backward"
-    for name in ("ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze",
-                 "Squeeze", "Transpose", "T", "Permute", "Expand", "Slice", "Select", "Cat",
-                 "Stack")
-)  # fmt: skip
-
-
-def _is_hidden(function: Any) -> bool:
-    """True if a function accumulates into a leaf that nothing else holds and that has no hooks."""
-    if type(function).__name__ != "AccumulateGrad":
-        return False
-    leaf = function.variable
-    hooks = leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)
-    return not any(hooks) and sys.getrefcount(leaf) == _REFERENCES_OF_HIDDEN
-
-
-def _references_of_hidden() -> int:
-    """The Python reference count of a leaf that only the autograd graph holds."""
-    function: Any = torch.ones(1, requires_grad=True, device="cpu").clone().grad_fn
-    leaf = function.next_functions[0][0].variable
-    return sys.getrefcount(leaf)
-
-
-_REFERENCES_OF_HIDDEN = _references_of_hidden()  # at once: in a trace, its operators would be seen
 
 
 def around_backwards(

@@ -18,7 +18,8 @@ from graphopt.tracing.ranks.admitted_shards import is_admitted
 
 WITH_GRADIENTS = (
     "keep what it was computed of, and let the step run the model on that; where no gradient is to"
-    " go through it, keep tensor.detach()"
+    " go through it, keep tensor.detach(); where one is asked for it, make it a leaf:"
+    " tensor.detach().requires_grad_()"
 )
 """The hint about a tensor that was computed with gradients outside the step."""
 

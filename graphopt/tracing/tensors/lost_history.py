@@ -6,9 +6,7 @@ code.
         total.backward()        eager goes back through the calls before: refused
 
 Those of a graph have no history. A step that computes with one that an earlier call has left, or
-that it finds outside, goes on as eager code does, until a backward would go through it. Where that
-ends in a leaf that nothing else holds (`torch.tensor(array, requires_grad=True).float()`), nobody
-finds out that it has not gone there.
+that it finds outside, goes on as eager code does, until a backward would go through it.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from typing import Any
 import torch
 
 from graphopt import _compat
-from graphopt._compat.backward import ends_in_hidden_leaves
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_user_line
 from graphopt.tracing.tensors.classes import WITH_GRADIENTS
@@ -50,8 +47,7 @@ def kind_of_history(tensor: torch.Tensor) -> str | None:
     if not is_computed(tensor):
         return None
     hooks = " and hooks" if _compat.hooks_of(tensor) else ""
-    leaf = " of leaves that are gone" if ends_in_hidden_leaves(tensor) else ""
-    return f"computed with gradients{leaf}{hooks}"
+    return f"computed with gradients{hooks}"
 
 
 def accumulates(tensor: torch.Tensor) -> bool:
@@ -104,9 +100,8 @@ def refuse_backward(
                 "it uses a tensor with hooks that was computed with gradients outside the step",
                 hint=WITH_GRADIENTS,
             )
-        ends = ends_in_hidden_leaves(tensor)
         with torch.enable_grad():
-            apply(stand_in, is_left(tensor), ends, source, *(() if ends else inputs))
+            apply(stand_in, is_left(tensor), source, *inputs)
     for _, stand_in in computed:
         made: Any = stand_in.grad_fn
         made.version = _compat.version_of(stand_in)
@@ -135,17 +130,13 @@ class _MarkComputed(torch.autograd.Function):
     """An autograd function that marks a tensor as computed by unknown code."""
 
     @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, left: bool, ends: bool, *leaves: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, left: bool, *leaves: torch.Tensor) -> torch.Tensor:
         ctx.mark_dirty(tensor)
-        ctx.left, ctx.ends = left, ends
+        ctx.left = left
         return tensor
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        if ctx.ends:
-            return (None,) * 4
         line = current_user_line()
         location = None if line is None else str(line)
         if not ctx.left:
