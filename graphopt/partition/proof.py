@@ -16,11 +16,8 @@ from graphopt.partition.hazards import hazards
 from graphopt.partition.module_attributes import Attributes
 from graphopt.verify.checks.same_calls import call_problems
 from graphopt.verify.composition import ComposedGraph, NamedObjects
-from graphopt.verify.differences.outcome_differences import differences
+from graphopt.verify.equivalence import check_equivalence
 from graphopt.verify.problems import Problem
-from graphopt.verify.symbolic.evaluation import evaluate_graph
-from graphopt.verify.symbolic.evaluation_outcome import NotDecidedError
-from graphopt.verify.values.terms import Terms
 
 
 def check_split(whole: fx.GraphModule, split: fx.GraphModule, attributes: Attributes) -> None:
@@ -52,17 +49,9 @@ def _composed(
 
 def _problems(before: fx.Graph, after: fx.Graph, objects: NamedObjects) -> Iterator[Problem]:
     yield from call_problems(before, after, partial(hazards, find=objects.find))
-    if not all(map(_is_known, before.nodes)):
-        return
-    terms = Terms()
-    try:
-        old = evaluate_graph(before, terms)
-    except NotDecidedError:
-        return
-    try:
-        yield from differences(terms, old, evaluate_graph(after, terms))
-    except NotDecidedError as error:
-        yield error.problem
+    if all(map(_is_known, before.nodes)):
+        report = check_equivalence(before, after)
+        yield from report.problems if report.decidable else ()
 
 
 def _is_known(node: fx.Node) -> bool:

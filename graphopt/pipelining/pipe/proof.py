@@ -31,11 +31,8 @@ from graphopt.pipelining.stage.chain import ChainPlan
 from graphopt.verify.checks.module_constants import attribute
 from graphopt.verify.checks.same_calls import OrderedPair, call_problems
 from graphopt.verify.composition import ComposedGraph, NamedObjects
-from graphopt.verify.differences.outcome_differences import differences
+from graphopt.verify.equivalence import check_equivalence
 from graphopt.verify.problems import Problem
-from graphopt.verify.symbolic.evaluation import evaluate_graph
-from graphopt.verify.symbolic.evaluation_outcome import NotDecidedError
-from graphopt.verify.values.terms import Terms
 
 logger = logging.getLogger("graphopt")
 
@@ -111,18 +108,14 @@ def _composed(module: fx.GraphModule, objects: NamedObjects) -> fx.Graph:
 
 def _differing(before: fx.Graph, after: fx.Graph, objects: NamedObjects) -> Iterator[Problem]:
     yield from call_problems(before, after, _no_order)  # which terms know, through copies as well
-    terms = Terms()
-    try:
-        old = evaluate_graph(before, terms)
-    except NotDecidedError as error:
-        logger.info("values between the stages of a pipe are not compared: %s", error)
-        if len(before.nodes) == len(after.nodes):  # nothing was copied
-            yield from call_problems(before, after, partial(hazards, find=objects.find))
+    report = check_equivalence(before, after)
+    if report.decidable:
+        yield from report.problems
         return
-    try:
-        yield from differences(terms, old, evaluate_graph(after, terms))
-    except NotDecidedError as error:
-        yield error.problem
+    message = report.problems[0].message
+    logger.info("values between the stages of a pipe are not compared: %s", message)
+    if len(before.nodes) == len(after.nodes):  # nothing was copied
+        yield from call_problems(before, after, partial(hazards, find=objects.find))
 
 
 def _no_order(graph: fx.Graph) -> tuple[OrderedPair, ...]:
