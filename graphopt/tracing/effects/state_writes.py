@@ -103,7 +103,7 @@ class _PlacedValues:
         """The value that each call stores in a place, or None if it stores none there by itself."""
         record, place, before = self.record, written.place, written.before
         value = place.now()
-        if type(place.holder) in LISTS:
+        if type(place.holder) in LISTS and (is_tensor(before) or is_tensor(value)):
             self._leave_in_list(written, value)
             return None
         alone = _is_left_alone(written)
@@ -132,11 +132,10 @@ class _PlacedValues:
         return None if in_place else self._placed(written, left)
 
     def _leave_in_list(self, written: WrittenPlace, value: Any) -> None:
-        """Restores an item of a list, and refuses another value there."""
+        """Restores an item of a list, and refuses another tensor there."""
         before = written.before
         written.place.write(before)
-        is_tensor = isinstance(before, torch.Tensor)
-        if not (same(before, value) or (is_tensor and value is self._stand_in(before))):
+        if value is not before and not (is_tensor(before) and value is self._stand_in(before)):
             self.record.unrepeated.add(written.path, written.line)
 
     def _refuse(self, written: WrittenPlace, value: Any, weak: bool) -> None:
