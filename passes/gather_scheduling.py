@@ -18,9 +18,8 @@ leave it to the next iteration.
 
 With stage 3 parameters are gathered for the forward and for the backward. Such gathers become few
 as well, by the order of their use, and each is launched two buckets ahead of its use
-(`graphopt.schedule.prefetch`). On GPUs sizes of buckets are chosen by simulation
-(`graphopt.schedule.prefetch_choice`), and a schedule by costs follows, in no more memory
-(`graphopt.schedule.overlap`).
+(`graphopt.schedule.prefetch`). On GPUs buckets are twice as large, and a schedule by
+costs follows, in no more memory (`graphopt.schedule.overlap`).
 
 Nodes are only reordered and collectives put together: bitwise.
 """
@@ -46,7 +45,6 @@ from graphopt.schedule.gathers import (
     place_by_share,
 )
 from graphopt.schedule.prefetch import buckets_of, order_of_prefetch, uses_of_gathers
-from graphopt.schedule.prefetch_choice import fastest_prefetch
 
 _REDUCTIONS = (
     "all_to_all_single",
@@ -54,6 +52,8 @@ _REDUCTIONS = (
     "reduce_scatter_tensor_coalesced",
     "all_reduce",
 )
+_LARGER_ON_GPUS = 2
+"""The factor of bucket sizes on GPUs, where a schedule by costs follows."""
 
 
 @graph_optimization_pass(
@@ -87,15 +87,12 @@ def _schedule_reads(gm: fx.GraphModule) -> int:
     if not uses or any(is_launch_kept(use.launch) for use in uses):
         return 0
     once = {use.launch.all_input_nodes[0]: use for use in uses}.values()
-    costs = default_cost_model(graph)
-    count = collectives_by_cost(graph, [use.launch for use in once], costs)
+    launches = [use.launch for use in once]
+    count = collectives_by_cost(graph, launches, default_cost_model(graph))
     size = max(sum(use.nbytes for use in once) / count, SMALLEST_BUCKET_BYTES)
     before = predecessors(graph)
-    if _is_on_cpu(uses[0].launch):
-        schedule = order_of_prefetch(graph, before, buckets_of(uses, size))
-    else:
-        schedule = fastest_prefetch(graph, before, uses, size, costs)
-    return _applied(graph, schedule, before)
+    times = 1 if _is_on_cpu(uses[0].launch) else _LARGER_ON_GPUS
+    return _applied(graph, order_of_prefetch(graph, before, buckets_of(uses, times * size)), before)
 
 
 def _schedule_updates(gm: fx.GraphModule) -> int:

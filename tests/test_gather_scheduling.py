@@ -1,5 +1,5 @@
 """Parameters gathered early, many in one call, and awaited in the next iteration; gathers placed by
-costs: the last scatter is not delayed, and sizes of buckets are simulated."""
+costs, which do not delay the last scatter."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ from graphopt.schedule.gathers import (
     is_gather,
     order_of_gathers,
 )
-from graphopt.schedule.prefetch import AHEAD, buckets_of, order_of_prefetch, uses_of_gathers
-from graphopt.schedule.prefetch_choice import ROOM, fastest_prefetch
-from graphopt.schedule.program import step_peak_bytes
+from graphopt.schedule.prefetch import uses_of_gathers
 from graphopt.testing import fake_ranks
 from zero_cases import Language, Uneven, clipped_step, train_step
 from zero_graphs import assert_same_bits, computed, launches, sharded_graph
@@ -207,33 +205,6 @@ def test_the_last_scatter_is_not_delayed(bytes_per_second: float) -> None:
 def reordered(graph: fx.Graph, schedule: Schedule) -> fx.Graph:
     apply_schedule(graph, Schedule(schedule.order))
     return graph
-
-
-def sizes_of(schedule: Schedule) -> list[int]:
-    return sorted(map(len, schedule.buckets))
-
-
-def test_buckets_grow_where_starting_takes_long() -> None:
-    with fake_ranks(2):
-        graph = expanded(3).graph
-        uses, before = uses_of_gathers(graph), predecessors(graph)
-        limit = 2.0 * max(use.nbytes for use in uses)
-        cheap = fastest_prefetch(graph, before, uses, limit, costs(1e8))
-        dear = fastest_prefetch(graph, before, uses, limit, costs(1e8, start=0.05))
-    assert len(dear.buckets) <= len(cheap.buckets)
-    assert sum(sizes_of(dear)) - len(dear.buckets) >= sum(sizes_of(cheap)) - len(cheap.buckets)
-
-
-def test_larger_buckets_hold_little_more() -> None:
-    with fake_ranks(2):
-        gm = copied(expanded(3))
-        uses, before = uses_of_gathers(gm.graph), predecessors(gm.graph)
-        limit = 1.0 * max(use.nbytes for use in uses)
-        first = order_of_prefetch(gm.graph, before, buckets_of(uses, limit))
-        least = order_of_prefetch(gm.graph, before, buckets_of(uses, limit), AHEAD - 1)
-        held = [step_peak_bytes(reordered(gm.graph, each)) for each in (first, least)]
-        found = fastest_prefetch(gm.graph, before, uses, limit, costs(1e8, start=0.05))
-        assert step_peak_bytes(reordered(gm.graph, found)) <= max(held[0], ROOM * held[1])
 
 
 def test_uneven_rows_are_gathered_ahead_of_use() -> None:

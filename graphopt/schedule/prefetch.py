@@ -102,13 +102,12 @@ def _is_updated(launch: fx.Node) -> bool:
 
 
 def order_of_prefetch(
-    graph: fx.Graph, before: Predecessors, buckets: Sequence[Sequence[Use]], ahead: int = AHEAD
+    graph: fx.Graph, before: Predecessors, buckets: Sequence[Sequence[Use]]
 ) -> Schedule:
     """Returns an order with each bucket launched ahead of its first use.
 
     Args:
         before: what each node needs (`graphopt.schedule.constraints`).
-        ahead: buckets that are under way, or there, before their first use.
     """
     emitter = Emitter(graph.nodes, before)
     waiting = list(buckets)
@@ -120,7 +119,7 @@ def order_of_prefetch(
         if node in held:
             continue
         if node in starts:
-            until = min(starts[node] + ahead + 1, len(waiting))
+            until = min(starts[node] + AHEAD + 1, len(waiting))
             while launched < until:
                 bucket = [use.launch for use in waiting[launched]]
                 if launched > starts[node] and any(map(is_collective, emitter.needed(bucket))):
