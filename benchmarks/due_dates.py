@@ -11,11 +11,6 @@ which is found by serving at each time the job with the longest tail (Jackson's 
 Carlier, "The one-machine sequencing problem", EJOR 1982). Heads and tails are sums of the compute
 that must come before and after, in whatever order.
 
-**Chains.** Where a collective needs what others brought, its head is at least the end of those: the
-same schedule of the collectives before it, with the compute that lies between as their tails. So
-the gather that all compute needs, and the scatter of a gradient that needs all compute, both count.
-Tails likewise. (Carlier's adjustment of heads and tails.)
-
 **Gradients of weights.** A scatter of a gradient does not need those of other weights; but what is
 computed behind its launch, to hide it, has to be scattered as well, behind it. So of each other
 collective either the compute that it alone needs lies before the launch, or its transfer behind:
@@ -41,6 +36,8 @@ from numpy.typing import NDArray
 from graphopt.schedule import Message, Program, Timeline
 
 Seconds = NDArray[np.float64]
+Resource = list[tuple[Message, float]]
+"""The messages that a group or link has to transfer, with seconds."""
 
 LONGEST = 8
 """The number of collectives, the longest ones, behind which others are counted."""
@@ -62,19 +59,22 @@ def due_date_bound(step: Timeline) -> float:
     if not program.messages:
         return found
     compute = ComputeBetween(program)
-    ends = _ChainedEnds(program, compute)
-    for resource in _resources(program):
-        late = [
-            Job(compute.before[message.index], seconds, compute.behind[message.index])
-            for message, seconds in resource
-            if message.lag
-        ]
-        followed = _Followed(compute, ends, resource)
+    resources = list(_resources(program))
+    for resource in resources:
+        late, now = (
+            [
+                Job(compute.before[message.index], seconds, compute.behind[message.index])
+                for message, seconds in resource
+                if bool(message.lag) == is_late
+            ]
+            for is_late in (True, False)
+        )
+        followed = _Followed(compute, resources, resource)
         longest = sorted(followed.messages, key=lambda each: -each[1])[:LONGEST]
         found = max(
             found,
             *(followed.bound(message.index, seconds) for message, seconds in longest),
-            jackson(ends.job(message, seconds) for message, seconds in resource if not message.lag),
+            jackson(now),
             _late_bound(late, program.compute_seconds),
         )
     return found
@@ -111,10 +111,10 @@ def _late_bound(jobs: list[Job], compute: float) -> float:
     return jackson(apart) - compute if apart else 0.0
 
 
-def _resources(program: Program) -> Iterator[list[tuple[Message, float]]]:
+def _resources(program: Program) -> Iterator[Resource]:
     """Yields the messages, with seconds, that each group and each link must transfer."""
-    groups: dict[str, list[tuple[Message, float]]] = {}
-    links: dict[str, list[tuple[Message, float]]] = {}
+    groups: dict[str, Resource] = {}
+    links: dict[str, Resource] = {}
     for message in program.messages:
         groups.setdefault(message.group, []).append((message, message.transfer.seconds))
         for link in message.transfer.links:
@@ -123,65 +123,21 @@ def _resources(program: Program) -> Iterator[list[tuple[Message, float]]]:
     yield from links.values()
 
 
-class _ChainedEnds:
-    """For each message, the least seconds before its launch and behind its arrival, in which others
-    travel as well."""
-
-    def __init__(self, program: Program, compute: ComputeBetween) -> None:
-        self._compute = compute
-        self.heads, self._tails = compute.before.copy(), compute.behind.copy()
-        self.resources = [
-            [(message.index, seconds) for message, seconds in resource if not message.lag]
-            for resource in _resources(program)
-        ]
-        for message in program.messages:
-            self.heads[message.index] = self._head(message.index)
-        for message in reversed(program.messages):
-            self._tails[message.index] = self._tail(message.index)
-
-    def job(self, message: Message, seconds: float) -> Job:
-        """Returns the job of a group or link that a message keeps busy for `seconds`."""
-        return Job(self.heads[message.index], seconds, self._tails[message.index])
-
-    def _head(self, index: int) -> float:
-        follows, between = self._compute.follows, self._compute.between
-        found = self.heads[index]
-        for resource in self.resources:
-            jobs = [
-                Job(self.heads[other], seconds, between[other, index])
-                for other, seconds in resource
-                if follows[other, index]
-            ]
-            found = max(found, jackson(jobs))
-        return float(found)
-
-    def _tail(self, index: int) -> float:
-        follows, between = self._compute.follows, self._compute.between
-        found = self._tails[index]
-        for resource in self.resources:
-            jobs = [
-                Job(between[index, other], seconds, self._tails[other])
-                for other, seconds in resource
-                if follows[index, other]
-            ]
-            found = max(found, jackson(jobs))
-        return float(found)
-
-
 class _Followed:
     """The collectives of one group or link, some of which follow a long one.
 
     Args:
-        resource: the messages, with the seconds that each keeps it busy.
+        resources: of all groups and links.
+        resource: of this one.
 
     Attributes:
         messages: those of them that are waited for in their own iteration.
     """
 
     def __init__(
-        self, compute: ComputeBetween, ends: _ChainedEnds, resource: list[tuple[Message, float]]
+        self, compute: ComputeBetween, resources: list[Resource], resource: Resource
     ) -> None:
-        self._compute, self._ends = compute, ends
+        self._compute, self._resources = compute, resources
         self.messages = [(m, seconds) for m, seconds in resource if m.waits and not m.lag]
         columns = np.asarray([message.index for message, _ in self.messages], dtype=int)
         self._taken = np.asarray([seconds for _, seconds in self.messages])
@@ -192,16 +148,16 @@ class _Followed:
     def bound(self, index: int, seconds: float) -> float:
         """Returns the least seconds of a step in which message `index` takes `seconds`, and others
         follow it or have their compute before it."""
-        compute, ends = self._compute, self._ends
+        compute = self._compute
         others = self._owned & ~compute.needed[:, index]
         anyway = compute.before[index] + self._least(others, np.ones((others.sum(), 1), bool))[0]
         behind = compute.between[:, index] + self._least(others, compute.needing[others])
         found = anyway
-        for resource in ends.resources:
+        for resource in self._resources:
             jobs = [
-                Job(ends.heads[other], taken, behind[other])
-                for other, taken in resource
-                if compute.follows[other, index]
+                Job(compute.before[m.index], taken, behind[m.index])
+                for m, taken in resource
+                if not m.lag and compute.follows[m.index, index]
             ]
             found = max(found, jackson(jobs))
         return float(found + seconds)

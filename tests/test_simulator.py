@@ -113,8 +113,8 @@ def test_a_state_that_still_changes_is_not_steady(text: str, step: float) -> Non
         ("W0~ c1 W1~ c1 c1 L0=2 c1 L1=2", 4, 6),
         ("c1 L0=2 c1 L1=2 c1 W1 W0 c3", 6, 8),
         ("c2 L0=2 L1=2@tp W0 W1 c2", 4, 8),  # the link
-        ("L0=4 W0 c3 L1=4 W1 c1", 8, 12),  # one brings what the other sends
-        ("L0=4@tp W0 c3 L1=4 W1 c1", 8, 12),
+        ("L0=4 W0 c3 L1=4 W1 c1", 8, 11),  # the second one needs what the first brings: not counted
+        ("L0=4@tp W0 c3 L1=4 W1 c1", 8, 11),
     ],
 )
 def test_bounds_by_hand(text: str, bound: float, preemptive: float) -> None:

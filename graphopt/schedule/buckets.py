@@ -3,8 +3,8 @@
 Each collective takes time to start that depends on no size (latency, a launch), and then time for
 its bytes. A bucket takes members until starting it is no more than a share of its time. The fewer
 buckets, the less starting; the larger, the longer what is needed first waits for the rest, and the
-more memory. So several shares are tried and simulated (`graphopt.schedule.overlap`), and buckets
-are given up that are there where memory is short (`crowded`).
+more memory. So buckets are simulated (`graphopt.schedule.overlap`), and given up where memory is
+short (`crowded`).
 
 Members must be able to stand side by side. Each launch has a *window* of places in the given order:
 

@@ -17,8 +17,7 @@ simulation (`graphopt.schedule.list_scheduler`):
   leaves at its fullest. Where room is short, something is waited for that lets go of what was sent,
   and what has stood back longest is computed.
 - *Buckets.* With the best of these policies, all-gathers and reduce-scatters are then put together
-  until starting a bucket is a small share of its time (`graphopt.schedule.buckets`), for several
-  shares.
+  until starting a bucket is a small share of its time (`graphopt.schedule.buckets`).
 
 What comes out is simulated, and counts only if it is faster than what was given, and holds no more
 memory. Where more memory is allowed than the given order holds, levels below that are tried as
@@ -52,8 +51,8 @@ POLICIES = (ListPolicy(0.0, True), ListPolicy(0.06, True))
 """The policies tried, in order, until an order is close to its bound."""
 FRUGAL = ListPolicy(0.0, False)
 """An additional policy for short memory."""
-SHARES = (0.2, 0.05)
-"""Launch costs as shares of a bucket's time, tried for choosing bucket sizes."""
+SHARE = 0.2
+"""The share of a bucket's time that its launch costs, when it closes."""
 # fmt: off
 _LEVELS = (
     1.02, 1.05, 1.08, 1.1, 1.12, 1.14, 1.17, 1.2, 1.25, 1.3, 1.4, 1.5, 1.75, 2.0, 3.0, 5.0,
@@ -194,13 +193,13 @@ class _OrderSearch:
         """Tries buckets with the best policy, and with the frugal order if memory is short."""
         planned: dict[Buckets, ProgramTables] = {}
         policies = dict.fromkeys((self._policy, FRUGAL))
-        for share, policy in itertools.product(SHARES, policies):
+        for policy in policies:
             if self._seconds <= _CLOSE * self._computing:
                 return
             found = self.schedule is not None and self.schedule.buckets
             if policy is FRUGAL and policy is not self._policy and (found or not self._limited):
                 continue
-            buckets = chooser.choose(share)
+            buckets = chooser.choose(SHARE)
             for _ in range(_ATTEMPTS):
                 if not buckets:
                     break
