@@ -359,6 +359,12 @@ def test_a_saved_graph(files: tuple[Path, Path], tmp_path: Path) -> None:
     assert out.is_file()
 
 
+def test_a_graph_is_bisected_over_late_work(files: tuple[Path, Path]) -> None:
+    graph, _ = files
+    result = CliRunner().invoke(app, ["bisect", str(graph), "--pipeline", "default"])
+    assert "nothing fails with all" in result.output, result.output
+
+
 @pytest.mark.parametrize("pipeline", ["none", ""])
 def test_a_graph_on_which_no_pass_runs_has_no_culprit(
     files: tuple[Path, Path], pipeline: str

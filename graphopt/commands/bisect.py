@@ -122,7 +122,8 @@ def graph_check(graph: fx.GraphModule | None, pipeline: PassManager) -> Check:
         raise GraphOptError("give a saved graph, or a command behind `--`")
 
     def check(count: int) -> str | None:
-        rewritten = type(graph)(graph) if isinstance(graph, IterGraphModule) else _copied(graph)
+        late = isinstance(graph, IterGraphModule)
+        rewritten = IterGraphModule(graph) if late else _copied(graph)
         try:
             PassManager(pipeline, verify="off", stop_after=count).run(rewritten)
         except GraphOptError as error:
