@@ -48,6 +48,7 @@ from graphopt.tracing.ranks.shared_by_ranks import SharedByRanks
 from graphopt.tracing.refusals.host_work import HostWork
 from graphopt.tracing.refusals.unknown_features import MEMORY, refuse_unknown_call
 from graphopt.tracing.rollback.substitute import StandIns
+from graphopt.tracing.rollback.tensor_keys import own_equality
 from graphopt.tracing.scalars import numbers, selecting
 from graphopt.tracing.tensors import constants
 from graphopt.tracing.tensors.obtained import ObtainedValues
@@ -121,7 +122,7 @@ class Redirect(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        func, kwargs = _compat.function_asked(func), kwargs or {}
+        func, kwargs = own_equality(_compat.function_asked(func)), kwargs or {}
         if self._is_back and isinstance(func, _compat.OpOverload):
             return func(*args, **kwargs)  # of autograd's own formulas
         if _compat.reads_metadata(func):

@@ -22,6 +22,7 @@ from graphopt.tracing.interception.replaced_functions import calling_frame, repl
 from graphopt.tracing.refusals.unknown_features import refuse_address
 
 _COMPARE = dis.opmap["COMPARE_OP"]
+_EQUAL = torch.Tensor.__eq__
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def found_as_keys(tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
     Args:
         tensors: by the ids of their stand-ins.
     """
-    own, equal = builtins.id, torch.Tensor.__eq__
+    own, equal = builtins.id, _EQUAL
 
     def hashed(tensor: torch.Tensor) -> int:
         return own(tensors.get(own(tensor), tensor))
@@ -41,8 +42,14 @@ def found_as_keys(tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
             return True
         return equal(one, other)
 
+    is_equal.__name__ = is_equal.__qualname__ = equal.__name__
     with replaced((torch.Tensor, "__hash__", hashed), (torch.Tensor, "__eq__", is_equal)):
         yield
+
+
+def own_equality(func: Any) -> Any:
+    """Torch's `Tensor.__eq__` for what stands in its place; any other function unchanged."""
+    return _EQUAL if getattr(func, "stands_for", None) is _EQUAL else func
 
 
 def _compares(frame: FrameType) -> bool:
