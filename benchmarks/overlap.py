@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import ranks
 import torch
@@ -40,13 +40,6 @@ _KNOWN = inspect.signature(DistributedDataParallel).parameters
 DDP_OPTIONS = {name: value for name, value in _OF_NEWER_VERSIONS.items() if name in _KNOWN}
 CHUNK = 2**20
 Batches = Sequence[tuple[Tensor, Tensor]]
-
-
-class Variant(Protocol):
-    """A way to train that takes turns with others."""
-
-    def run(self, batches: Batches) -> None:
-        """Runs all steps of a turn, and completes all work."""
 
 
 class Training:
@@ -119,9 +112,9 @@ def gradient_bytes(model: str) -> int:
         return sum(p.nbytes for p in MODELS[model]().parameters())
 
 
-def variants(task: Figures) -> dict[str, Variant]:
+def variants(task: Figures) -> dict[str, Any]:
     """All variants that take turns, by name."""
-    made: dict[str, Variant] = {
+    made: dict[str, Any] = {
         COMPUTE: Training(task),
         COMMUNICATION: Communication(task),
         DDP_DEFAULT: Training(task, buckets_mb=25),
@@ -191,7 +184,7 @@ def turns(task: Figures) -> Figures:
     return result
 
 
-def timed(variant: Variant, batches: Batches) -> float:
+def timed(variant: Any, batches: Batches) -> float:
     """The seconds per step of one turn."""
     start = time.perf_counter()
     variant.run(batches)

@@ -18,15 +18,16 @@ memory that the default pipeline takes, or that the captured graph does, if it i
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import ranks
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, fx
 
@@ -159,10 +160,11 @@ def _by_inductor(gm: fx.GraphModule, held: int, limit: float) -> Figures | str:
     return _simulated(ordered)
 
 
-def table(options: Figures, found: Figures) -> Table:
+def table(found: Figures) -> Table:
     """The table of figures."""
-    title = f"{options['ranks']} ranks, stage {options['stage']}, {found['nodes']} nodes"
-    made = Table(title=title)
+    title = f"{found['ranks']} ranks, stage {found['stage']}, {found['nodes']} nodes"
+    seconds = (f"{name} {taken:.1f}" for name, taken in found["seconds"].items())
+    made = Table(title=title, caption=f"seconds of CPU: {', '.join(seconds)}")
     columns = ("step ms", "compute", "sending", "/ bound", "/ due", "peak GiB", "collectives")
     for column in ("", *columns):
         made.add_column(column, justify="right" if column else "left")
@@ -178,9 +180,17 @@ def table(options: Figures, found: Figures) -> Table:
     return made
 
 
-def parse() -> argparse.Namespace:
-    """Parses the command line options."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def planned_rows(given: argparse.Namespace) -> Iterator[Figures]:
+    """Plans a step for each number of ranks and stage."""
+    for ranks_, stage in product(given.ranks, given.stages):
+        options = {name: getattr(given, name) for name in ("layers", "batch", "length", "inductor")}
+        options |= {"checkpointed": not given.no_checkpoints, "ranks": ranks_, "stage": stage}
+        yield options | pretended("cuda:90", ranks=ranks_).run(planned, options)
+
+
+def main() -> None:
+    """Plans, prints tables and writes a file."""
+    parser = ranks.parser(__doc__)
     parser.add_argument("--ranks", nargs="+", type=int, default=[64, 512])
     parser.add_argument("--stages", nargs="+", type=int, choices=[1, 3], default=[1, 3])
     parser.add_argument("--layers", type=int, default=32)
@@ -188,27 +198,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=8192, help="words of each example")
     parser.add_argument("--no-checkpoints", action="store_true", help="keep all activations")
     parser.add_argument("--inductor", type=float, default=120, help="seconds for its scheduler")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as well")
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Plans, prints tables and writes a file."""
-    given = parse()
-    common = {name: getattr(given, name) for name in ("layers", "batch", "length")}
-    common |= {"checkpointed": not given.no_checkpoints, "inductor": given.inductor}
-    rows = []
-    for ranks in given.ranks:
-        for stage in given.stages:
-            options = common | {"ranks": ranks, "stage": stage}
-            found = pretended("cuda:90", ranks=ranks).run(planned, options)
-            console = Console(width=100)
-            console.print(table(options, found))
-            seconds = (f"{name} {taken:.1f}" for name, taken in found["seconds"].items())
-            console.print(f"seconds of CPU: {', '.join(seconds)}\n")
-            rows.append(options | found)
-    if given.json:
-        given.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2))
+    given = parser.parse_args()
+    ranks.tabulate(given, planned_rows(given), table)
 
 
 if __name__ == "__main__":
