@@ -235,3 +235,151 @@ def differing(rank: int) -> list[int]:
 @pytest.mark.full
 def test_gradients_of_several_calls_as_ddp(two_ranks: Pool) -> None:
     assert two_ranks.run(differing) == [[], []]
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.spare, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, spare: bool) -> Tensor:
+        x = self.first(x)
+        loss: Tensor = self.last(self.spare(x) + x if spare else x).square().mean()
+        return loss
+
+
+class Halves(nn.Module):
+    """One model, of which each backward trains a half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList([Half(), Half()])
+
+    def forward(self, x: Tensor, number: int, spare: bool) -> Tensor:
+        loss: Tensor = self.halves[number](x, spare)
+        return loss
+
+
+Spares = list[tuple[bool, bool]]
+"""For each call, whether the first and the second half use their spare layer."""
+
+ROUNDS: dict[str, tuple[Spares, Spares]] = {
+    "always": ([(True, True)] * 4, [(True, True)] * 4),
+    "in_turns": (
+        [(True, False), (False, True), (True, True), (False, False)],
+        [(False, True), (True, False), (True, True), (False, False)],
+    ),
+    "one_rank": (
+        [(False, False), (False, True), (True, True), (True, True)],
+        [(True, True), (True, False), (True, True), (False, True)],
+    ),
+    "late": (
+        [(True, True), (True, True), (False, False), (True, False)],
+        [(True, True), (False, False), (False, True), (False, False)],
+    ),
+}
+
+
+Order = tuple[int, ...]
+"""The halves that a step trains one after the other."""
+
+ORDERS: dict[str, tuple[list[Order], list[Order]]] = {
+    "alike": ([(0, 1)] * 4, [(0, 1)] * 4),
+    "turned": ([(0, 1)] * 4, [(0, 1), (1, 0), (0, 1), (1, 0)]),
+    "one_twice": ([(0, 1), (0, 1), (0, 0), (1, 0)], [(0, 1), (1, 1), (0, 1), (0, 0)]),
+}
+
+
+class Rounds:
+    """Trains two halves one after the other, and looks at the gradients of each.
+
+    Args:
+        models: how many models the halves are.
+        zeroing: how the gradients of the call before go: to None, to zero, or only after the call.
+    """
+
+    def __init__(self, models: int, zeroing: str, ddp: bool) -> None:
+        torch.manual_seed(1)
+        whole = Halves()
+        self.nets: list[Any] = [whole] if models == 1 else list(whole.halves)
+        self.halves = list(whole.halves)
+        self.optimizers = [OPTIMIZERS["momentum"](half.parameters()) for half in self.halves]
+        self.zeroing = zeroing
+        if ddp:
+            self.nets = [
+                DistributedDataParallel(net, find_unused_parameters=True) for net in self.nets
+            ]
+
+    def step(
+        self, nets: Any, optimizers: Any, x: Tensor, spares: tuple[bool, bool], order: Order
+    ) -> Any:
+        found = []
+        for number in order:
+            optimizer, spare = optimizers[number], spares[number]
+            if self.zeroing != "behind":
+                optimizer.zero_grad(set_to_none=self.zeroing == "to_none")
+            loss = self.backward(number, x, spare)
+            found += [self.halves[number].last.weight.grad.clone(), loss]
+            optimizer.step()
+        if self.zeroing == "behind":
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        return found
+
+    def backward(self, number: int, x: Tensor, spare: bool) -> Tensor:
+        nets = self.nets
+        loss = nets[0](x, number, spare) if len(nets) == 1 else nets[number](x, spare)
+        loss.backward()
+        return loss.detach()
+
+    def left(self) -> list[Tensor]:
+        pairs = zip(self.halves, self.optimizers, strict=True)
+        return [each for half, optimizer in pairs for each in left(half, optimizer)]
+
+
+def rounds_differ(
+    rank: int, models: int, zeroing: str, spares: str, apart: bool, order: str = "alike"
+) -> list[int]:
+    """The calls that differ from DistributedDataParallel.
+
+    Args:
+        apart: before the third call, each rank makes gradients of the second half by itself.
+    """
+    eager, captured = (Rounds(models, zeroing, ddp) for ddp in (True, False))
+    step: Any = graphopt.compile(captured.step, pipeline="none")
+    numbers = torch.Generator().manual_seed(rank)
+    found = []
+    for call, given in enumerate(zip(ROUNDS[spares][rank], ORDERS[order][rank], strict=True)):
+        x = torch.randn(4, 3, generator=numbers)
+        if apart and call == 2:
+            with eager.nets[-1].no_sync():
+                eager.backward(1, x, True)
+            captured.backward(1, x, True)
+        expected = [*eager.step(eager.nets, eager.optimizers, x, *given), *eager.left()]
+        actual = [*step(captured.nets, captured.optimizers, x, *given), *captured.left()]
+        if not all(map(torch.equal, expected, actual)):
+            found.append(call)
+    return found
+
+
+@pytest.mark.parametrize("models", [1, 2])
+def test_each_round_of_a_step_asks_for_itself(two_ranks: Pool, models: int) -> None:
+    assert two_ranks.run(rounds_differ, models, "to_none", "one_rank", False) == [[], []]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("spares", ROUNDS)
+@pytest.mark.parametrize("zeroing", ["to_none", "to_zero", "behind"])
+@pytest.mark.parametrize("models", [1, 2])
+def test_rounds_of_a_step(
+    two_ranks: Pool, models: int, zeroing: str, spares: str, apart: bool
+) -> None:
+    assert two_ranks.run(rounds_differ, models, zeroing, spares, apart) == [[], []]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("zeroing", ["to_none", "to_zero", "behind"])
+@pytest.mark.parametrize("order", ["turned", "one_twice"])
+def test_rounds_in_another_order(two_ranks: Pool, order: str, zeroing: str) -> None:
+    assert two_ranks.run(rounds_differ, 1, zeroing, "always", False, order) == [[], []]

@@ -28,7 +28,7 @@ from graphopt.host import HostCall, is_host_call
 from graphopt.ir.metadata import source_line
 from graphopt.ir.source import SourceLine
 
-Answer = bool | int | tuple[int, ...]
+Answer = bool | int | tuple[int, ...] | tuple[tuple[int, int], ...]
 
 _HANDED_OUT = "handed_out"
 """Metadata of an assumption: how many of its last arguments are values for another branch."""

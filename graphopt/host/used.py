@@ -16,10 +16,15 @@ from graphopt.host.assumptions import Assumption
 from graphopt.host.running import current_run
 
 
-class UsedParameters(tuple[int, ...]):
-    """The outcome of `UsedParametersQuestion`: 1 for each parameter that some rank uses, else 0."""
+class UsedParameters(tuple[tuple[int, int], ...]):
+    """The outcome of `UsedParametersQuestion`: the position of each parameter that it asks for,
+    with 1 if some rank uses it, else 0."""
 
     __slots__ = ()
+
+    def is_of(self, positions: Sequence[int]) -> bool:
+        """True if it is the outcome of a question for these parameters."""
+        return [position for position, _ in self] == list(positions)
 
 
 class UsedParametersQuestion(Assumption):
@@ -37,9 +42,14 @@ class UsedParametersQuestion(Assumption):
 
     def run(self, values: Sequence[Any]) -> None:
         running = current_run()
-        found = None if running is None else running.used_anywhere(self.positions)
+        used = None if running is None else running.used_anywhere(self.positions)
+        found = None if used is None else self.outcome(used)
         if found is not None and found != self.answer:
-            raise self.failed(UsedParameters(found), values)
+            raise self.failed(found, values)
+
+    def outcome(self, used: Sequence[int]) -> UsedParameters:
+        """The outcome where these parameters are used by some rank."""
+        return UsedParameters(zip(self.positions, used, strict=True))
 
 
 def unused(graph: fx.Graph) -> frozenset[int]:

@@ -116,9 +116,11 @@ class StepRun:
         self._casts = StepCasts()
         self._alone = communication is None and _compat.rank_among_several() is None
         self._tagger = Tagger({module: name for name, module in self.modules})
+        self._gradients = FirstGradients()
         self._shared = SharedByRanks(
             *(communication, [root for _, root in call.named_roots()], inputs, self._tagger),
             lambda: self.made.decider,
+            self._gradients,
         )
         of_step = (ArgumentNumber, PlacedNumber)
         given = {i for i, n in enumerate(inputs.hyperparameters) if isinstance(n, of_step)}
@@ -132,7 +134,6 @@ class StepRun:
         self.signature: Signature | None = None
         self.used: dict[str, tuple[int, ...]] = {}
         self.kept_numbers: set[int] = set()
-        self._gradients = FirstGradients()
         self.looks_at_state = False
         self._left: MadeAnew = {}
         self._view: HostView
@@ -250,7 +251,7 @@ class StepRun:
             rebinding = Rebinding(self._call.leaves, self._inputs, traced)
             redirect = Redirect(
                 *(traced, self._tagger, self._shared, self.made, optimizers),
-                *(self.finder, rebinding),
+                *(self.finder, rebinding, self._gradients),
             )
             scalers = TracedScaling(self.finder, _compat.fake_mode_of(self.values))
             for context in (
@@ -271,7 +272,6 @@ class StepRun:
                 self._give(returned)
                 outside = self._left_outside(traced, held)
                 told, changes = self._tell(held, given, returned)
-            self._gradients = redirect.first_gradients
         rebinding.finish()
         if self.made.refused is not None:
             raise self.made.refused

@@ -110,11 +110,13 @@ class RankAgreement:
         held: names of what some rank holds in a way in which its use is not seen.
         questions: the votes of the ranks in a call, or None.
         asks: before each call, whether all ranks have a graph for this, since a rank may use
-            parameters that are not among them, or go a way that launches something else.
+            parameters that are not among them, or in other rounds, or go a way that launches
+            something else.
         number: counts what the ranks of this step have agreed on.
         votes: the votes that no function called by `graphopt.callback` has raised.
         agreement: when in each call they do.
         every_round: each round of averages in a call averages all parameters of its modules.
+        rounds: else, for each of `parameters`, the rounds in which it is averaged.
         likely: answers to the decisions of the branch that all ranks try first in this call.
         current: False once the ranks have agreed on more; graphs made for it must not run then.
     """
@@ -131,6 +133,7 @@ class RankAgreement:
     agreement: Agreement
     current: bool = True
     every_round: bool = False
+    rounds: tuple[tuple[int, ...], ...] = ()
     likely: tuple[Answer, ...] = ()
 
     def order(self, inputs: Inputs) -> tuple[str, ...]:
@@ -158,6 +161,7 @@ class RankAgreement:
 def ask_before_calls(agreements: Sequence[RankAgreement]) -> None:
     """Makes ranks vote before each call on the agreement that they begin with, if graphs with
     different collectives exist: a rank without a fitting graph cannot know what the others launch.
+    Where they do for one agreement, they do for all: nobody knows which one the others begin with.
 
     Args:
         agreements: all of one structure, the same on all ranks.
@@ -165,7 +169,10 @@ def ask_before_calls(agreements: Sequence[RankAgreement]) -> None:
     one = agreements[0]
     questions = next((each.questions for each in agreements if each.questions), None)
     alike = all(one.launches_as(each) for each in agreements)
-    if alike or questions is None or not any(each.agreement.alone for each in agreements):
+    needed = any(each.asks for each in agreements) or (
+        not alike and any(each.agreement.alone for each in agreements)
+    )
+    if questions is None or not needed:
         return
     for each in agreements:
         each.questions, each.asks = questions, True

@@ -61,6 +61,8 @@ from graphopt.tracing.ranks.reduction import (
     UnagreedParameterError,
     Use,
     differ_in_rounds,
+    differ_within_modules,
+    roots_of_parameters,
 )
 from graphopt.tracing.retries import retried
 from graphopt.tracing.trace import RawTrace
@@ -129,7 +131,11 @@ class _CaptureAsAgreed(CallCapture):
         order = self.agreed.order(raw.inputs)
         if len(order) < len(self.agreed.parameters) or not set(order).issuperset(raw.used):
             raise NotAsAgreedError
-        return AgreedOrder(order, frozenset(raw.used), every_round=self.agreed.every_round)
+        return AgreedOrder(
+            *(order, frozenset(raw.used)),
+            every_round=self.agreed.every_round,
+            rounds=dict(zip(order, self.agreed.rounds, strict=True)),
+        )
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
         assert self.agreed is not None
@@ -272,7 +278,15 @@ class _CaptureInMeeting(CallCapture):
         ]
         self._every_round = differ_in_rounds(uses) or any(e.every_round for e in self._earlier)
         anywhere = frozenset[Use]().union(*uses)
-        return AgreedOrder(self._order, frozenset(raw.used), anywhere, self._every_round)
+        self._rounds = {
+            name: tuple(sorted(number for other, number in anywhere if other == name))
+            for name in self._order
+        }
+        roots = roots_of_parameters([root for _, root in call.named_roots()], inputs)
+        self._asks |= not self._every_round and differ_within_modules(self._rounds, roots)
+        return AgreedOrder(
+            *(self._order, frozenset(raw.used), anywhere, self._every_round, self._rounds)
+        )
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
         self._plans = plans_of(graphs, self._parallel)
@@ -310,6 +324,7 @@ class _CaptureInMeeting(CallCapture):
             votes=self._votes,
             agreement=self.agreement,
             every_round=self._every_round,
+            rounds=tuple(self._rounds.values()),
         )
         self._joint.note(agreed if self._sync else None, self._earlier)
         self.agreed = agreed if self._sync else None

@@ -91,7 +91,7 @@ class Decider:
             CaptureError: it cannot be known.
         """
         line = current_user_line()
-        known = self._inputs.answers
+        known = self._known_answers()
         self._refuse_many(line)
         unknown = kind is int and not self._knows(number)
         alone = self._is_own(unknown or not self._is_alike(number))
@@ -135,7 +135,7 @@ class Decider:
             CaptureError: they cannot be known.
         """
         line = current_user_line()
-        known = self._inputs.answers
+        known = self._known_answers()
         self._refuse_many(line)
         assumption = ValuesAssumption(self._count, str(line), self._is_own(True))
         asked = self._recorded(assumption, tensor)
@@ -157,17 +157,24 @@ class Decider:
         self._refuse_many(current_user_line())
         assumption = UsedParametersQuestion(self._count, str(current_user_line()), positions)
         _compat.record_call(assumption, sent)
+        guess = assumption.outcome(likely)
         found = known[self._count] if self._count < len(known) else None
-        if not isinstance(found, UsedParameters) or len(found) != len(likely):
-            known.insert(
-                self._count, UsedParameters(likely)
-            )  # the others are answers to what comes behind
-        return cast(tuple[int, ...], self._assumed(assumption))
+        if not isinstance(found, UsedParameters) or not found.is_of(positions):
+            known.insert(self._count, guess)  # the others are answers to what comes behind
+        answer = cast(UsedParameters, self._assumed(assumption))
+        return tuple(is_used for _, is_used in answer)
 
     def _recorded(self, assumption: Assumption, value: Any) -> Any:
         """Records an assumption as a node; returns the node of the value it tests."""
         _compat.record_call(assumption, [value])
         return next(iter(reversed(self._tracer.graph.nodes))).args[0]
+
+    def _known_answers(self) -> list[Answer]:
+        """The known outcomes, where the next decision is none on what other ranks use."""
+        known = self._inputs.answers
+        while self._count < len(known) and isinstance(known[self._count], UsedParameters):
+            del known[self._count]  # of a question that this trace does not ask
+        return known
 
     def _assumed(self, assumption: Assumption) -> Answer:
         """Takes the known outcome of the next assumption."""
@@ -208,7 +215,7 @@ class Decider:
         return result
 
     def _sizes(self, node: fx.Node, places: Sequence[Place]) -> Sizes:
-        known = self._inputs.answers
+        known = self._known_answers()
         if self._count == len(known):
             real = self._values.of(node)
             known.append(Sizes(number_at(real, place) for place in places))

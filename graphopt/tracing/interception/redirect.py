@@ -83,9 +83,6 @@ _PROFILED = frozenset(
 class Redirect(TorchFunctionMode):
     """The torch function mode of one trace.
 
-    Attributes:
-        first_gradients: the first use of each gradient.
-
     Args:
         traced: stand-ins of the real tensors.
         tagger: told about backward phases.
@@ -93,6 +90,7 @@ class Redirect(TorchFunctionMode):
         made: takes note of every result.
         optimizers: those of the step.
         rebinding: does what `.data = …` does.
+        first: takes note of the first use of each gradient.
         finder: gives stand-ins of real tensors that are no inputs yet, where they may become some.
     """
 
@@ -105,6 +103,7 @@ class Redirect(TorchFunctionMode):
         optimizers: Sequence[Optimizer],
         finder: ImplicitInputFinder,
         rebinding: Rebinding,
+        first: first_gradients.FirstGradients,
     ) -> None:
         super().__init__()
         self._rebinding = rebinding
@@ -117,7 +116,7 @@ class Redirect(TorchFunctionMode):
         self._tracer = _compat.current_tracer()
         self._packing = Packing(lambda tensor: untraced(made.decider.values, tensor))
         self._is_out = self._is_back = False
-        self.first_gradients = first_gradients.FirstGradients()
+        self._first_gradients = first
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -172,7 +171,7 @@ class Redirect(TorchFunctionMode):
         if func in first_gradients.ACCESSES and self._is_back:
             self._shared.refuse_reading(args[0])
         elif func in first_gradients.ACCESSES:
-            self.first_gradients.note(func, args[0])
+            self._first_gradients.note(func, args[0])
             self._shared.mark()
         elif func in _BACKWARDS:
             check_anomalies()

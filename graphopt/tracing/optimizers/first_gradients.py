@@ -46,6 +46,10 @@ class FirstGradients:
             if func != READ or _is_zeroed():
                 self._dropped.add(id(tensor))
 
+    def look(self, tensor: torch.Tensor) -> None:
+        """Records that averages over ranks look at the gradient of a parameter."""
+        self._used.add(id(tensor))
+
     def drops(self, tensor: torch.Tensor) -> bool:
         """True if the gradient that a tensor has when the step begins is dropped unread."""
         return id(tensor) in self._dropped

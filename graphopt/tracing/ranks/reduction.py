@@ -52,12 +52,14 @@ class AgreedOrder:
         anywhere: what any rank uses; None where that is not known before the call.
         every_round: ranks use different parameters from one round to the next. Each round averages
             all parameters of its modules then, as DDP does.
+        rounds: else, those in which the ranks average a parameter, by its name.
     """
 
     names: tuple[str, ...]
     used: frozenset[str]
     anywhere: frozenset[Use] | None = None
     every_round: bool = False
+    rounds: Mapping[str, Collection[int]] = field(default_factory=dict)
 
     def position(self, use: Use) -> int:
         """A number for a parameter in a round, the same on all ranks."""
@@ -73,6 +75,18 @@ def differ_in_rounds(uses: Sequence[Collection[Use]]) -> bool:
     """
     several = any(number for theirs in uses for _, number in theirs)
     return several and any(set(theirs) != set(uses[0]) for theirs in uses)
+
+
+def differ_within_modules(rounds: Mapping[str, Collection[int]], roots: Mapping[str, int]) -> bool:
+    """True if a module's parameters are averaged in different rounds.
+
+    Args:
+        rounds: by the name of a parameter; empty for one that no rank uses.
+        roots: by the same names; see `roots_of_parameters`.
+    """
+    found: dict[int, Collection[int]] = {}
+    used = ((name, each) for name, each in rounds.items() if each)
+    return any(found.setdefault(roots[name], each) != each for name, each in used)
 
 
 @dataclass(frozen=True)
@@ -106,6 +120,7 @@ class GradientMarker:
             marked in the order it is ready.
         ask: which parameters are used by any rank.
         accumulated: whether gradients of earlier calls alone are marked as well.
+        look: is told of each parameter whose gradient is looked at for a round of averages.
 
     Attributes:
         used: the rounds in which each parameter was marked, in the order they were ready.
@@ -117,6 +132,7 @@ class GradientMarker:
     tagger: Tagger
     agreed: AgreedOrder | None
     ask: Ask
+    look: Callable[[torch.Tensor], None]
     accumulated: bool = True
     ready: dict[str, None] = field(default_factory=dict)
     earlier: frozenset[str] = frozenset()
@@ -188,6 +204,10 @@ class GradientMarker:
         if not self.ready:
             return
         pending, self.ready = self.ready, {}
+        together = {self.roots[name] for name in pending}
+        for name, parameter in self.parameters.items():
+            if self.roots[name] in together:
+                self.look(parameter)
         for name in self._accumulated_before(pending):
             pending[name] = None
         for name in pending:
@@ -196,7 +216,7 @@ class GradientMarker:
             self._mark(pending)
         else:
             self._mark_agreed(pending, self.agreed)
-        for root in {self.roots[name] for name in pending}:
+        for root in together:
             self.rounds[root] += 1
 
     def _mark_agreed(self, pending: Mapping[str, None], agreed: AgreedOrder) -> None:
@@ -281,6 +301,8 @@ class GradientMarker:
         together = [n for n in agreed.names if self.roots[n] == self.roots[name]]
         if agreed.used.isdisjoint(together):
             return name not in self.asked
+        if agreed.rounds.get(name) and not agreed.every_round:
+            return self.rounds[self.roots[name]] in agreed.rounds[name]
         return any(n in pending for n in together)
 
     def _shared(self, name: str) -> torch.Tensor:

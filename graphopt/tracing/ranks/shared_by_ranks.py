@@ -12,6 +12,7 @@ import torch
 from graphopt.tracing.effects.decisions import Decider
 from graphopt.tracing.functional.tagging import Tagger
 from graphopt.tracing.inputs.entries import Inputs
+from graphopt.tracing.optimizers.first_gradients import FirstGradients
 from graphopt.tracing.ranks.reduction import (
     AgreedOrder,
     GradientMarker,
@@ -30,6 +31,7 @@ class SharedByRanks:
         communication: what is marked; None where the ranks share nothing in this call.
         roots: the modules of the step that are in no other one.
         decider: asks whether other ranks use a parameter.
+        gradients: takes note of the first use of each gradient.
     """
 
     def __init__(
@@ -39,9 +41,11 @@ class SharedByRanks:
         inputs: Inputs,
         tagger: Tagger,
         decider: Callable[[], Decider],
+        gradients: FirstGradients,
     ) -> None:
         self._communication, self._roots, self._inputs = communication, roots, inputs
-        self._tagger, self._decider = tagger, decider
+        self._root_of = roots_of_parameters(roots, inputs)
+        self._tagger, self._decider, self._gradients = tagger, decider, gradients
         self._marker: GradientMarker | None = None
 
     def begin(self, traced: StandIns) -> None:
@@ -51,12 +55,13 @@ class SharedByRanks:
             return
         self._marker = GradientMarker(
             parameters={e.fqn: traced.by_id[id(e.tensor)] for e in self._inputs.parameters},
-            roots=roots_of_parameters(self._roots, self._inputs),
+            roots=self._root_of,
             group=communication.group,
             tagger=self._tagger,
             agreed=communication.agreed,
             ask=partial(self._used_anywhere, communication.agreed),
             accumulated=communication.accumulated,
+            look=self._gradients.look,
         )
 
     def running(self) -> Iterator[AbstractContextManager[Any]]:
