@@ -15,6 +15,7 @@ from graphopt.guards.guards import Guards
 from graphopt.host.assumptions import Answer
 from graphopt.host.votes import Agreement, Votes
 from graphopt.parallel import OverRanks
+from graphopt.parallel.markers import markers_of, marks_gradient
 from graphopt.ranks.independent_ranks import ranks_together
 from graphopt.ranks.rank_votes import RankVotes
 from graphopt.ranks.spmd import DECIDE_ALIKE, collective_plan, plan_lines
@@ -240,14 +241,30 @@ def first_difference(agreed: Plans, own: Plans, graphs: Mapping[str, fx.GraphMod
     return ""
 
 
-def plans_of(graphs: Mapping[str, fx.GraphModule], parallel: OverRanks) -> Plans:
+def averages_in(traced: fx.Graph, order: Sequence[str]) -> list[str]:
+    """The parameters whose gradients a traced step averages, in the order in which it does.
+
+    Args:
+        order: the parameters that the ranks have agreed on.
+    """
+    names = [marker.args[1] for marker in markers_of(traced) if marks_gradient(marker)]
+    numbers = {name: number for number, name in enumerate(order)}
+    return [f"the average of parameter {numbers[str(name)]}" for name in names]
+
+
+def plans_of(
+    graphs: Mapping[str, fx.GraphModule], parallel: OverRanks, averages: Sequence[str]
+) -> Plans:
     """The plan of each graph: everything that the ranks of a group must do alike.
 
     A rank that keeps all updates in their step, since somebody holds what they write, has nothing
     late: every step of it is like the first, and a flush sends nothing.
+
+    Args:
+        averages: see `averages_in`; collectives alone do not tell parameters of one shape apart.
     """
     ranks = ranks_together(parallel)
     plans = {name: collective_plan(gm.graph, ranks) for name, gm in graphs.items()}
     if "setup" in plans and "main" not in plans:
         plans |= {"main": plans["setup"], "drain": []}
-    return plans
+    return {**plans, "averages": list(averages)}

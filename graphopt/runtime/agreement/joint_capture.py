@@ -33,6 +33,7 @@ from graphopt.runtime.agreement.agreed import (
     OtherRanks,
     RankAgreement,
     ask_before_calls,
+    averages_in,
     first_difference,
     plans_of,
 )
@@ -121,6 +122,7 @@ class _CaptureAsAgreed(CallCapture):
                 with made.present():
                     found = trace_in_order(call, raw, made, communication, order.names)
                     if found is not None:
+                        self._averages = averages_in(found[0].graph_module.graph, order.names)
                         return finish(*found, communication, held)
                 beforehand = False
             except (MoreInputs, CaptureError) as error:
@@ -142,7 +144,7 @@ class _CaptureAsAgreed(CallCapture):
         before = self.agreement
         needed = Agreement.needed_by(captured.graph_module.graph)
         same = Agreement.of_all([needed.said, before.said]) == before
-        plans = plans_of(graphs, self._parallel)
+        plans = plans_of(graphs, self._parallel, self._averages)
         if not same or plans != self.agreed.plans:
             raise NotAsAgreedError(first_difference(self.agreed.plans, plans, graphs))
         if self._vote is not None and not self._vote(self.agreed.number):
@@ -218,6 +220,7 @@ class _CaptureInMeeting(CallCapture):
                     found = trace_in_order(call, raw, made, communication, self._order)
                     beforehand = found is not None
                     if found is not None:
+                        self._averages = averages_in(found[0].graph_module.graph, self._order)
                         captured = finish(*found, communication, self._held)
             except (MoreInputs, CaptureError) as error:
                 call = retried(call, raw.inputs, error)
@@ -289,7 +292,7 @@ class _CaptureInMeeting(CallCapture):
         )
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
-        self._plans = plans_of(graphs, self._parallel)
+        self._plans = plans_of(graphs, self._parallel, self._averages)
         needed = Agreement.needed_by(captured.graph_module.graph)
         history = [(record.name, record.launches) for record in records_of(captured.graph_module)]
         planned: dict[str, Any] = {
