@@ -301,8 +301,9 @@ class GradientMarker:
         together = [n for n in agreed.names if self.roots[n] == self.roots[name]]
         if agreed.used.isdisjoint(together):
             return name not in self.asked
-        if agreed.rounds.get(name) and not agreed.every_round:
-            return self.rounds[self.roots[name]] in agreed.rounds[name]
+        rounds = () if agreed.every_round else agreed.rounds.get(name, ())
+        if rounds and self.rounds[self.roots[name]] not in rounds:
+            return False
         return any(n in pending for n in together)
 
     def _shared(self, name: str) -> torch.Tensor:
