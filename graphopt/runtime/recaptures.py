@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import CaptureError
-from graphopt.host.used import UsedParameters
 
 if TYPE_CHECKING:
     from graphopt.guards.guards import Guards
@@ -143,9 +142,6 @@ class RecaptureCause:
 
     @classmethod
     def of_branch(cls, place: str, found: object) -> RecaptureCause:
-        if isinstance(found, UsedParameters):
-            used = [is_used for _, is_used in found]
-            return cls(BRANCH, f"what other ranks use at {place}", f"it is {used} now")
         if isinstance(found, tuple):
             return cls(COUNT, f"what is chosen by value at {place}", f"it is {list(found)} now")
         return cls(BRANCH, f"the decision at {place}", f"it is {found!r} now")
