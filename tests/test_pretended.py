@@ -141,8 +141,8 @@ def test_no_compiler(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 CASES = (
     "adversarial.dcgan", "adversarial.diffusion_with_ema", "adversarial.vae", "adversarial.wgan_gp",
-    "language.direct_preference", "language.distillation", "language.encoder_with_mask",
-    "language.gradient_accumulation", "language.lora", "language.nanogpt", "language.translation",
+    "language.direct_preference", "language.distillation",
+    "language.gradient_accumulation", "language.lora", "language.nanogpt",
     "optimizers.adam_fused", "optimizers.muon", "representation.byol", "representation.clip",
     "styles.gradient_checkpointing", "vision.masked_autoencoder", "vision.mean_teacher",
     "vision.resnet_with_schedule", "vision.vision_transformer",
