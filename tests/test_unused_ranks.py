@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import graphopt
 from gloo import Pool, pool
+from graphopt.ranks.unused import UnusedParameters
 
 
 class Blocks(nn.Module):
@@ -383,3 +384,25 @@ def test_rounds_of_a_step(
 @pytest.mark.parametrize("order", ["turned", "one_twice"])
 def test_rounds_in_another_order(two_ranks: Pool, order: str, zeroing: str) -> None:
     assert two_ranks.run(rounds_differ, 1, zeroing, "always", False, order) == [[], []]
+
+
+def said_in_a_call_that_failed(rank: int) -> list[tuple[int, ...]]:
+    """What the next call hears, of the same agreement and of another one of the same name."""
+    found = []
+    one, other = (UnusedParameters(dist.group.WORLD, "said in a failed call") for _ in range(2))
+    for last, following in ((one, one), (one, other), (other, one)):
+        last.say([0, 1])  # and the call fails: it is not over
+        dist.barrier()
+        following.say([])
+        dist.barrier()
+        found.append(following.used_anywhere([0, 1]))
+        following.say([1])
+        dist.barrier()
+        found.append(following.used_anywhere([0, 1]))
+        dist.barrier()
+        following.over()
+    return found
+
+
+def test_what_a_failed_call_said_is_not_heard_in_the_next(two_ranks: Pool) -> None:
+    assert two_ranks.run(said_in_a_call_that_failed) == [[(1, 1), (1, 0)] * 3] * 2

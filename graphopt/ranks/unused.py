@@ -29,6 +29,10 @@ from graphopt.ranks.failed_runs import sending_explained
 _calls: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 """How many calls of the steps of a topic, whose gradients were averaged, are over."""
 
+_said: WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[int, list[int]]]] = WeakKeyDictionary()
+"""What this rank has said last in steps of a topic, and in which call: one that fails keeps its
+number for the next, also where that is another agreement's or another step function's."""
+
 _KEPT = 4
 """Calls whose keys are different. A rank that is two calls ahead has waited for what all ranks have
 sent in between, and nobody reads what was said before it."""
@@ -44,16 +48,16 @@ class UnusedParameters:
     def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
         self.group, self._topic = group, topic
         self._numbers = _calls.setdefault(group, Counter())
-        self._said: tuple[int, list[int]] | None = None
+        self._said = _said.setdefault(group, {})
 
     def say(self, unused: Collection[int]) -> None:
         """Tells the other ranks, before the graph runs, which of the agreed parameters this rank
         does not use, by position."""
         number, now = self._numbers[self._topic], sorted(unused)
-        before = self._said[1] if self._said and self._said[0] == number else []
-        if now == before:
+        of, last = self._said.get(self._topic, (number, []))
+        if now == (last if of == number else []):
             return
-        self._said = number, now
+        self._said[self._topic] = number, now
         key = self._key(self.group.rank(), number)
         with self._explained():
             store = _compat.default_store()
