@@ -172,10 +172,9 @@ class CaptureInMeeting(CallCapture):
         ]
         self._every_round = differ_in_rounds(uses) or any(e.every_round for e in self._earlier)
         anywhere = frozenset[Use]().union(*uses)
-        self._rounds = {
-            name: tuple(sorted(number for other, number in anywhere if other == name))
-            for name in self._order
-        }
+        self._rounds: dict[str, list[int]] = {name: [] for name in self._order}
+        for name, number in sorted(anywhere):
+            self._rounds[name].append(number)
         roots = roots_of_parameters([root for _, root in call.named_roots()], inputs)
         self._asks |= not self._every_round and differ_within_modules(self._rounds, roots)
         return AgreedOrder(
@@ -218,7 +217,7 @@ class CaptureInMeeting(CallCapture):
             votes=self._votes,
             agreement=self.agreement,
             every_round=self._every_round,
-            rounds=tuple(self._rounds.values()),
+            rounds=tuple(map(tuple, self._rounds.values())),
         )
         self._joint.note(agreed if self._sync else None, self._earlier)
         self.agreed = agreed if self._sync else None
