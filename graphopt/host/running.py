@@ -232,11 +232,17 @@ _current: ContextVar[CallbackRun | None] = ContextVar("host_run", default=None)
 
 
 @has_side_effect
-def agree() -> None:
-    """Makes the ranks of the running step vote. The target of a node."""
+def agree(changed: Sequence[torch.Tensor] = (), former: Sequence[torch.Tensor] = ()) -> None:
+    """Makes the ranks of the running step vote. The target of a node.
+
+    Args:
+        changed: state that the step has updated before.
+        former: what it gets back if the step ends here.
+    """
     run = _current.get()
     if run is not None:
-        run.agree()
+        with _put_back_on_error(changed, former):
+            run.agree()
 
 
 @has_side_effect
@@ -248,11 +254,25 @@ def hear() -> None:
 
 
 @has_side_effect
-def all_go_on() -> None:
-    """Waits until all ranks have a graph for their own decisions. The target of a node."""
+def all_go_on(changed: Sequence[torch.Tensor] = (), former: Sequence[torch.Tensor] = ()) -> None:
+    """Waits until all ranks have a graph for their own decisions. The target of a node, with the
+    arguments of `agree`."""
     run = _current.get()
     if run is not None:
-        run.all_go_on()
+        with _put_back_on_error(changed, former):
+            run.all_go_on()
+
+
+@contextmanager
+def _put_back_on_error(
+    changed: Sequence[torch.Tensor], former: Sequence[torch.Tensor]
+) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for state, value in zip(changed, former, strict=True):
+            state.copy_(value)
+        raise
 
 
 def current_run() -> CallbackRun | None:

@@ -18,6 +18,9 @@ with zeros (`graphopt.ranks.joining_with_zeros`), so that these come to that pla
 Nobody may wait there earlier: what is launched behind it may be what another rank waits for to get
 there.
 
+Updates that stand between launches, as those of buffers do, are no exception
+(`graphopt.host.early_updates`).
+
 What was raised stands in the store of the process group, where errors of running steps are told.
 """
 
@@ -32,17 +35,16 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.errors import SpmdMismatchError
-from graphopt.graph_utils import find_nodes, get_output, is_collective, written
+from graphopt.graph_utils import find_nodes, get_output, is_collective
 from graphopt.host import host_call_of
 from graphopt.host.assumptions import Assumption
+from graphopt.host.early_updates import updated_state, with_updates_behind
 from graphopt.host.running import agree, all_go_on, hear
 from graphopt.host.used import UsedParameters
 from graphopt.ir.effects import Effects
-from graphopt.ir.metadata import STATE_KINDS, input_kind, late_group, set_value
+from graphopt.ir.metadata import late_group, set_value
 from graphopt.ranks.failed_runs import said_explained
 from graphopt.ranks.failure_reports import reasons, tell
-
-_UPDATED = STATE_KINDS | {"gradient"}
 
 
 @dataclass(frozen=True)
@@ -163,25 +165,20 @@ def commit_before(graph: fx.Graph) -> fx.Node:
     for node in graph.nodes:
         if is_collective(node):
             found = None
-        elif found is None and late_group(node) is None and _updates_state(node, effects):
+        elif found is None and late_group(node) is None and updated_state(node, effects):
             found = node
     return found or get_output(graph)
-
-
-def _updates_state(node: fx.Node, effects: Effects) -> bool:
-    owners = (effects.input_of(state) for state in written(node))
-    return any(owner is not None and input_kind(owner) in _UPDATED for owner in owners)
 
 
 def with_agreement(gm: fx.GraphModule, agreement: Agreement) -> fx.GraphModule:
     """Inserts votes of all ranks on callback errors into a graph, in place."""
     graph = gm.graph
-    if agreement.alone:
-        with graph.inserting_before(commit_before(graph)):
-            set_value(graph.call_function(all_go_on), None)
-    if agreement.before_updates:
-        with graph.inserting_before(commit_before(graph)):
-            set_value(graph.call_function(agree), None)
+    if agreement.alone or agreement.before_updates:
+        place = with_updates_behind(graph, commit_before(graph))
+        args = (place.changed, place.former) if place.changed else ()
+        with graph.inserting_before(place.before):
+            for target in [all_go_on] * agreement.alone + [agree] * agreement.before_updates:
+                set_value(graph.call_function(target, args), None)
     if agreement.at_end:
         launches = find_nodes(graph, lambda node: is_collective(node) or node.target is agree)
         first = launches[0] if launches else get_output(graph)
