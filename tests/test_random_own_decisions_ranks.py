@@ -76,7 +76,7 @@ def check(outcomes: list[dict[str, Any]]) -> None:
         assert not failed or RandomProgram(int(outcomes[0]["program"].split(":")[0])).may_be_refused
 
 
-SLICE = [0, 1, 4, 6, 8, 10, 46, 78]
+SLICE = [0, 1, 4, 6, 8, 10, 46, 78, 431]
 
 
 @pytest.mark.parametrize("seed", SLICE)

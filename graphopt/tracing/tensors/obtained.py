@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from graphopt._compat.own_tracing import untraced
+from graphopt._compat.own_tracing import untraced, without_overrides
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import current_user_line
@@ -71,7 +71,8 @@ class ObtainedValues:
 
     def decide(self, number: Any, kind: type) -> Any:
         """The value of a number in this call, on which the graph then assumes an outcome."""
-        return untraced(self.decider.decide, number, kind)
+        with without_overrides():  # what it is computed from is looked at, not used
+            return untraced(self.decider.decide, number, kind)
 
     def text(self, function: Callable[..., str], args: tuple[Any, ...]) -> str:
         """The text of a graph value in this call, for an error that the step may raise next.
