@@ -234,6 +234,47 @@ def test_a_damped_momentum_begins_otherwise(traces: list[None]) -> None:
     assert len(traces) > 1
 
 
+def test_momenta_that_lie_in_memory_as_gradients_do(traces: list[None]) -> None:
+    def turned(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        model.weight.grad = model.weight.grad.t().contiguous().t()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    model = nn.Linear(3, 4)
+    made = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    graphopt.compile(turned)(model, made, torch.ones(2, 3))
+    assert made.state[model.weight]["momentum_buffer"].stride() == (1, 4)
+    assert len(traces) > 1
+
+
+def test_a_momentum_that_the_step_sets(traces: list[None]) -> None:
+    def changing(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        optimizer.param_groups[0]["momentum"] *= -1
+        return plain(model, optimizer, x)
+
+    assert_as_eager(changing, lambda p: SGD(p, lr=0.1, momentum=0.9), layers())
+    assert len(traces) > 1
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_hooks_that_look_at_the_state_find_none_in_the_first_call(name: str) -> None:
+    def hooked(parameters: Any) -> Optimizer:
+        made = OPTIMIZERS[name](parameters) if name == "Adam" else MOMENTA["momentum"](parameters)
+        made.register_step_pre_hook(_doubles_first_gradients)
+        return made
+
+    assert_as_eager(plain, hooked, layers())
+
+
+def _doubles_first_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        if not optimizer.state[parameter]:
+            parameter.grad.mul_(2)
+
+
 def test_momenta_of_gradients_that_are_sparse() -> None:
     """The first one is sparse, as the gradient is, and so no sum of zeros."""
 

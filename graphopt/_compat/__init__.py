@@ -136,7 +136,6 @@ from graphopt._compat.torch_functions import (
     runs_mode,
 )
 from graphopt._compat.tracers import (
-    add_input,
     asking_for_tracers,
     backward_sequence_number,
     current_tracer,

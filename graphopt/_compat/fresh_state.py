@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -40,6 +41,8 @@ def makes_state_first(optimizer: Optimizer) -> bool:
     """True if the state of one of torch's own optimizers can be made before its first step."""
     kind = type(optimizer)
     names = ("_init_group", "__setattr__", "__getattribute__")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False  # they may look at it
     if any(name in vars(optimizer) for name in names) or not _steps_as_its_class(optimizer):
         return False
     if not _have_known_kinds(optimizer):
@@ -120,8 +123,9 @@ def _have_known_kinds(optimizer: Optimizer) -> bool:
 def _begins(group: dict[str, Any]) -> bool:
     """True if the momentum of a group of `SGD` begins as the gradient that comes first, to which
     later steps add all of the next one."""
-    numbers = all(type(group[key]) in (int, float) for key in ("momentum", "dampening"))
-    return numbers and (group["momentum"] == 0 or group["dampening"] == 0)
+    momentum, dampening = group["momentum"], group["dampening"]
+    numbers = type(momentum) in (int, float) and type(dampening) in (int, float)
+    return numbers and (momentum == 0 or (dampening == 0 and 0 < momentum < math.inf))
 
 
 def _momenta(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx as torch_make_fx
 
-from graphopt._compat.fakes import is_fake, to_fake
+from graphopt._compat.fakes import is_fake
 from graphopt._compat.functionalization import from_functional
 from graphopt._compat.threads import Replacement, TrueInTrace, taking_turns
 
@@ -114,15 +114,6 @@ def named_in_profile(name: str) -> AbstractContextManager[Any]:
 def is_traced() -> bool:
     """True if `make_fx` records what this thread computes."""
     return get_proxy_mode() is not None
-
-
-def add_input(tracer: Any, mode: Any, value: torch.Tensor, name: str) -> torch.Tensor:
-    """Adds an input to the graph under construction; returns its proxy value."""
-    active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    fake = to_fake(mode if active is None else active, value)
-    proxy = tracer.create_proxy("placeholder", name, (), {})
-    track_tensor_tree(fake, proxy, constant=None, tracer=tracer)
-    return fake
 
 
 def node_of(tracer: Any, value: Any) -> fx.Node | None:

@@ -96,7 +96,7 @@ class StepRun:
         used: parameters whose gradients are marked, in the order they were ready, with the rounds
             of averages in which they are.
         kept_numbers: results that are numbers (by id).
-        looks_at_state: it looks at the state of an optimizer by itself.
+        begins_otherwise: a call that makes optimizer state does otherwise than those after it.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class StepRun:
         self.signature: Signature | None = None
         self.used: dict[str, tuple[int, ...]] = {}
         self.kept_numbers: set[int] = set()
-        self.looks_at_state = False
+        self.begins_otherwise = False
         self._left: MadeAnew = {}
         self._view: HostView
 
@@ -265,7 +265,7 @@ class StepRun:
                 states = [optimizer.state for optimizer in optimizers]
                 with watched(states):
                     returned = self._call.fn(*args, **kwargs)
-                self.looks_at_state = any(getattr(s, "was_read", True) for s in states)
+                self.begins_otherwise = any(getattr(s, "begins_otherwise", True) for s in states)
                 scalers.finish()
                 call = self._call
                 refuse_found_twice(self.outside, call.given, given.changes())

@@ -56,7 +56,7 @@ class RawTrace:
         besides: what it works on besides its arguments.
         used: parameters whose gradients were marked here, in the order they were ready, with the
             rounds of averages in which they were.
-        looks_at_state: it looks at the state of an optimizer by itself.
+        begins_otherwise: a call that makes optimizer state does otherwise than those after it.
         outside: what the step read outside its arguments.
     """
 
@@ -70,7 +70,7 @@ class RawTrace:
     fakes: list[torch.Tensor]
     used: dict[str, tuple[int, ...]]
     outside: OutsideRecord
-    looks_at_state: bool
+    begins_otherwise: bool
 
 
 def trace(call: Call, inputs: Inputs, communication: MarkedCommunication | None) -> RawTrace:
@@ -163,7 +163,6 @@ def _run_once(
         stack.enter_context(undrawn())
         with nullcontext() if fakes else run.mode:  # else torch finds the mode of the inputs
             graph_module = _compat.make_fx(run)(*fakes)
-        _inputs_first(graph_module)
         refuse_counts(graph_module.graph)
         drawn = generators.advanced()
         _refuse_kept_numbers(run, _numbers_of(call) | run.kept_numbers)
@@ -189,20 +188,9 @@ def _run_once(
         fakes=fakes,
         used=run.used,
         outside=run.outside,
-        looks_at_state=run.looks_at_state,
+        begins_otherwise=run.begins_otherwise,
     )
     return raw, drawn
-
-
-def _inputs_first(graph_module: fx.GraphModule) -> None:
-    """Moves inputs that the trace has added behind the other placeholders."""
-    nodes = list(graph_module.graph.nodes)
-    first = next(index for index, node in enumerate(nodes) if node.op != "placeholder")
-    late = [node for node in nodes[first:] if node.op == "placeholder"]
-    for node in late:
-        nodes[first].prepend(node)
-    if late:
-        graph_module.recompile()
 
 
 def _refuse_kept_tensors(run: StepRun, fakes: list[torch.Tensor]) -> None:

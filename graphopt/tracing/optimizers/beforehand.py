@@ -3,8 +3,8 @@
 Torch's own optimizers make the state of their parameters in the first step, and then do what every
 later step does. So the first call is traced from the state that it makes, and that one trace is the
 one of all calls; the state of parameters that it leaves alone is taken out of it. What it takes for
-granted is looked at afterwards: that a momentum of `SGD`, made of negative zeros, becomes the first
-gradient (`first_momenta`), and that the step has not looked at the state itself. Where that is not
+granted is looked at meanwhile: that a momentum of `SGD`, made of negative zeros, becomes the first
+gradient (`noticed_steps`), and that the step does not look at the state itself. Where that is not
 so, and with other optimizers, there are two graphs: one of the call that makes the state, and one
 of all later calls.
 """
@@ -16,15 +16,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
-from torch import fx
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt._compat.fresh_state import attributes_after, fresh_state, makes_state_first
 from graphopt.parallel.sharding import is_dtensor
 from graphopt.tracing.call import Call
-from graphopt.tracing.inputs.entries import StateNumber, StateTensor, state_key
-from graphopt.tracing.optimizers.first_momenta import FirstMomenta
+from graphopt.tracing.inputs.entries import StateNumber, state_key
 from graphopt.tracing.optimizers.new_state import NO_STATE, Entries, NewState
 from graphopt.tracing.optimizers.optimizer_state import distinct_states
 from graphopt.tracing.trace import RawTrace
@@ -63,7 +61,7 @@ def with_state_used(call: Call, made: NewState, raw: RawTrace) -> tuple[RawTrace
     """A trace without the created state of parameters that it does not update; None if the step
     must be traced without any created state."""
     inputs, signature = raw.inputs, raw.signature
-    if raw.looks_at_state:
+    if raw.begins_otherwise:
         return None
     stepped = [vars(call.optimizer_objects()[index]) for index in signature.stepped]
     if not all(any(of is each for each in stepped) for of, _, _ in made.attributes):
@@ -73,7 +71,7 @@ def with_state_used(call: Call, made: NewState, raw: RawTrace) -> tuple[RawTrace
     used = {id(state_key(state.parameter)) for node, state in states.items() if node.users}
     unused = {id(p) for _, p, _, _ in made.entries if id(p) not in used}
     if not unused:
-        return (raw, made) if _momenta_begin(call, made, states, raw) else None
+        return raw, made
     numbers = (n for n in inputs.hyperparameters if isinstance(n, StateNumber))
     if signature.numbers_inputs() or any(id(state_key(n.parameter)) in unused for n in numbers):
         return None
@@ -88,26 +86,3 @@ def with_state_used(call: Call, made: NewState, raw: RawTrace) -> tuple[RawTrace
     fakes, values = map(list, zip(*pairs.values(), strict=True))
     smaller = replace(raw, inputs=replace(inputs, states=kept), fakes=fakes, values=values)
     return with_state_used(call, replace(made, entries=entries), smaller)
-
-
-def _momenta_begin(
-    call: Call, made: NewState, states: dict[fx.Node, StateTensor], raw: RawTrace
-) -> bool:
-    """True if each momentum made of negative zeros becomes the first value added to it."""
-    optimizers, graph = call.optimizer_objects(), raw.graph_module.graph
-    new = {(id(table), id(parameter)) for table, parameter, _, _ in made.entries}
-    momenta = [
-        node
-        for node, state in states.items()
-        if type(optimizers[state.optimizer]) is SGD
-        and (id(optimizers[state.optimizer].state), id(state_key(state.parameter))) in new
-    ]
-    if not momenta:
-        return True
-    position = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
-    numbers = raw.inputs.numbers(call)
-    found = FirstMomenta(momenta, lambda node: numbers.get(position.get(node, -1)))
-    for node in graph.nodes:
-        if any(map(found.is_zeros, node.all_input_nodes)) and not found.takes(node):
-            return False
-    return len(found.first) == len(momenta)

@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch.optim import Optimizer
+import torch
+from torch.optim import SGD, Optimizer
 
 from graphopt import _compat
 from graphopt._compat.backward import is_in_backward
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location, user_line_of
 from graphopt.tracing.functional.tagging import Tagger
-from graphopt.tracing.optimizers.watched_state import watched
+from graphopt.tracing.optimizers.watched_state import WatchedState, watched
 
 
 def notice_steps(
@@ -36,6 +37,7 @@ def notice_steps(
 
     def noticed(index: int, optimizer: Optimizer) -> Callable[..., Any]:
         step = optimizer.step
+        settings = _of_momenta(optimizer)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if averages and is_in_backward():
@@ -44,13 +46,50 @@ def notice_steps(
             before(optimizer)
             unwatched = watched([optimizer.state], on=False)
             with tagger.during("optimizer"), _branches_explained(optimizer), unwatched:
-                return step(*args, **kwargs)
+                result = step(*args, **kwargs)
+                if not _momenta_become_gradients(optimizer, settings):
+                    optimizer.state.begins_otherwise = True
+                return result
 
         return run
 
     for index, optimizer in enumerate(optimizers):
         vars(optimizer)["step"] = noticed(index, optimizer)
     return stepped
+
+
+def _of_momenta(optimizer: Optimizer) -> list[int]:
+    """The settings by which `SGD` adds gradients to momenta, by id."""
+    if type(optimizer) is not SGD:
+        return []
+    groups, keys = optimizer.param_groups, ("momentum", "dampening")
+    return [id(group[key]) for group in groups for key in keys]
+
+
+def _momenta_become_gradients(optimizer: Any, settings: list[int]) -> bool:
+    """True if momenta of negative zeros have become what `SGD` makes in its first step: the
+    gradients, where these lie in memory as parameters and momenta do.
+
+    Args:
+        settings: those of momenta when the step began.
+    """
+    if type(optimizer) is not SGD or not isinstance(optimizer.state, WatchedState):
+        return True
+    if _of_momenta(optimizer) != settings:
+        return False
+    with torch._C.DisableTorchFunction():
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        momenta = [(p, optimizer.state.get(p, {}).get("momentum_buffer")) for p in parameters]
+        return all(
+            _layout(p) == _layout(p.grad) == _layout(momentum)
+            for p, momentum in momenta
+            if momentum is not None and p.grad is not None
+        )
+
+
+def _layout(tensor: Any) -> tuple[Any, ...]:
+    strides = tensor.stride() if tensor.layout is torch.strided else None
+    return tensor.shape, tensor.dtype, tensor.device, strides
 
 
 def _in_backward(optimizer: Optimizer) -> CaptureError:

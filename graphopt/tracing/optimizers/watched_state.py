@@ -13,18 +13,18 @@ class WatchedState(defaultdict[Any, Any]):
 
     Attributes:
         is_watched: the step runs, and that of no optimizer.
-        was_read: it has looked.
+        begins_otherwise: it has looked, or a first step would not leave what a later one does.
     """
 
     is_watched = False
-    was_read = False
+    begins_otherwise = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._note()
         return super().__reduce_ex__(protocol)
 
     def _note(self) -> None:
-        self.was_read |= self.is_watched
+        self.begins_otherwise |= self.is_watched
 
 
 def _noting(name: str) -> Any:
