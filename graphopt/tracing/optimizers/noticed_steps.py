@@ -14,7 +14,7 @@ from graphopt._compat.backward import is_in_backward
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location, user_line_of
 from graphopt.tracing.functional.tagging import Tagger
-from graphopt.tracing.optimizers.watched_state import WatchedState, watched
+from graphopt.tracing.optimizers.watched_state import WatchedState, note_other_beginning, watched
 
 
 def notice_steps(
@@ -48,7 +48,7 @@ def notice_steps(
             with tagger.during("optimizer"), _branches_explained(optimizer), unwatched:
                 result = step(*args, **kwargs)
                 if not _momenta_become_gradients(optimizer, settings):
-                    optimizer.state.begins_otherwise = True
+                    note_other_beginning(optimizer.state)
                 return result
 
         return run
@@ -77,7 +77,7 @@ def _momenta_become_gradients(optimizer: Any, settings: list[int]) -> bool:
         return True
     if _of_momenta(optimizer) != settings:
         return False
-    with torch._C.DisableTorchFunction():
+    with _compat.without_modes():
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         momenta = [(p, optimizer.state.get(p, {}).get("momentum_buffer")) for p in parameters]
         return all(

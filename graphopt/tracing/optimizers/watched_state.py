@@ -27,6 +27,12 @@ class WatchedState(defaultdict[Any, Any]):
         self.begins_otherwise |= self.is_watched
 
 
+def note_other_beginning(state: Any) -> None:
+    """Records that a step that makes this state would not leave what a later one does."""
+    if isinstance(state, WatchedState):
+        state.begins_otherwise = True
+
+
 def _noting(name: str) -> Any:
     former = getattr(defaultdict, name)
 
