@@ -185,3 +185,66 @@ def test_further_calls_that_end_on_all_ranks_change_nothing(
     two_ranks: Pool, case: tuple[str, ...]
 ) -> None:
     check(two_ranks, case)
+
+
+def failing_in_a_kernel(rank: int, place: str, pipeline: str) -> list[tuple[str, list[Any]]]:
+    """Each rank uses the second layer by values of its own. A kernel behind the collectives fails
+    on rank 1 in the third call, before or after the update.
+
+    Returns:
+        For each call, its error, and what there is of parameters and gradients.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    table = torch.arange(12.0)
+
+    def step(x: Tensor, index: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        hidden = model[0](x)
+        if x.mean() > 0:
+            hidden = model[1](hidden)
+        loss: Tensor = model[2](hidden).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if place == "before":
+            loss = loss + (table[index] * norm).sum()
+        optimizer.step()
+        if place == "after":
+            loss = loss + (table[index] * model[2].bias.sum()).sum()
+        return loss.detach()
+
+    compiled: Any = graphopt.compile(step, pipeline=pipeline)
+    numbers = torch.Generator().manual_seed(rank)
+    found = []
+    for call in range(5):
+        x = torch.randn(3, 4, generator=numbers)
+        said = ""
+        try:
+            compiled(x, torch.tensor([1, 99 if (call, rank) == (2, 1) else 2]))
+        except (IndexError, graphopt.SpmdMismatchError) as error:
+            said = str(error)
+        compiled.flush()
+        left = [p.detach().clone() for p in model.parameters()]
+        grads = [p.grad is None for p in model.parameters()]
+        found.append((said, [torch.cat([p.flatten() for p in left]).tolist(), grads]))
+    return found
+
+
+@pytest.mark.parametrize("pipeline", ["none", "default"])
+def test_a_kernel_that_fails_before_the_vote(two_ranks: Pool, pipeline: str) -> None:
+    one, other = two_ranks.run(failing_in_a_kernel, "before", pipeline)
+    assert "rank 1 cannot go on with step 3" in one[2][0]
+    assert "out of bounds" in one[2][0]
+    assert "out of bounds" in other[2][0]
+    assert [left for _, left in one] == [left for _, left in other]
+    assert one[2][1][0] == one[1][1][0]
+
+
+@pytest.mark.parametrize("pipeline", ["none", "default"])
+def test_a_kernel_that_fails_behind_the_update(two_ranks: Pool, pipeline: str) -> None:
+    one, other = two_ranks.run(failing_in_a_kernel, "after", pipeline)
+    assert [said for said, _ in one] == [""] * 5
+    assert "out of bounds" in other[2][0]
+    assert [left[0] for _, left in one] == [left[0] for _, left in other]
+    assert [left for _, left in one[3:]] == [left for _, left in other[3:]]

@@ -4,39 +4,24 @@
              └──────────────────────────────▶ held
 
 A rank that ends the step at a vote has changed nothing. An update that nothing before the vote
-needs is moved behind it. Where something does, as a gather of updated rows or a callback, the vote
-is given what was there before, and puts it back when the step ends there.
+needs is moved behind it. Where something does, as a gather of updated rows or a callback, what was
+there before is kept, and put back when the step ends there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import torch
 from torch import fx
 
-from graphopt.graph_utils import call_function_with_meta, is_collective, written
+from graphopt.graph_utils import is_collective, written
 from graphopt.host import is_host_call
+from graphopt.host.running import keep
 from graphopt.ir.effects import Effects
-from graphopt.ir.metadata import STATE_KINDS, input_kind, late_group
+from graphopt.ir.metadata import STATE_KINDS, input_kind, late_group, set_value
 from graphopt.schedule.constraints import Predecessors, predecessors
 
 _UPDATED = STATE_KINDS | {"gradient"}
-
-
-class VotePlace(NamedTuple):
-    """Where ranks vote.
-
-    Attributes:
-        before: the node before which they do.
-        changed: state that is updated before nevertheless.
-        former: copies of it.
-    """
-
-    before: fx.Node
-    changed: list[fx.Node]
-    former: list[fx.Node]
 
 
 def updated_state(node: fx.Node, effects: Effects) -> list[fx.Node]:
@@ -45,16 +30,20 @@ def updated_state(node: fx.Node, effects: Effects) -> list[fx.Node]:
     return [each for each in owners if each is not None and input_kind(each) in _UPDATED]
 
 
-def with_updates_behind(graph: fx.Graph, commit: fx.Node) -> VotePlace:
-    """Moves updates of state that precede `commit` directly before it, in their order, and copies
-    state whose updates cannot be moved."""
+def with_updates_behind(graph: fx.Graph, commit: fx.Node) -> fx.Node:
+    """Moves updates of state that precede `commit` directly before it, in their order, and keeps
+    state whose updates cannot be moved.
+
+    Returns:
+        The node before which ranks vote.
+    """
     nodes: list[fx.Node] = list(graph.nodes)
     earlier, effects = nodes[: nodes.index(commit)], Effects(graph)
     updates = [
         node for node in earlier if late_group(node) is None and updated_state(node, effects)
     ]
     if not updates:
-        return VotePlace(commit, [], [])
+        return commit
     before = predecessors(graph)
     held: set[fx.Node] = set()
     first: dict[fx.Node, fx.Node] = {}
@@ -67,8 +56,10 @@ def with_updates_behind(graph: fx.Graph, commit: fx.Node) -> VotePlace:
     moved = [node for node in earlier if node in held]
     for node in moved:
         commit.prepend(node)
-    former = [_copied(graph, state, update) for state, update in first.items()]
-    return VotePlace(moved[0] if moved else commit, list(first), former)
+    for state, update in first.items():
+        with graph.inserting_before(update):
+            set_value(graph.call_function(keep, (state,)), None)
+    return moved[0] if moved else commit
 
 
 def _needing(update: fx.Node, earlier: Sequence[fx.Node], before: Predecessors) -> set[fx.Node]:
@@ -82,8 +73,3 @@ def _needing(update: fx.Node, earlier: Sequence[fx.Node], before: Predecessors) 
 
 def _stays(node: fx.Node) -> bool:
     return is_collective(node) or is_host_call(node) or late_group(node) is not None
-
-
-def _copied(graph: fx.Graph, state: fx.Node, update: fx.Node) -> fx.Node:
-    with graph.inserting_before(update):
-        return call_function_with_meta(graph, torch.ops.aten.clone.default, (state,), like=update)

@@ -43,12 +43,18 @@ class UsedElsewhere(Protocol):
     def used_anywhere(self, positions: Sequence[int]) -> tuple[int, ...]:
         """A 1 for each given parameter that some rank uses, else 0; called after collectives."""
 
+    def over(self) -> None:
+        """Ends a call whose gradients were averaged on all ranks."""
+
 
 class RankQuestions(Protocol):
     """A protocol for votes within a call; see `graphopt.ranks.rank_votes`."""
 
     def hear_all(self, step: int) -> None:
         """Votes that this rank goes on; raises if another does not."""
+
+    def end(self, step: int) -> int | None:
+        """Votes that this rank does not go on."""
 
 
 class VoteTimes(Protocol):
@@ -58,6 +64,8 @@ class VoteTimes(Protocol):
     def before_updates(self) -> bool: ...
     @property
     def at_end(self) -> bool: ...
+    @property
+    def alone(self) -> bool: ...
 
 
 class CalledFunction(Protocol):
@@ -145,7 +153,8 @@ class CallbackRun:
         self._known: frozenset[int] | None = None
         self._failure: BaseException | None = None
         self._last = False
-        self._agreed = False
+        self._goes_on = self._agreed = False
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def call(self, host_call: CalledFunction, arguments: Sequence[Any]) -> None:
         """Runs one host callback with these arguments, unless an earlier one has failed."""
@@ -188,8 +197,10 @@ class CallbackRun:
         Raises:
             SpmdMismatchError: one has none.
         """
+        self._goes_on = True
         if self._questions is not None:
-            self._questions.hear_all(self._step)
+            with self._put_back_on_error():
+                self._questions.hear_all(self._step)
 
     def agree(self) -> None:
         """Raises a callback's error, from this rank or another, before state is updated."""
@@ -197,10 +208,28 @@ class CallbackRun:
             return
         self._agreed = True
         failure = None if self._last else self._failure
-        self._votes.say(self._step, failure)
-        if failure is not None:
-            raise failure
-        self._votes.hear()
+        with self._put_back_on_error():
+            self._votes.say(self._step, failure)
+            if failure is not None:
+                raise failure
+            self._votes.hear()
+
+    def keep(self, state: torch.Tensor) -> None:
+        """Keeps the present value of state that is put back if the ranks end the step."""
+        self._kept.append((state, state.clone()))
+
+    @contextmanager
+    def _put_back_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._put_back()
+            raise
+
+    def _put_back(self) -> None:
+        with torch.no_grad():
+            for state, former in reversed(self._kept):
+                state.copy_(former)
 
     def hear(self) -> None:
         """Raises the error of another rank's callback at the end of the last call."""
@@ -214,13 +243,21 @@ class CallbackRun:
 
     def say_failed(self, error: BaseException) -> None:
         """Tells the other ranks of an error after the last launch, so that they end the step at
-        their next vote."""
+        their next vote. Where they have none before its end, their call is over."""
         due = self._agreement
-        if due is None or self._votes is None:
-            return
-        if due.at_end if self._agreed else (due.before_updates or due.at_end):
+        if due is not None and due.alone and not self._goes_on and self._questions is not None:
+            self._put_back()
             with suppress(GraphOptError):  # the error is what counts
+                self._questions.end(self._step)
+            return
+        before_updates = due is not None and due.before_updates and not self._agreed
+        if due is not None and self._votes is not None and (before_updates or due.at_end):
+            with suppress(GraphOptError):
                 self._votes.say(self._step, error)
+        if before_updates:
+            self._put_back()
+        elif self._unused is not None:
+            self._unused.over()
 
     def end(self) -> None:
         """Raises the error of a callback at the end of the step."""
@@ -232,17 +269,20 @@ _current: ContextVar[CallbackRun | None] = ContextVar("host_run", default=None)
 
 
 @has_side_effect
-def agree(changed: Sequence[torch.Tensor] = (), former: Sequence[torch.Tensor] = ()) -> None:
-    """Makes the ranks of the running step vote. The target of a node.
-
-    Args:
-        changed: state that the step has updated before.
-        former: what it gets back if the step ends here.
-    """
+def keep(state: torch.Tensor) -> None:
+    """Keeps state that the running step is about to update before its votes. The target of a
+    node."""
     run = _current.get()
     if run is not None:
-        with _put_back_on_error(changed, former):
-            run.agree()
+        run.keep(state)
+
+
+@has_side_effect
+def agree() -> None:
+    """Makes the ranks of the running step vote. The target of a node."""
+    run = _current.get()
+    if run is not None:
+        run.agree()
 
 
 @has_side_effect
@@ -254,25 +294,11 @@ def hear() -> None:
 
 
 @has_side_effect
-def all_go_on(changed: Sequence[torch.Tensor] = (), former: Sequence[torch.Tensor] = ()) -> None:
-    """Waits until all ranks have a graph for their own decisions. The target of a node, with the
-    arguments of `agree`."""
+def all_go_on() -> None:
+    """Waits until all ranks have a graph for their own decisions. The target of a node."""
     run = _current.get()
     if run is not None:
-        with _put_back_on_error(changed, former):
-            run.all_go_on()
-
-
-@contextmanager
-def _put_back_on_error(
-    changed: Sequence[torch.Tensor], former: Sequence[torch.Tensor]
-) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        for state, value in zip(changed, former, strict=True):
-            state.copy_(value)
-        raise
+        run.all_go_on()
 
 
 def current_run() -> CallbackRun | None:

@@ -174,11 +174,9 @@ def with_agreement(gm: fx.GraphModule, agreement: Agreement) -> fx.GraphModule:
     """Inserts votes of all ranks on callback errors into a graph, in place."""
     graph = gm.graph
     if agreement.alone or agreement.before_updates:
-        place = with_updates_behind(graph, commit_before(graph))
-        args = (place.changed, place.former) if place.changed else ()
-        with graph.inserting_before(place.before):
+        with graph.inserting_before(with_updates_behind(graph, commit_before(graph))):
             for target in [all_go_on] * agreement.alone + [agree] * agreement.before_updates:
-                set_value(graph.call_function(target, args), None)
+                set_value(graph.call_function(target), None)
     if agreement.at_end:
         launches = find_nodes(graph, lambda node: is_collective(node) or node.target is agree)
         first = launches[0] if launches else get_output(graph)

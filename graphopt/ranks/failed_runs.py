@@ -15,7 +15,7 @@ from graphopt import _compat
 from graphopt.comm import kind_of
 from graphopt.errors import CollectiveError
 from graphopt.graph_utils import find_nodes, is_collective, is_wait
-from graphopt.host.running import CallbackRun, agree, hear
+from graphopt.host.running import CallbackRun, agree, all_go_on, hear
 from graphopt.ir.metadata import late_group, sent_names
 from graphopt.ir.operators import argument
 from graphopt.iter_graph import IterGraphModule
@@ -152,7 +152,7 @@ def _is_between_launches(node: fx.Node) -> bool:
 
 def _is_behind_launches(node: fx.Node) -> bool:
     """True if a node follows all collectives and makes no agreement of ranks itself."""
-    if node.target in (agree, hear):
+    if node.target in (agree, all_go_on, hear):
         return False
     return all(launch < node for launch in find_nodes(node.graph, is_collective))
 

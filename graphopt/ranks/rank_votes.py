@@ -58,8 +58,8 @@ class RankVotes:
         group = self._group()
         reason = "an error" if group is None else reasons(group, step).get(other, "an error")
         raise SpmdMismatchError(
-            f"rank {other} has no graph for what it decides in step {step}, so the other ranks end"
-            f" the step as well\n  rank {other} said:  {reason}"
+            f"rank {other} cannot go on with step {step}, so the other ranks end it as well\n"
+            f"  rank {other} said:  {reason}"
         )
 
     def end(self, step: int, number: int | None = None) -> int | None:
