@@ -1,4 +1,4 @@
-"""`graphopt.rewrite`: what it finds, leaves alone, keeps and refuses."""
+"""`graphopt.rewrite`: what it finds, leaves alone, keeps and refuses; and `fuse_attention`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import graphopt
 from graphopt.graph_utils import find_nodes, is_operator
 from graphopt.manager import PassRegistry
+from graphopt.passes import fuse_attention
 from graphopt.rewriting import RewriteError
 from graphopt.testing import check_pass
 from registry import isolate
@@ -24,12 +25,92 @@ DOCUMENT = (Path(__file__).resolve().parent.parent / "docs" / "rewriting.md").re
 FUSED = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
+class Attention(nn.Module):
+    """Attention as people write it out."""
+
+    def __init__(self, scaling: str, masking: str, layout: str, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.scaling, self.masking, self.layout, self.p = scaling, masking, layout, dropout
+        self.register_buffer("keep", torch.tril(torch.ones(6, 6)).view(1, 1, 6, 6))
+        self.register_buffer("bias", torch.triu(torch.full((6, 6), -math.inf), 1))
+
+    def heads(self, x: Tensor) -> Any:
+        size = (x.shape[0], x.shape[1], 2, 8)
+        if self.layout == "split":
+            return (t.view(size).transpose(1, 2) for t in self.qkv(x).split(16, dim=2))
+        if self.layout == "contiguous":
+            parts = self.qkv(x).chunk(3, -1)
+            return (t.reshape(size).permute(0, 2, 1, 3).contiguous() for t in parts)
+        return self.qkv(x).view(*size[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        if self.scaling == "mul":
+            return (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(8))
+        if self.scaling == "div":
+            return torch.matmul(q, k.transpose(2, 3)) / math.sqrt(8)
+        if self.scaling == "query":
+            return (q * 8**-0.5) @ k.transpose(-2, -1)
+        return q @ k.transpose(-1, -2)
+
+    def masked(self, scores: Tensor) -> Tensor:
+        if self.masking == "fill":
+            return scores.masked_fill(self.keep == 0, -math.inf)
+        if self.masking == "add":
+            return scores + self.bias
+        return self.bias[None, None] + scores if self.masking == "added to" else scores
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        weights = F.dropout(F.softmax(self.masked(self.scores(q, k)), dim=-1), self.p)
+        return self.out((weights @ v).transpose(1, 2).reshape(x.shape))
+
+
 def attention_step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
     loss = (x + model(x)).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return loss
+
+
+def attention_arguments(*options: Any, layers: int = 1) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Attention(*options) for _ in range(layers)))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01), torch.randn(2, 6, 16)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("mul", "fill", "split"),
+        ("div", "add", "contiguous"),
+        pytest.param(("query", "", "permuted"), marks=pytest.mark.full),
+        pytest.param(("none", "added to", "split"), marks=pytest.mark.full),
+    ],
+)
+def test_attention_is_fused(options: Any) -> None:
+    arguments = attention_arguments(*options, layers=2)
+    record = check_pass(attention_step, arguments, fuse_attention, changes=2)
+    assert record.changed
+
+
+def test_attention_keeps_its_metadata() -> None:
+    arguments = attention_arguments("mul", "fill", "split")
+    gm = graphopt.capture(attention_step, *arguments).graph_module
+    fuse_attention(gm)
+    assert not find_nodes(gm.graph, lambda n: is_operator(n.target, "aten::_softmax", "aten::bmm"))
+    (fused,) = find_nodes(gm.graph, lambda n: is_operator(n.target, FUSED))
+    (back,) = find_nodes(gm.graph, lambda n: is_operator(n.target, f"{FUSED}_backward"))
+    assert (fused.meta["phase"], back.meta["phase"]) == ("forward", "backward")
+    assert list(fused.meta["nn_module_stack"].values())[-1][0] == "0"
+    assert fused.meta["provenance"][-1] == "fuse_attention"
+    assert "weights @ v" in fused.meta["source"].code
+
+
+def test_attention_with_dropout_stays() -> None:
+    arguments = attention_arguments("mul", "fill", "split", 0.1)
+    check_pass(attention_step, arguments, fuse_attention, changes=0)
 
 
 P = 0.25
@@ -162,43 +243,13 @@ def test_dropout_and_masks_are_compared(
         check_pass(attention_step, arguments, exchange)
 
 
-def without_masks(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    return torch.softmax(q @ k.transpose(-2, -1) * scale, -1) @ v
-
-
-def fuse_attention(gm: Any, *gradients: str) -> int:
-    examples = {"q": 4, "k": 4, "v": 4}
-    return graphopt.rewrite(
-        gm, without_masks, without_dropout, gradients=gradients, examples=examples
-    )
-
-
-def test_attention_keeps_its_metadata() -> None:
-    model = Dropped("", 0.0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    gm = graphopt.capture(attention_step, model, optimizer, torch.randn(2, 6, 16)).graph_module
-
-    @graphopt.graph_optimization_pass(registry=PassRegistry(), changes_numerics=True)
-    def fuse(gm: Any) -> int:
-        return fuse_attention(gm, "q", "k", "v")
-
-    fuse(gm)
-    assert not find_nodes(gm.graph, lambda n: is_operator(n.target, "aten::_softmax", "aten::bmm"))
-    (fused,) = find_nodes(gm.graph, lambda n: is_operator(n.target, FUSED))
-    (back,) = find_nodes(gm.graph, lambda n: is_operator(n.target, f"{FUSED}_backward"))
-    assert (fused.meta["phase"], back.meta["phase"]) == ("forward", "backward")
-    assert list(fused.meta["nn_module_stack"].values())[-1][0] == ""
-    assert fused.meta["provenance"][-1] == "fuse"
-    assert "weights @ v" in fused.meta["source"].code
-
-
 def test_attention_without_backward_is_fused() -> None:
     def evaluate(model: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():
             return model(x)
 
-    gm = graphopt.capture(evaluate, Dropped("", 0.0), torch.randn(2, 6, 16)).graph_module
-    assert fuse_attention(gm) == 1
+    model, _, x = attention_arguments("mul", "fill", "split")
+    assert check_pass(evaluate, (model, x), fuse_attention).changes == 1
 
 
 # ------------------------------------------------------------------------------------ rewriting
