@@ -128,5 +128,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'graphopt' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "IterGraphModule":
+        importlib.import_module("graphopt.viewing")  # which notebooks show it with
     globals()[name] = value
     return value

@@ -71,7 +71,9 @@ class TrainStep:
         # These import all passes and checks, for which `import graphopt` need not wait.
         from graphopt.stages import stages_for
         from graphopt.stages.calls import Calls
+        from graphopt.viewing import graph_html
 
+        self._graph_html = graph_html
         stages = stages_for(pipeline, lower, verify)
         stages.manager.check_order()
         self._entries = CapturedGraphs(self._name, max_graphs)
@@ -193,6 +195,11 @@ class TrainStep:
         from graphopt.manager import records_of
 
         return records_of(self.graph_module)
+
+    def _repr_html_(self) -> str:
+        if not self._entries:
+            return "<p>a training step that has not been called yet</p>"
+        return self.report._repr_html_() + self._graph_html(self.graph_module)
 
     def print_readable(self) -> None:
         """Print the graph of the latest call, by phase, with shapes, bytes and source lines."""

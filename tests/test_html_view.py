@@ -1,4 +1,4 @@
-"""The page of `graphopt view`: whole, safe, small to draw, in a real browser."""
+"""The page of `graphopt view`: whole, safe, small to draw, in a real browser; notebooks; DOT."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pickle
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from graphopt.graph_utils import call_function_with_meta, get_output
 from graphopt.manager import records_of
 from graphopt.saved import load_description, load_graph, save_graph
 from graphopt.testing import fake_ranks
-from graphopt.viewing import view_page
+from graphopt.viewing import trace_page, view_page
 from graphopt.viewing.graph_contents import contents_of
 from steps import mean_square
 
@@ -111,8 +112,8 @@ def large() -> fx.GraphModule:
 @needs_browser
 def test_page_in_a_browser(module: graphopt.IterGraphModule, tmp_path: Path) -> None:
     title = '</script><script>window.injected = true</script><img src=x onerror="injected=true">'
-    records_of(module)[0].difference = "-%a </script>\n+%b <b>"
-    seen = looked_at(view_page(module, title), tmp_path)
+    diffs = {"remove_copy_from_optimizer": ["-%a </script>", "+%b <b>"]}
+    seen = looked_at(view_page(module, title, diffs), tmp_path)
     assert seen["tabs"] == ["graph", "collectives", "passes", "timeline"]
     assert seen["nodes"] == len(module.graph.nodes) - 1
     assert seen["folded"] < seen["nodes"] < seen["unfolded"]
@@ -198,6 +199,17 @@ def test_only_what_is_visible_is_drawn(large: fx.GraphModule, tmp_path: Path) ->
     assert f"%{list(large.graph.nodes)[-2].name} " in seen["end"]
 
 
+@needs_browser
+def test_trace_in_a_browser(module: graphopt.IterGraphModule, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    graphopt.simulate(module).save_chrome_trace(path)
+    result = CliRunner().invoke(cli.app, ["view", str(path)])
+    assert result.exit_code == 0, result.output
+    page = path.with_suffix(".html").read_text()
+    assert "all_reduce" in page
+    assert looked_at(page, tmp_path)["tabs"] == ["timeline"]
+
+
 def test_page_needs_nothing_else(module: graphopt.IterGraphModule) -> None:
     page = view_page(module, "<&>")
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", page)
@@ -215,12 +227,35 @@ def test_command(
     monkeypatch.chdir(tmp_path)
     save_graph(module, "step.pt")
     runner = CliRunner()
-    words = "optimize step.pt --pipeline comm_fusion_with_concat --out fused.pt"
+    words = "optimize step.pt --pipeline comm_fusion_with_concat --dump dumps --out fused.pt"
     done = runner.invoke(cli.app, words.split())
     assert done.exit_code == 0, done.output
-    assert runner.invoke(cli.app, ["view", "fused.pt"]).exit_code == 0
+    assert runner.invoke(cli.app, ["view", "fused.pt", "--dumps", "dumps"]).exit_code == 0
     assert "--- before comm_fusion_with_concat" in Path("fused.html").read_text()
     assert runner.invoke(cli.app, ["view", "step.pt", "-o", "a/b.html"]).exit_code == 0
     assert Path("a/b.html").is_file()
-    result = runner.invoke(cli.app, ["view", "nothing.pt"])
-    assert result.exit_code == 2 and "nothing.pt cannot be read" in result.output, result.output
+    for words, message in (
+        (["nothing.pt"], "nothing.pt cannot be read"),
+        (["step.pt", "--dumps", "a"], "holds no after_PASS.diff"),
+    ):
+        result = runner.invoke(cli.app, ["view", *words])
+        assert result.exit_code == 2 and message in result.output, result.output
+
+
+@pytest.mark.parametrize("text", ["", "3", "{}", '{"traceEvents": [{"ph": "X"}]}', "[[]]"])
+def test_what_is_no_trace(text: str) -> None:
+    with pytest.raises(graphopt.FileError, match="is not a trace"):
+        trace_page(text, "trace.json")
+
+
+def test_notebooks(module: graphopt.IterGraphModule) -> None:
+    shown: Iterator[str] = (value._repr_html_() for value in (module, *records_of(module)[:1]))
+    graph, record = shown
+    assert "<iframe srcdoc=" in graph and "remove_copy_from_optimizer" in record
+    step = graphopt.compile(lambda m, x: m(x) + 1, pipeline="schedule_comm_wait")
+    assert "not been called" in step._repr_html_()
+    model = nn.Identity()  # a graph lives as long as its model
+    step(model, torch.ones(2))
+    assert "<iframe" in step._repr_html_() and "<table>" in step.report._repr_html_()
+    escaped = graphopt.PassRecord("<script>", {"x": "<b>"})._repr_html_()
+    assert "<script>" not in escaped and "<b>" not in escaped

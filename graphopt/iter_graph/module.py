@@ -21,8 +21,17 @@ logger = logging.getLogger("graphopt")
 
 Transform = Callable[[fx.GraphModule], fx.GraphModule]
 
+_notebook_view: Callable[[fx.GraphModule], str] | None = None
+"""The function that renders graphs in notebooks, registered by a higher layer."""
+
 DERIVED = "derived"
 """Metadata of a derived graph: "setup", "main", "drain" or "cleanup"."""
+
+
+def register_notebook_view(view: Callable[[fx.GraphModule], str]) -> None:
+    """Registers a function that renders every `IterGraphModule` as HTML in notebooks."""
+    global _notebook_view
+    _notebook_view = view
 
 
 class IterGraphModule(fx.GraphModule):
@@ -120,6 +129,9 @@ class IterGraphModule(fx.GraphModule):
     def code(self) -> str:
         """Python code of the step, with late nodes in their own iteration."""
         return self.graph.python_code("self").src
+
+    def _repr_html_(self) -> str | None:
+        return None if _notebook_view is None else _notebook_view(self)
 
     @property
     def setup_gm(self) -> fx.GraphModule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from html import escape
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -130,6 +131,9 @@ class PassRecord:
         note = "".join(f"\n  note: {line}" for line in self.note.splitlines())
         return f"{head}: {self.outcome} in {self.seconds:.3f} s; {counts}{numerics}{note}"
 
+    def _repr_html_(self) -> str:
+        return Report([self])._repr_html_()
+
     @property
     def outcome(self) -> str:
         """The number of changes, in words."""
@@ -141,12 +145,12 @@ class PassRecord:
 
 
 class Report(list[PassRecord]):
-    """A list of records, first to last, printed as a table.
+    """A list of records, first to last, printed as a table (HTML in notebooks).
 
     >>> from graphopt.manager import records_of
     >>> _ = graphopt.PassManager("schedule_comm_wait").run(gm)
-    >>> str(graphopt.manager.Report(records_of(gm))).split()[:2]
-    ['pass', 'changes']
+    >>> "<table>" in graphopt.manager.Report(records_of(gm))._repr_html_()
+    True
     """
 
     def __str__(self) -> str:
@@ -162,23 +166,42 @@ class Report(list[PassRecord]):
                 lines += [f"    {line}" for line in wrapped]
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{escape(text)}</th>" for text in [*_HEADS, "options", "note"])
+        rows = ([*_values(record), _options(record), record.note] for record in self)
+        body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
 
 _COLUMNS = ["pass", "changes", "ms", "nodes", "launches", "peak MiB"]
+_HEADS = ["pass", "outcome", "ms", *Counts._fields, "peak MiB"]
+
+
+def _cell(text: str) -> str:
+    return f"<td>{escape(text)}</td>"
+
+
+def _options(record: PassRecord) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in record.arguments.items())
 
 
 def _columns(record: PassRecord) -> list[str]:
     """Returns a pass's cells in the table of 80 columns."""
+    name, _, milliseconds, nodes, collectives, _, peak = _values(record, "→")
     changes = "some" if record.changes is None else str(record.changes)
     changes = "skipped" if record.skipped else changes if record.changed else "none"
-    nodes = _arrow(record.nodes_before, record.nodes_after)
-    launches = _arrow(record.collectives_before, record.collectives_after)
+    return [name, changes, milliseconds, nodes, collectives, peak]
+
+
+def _values(record: PassRecord, arrow: str = " → ") -> list[str]:
+    """Returns a pass's cells in a table without options and note."""
     peaks = [f"{n / 2**20:.1f}" for n in (record.peak_bytes_before, record.peak_bytes_after)]
-    peak = _arrow(*peaks) if record.peak_bytes_after else ""
-    return [record.name, changes, f"{1e3 * record.seconds:.1f}", nodes, launches, peak]
-
-
-def _arrow(before: object, after: object) -> str:
-    return str(before) if before == after else f"{before}→{after}"
+    counts = zip(map(str, record.before), map(str, record.after), strict=True)
+    values = [old if old == new else f"{old}{arrow}{new}" for old, new in [*counts, tuple(peaks)]]
+    if not record.peak_bytes_after:
+        values[-1] = ""
+    outcome = "skipped" if record.skipped else record.outcome
+    return [record.name, outcome, f"{1e3 * record.seconds:.1f}", *values]
 
 
 def applied_passes(gm: fx.GraphModule) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -20,11 +20,14 @@ _LONGEST = 400
 """Characters of a call."""
 
 
-def contents_of(gm: fx.GraphModule, title: str) -> dict[str, Any]:
+def contents_of(
+    gm: fx.GraphModule, title: str, diffs: Mapping[str, Sequence[str]] | None = None
+) -> dict[str, Any]:
     """The contents of a graph's HTML page.
 
     Args:
         title: over the page.
+        diffs: for passes by name, the lines of the difference that they made.
     """
     known = all(has_value(node) for node in gm.graph.nodes if node.op != "output")
     timeline = simulate(gm) if known else None
@@ -47,7 +50,7 @@ def contents_of(gm: fx.GraphModule, title: str) -> dict[str, Any]:
         "heads": heads,
         "wide": heads.index(PARAMETERS) if heads else -1,
         "table": "",
-        "passes": list(map(_described, records_of(gm))),
+        "passes": list(_passes(records_of(gm), diffs or {})),
         "lanes": [] if timeline is None else list(lanes_of(timeline, nodes.index)),
         "seconds": 0.0 if timeline is None else timeline.end - timeline.begin,
     }
@@ -116,5 +119,15 @@ def _module(node: fx.Node) -> str:
     return str(list(modules.values())[-1][0]) if modules else ""
 
 
-def _described(record: PassRecord) -> dict[str, Any]:
-    return {"name": record.name, "text": [str(record), ""], "diff": record.difference.splitlines()}
+def _passes(
+    records: Sequence[PassRecord], diffs: Mapping[str, Sequence[str]]
+) -> Iterator[dict[str, Any]]:
+    times: dict[str, int] = {}
+    for record in records:
+        times[record.name] = number = times.get(record.name, 0) + 1
+        key = record.name if number == 1 else f"{record.name}_{number}"
+        yield {
+            "name": record.name,
+            "text": [str(record), ""],
+            "diff": list(diffs.get(key) or str(record.difference).splitlines()),
+        }

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from torch import fx
 
 from graphopt.readable.html_page import page_of
 from graphopt.viewing.graph_contents import contents_of
 
 
-def view_page(gm: fx.GraphModule, title: str = "step") -> str:
+def view_page(
+    gm: fx.GraphModule, title: str = "step", diffs: Mapping[str, Sequence[str]] | None = None
+) -> str:
     """The HTML page of a graph: phases, folded modules, collectives, passes, timeline, search.
 
     Args:
         gm: nothing in it changes.
         title: over the page.
+        diffs: for passes by name, the lines of the difference that they made.
 
     >>> import graphopt, torch
     >>> from graphopt.viewing import view_page
@@ -22,4 +27,4 @@ def view_page(gm: fx.GraphModule, title: str = "step") -> str:
     >>> "aten.relu.default" in view_page(gm, "a step")
     True
     """
-    return page_of(contents_of(gm, title))
+    return page_of(contents_of(gm, title, diffs))
