@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from graphopt.branches.other_launches import warn_of_other_launches
 from graphopt.branches.sent_collectives import SentBefore
 from graphopt.branches.sharing import begun, learn
 from graphopt.errors import AssumptionFailedError, SpmdMismatchError
@@ -104,10 +103,7 @@ class OtherBranch:
         vote = vote if known is None else None
         alone = (failed.alone, entry.agreed, f": {failed.place}")
         others = OtherRanks(*alone, vote=vote, anew=known is not None, launched=launched)
-        other = self._calls.captured_or_refused(self._call, self._cause, others)
-        if other is not None:
-            warn_of_other_launches(entry, other, failed)
-        return other
+        return self._calls.captured_or_refused(self._call, self._cause, others)
 
     def _vote(self) -> Callable[[int], bool] | None:
         """The vote of all ranks on having the same graph, or None if there is none."""
