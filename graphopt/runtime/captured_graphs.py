@@ -55,7 +55,7 @@ class CapturedGraphs(Sequence["BoundStep"]):
 
         for entry in in_order(self._entries, retried):
             bound = call.using(entry.captured.besides)
-            if bound is None or not (entry.goes_on(call.decided) and _fits(entry, bound, mode)):
+            if bound is None or not _goes_on(entry, call) or not _fits(entry, bound, mode):
                 continue
             if entry is not self._entries[0]:
                 self.land()
@@ -169,6 +169,14 @@ class CapturedGraphs(Sequence["BoundStep"]):
 def _is_usable(entry: BoundStep) -> bool:
     """True if a graph's models exist and the ranks still agree on its collectives."""
     return entry.guards.may_fit() and (entry.agreed is None or entry.agreed.current)
+
+
+def _goes_on(entry: BoundStep, call: Call) -> bool:
+    """True if a graph takes the call's decisions; where there are none yet, those that all ranks
+    try first. A rank that has no such graph makes one, also where it has one of another branch."""
+    if not call.decided and entry.agreed is not None:
+        return entry.uniform == entry.agreed.likely
+    return entry.goes_on(call.decided)
 
 
 def _fits(entry: BoundStep, call: Call, mode: tuple[Any, ...]) -> bool:

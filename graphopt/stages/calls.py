@@ -126,7 +126,7 @@ class Calls:
         if entry is not None or not self.entries:
             return entry
         with no_trace_elsewhere():  # which replaces functions that the guards compare
-            return self.entries.known(call, self.communication.mode(), None)
+            return self.entries.known(call, self.communication.mode(), retried)
 
     def run_graph(
         self,
