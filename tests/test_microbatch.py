@@ -104,18 +104,19 @@ nested = st.recursive(leaf_and_spec(), _containers, max_leaves=6)
     positional=st.lists(nested, max_size=3),
     keyword=st.dictionaries(st.sampled_from(["x", "y", "z"]), nested, max_size=2),
     chunks=st.integers(1, 6),
+    mask=st.booleans(),
 )
 def test_merging_what_was_split_gives_it_back(
-    positional: list[Any], keyword: dict[str, Any], chunks: int
+    positional: list[Any], keyword: dict[str, Any], chunks: int, mask: bool
 ) -> None:
     args = tuple(value for value, _ in positional)
     args_spec = tuple(spec for _, spec in positional)
     kwargs = {name: value for name, (value, _) in keyword.items()}
     kwargs_spec = {name: spec for name, (_, spec) in keyword.items()}
-    split = split_args_kwargs_into_chunks(args, kwargs, chunks, args_spec, kwargs_spec)
+    split = split_args_kwargs_into_chunks(args, kwargs, chunks, args_spec, kwargs_spec, mask=mask)
     assert [len(part) for part in split] == [chunks, chunks]
-    assert equal(merge_chunks(split[0], args_spec), args)
-    assert equal(merge_chunks(split[1], kwargs_spec), kwargs)
+    assert equal(merge_chunks(split[0], args_spec, mask=mask), args)
+    assert equal(merge_chunks(split[1], kwargs_spec, mask=mask), kwargs)
 
 
 @given(value=nested, chunks=st.integers(1, 6))
@@ -191,6 +192,13 @@ def test_a_tensor_that_is_too_small_reduces_the_number_for_all() -> None:
         )
     assert [part[0].shape for part in args] == [(4, 2), (4, 2)]
     assert [part["mask"].shape for part in kwargs] == [(8, 1), (8, 1)]
+
+
+def test_masking_keeps_shapes() -> None:
+    x = torch.arange(1.0, 6.0).view(5, 1)
+    args, _ = split_args_kwargs_into_chunks((x,), {}, 2, mask=True)
+    assert [part.flatten().tolist() for (part,) in args] == [[1, 2, 3, 0, 0], [0, 0, 0, 4, 5]]
+    assert torch.equal(merge_chunks([part for (part,) in args], mask=True), x)
 
 
 def test_specs_from_tuples_and_dictionaries() -> None:
@@ -319,6 +327,8 @@ def test_block_masks_that_cannot_be_divided() -> None:
         assert len(split_args_kwargs_into_chunks((x, mask), None, 4)[0]) == 2
     args, _ = split_args_kwargs_into_chunks((x, mask), None, 2, (TensorChunkSpec(0), Replicated()))
     assert args[0][1] is args[1][1] is mask
+    args, _ = split_args_kwargs_into_chunks((x, mask), None, 2, mask=True)
+    assert args[0][1] is mask  # as full-size as the tensors
 
 
 def test_specs_of_torch_count() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import re
 import subprocess
 import sys
@@ -101,6 +102,15 @@ def test_a_stage_keeps_nothing_else_alive() -> None:
     gc.collect()
     assert [other() for other in others] == [None, None, None]
     assert set(stage.submod.state_dict()) == {"blocks.0.0.weight", "blocks.0.0.bias"}
+
+
+@pytest.mark.parametrize("name", ["skips", "buffers"])
+def test_a_module_of_a_stage_pickles(name: str) -> None:
+    _, stages = build(CASES[name], 3)
+    for stage in stages:
+        loaded = pickle.loads(pickle.dumps(stage.submod))
+        assert loaded.code == stage.submod.code
+        assert list(loaded.state_dict()) == list(stage.submod.state_dict())
 
 
 def test_a_microbatch_of_another_shape_is_refused() -> None:

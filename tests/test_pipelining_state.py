@@ -241,11 +241,12 @@ def test_an_update_of_several_views_at_once_is_refused() -> None:
 # ---------------------------------------------------------------------------- copies
 
 
-def test_copies_of_stages_are_the_stages() -> None:
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_of_stages_are_the_stages(duplicate: Callable[[Any], Any]) -> None:
     model = Model()
     pipe = pipeline(model, (X,))
     before = copy.deepcopy(model.state_dict())
-    stages = [copy.deepcopy(pipe.get_stage_module(i)) for i in range(2)]
+    stages = [duplicate(pipe.get_stage_module(i)) for i in range(2)]
     for stage, state in zip(stages, states(pipe), strict=True):
         assert list(stage.state_dict()) == list(state)
         assert all(torch.equal(stage.state_dict()[name], state[name]) for name in state)
@@ -255,10 +256,13 @@ def test_copies_of_stages_are_the_stages() -> None:
         assert torch.equal(model.state_dict()[name], value), name
 
 
-def test_a_stage_cannot_be_pickled() -> None:
+def test_a_pickled_stage_has_source_lines_and_an_equal_graph() -> None:
     stage = pipeline(Model(), (X,)).get_stage_module(1)
-    with pytest.raises(PartitionError, match=r"cannot be pickled(.|\n)*save its state_dict\(\)"):
-        pickle.dumps(stage)
+    loaded = pickle.loads(pickle.dumps(stage))
+    assert loaded.code == stage.code
+    assert str(loaded.graph) == str(stage.graph)
+    linear = loaded.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)[0]
+    assert "test_pipelining_state.py" in linear.meta["stack_trace"]
 
 
 def test_a_copied_pipe_trains_its_own_parameters() -> None:

@@ -18,10 +18,11 @@ from graphopt.pipelining.microbatch.chunk_specs import (
     TensorChunkSpec,
     spec_leaves,
 )
+from graphopt.pipelining.microbatch.splitting import part_starts
 from graphopt.pipelining.trees import Path, leaves, path_name, rebuild
 
 
-def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
+def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None, *, mask: bool = False) -> Any:
     """Merges the results of microbatches into that of the batch: the inverse of the split.
 
     Args:
@@ -29,6 +30,7 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
         chunk_spec: for each leaf, nested as a chunk is: `TensorChunkSpec` to concatenate, a
             `Reducer` to reduce in order, `Replicated` where all microbatches must agree, or None:
             tensors with dimensions are concatenated along dimension 0, others must agree.
+        mask: the chunks come from a split with `mask=True`.
 
     Raises:
         ValueError: no chunks, a chunk has another structure than the spec, or chunks do not agree.
@@ -47,7 +49,7 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
         specs = spec_leaves(chunk_spec)
         _same_structure(by_chunk, list(specs), "its spec")
     merged = {
-        path: _merge_leaf(path_name("output", path), [c[path] for c in by_chunk], specs[path])
+        path: _merge_leaf(path_name("output", path), [c[path] for c in by_chunk], specs[path], mask)
         for path in paths
     }
     return rebuild(chunks[0], merged)
@@ -64,14 +66,16 @@ def _same_structure(by_chunk: list[dict[Path, Any]], paths: list[Path], model: s
         raise ValueError(f"chunk {index} has another structure than {model}: it {problem} {where}")
 
 
-def _merge_leaf(name: str, values: list[Any], spec: Any) -> Any:
+def _merge_leaf(name: str, values: list[Any], spec: Any, mask: bool) -> Any:
     if isinstance(spec, Reducer):
         result = spec.init_value
         for value in values:
             result = spec.reduce_fn(result, value)
         return result
     dim = _merge_dim(name, values, spec)
-    return _agreed(name, values) if dim is None else _concatenated(name, values, dim)
+    if dim is None:
+        return _agreed(name, values)
+    return _unmasked(values, dim) if mask else _concatenated(name, values, dim)
 
 
 def _merge_dim(name: str, values: list[Any], spec: Any) -> int | None:
@@ -101,6 +105,13 @@ def _concatenated(name: str, values: list[Tensor], dim: int) -> Tensor:
         raise ValueError(
             f"{name} cannot be concatenated along dimension {dim}: {shapes}"
         ) from error
+
+
+def _unmasked(values: list[Tensor], dim: int) -> Tensor:
+    """The rows of each full-size chunk that belong to its microbatch."""
+    starts = part_starts(values[0].shape[dim], len(values))
+    own = [v.narrow(dim, a, b - a) for v, a, b in zip(values, starts, starts[1:], strict=False)]
+    return torch.cat(own, dim)
 
 
 def _agreed(name: str, values: list[Any]) -> Any:

@@ -36,6 +36,8 @@ def split_args_kwargs_into_chunks(
     chunks: int,
     args_chunk_spec: tuple[Any, ...] | None = None,
     kwargs_chunk_spec: Mapping[str, Any] | None = None,
+    *,
+    mask: bool = False,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
     """Divide the arguments of a batch into those of microbatches.
 
@@ -51,6 +53,8 @@ def split_args_kwargs_into_chunks(
         args_chunk_spec: `TensorChunkSpec`, `Replicated` or None (as without a spec) for each leaf,
             nested as `args` is.
         kwargs_chunk_spec: the same for `kwargs`.
+        mask: for debugging: every microbatch keeps the full shape, with zeros for the rows of the
+            other microbatches, so that kernels and rounding do not depend on the division.
 
     Returns:
         A list of positional arguments and a list of keyword arguments, one entry per microbatch.
@@ -70,8 +74,8 @@ def split_args_kwargs_into_chunks(
     named = _args_leaves(args, args_chunk_spec)
     keyed = _kwargs_leaves(dict(kwargs or {}), kwargs_chunk_spec)
     count = _number_of_chunks([*named.values(), *keyed.values()], chunks)
-    split_args = {path: _split_leaf(leaf, count) for path, leaf in named.items()}
-    split_kwargs = {path: _split_leaf(leaf, count) for path, leaf in keyed.items()}
+    split_args = {path: _split_leaf(leaf, count, mask) for path, leaf in named.items()}
+    split_kwargs = {path: _split_leaf(leaf, count, mask) for path, leaf in keyed.items()}
     return (
         [_nth(args, split_args, index) for index in range(count)],
         [_nth(dict(kwargs or {}), split_kwargs, index) for index in range(count)],
@@ -170,13 +174,29 @@ def _number_of_chunks(arguments: list[_Leaf], chunks: int) -> int:
     return rows
 
 
-def _split_leaf(leaf: _Leaf, count: int) -> list[Any]:
+def _split_leaf(leaf: _Leaf, count: int, mask: bool) -> list[Any]:
     if leaf.dim is None:
         return [leaf.value] * count
     if is_block_mask(leaf.value):
-        return split_block_mask(leaf.value, count)
-    return list(torch.tensor_split(leaf.value, count, leaf.dim))
+        # With full-size tensors the mask is full-size too.
+        return [leaf.value] * count if mask else split_block_mask(leaf.value, count)
+    parts = torch.tensor_split(leaf.value, count, leaf.dim)
+    if not mask:
+        return list(parts)
+    starts = part_starts(leaf.value.shape[leaf.dim], count)[:-1]
+    pairs = zip(parts, starts, strict=True)
+    return [_masked(leaf.value, part, leaf.dim, start) for part, start in pairs]
+
+
+def _masked(whole: Tensor, part: Tensor, dim: int, start: int) -> Tensor:
+    return torch.zeros_like(whole).slice_scatter(part, dim, start, start + part.shape[dim])
 
 
 def _nth(value: Any, parts: dict[Path, list[Any]], index: int) -> Any:
     return rebuild(value, {path: chunks[index] for path, chunks in parts.items()})
+
+
+def part_starts(size: int, count: int) -> list[int]:
+    """The start of each part that `torch.tensor_split` makes, and the end of the last one."""
+    small, larger = divmod(size, count)
+    return [index * small + min(index, larger) for index in range(count + 1)]
