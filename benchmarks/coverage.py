@@ -4,6 +4,7 @@
     python benchmarks/coverage.py vision styles.logged  families or single cases
     python benchmarks/coverage.py --write               into docs/coverage.md as well
     python benchmarks/coverage.py --device cuda --jobs 8   on a GPU, several cases at once
+    python benchmarks/coverage.py --steps 40            what a step takes beside eager's as well
 
 Every case is a loop as people publish it, in a small size (`benchmarks/cases`). It is run eagerly
 and through `graphopt.compile`, from the same seed, and everything that it leaves is compared bit
@@ -23,9 +24,10 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -34,7 +36,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy
 import torch
 from cases import Build, Case, cases, cured_cases, tensors_of
-from coverage_outcomes import CURED, Outcome, show, summary, table
+from coverage_outcomes import CURED, Outcome, show, steps_compared, summary, table
+from coverage_steps import step_times
 
 import graphopt
 from graphopt.errors import GraphOptError
@@ -96,6 +99,14 @@ def first_difference(left: Sequence[torch.Tensor], expected: Sequence[torch.Tens
     return None
 
 
+def timed(name: str, build: Build, steps: int, backend: str | None) -> Outcome:
+    """Times later steps of a case, of eager and of `torch.compile`."""
+    times = step_times(partial(built, build), steps, backend)
+    return Outcome(
+        name, "timed", eager_step=times.eager, step_ratio=times.ratio, torch_ratio=times.torch
+    )
+
+
 def judged(name: str, build: Build, device: str = "cpu") -> Outcome:
     """Runs a case eagerly and captured, and compares."""
     try:
@@ -121,13 +132,13 @@ def judged(name: str, build: Build, device: str = "cpu") -> Outcome:
     return outcome
 
 
-def _child(name: str, build: Build, device: str, end: Connection) -> None:
+def _child(name: str, device: str, job: Callable[[], Outcome], end: Connection) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
     if device != "cpu":
         torch.set_default_device(device)
     try:
-        outcome = judged(name, build, device)
+        outcome = job()
     except BaseException as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
@@ -137,11 +148,11 @@ def _child(name: str, build: Build, device: str, end: Connection) -> None:
     end.send(asdict(outcome))
 
 
-def in_process(name: str, build: Build, device: str = "cpu") -> Outcome:
-    """Judges a case in a forked process, which ends after `TIMEOUT` seconds."""
+def in_process(name: str, job: Callable[[], Outcome], device: str = "cpu") -> Outcome:
+    """Runs `job` on a case in a forked process, which ends after `TIMEOUT` seconds."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(name, build, device, there))
+    process = context.Process(target=_child, args=(name, device, job, there))
     process.start()
     there.close()
     try:
@@ -153,6 +164,17 @@ def in_process(name: str, build: Build, device: str = "cpu") -> Outcome:
         return Outcome(name, "failed", f"the process ended with {process.exitcode}")
     finally:
         process.join()
+
+
+def found(name: str, build: Build, options: argparse.Namespace) -> Outcome:
+    """Runs everything that is asked for on one case, each in a process of its own."""
+    outcome = in_process(name, partial(judged, name, build, options.device), options.device)
+    if options.steps and outcome.verdict == "bitwise":
+        job = partial(timed, name, build, options.steps, options.against)
+        times = in_process(name, job, options.device)
+        outcome.eager_step, outcome.step_ratio = times.eager_step, times.step_ratio
+        outcome.torch_ratio = times.torch_ratio
+    return outcome
 
 
 def chosen(names: Sequence[str]) -> dict[str, Build]:
@@ -175,28 +197,29 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the outcomes there")
     parser.add_argument("--reasons", action="store_true", help="show refusals in full")
     parser.add_argument("--device", default="cpu", help="where models and data are; cpu")
+    parser.add_argument("--steps", type=int, default=0, help="time as many later steps; 0")
+    parser.add_argument("--against", metavar="BACKEND", help="time those of torch.compile as well")
     parser.add_argument("--jobs", type=int, default=1, help="cases at once; 1")
     options = parser.parse_args()
     outcomes = []
     builds = chosen(options.names)
-
-    def found(name: str) -> Outcome:
-        return in_process(name, builds[name], options.device)
-
     with ThreadPoolExecutor(options.jobs) as pool:
-        for outcome in pool.map(found, builds):
+        for outcome in pool.map(lambda name: found(name, builds[name], options), builds):
             outcomes.append(outcome)
             show(outcome, options.reasons)
     print(summary(outcomes))
+    if options.steps:
+        print(steps_compared(outcomes))
     if options.json:
         options.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
     if options.write:
-        _write(outcomes)
+        said = [summary(outcomes)] + [steps_compared(outcomes)] * bool(options.steps)
+        _write(outcomes, said)
 
 
-def _write(outcomes: Sequence[Outcome]) -> None:
+def _write(outcomes: Sequence[Outcome], said: Sequence[str]) -> None:
     before = PAGE.read_text().partition("<!-- cases -->")[0] if PAGE.exists() else "# Coverage\n\n"
-    text = [before.rstrip("\n"), "", "<!-- cases -->", "", f"{summary(outcomes)}.", ""]
+    text = [before.rstrip("\n"), "", "<!-- cases -->", "", *(f"{each}." for each in said), ""]
     PAGE.write_text("\n".join([*text, *table(outcomes), ""]))
 
 

@@ -8,15 +8,17 @@ What the figures mean and how they are taken: benchmarks/README.md.
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 from collections.abc import Callable
-from itertools import product
+from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-import ranks
 import torch
+from rich.console import Console
 from rich.table import Table
 from spread import Figures, spread
 from torch import Tensor, nn
@@ -103,30 +105,40 @@ def measure(parameters: int, values: int, calls: int) -> Figures:
     }
 
 
-def table(found: Figures) -> Table:
-    """The table of all steps."""
-    made = Table("parameters", "values", "captures", "ms a call", "quartiles", "ms of CPU")
-    for row in found["guards"]:
-        low, high = row["spread"]["quartiles"]
-        made.add_row(
-            *(str(row[name]) for name in ("parameters", "values", "captures")),
-            f"{median(row['milliseconds']):.2f}",
-            f"{low:.2f} to {high:.2f}",
-            f"{median(row['cpu_milliseconds']):.2f}",
-        )
-    return made
+def parse() -> argparse.Namespace:
+    """Parses the command line options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parameters", type=int, nargs="+", default=[150, 1000])
+    parser.add_argument("--values", type=int, nargs="+", default=[0, 300])
+    parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
+    return parser.parse_args()
 
 
 def main() -> None:
     """Runs the measurements that the command line asks for and prints them."""
-    parser = ranks.parser(__doc__)
-    parser.add_argument("--parameters", type=int, nargs="+", default=[150, 1000])
-    parser.add_argument("--values", type=int, nargs="+", default=[0, 300])
-    parser.add_argument("--calls", type=int, default=200)
-    options = parser.parse_args()
-    asked = product(options.parameters, options.values)
-    found = [measure(parameters, values, options.calls) for parameters, values in asked]
-    ranks.tabulate(options, [{"guards": found}], table)
+    options = parse()
+    found = [
+        measure(parameters, values, options.calls)
+        for parameters in options.parameters
+        for values in options.values
+    ]
+    table = Table("parameters", "values", "captures", "ms a call", "quartiles", "ms of CPU")
+    for row in found:
+        low, high = row["spread"]["quartiles"]
+        table.add_row(
+            str(row["parameters"]),
+            str(row["values"]),
+            str(row["captures"]),
+            f"{median(row['milliseconds']):.2f}",
+            f"{low:.2f} to {high:.2f}",
+            f"{median(row['cpu_milliseconds']):.2f}",
+        )
+    Console().print(table)
+    if options.json:
+        options.json.write_text(json.dumps({"torch": torch.__version__, "guards": found}, indent=2))
 
 
 if __name__ == "__main__":

@@ -8,15 +8,18 @@ What the figures mean and how they are taken: benchmarks/README.md.
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-import ranks
 import torch
 import transformers
 from guard_time import TimedStep
+from rich.console import Console
 from rich.table import Table
 from spread import Figures
 from torch import Tensor, nn
@@ -114,35 +117,42 @@ def measure(name: str, calls: int, fused: bool) -> Figures:
     }
 
 
-def table(found: Figures) -> Table:
-    """The table of all models."""
-    ratios = [row["ratio"] for row in found["steps"]]
-    made = Table(
-        *("model", "parameters", "captures", "eager ms", "captured ms", "guards ms"),
-        *("ratio", "ratio of minima"),
-        caption=f"ratios: median {median(ratios):.2f}, largest {max(ratios):.2f}",
+def parse() -> argparse.Namespace:
+    """Parses the command line options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for row in found["steps"]:
-        made.add_row(
-            *(str(row[name]) for name in ("model", "parameters", "captures")),
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--fused", action="store_true", help="AdamW(fused=True)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Runs the measurements that the command line asks for and prints them."""
+    options = parse()
+    torch.set_num_threads(1)
+    columns = ("model", "parameters", "captures", "eager ms", "captured ms", "guards ms")
+    table = Table(*columns, "ratio", "ratio of minima")
+    found = []
+    for name in options.models:
+        row = measure(name, options.calls, options.fused)
+        found.append(row)
+        table.add_row(
+            name,
+            str(row["parameters"]),
+            str(row["captures"]),
             *(f"{median(row['milliseconds'][label]):.2f}" for label in ("eager", "captured")),
             f"{median(row['guards']):.2f}",
             f"{row['ratio']:.2f}",
             f"{row['ratio of minima']:.2f}",
         )
-    return made
-
-
-def main() -> None:
-    """Runs the measurements that the command line asks for and prints them."""
-    parser = ranks.parser(__doc__)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument("--fused", action="store_true", help="AdamW(fused=True)")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    found = [measure(name, options.calls, options.fused) for name in options.models]
-    ranks.tabulate(options, [{"steps": found}], table)
+    ratios = [row["ratio"] for row in found]
+    Console().print(table)
+    print(f"ratios: median {median(ratios):.2f}, largest {max(ratios):.2f}")
+    if options.json:
+        options.json.write_text(json.dumps({"torch": torch.__version__, "steps": found}, indent=2))
 
 
 if __name__ == "__main__":

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import socket
-import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import ranks
 import torch
 import torch.distributed as dist
-from ranks import WARM_UP_STEPS, RandomState, paired, slowest
+from emulated_link import set_rate
+from ranks import WARM_UP_STEPS, Event, RandomState, Reporter, paired, slowest
 from rich.table import Table
 from spread import Figures, spread
 from step_models import FORMS, MODELS, average_of, drawn_batch
@@ -32,14 +32,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import graphopt
-from graphopt.estimate.pacing import connections, pace_connections
 
 COMPUTE, COMMUNICATION = "compute alone", "communication alone"
 DDP_DEFAULT = "DDP, 25 MB"
 _OF_NEWER_VERSIONS = {"batched_grad_copy": True}
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 DDP_OPTIONS = {name: value for name, value in _OF_NEWER_VERSIONS.items() if name in _KNOWN}
-ADAM: dict[str, Any] = {"lr": 1e-3, "fused": True}
 CHUNK = 2**20
 Batches = Sequence[tuple[Tensor, Tensor]]
 
@@ -68,9 +66,8 @@ class Training:
             )
         self.form = FORMS[task["form"]]
         self.besides = (average_of(self.model),) if self.form.averaged else ()
-        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), **ADAM)
-        if self.form.scheduled:
-            self._schedule = LambdaLR(self.optimizer, lambda number: 1 / (1 + number))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        self._schedule = LambdaLR(self.optimizer, lambda number: 1 / (1 + number))
         self.step: Callable[..., Tensor] = self.form.step
         if pipeline is not None:
             self.step = graphopt.compile(self.step, pipeline=pipeline)
@@ -144,8 +141,6 @@ class AdjustedLink:
         self._computes: list[float] = []
         self._ratio, self._rate = task["ratio"], task["bits_per_second"]
         self._bits = link_bits(task["model"], dist.get_world_size())
-        dist.barrier()  # which connects the ranks
-        pace_connections(self._rate / 8)
 
     def after(self, name: str, seconds: float) -> None:
         """After a turn of compute alone, sets the rate at which communication takes `ratio`
@@ -160,46 +155,33 @@ class AdjustedLink:
         else:
             self._computes.append(taken.item())
             self._rate = link_rate(self._bits, median(self._computes[-3:]), self._ratio)
-            pace_connections(self._rate / 8)
+            set_rate(self._rate)
             self.rates.append(self._rate)
 
 
 def turns(task: Figures) -> Figures:
-    """Runs all turns; returns what they took, and parameter differences to DDP."""
-    link = AdjustedLink(task) if task["bits_per_second"] else None
+    """Runs all turns; returns seconds per step by variant, and parameter differences to DDP."""
     made = {COMPUTE: Training(task)} if task["compute_only"] else variants(task)
-    return take_turns(task, made, link) | {"differences": differences(made)}
-
-
-def batches_of(task: Figures) -> Callable[[], tuple[Tensor, Tensor]]:
-    """A source of this rank's batches."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    return partial(drawn_batch, task["model"], generator, task["batch"])
+    calls: Counter[str] = Counter()
 
+    def given() -> tuple[Tensor, Tensor]:
+        return drawn_batch(task["model"], generator, task["batch"])
 
-def take_turns(task: Figures, made: Mapping[str, Any], link: AdjustedLink | None) -> Figures:
-    """Runs all turns of variants; returns seconds and sent bytes of a step, and rates of the
-    link."""
-    sent: dict[str, list[float]] = {name: [] for name in made}
+    link = AdjustedLink(task) if task["bits_per_second"] else None
 
     def seconds(name: str, batches: Batches) -> float:
-        before = sent_bytes()
         taken = timed(made[name], batches)
-        sent[name].append((sent_bytes() - before) / len(batches))
-        if len(sent[name]) > WARM_UP_STEPS and link is not None:
+        calls[name] += 1
+        if calls[name] > WARM_UP_STEPS and link is not None:
             link.after(name, taken)
         return taken
 
-    given, first = batches_of(task), 0 if link is None else 1
+    first = 0 if link is None else 1
     found = ranks.in_turns(list(made), seconds, given, task["rounds"], task["turn"], first)
-    medians = {name: median(values) for name, values in sent.items()}
-    return {"seconds": found, "sent": medians, "rates": None if link is None else link.rates}
-
-
-def sent_bytes() -> int:
-    """The bytes that this rank has sent to others, by the kernel's count (Linux 4.19)."""
-    states = (each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 208) for each in connections())
-    return sum(int(struct.unpack_from("=Q", state, 200)[0]) for state in states)
+    result = {"seconds": found, "differences": differences(made)}
+    result["rates"] = None if link is None else link.rates
+    return result
 
 
 def timed(variant: Any, batches: Batches) -> float:
@@ -229,6 +211,13 @@ def whole(tensor: Any) -> Tensor:
     return found.detach()
 
 
+def work(task: Figures, folder: Path) -> None:
+    """Runs the task of one emulated host."""
+    reporter = Reporter(folder)
+    with ranks.process_group(folder, reporter):
+        reporter.send("turns", **turns(task))
+
+
 # ------------------------------------------------------------------------------------ launching
 
 
@@ -242,23 +231,28 @@ def link_bits(model: str, hosts: int) -> float:
     return 8 * gradient_bytes(model) * 2 * (hosts - 1) / hosts
 
 
-def measure(
-    script: str, options: argparse.Namespace, figures: Callable[[Figures, list[Figures]], Figures]
-) -> Iterator[Figures]:
+def task_of(model: str, form: str, options: argparse.Namespace) -> Figures:
+    """The task of a rank, as JSON."""
+    names = ["sweep", "pipelines", "rounds", "turn", "batch"]
+    chosen = {name: getattr(options, name) for name in names}
+    unshaped = {"compute_only": False, "ratio": 0.0, "bits_per_second": None}
+    return {"model": model, "form": form, **unshaped, **chosen}
+
+
+def measure(options: argparse.Namespace) -> Iterator[Figures]:
     """Measures one row of figures for each model, form and ratio."""
-    chosen = {name: value for name, value in vars(options).items() if name not in ("work", "json")}
     for model, form in product(options.models, options.forms):
-        task = chosen | {"model": model, "form": form}
-        few = task | {"compute_only": True, "bits_per_second": None, "rounds": 3}
-        alone = min(slowest(ranks.run_work(script, few, options.ranks))[COMPUTE])
+        task = task_of(model, form, options)
+        few = task | {"compute_only": True, "rounds": 3}
+        alone = min(slowest(ranks.run_work(__file__, few, options.ranks))[COMPUTE])
         for ratio in options.ratios:
             bits = link_bits(model, options.ranks)
             rate = link_rate(bits, alone, ratio) if ratio else None
-            shaped = task | {"compute_only": False, "ratio": ratio, "bits_per_second": rate}
-            yield figures(shaped, ranks.run_work(script, shaped, options.ranks, bool(rate)))
+            shaped = task | {"ratio": ratio, "bits_per_second": rate}
+            yield figures(shaped, ranks.run_work(__file__, shaped, options.ranks, rate))
 
 
-def figures(task: Figures, results: list[Figures]) -> Figures:
+def figures(task: Figures, results: list[Event]) -> Figures:
     """The medians, and the ratios to the bounds and to the best DDP of each round."""
     seconds, rates = slowest(results), results[0]["rates"]
     bound = [max(a, b) for a, b in zip(seconds[COMPUTE], seconds[COMMUNICATION], strict=True)]
@@ -280,10 +274,12 @@ def figures(task: Figures, results: list[Figures]) -> Figures:
 
 def table(row: Figures) -> Table:
     """The table of one model on one link."""
+    rate = row["bits_per_second"]
+    link = "no shaped link" if rate is None else f"{rate / 1e6:.0f} Mbit/s"
     made = Table(
         *("variant", "ms", "/ bound", "/ best DDP", "|Δ|"),
         title=f"{row['model']}, {row['form']}, batch x {row['batch']}, communication / compute set"
-        f" to {row['ratio']:g} ({link_name(row['bits_per_second'])})",
+        f" to {row['ratio']:g} ({link})",
     )
     for name, times in row["seconds"].items():
         difference = row["differences"].get(name)
@@ -297,11 +293,6 @@ def table(row: Figures) -> Table:
     return made
 
 
-def link_name(rate: float | None) -> str:
-    """A rate in bit/s as text."""
-    return "no shaped link" if rate is None else f"{rate / 1e6:.0f} Mbit/s"
-
-
 def shown(found: Figures) -> str:
     """The median and quartiles as text."""
     low, high = found["quartiles"]
@@ -311,9 +302,9 @@ def shown(found: Figures) -> str:
 # ------------------------------------------------------------------------------- command line
 
 
-def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """A parser of the options that `sharded.py` has as well."""
-    parser = ranks.parser(doc)
+def parse() -> argparse.Namespace:
+    """Parses the command line options."""
+    parser = ranks.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="emulated hosts")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["stack"])
     parser.add_argument(
@@ -332,20 +323,20 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
         help="N times the batch: sending takes less of the cores beside N times the compute",
     )
     parser.add_argument("--sweep", nargs="*", type=float, default=[0.25, 0.5, 1, 2, 5], help="MB")
+    parser.add_argument("--pipelines", nargs="*", default=[], help="further ones, as text")
     parser.add_argument(
         "--turn", type=int, default=20, help="steps of one variant before the next one's turn"
     )
     parser.add_argument("--rounds", type=int, default=10, help="turns, at least 2")
-    return parser
+    return parser.parse_args()
 
 
 def main() -> None:
     """Measures, prints tables and writes files."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--pipelines", nargs="*", default=[], help="further ones, as text")
-    options = parser.parse_args()
-    if not ranks.works(options, turns):
-        ranks.tabulate(options, measure(__file__, options, figures), table)
+    options = parse()
+    if ranks.works(options, work):
+        return
+    ranks.tabulate(options, measure(options), table)
 
 
 if __name__ == "__main__":

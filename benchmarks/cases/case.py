@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class Case:
     calls: Sequence[tuple[Any, ...]]
     state: Sequence[Any] = ()
     after: Callable[[int, Any], None] | None = None
+    keywords: dict[str, Any] = field(default_factory=dict)
 
 
 Build = Callable[[], Case]

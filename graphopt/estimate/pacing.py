@@ -29,14 +29,13 @@ def pace_connections(bytes_per_second: float | None) -> int:
         _UNLIMITED if bytes_per_second is None else min(_UNLIMITED, max(1, round(bytes_per_second)))
     )
     found = 0
-    for connection in connections():
+    for connection in _connections():
         connection.setsockopt(socket.SOL_SOCKET, PACING_RATE, struct.pack("=I", rate))
         found += 1
     return found
 
 
-def connections() -> Iterator[socket.socket]:
-    """Yields a duplicate of each open TCP connection of this process, which it then closes."""
+def _connections() -> Iterator[socket.socket]:
     for entry in _DESCRIPTORS.iterdir() if _DESCRIPTORS.exists() else ():
         if not entry.is_socket():
             continue
