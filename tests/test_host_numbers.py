@@ -48,7 +48,7 @@ USES: dict[str, tuple[Callable[[int, Tensor], Any], int]] = {
     "index of a list of sizes": (lambda n, x: x[: SIZES[n]], 6),
     "key": (lambda n, x: x * NAMES.get(n, 1.0), 6),
     "size": (lambda n, x: torch.zeros(n + 1, 6).sum() + x, 6),
-    "row": (lambda n, x: x[n % 5], 5),
+    "row": (lambda n, x: x[n % 5], 1),
     "slice": (lambda n, x: x[: n + 1].sum() + x, 6),
     "text": (lambda n, x: x * float(f"{n}.5"), 1),
     "of integers": (lambda n, x: (x > 0).long() * n, 6),

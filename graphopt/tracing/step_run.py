@@ -69,6 +69,7 @@ from graphopt.tracing.rollback.tensor_keys import found_as_keys, identified
 from graphopt.tracing.scalars import numbers
 from graphopt.tracing.scalars.conversions import converted, converting
 from graphopt.tracing.scalars.host_math import traced_math
+from graphopt.tracing.scalars.positions import Positions, takes_positions
 from graphopt.tracing.tensors.aliases import Aliases
 from graphopt.tracing.tensors.attributes import AttributeChange, StandInAttributes, marks_kept
 from graphopt.tracing.tensors.attributes_before import AttributesBefore
@@ -170,6 +171,7 @@ class StepRun:
             *(tracer, inputs, self.mode, self.values, own, self._alone),
             *(group, self._call.decides_alone),
         )
+        self.made.positions = Positions(tracer, self.mode, inputs.conditions)
 
     def _tracing(self) -> Scene:
         """Yields the contexts for all of the trace: stand-ins, step, and results."""
@@ -303,7 +305,7 @@ class StepRun:
         """
         kinds: tuple[Callable[[Any, Sequence[Any]], Any], ...] = (
             asking(lambda: self.outside.stands_for),
-            *(converting, by_class, self.caches),
+            *(converting, takes_positions, by_class, self.caches),
         )
         return SubstitutedCalls(RefusedCalls(self.outside.is_outside), kinds)
 

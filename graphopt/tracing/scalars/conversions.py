@@ -2,7 +2,8 @@
 
 `float` itself can give nothing but a float of this call. So that `type(x) is float` and
 `dtype=float` mean what they mean, no name is replaced: where an instruction of the step is about to
-call `float`, it calls a function of this file in its place.
+call `float`, it calls a function of this file in its place. Nor can functions of `math` take what
+is no float; what they stand for is called likewise.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from graphopt.tracing.interception.class_questions import STANDING_FOR
+from graphopt.tracing.scalars.host_math import is_choice, traced_form
 from graphopt.tracing.scalars.host_numbers import is_host_number
 from graphopt.tracing.scalars.number_of import (
     float_of_number,
@@ -35,7 +37,10 @@ def converting(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
     value, or None."""
     if callee is isinstance and len(args) == 2:
         return _is_instance if type(args[0]) in STANDING_FOR else None
-    if (callee is not float and callee is not int) or len(args) != 1:
+    if callee is not float and callee is not int:
+        given = any(map(_is_known_to_trace, args)) or is_choice(callee)
+        return traced_form(callee) if given else None
+    if len(args) != 1:
         return None
     value = args[0]
     if callee is int:
@@ -48,6 +53,10 @@ def converting(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
 def converted(value: Any) -> Any:
     """`float(value)`, also for traced tensors."""
     return (converting(float, (value,)) or float)(value)
+
+
+def _is_known_to_trace(value: Any) -> bool:
+    return issubclass(type(value), (TracedFloat, ReadInt)) or is_number(value)
 
 
 def _is_instance(number: Any, kinds: Any) -> bool:

@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import GeneratorType
+from types import BuiltinFunctionType, GeneratorType
 from typing import Any
 
 import torch
@@ -104,10 +104,27 @@ def _kind(value: Any) -> type | None:
     return float if _is_traced_float(value) and not is_host_number(value) else None
 
 
+def traced_form(callee: Any) -> Callable[..., Any] | None:
+    """The traced form of a number function, whatever name the step calls it by (`from math import
+    cos`); None for other functions."""
+    return _FORMS.get(callee) if type(callee) is BuiltinFunctionType else None
+
+
+def is_choice(callee: Any) -> bool:
+    """True if a callee is `max` or `min`, which may take a list."""
+    return any(callee is each for each in CHOICES)
+
+
+_FORMS: dict[Any, Callable[..., Any]] = {
+    **{f: _traced(f) for f in (*MATH, *ROUNDING)},
+    **{f: _traced_choice(f) for f in CHOICES},
+    **{f: _traced_test(f, f) for f in TESTS},
+}
+
+
 @contextmanager
 def traced_math() -> Iterator[None]:
-    """While active, functions of `math`, `max` and `min` on traced numbers become nodes, under
-    whatever name the step calls them (`from math import cos`)."""
+    """While active, functions of `math`, `max` and `min` on traced numbers become nodes."""
     numpy = sys.modules.get("numpy")
     of_numpy = [] if numpy is None else [(numpy, f, getattr(numpy, f.__name__)) for f in TESTS]
     with replaced(

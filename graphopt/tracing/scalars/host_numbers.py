@@ -55,7 +55,12 @@ class HostNumber(TracedFloat):
         expression: how it is computed from the numbers that the graph takes.
         conditions: where answers are noted.
         notes: of the trace that it belongs to.
+
+    Attributes:
+        made_by: the function that has computed it, with its arguments; None where none has.
     """
+
+    made_by: tuple[Callable[..., Any] | None, tuple[Any, ...]] = (None, ())
 
     def __init__(
         self,
@@ -118,8 +123,14 @@ class HostNumber(TracedFloat):
 
     def taken_here(self) -> HostNumber:
         """A copy of the number, recorded as obtained at the current line."""
-        number = HostNumber(self, self.value, self.expression, self.conditions, self.notes)
+        number = self.copied()
         noted(number)
+        return number
+
+    def copied(self) -> HostNumber:
+        """Returns this number as a new object."""
+        number = HostNumber(self, self.value, self.expression, self.conditions, self.notes)
+        number.made_by = self.made_by
         return number
 
     def rounded(self) -> int:
@@ -236,8 +247,15 @@ def _known(function: Callable[..., Any], args: tuple[Any, ...]) -> HostNumber | 
         conditions.add(Condition(_is_of, term, type(value), True))
     symbolic = _compat.record_number(function, args)
     number = HostNumber(symbolic, value, term, conditions, numbers[0].notes)
+    if type(value) is int:
+        number.made_by = function, tuple(map(_of_its_own, args))
     noted(number)
     return number
+
+
+def _of_its_own(value: Any) -> Any:
+    """A copy of a host number that nobody else holds; other values unchanged."""
+    return value.copied() if is_host_number(value) else value
 
 
 def _is_of_numpy(value: Any) -> bool:

@@ -122,7 +122,13 @@ def _record(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 class NumberListener(Protocol):
-    """A protocol for the receiver of events about a step's traced numbers."""
+    """A protocol for the receiver of events about a step's traced numbers.
+
+    Attributes:
+        positions: numbers that are known before the graph runs, as positions.
+    """
+
+    positions: Any
 
     def add_number(self, number: Any) -> None:
         """Records that the step obtains a number."""

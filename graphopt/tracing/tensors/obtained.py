@@ -20,6 +20,7 @@ from graphopt.tracing.effects.decisions import Decider
 from graphopt.tracing.functional.tagging import Tagger
 from graphopt.tracing.refusals.host_work import HostWork
 from graphopt.tracing.refusals.impurity import taken_for_a_number
+from graphopt.tracing.scalars.positions import Positions
 
 
 class ObtainedValues:
@@ -32,12 +33,14 @@ class ObtainedValues:
 
     Attributes:
         decider: answers decisions by values; not there before the step runs.
+        positions: known numbers as positions; not there before the step runs.
         refused: an error that the step may have swallowed.
     """
 
     def __init__(self, tagger: Tagger, arguments: Collection[int]) -> None:
         self._tagger, self._arguments = tagger, set(arguments)
         self.decider: Decider
+        self.positions: Positions
         self._references: list[tuple[weakref.ref[torch.Tensor], SourceLine | None]] = []
         self._numbers: list[tuple[weakref.ref[Any], SourceLine | None]] = []
         self.refused: CaptureError | None = None
