@@ -32,6 +32,18 @@ class SubConfig(Config):
     """What it has is where it is in the class above."""
 
 
+class Scaled(torch.nn.Module):
+    """A loss function of a program."""
+
+    def __init__(self, inner: Any, factor: float) -> None:
+        super().__init__()
+        self.inner, self.factor = inner, factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self.inner(x) * self.factor
+        return scaled
+
+
 class Pair(NamedTuple):
     beta: float
     more: dict[str, Any]
@@ -74,6 +86,15 @@ ANEW["named tuple"] = (
 )
 ANEW["set"] = lambda b, n: {b, 2.0}, lambda given: 1.0 if 0.5 in given else 2.0
 ANEW["array"] = lambda b, n: numpy.array([b, 1.0]), lambda given: float(given[0])
+ANEW["loss function"] = (
+    lambda b, n: torch.nn.CrossEntropyLoss(label_smoothing=b),
+    lambda given: given(torch.ones(2, 3), torch.tensor([0, 1])) + given.label_smoothing,
+)
+ANEW["loss function in another"] = (
+    lambda b, n: Scaled(torch.nn.Sequential(torch.nn.Identity(), torch.nn.ELU(b)), 1),
+    lambda given: given(torch.tensor(-1.0)),
+)
+ANEW["function of a loss"] = lambda b, n: Scaled(abs, b), lambda given: given(torch.tensor(-1.0))
 ANEW["subclass"] = SubConfig, lambda given: given.beta
 ANEW["list for torch"] = lambda b, n: [b, 1.0], lambda given: torch.tensor(given).sum()
 ANEW["keywords"] = lambda b, n: {"beta": b}, lambda given: Config(**given).get()

@@ -17,7 +17,7 @@ import torch
 from graphopt.guards.modules import ModuleGuards
 from graphopt.guards.outside_places import prepared
 from graphopt.guards.unchanged import StateSnapshot
-from graphopt.tracing.outside.held import CONTAINERS, GuardedObject, GuardedPlace
+from graphopt.tracing.outside.held import CONTAINERS, GuardedObject, GuardedPlace, only_within
 from graphopt.tracing.outside.places import (
     LEADING,
     MISSING,
@@ -38,7 +38,7 @@ class OutsideGuard:
 
     Attributes:
         given: positions of objects among the arguments in whose place others may be.
-        modules: that have to be the same objects.
+        modules: that have to be the same.
     """
 
     def __init__(self, record: OutsideRecord, changed: Iterable[Any] = ()) -> None:
@@ -52,7 +52,7 @@ class OutsideGuard:
         self._given = record.given
         self.given = tuple(e.key for e in self._entries if e.holder.get() is record.given)
         self._followed = {entry.held for entry in self._entries if entry.held is not None}
-        modules = record.modules.values()
+        modules = self._unfollowed(record)
         self._owners = [
             weakref.ref(module, _TellsOfLostModule(self, f"{name} is gone"))
             for name, module in modules
@@ -62,6 +62,21 @@ class OutsideGuard:
             for name, each in modules
         )
         self._places = prepared(self._entries)
+
+    def _unfollowed(self, record: OutsideRecord) -> list[tuple[str, torch.nn.Module]]:
+        """Returns the guarded modules that no equal module may replace."""
+        modules = [module for _, module in record.modules.values()]
+        within: set[int] = set()
+        self._described: list[tuple[str, GuardedObject]] = []
+        for held in self._followed:
+            if held.description is None:
+                continue
+            found = only_within(held.get(), modules)
+            held.followed = found is not None
+            if found is not None and id(held.get()) in record.modules:
+                within.update(found)
+                self._described.append((record.modules[id(held.get())][0], held))
+        return [each for key, each in record.modules.items() if key not in within]
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -75,7 +90,7 @@ class OutsideGuard:
     def unchanged(self) -> StateSnapshot | None:
         """The snapshot of the last check, without `modules`. None after a change, and if the
         objects vary from call to call."""
-        return None if self.given else self._places
+        return None if self.given or self._described else self._places
 
     def tensors(self, given: Iterable[Any]) -> Iterator[torch.Tensor]:
         """Yields the tensors that the step found, except its arguments `given`."""
@@ -111,6 +126,7 @@ class OutsideGuard:
 
     def _mismatches(self) -> Iterator[str]:
         yield from self.modules.mismatches()
+        yield from (f"{name} changed" for name, held in self._described if held.is_changed())
         if self._places is not None and self._places.holds():
             return
         following = _Following()
@@ -145,7 +161,7 @@ class OutsideGuard:
         """Releases all objects for good."""
         self._gone = reason
         self._let_go()
-        self._entries, self._owners = [], []
+        self._entries, self._owners, self._described = [], [], []
         self._changed = set()
         self._followed.clear()
         self.modules.forget()

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from graphopt.branches.other_launches import warn_of_other_launches
 from graphopt.branches.sent_collectives import SentBefore
 from graphopt.branches.sharing import begun, learn
 from graphopt.errors import AssumptionFailedError, SpmdMismatchError
@@ -103,7 +104,10 @@ class OtherBranch:
         vote = vote if known is None else None
         alone = (failed.alone, entry.agreed, f": {failed.place}")
         others = OtherRanks(*alone, vote=vote, anew=known is not None, launched=launched)
-        return self._calls.captured_or_refused(self._call, self._cause, others)
+        other = self._calls.captured_or_refused(self._call, self._cause, others)
+        if other is not None:
+            warn_of_other_launches(entry, other, failed)
+        return other
 
     def _vote(self) -> Callable[[int], bool] | None:
         """The vote of all ranks on having the same graph, or None if there is none."""

@@ -142,10 +142,14 @@ def _guard_outside(raw: RawTrace) -> OutsideGuard:
 def _changed_objects(raw: RawTrace) -> list[Any]:
     """The outside objects from which a graph takes a value that it changes: each call needs the
     same ones."""
-    numbers = (each for each in raw.inputs.hyperparameters if isinstance(each, PlacedNumber))
-    places = [each.place for each in raw.signature.placed]
-    places += [each.place for each in raw.besides.carried]
-    places += [each.place for each in numbers]
+    inputs, placed = raw.inputs, [each.place for each in raw.signature.placed]
+    lists = tuple(place.holder for place in placed if type(place.holder) is list)
+    inputs.hyperparameters = [
+        replace(each, apart=lists) if isinstance(each, PlacedNumber) else each
+        for each in inputs.hyperparameters
+    ]
+    places = [*placed, *(each.place for each in raw.besides.carried)]
+    places += [each.place for each in inputs.hyperparameters if isinstance(each, PlacedNumber)]
     for place in places:
         raw.outside.need(place.holder)
         raw.outside.need(raw.outside.owner(place.holder))

@@ -190,10 +190,17 @@ def _is_left_alone(written: WrittenPlace) -> bool:
 def note_counted(
     finder: ImplicitInputFinder, path: str, place: OutsidePlace, before: Any, value: Any
 ) -> bool:
-    """Makes a place an input if the step replaces a number there by another one. Returns True if it
-    was not one before."""
-    counts = is_exact(before) and _is_number(value) and not same(before, value)
+    """Makes a place an input if the step replaces a number there by another one, or a tuple of them
+    likewise. Returns True if it was not one before."""
+    counts = _are_counts(before, value) and not same(before, value)
     return counts and finder.carries(path, place, counted=True)
+
+
+def _are_counts(before: Any, value: Any) -> bool:
+    if is_exact(before):
+        return _is_number(value)
+    found, left = leaves_of(before, is_exact), leaves_of(value, _is_number)
+    return found is not None and left is not None and found[1] == left[1]
 
 
 def _is_number(value: Any) -> bool:

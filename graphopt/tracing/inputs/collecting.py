@@ -327,16 +327,24 @@ def _argument_numbers(call: Call) -> Iterator[ArgumentNumber]:
             yield ArgumentNumber(position, call.names[position])
 
 
-def _placed_numbers(call: Call) -> Iterable[PlacedNumber]:
-    numbers: dict[Any, PlacedNumber] = {}
+def _placed_numbers(call: Call) -> Iterator[PlacedNumber]:
+    numbers: dict[Any, list[PlacedNumber]] = {}
     for path, place, counted in call.besides.carried:
         if not counted and call.besides.plain:
             continue
-        if is_exact(place.now()):
-            before = numbers.get(place.identity)
-            counted = counted or (before is not None and before.counted)
-            numbers[place.identity] = PlacedNumber(place, path, counted)
-    return numbers.values()
+        before = numbers.get(place.identity, [])
+        counted = counted or any(each.counted for each in before)
+        numbers[place.identity] = list(_numbers_at(place, path, counted)) or before
+    yield from chain.from_iterable(numbers.values())
+
+
+def _numbers_at(place: OutsidePlace, path: str, counted: bool) -> Iterator[PlacedNumber]:
+    value = place.now()
+    if is_exact(value):
+        yield PlacedNumber(place, path, counted)
+    leaves, spec = leaves_of(value, is_exact) or ([], None)
+    for position in range(len(leaves)):
+        yield PlacedNumber(place, f"{path}[{position}]", counted, (position, spec))
 
 
 def _is_input(key: str, value: object, counts: Collection[str]) -> bool:

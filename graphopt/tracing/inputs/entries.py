@@ -22,6 +22,7 @@ from graphopt.tracing.optimizers.optimizer_state import NonParameterKey
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.scalars.expressions import Conditions
 from graphopt.tracing.scalars.host_numbers import EXACT
+from graphopt.tracing.scalars.tuples import leaves_of
 
 Kind = Literal["parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input"]
 
@@ -159,15 +160,26 @@ class PlacedNumber:
 
     Attributes:
         counted: the step itself changes it.
+        element: which number of a tuple or a list that is there, and how it is nested.
+        apart: lists that the step changes in place, none of which it may be.
     """
 
     place: OutsidePlace
     fqn: str
     counted: bool = False
+    element: tuple[int, Any] | None = None
+    apart: tuple[Any, ...] = field(default=(), compare=False)
 
     def read(self, call: Call) -> Any:
-        """The number's current value."""
-        return self.place.now()
+        """The number's current value; None if the place holds another tuple than captured."""
+        value = self.place.now()
+        if self.element is None:
+            return value
+        position, spec = self.element
+        found = leaves_of(value, is_exact)
+        if found is None or found[1] != spec or any(other is value for other in self.apart):
+            return None
+        return found[0][position]
 
 
 Number = Hyperparameter | StateNumber | ArgumentNumber | PlacedNumber

@@ -12,10 +12,13 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from enum import Enum
 from typing import Any
 
+from torch import nn
+
+from graphopt import _compat
 from graphopt._compat.classes import is_made_by_statement
 from graphopt._compat.disabled_functions import undisabled
 from graphopt.guards.values import is_plain
@@ -32,6 +35,7 @@ class GuardedObject:
         owner: the object that it is a part of, and with which it is found: the attributes of an
             object, a cell of a function's closure.
         followed: another object may take its place.
+        description: of a module that is followed; see `modules.description_of`.
     """
 
     __slots__ = (
@@ -41,6 +45,7 @@ class GuardedObject:
         "_object",
         "_part",
         "_type",
+        "description",
         "followed",
         "owner",
         "weak",
@@ -57,7 +62,10 @@ class GuardedObject:
         self._makes = _default_of(value)
         self._part = None if owner is None else _part(owner.get(), value)
         self._globals = value.__globals__ if isinstance(value, types.FunctionType) else None
-        self.followed = not pinned and can_follow(value)
+        self.description = None
+        if isinstance(value, nn.Module) and not pinned:
+            self.description = description_of(value)
+        self.followed = not pinned and (self.description is not None or can_follow(value))
         self.weak = False
         self._object: Any = None
         if owner is None:
@@ -105,7 +113,14 @@ class GuardedObject:
             return False
         if _is_marked_value(value):
             return bool(value == self._object)
+        if self.description is not None:
+            return same(description_of(value), self.description)
         return self._globals is None or value.__globals__ is self._globals
+
+    def is_changed(self) -> bool:
+        """True if the guarded module has changed."""
+        value = self.get()
+        return value is not MISSING and not self.may_become(value)
 
     def release(self) -> None:
         """Drops strong references; the object is then found by its place."""
@@ -234,3 +249,48 @@ class GuardedPlace:
 
     def holds(self) -> bool:
         return same(OutsidePlace(self.kind, self.holder.get(), self.key).now(), self.expected())
+
+
+_TABLES = ("_parameters", "_buffers")
+_BY_IDENTITY = (type, types.FunctionType, types.BuiltinFunctionType)
+
+
+def description_of(module: nn.Module) -> tuple[Any, ...] | None:
+    """A description of a module that is equal for modules that compute the same.
+
+    None where that cannot be said: it has a tensor, a hook, or an attribute that is neither a
+    number, text or the like nor a function or class.
+    """
+    found: list[Any] = [type(module)]
+    for name, value in vars(module).items():
+        part = _children(value) if name == "_modules" else _attribute(name, value)
+        if part is None:
+            return None
+        found.append((name, *part))
+    return tuple(found)
+
+
+def _children(modules: dict[str, nn.Module | None]) -> tuple[Any, ...] | None:
+    children = [(n, m if m is None else description_of(m)) for n, m in modules.items()]
+    if any(m is None and modules[n] is not None for n, m in children):
+        return None
+    return tuple(children)
+
+
+def _attribute(name: str, value: Any) -> tuple[Any, ...] | None:
+    if name in _TABLES:
+        return tuple(value) if not any(each is not None for each in value.values()) else None
+    if is_value(value) or isinstance(value, _BY_IDENTITY):
+        return (value,)
+    return () if isinstance(value, (dict, set, list)) and not value else None
+
+
+def only_within(module: nn.Module, others: Iterable[nn.Module]) -> Collection[int] | None:
+    """The ids of a module and its submodules; None if one of `others` shares a submodule."""
+    within = set(map(id, module.modules()))
+    for other in others:
+        if id(other) not in within and not within.isdisjoint(
+            map(id, _compat.own_modules(other).values())
+        ):
+            return None
+    return within

@@ -38,6 +38,7 @@ from graphopt.tracing.optimizers.setting_place import may_be_left
 from graphopt.tracing.optimizers.watched_state import WatchedState
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.rollback.generators import undisturbed
+from graphopt.tracing.scalars.tuples import with_leaf
 
 
 @dataclass
@@ -135,7 +136,10 @@ def insert(optimizers: Sequence[Optimizer], inputs: Inputs, traced: StandIns) ->
             owner[key] = traced.by_id[id(entry.tensor)]
     for number, symbolic in zip(inputs.hyperparameters, traced.numbers, strict=True):
         if isinstance(number, PlacedNumber) and number.place.is_written:
-            number.place.write(symbolic)
+            place, element = number.place, number.element
+            place.write(
+                symbolic if element is None else with_leaf(place.now(), element[0], symbolic)
+            )
     groups: dict[int, _Settings] = {}
     states: dict[int, defaultdict[Any, Any]] = {}
     for index, optimizer in enumerate(optimizers):

@@ -1,5 +1,7 @@
-"""Nested tuples and lists of tensors that a step replaces in an outside place:
+"""Nested tuples of numbers, and tuples and lists of tensors, that a step replaces in an outside
+place:
 
+self.state = self.state._replace(count=self.state.count + 1)
 self.hidden = cell(x, self.hidden)
 """
 
