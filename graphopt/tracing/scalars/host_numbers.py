@@ -14,7 +14,7 @@ import builtins
 import math
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -226,7 +226,7 @@ def plain(value: Any) -> Any:
     return value.value if is_host_number(value) else value
 
 
-def _known(function: Callable[..., Any], args: tuple[Any, ...]) -> HostNumber | None:
+def _known(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber | None:
     """`function(*args)` on host numbers and constants as a host number; None for other values."""
     numbers = [arg for arg in args if is_host_number(arg)]
     if not numbers or len(numbers) < sum(isinstance(arg, torch.SymFloat) for arg in args):
