@@ -158,12 +158,17 @@ _SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)
 _Symbol = TypeVar("_Symbol", torch.SymFloat, torch.SymInt, torch.SymBool)
 
 
-def record_number(function: Callable[..., Any], args: tuple[Any, ...]) -> torch.SymFloat:
+def record_number(
+    function: Callable[..., Any], args: tuple[Any, ...], among: tuple[Any, ...] = ()
+) -> torch.SymFloat:
     """Records a Python call on symbolic numbers whose result is an unknown float.
 
     Torch would build a symbolic expression, which takes milliseconds for each operator.
+
+    Args:
+        among: symbolic numbers of the trace, where `args` are constants.
     """
-    result: torch.SymFloat = _unknown("create_unbacked_symfloat", args)
+    result: torch.SymFloat = _unknown("create_unbacked_symfloat", (*args, *among))
     return record_known(function, args, result)
 
 

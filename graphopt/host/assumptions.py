@@ -17,14 +17,16 @@ takes what those launched so far have given.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any, cast
 
 from torch import fx
 
 from graphopt import _compat
-from graphopt.errors import AssumptionFailedError
+from graphopt.errors import AssumptionFailedError, CaptureError
+from graphopt.graph_utils import is_random
 from graphopt.host import HostCall, is_host_call
+from graphopt.ir.metadata import source_line
+from graphopt.ir.source import SourceLine
 
 Answer = bool | int | tuple[int, ...] | tuple[tuple[int, int], ...]
 
@@ -114,7 +116,11 @@ def _count(node: fx.Node) -> int:
 
 def hold_updates(graph: fx.Graph, states: Sequence[fx.Node]) -> None:
     """Makes assumptions read all inputs that the graph updates, and moves host calls behind the
-    last assumption, so that a failed step has no effects."""
+    last assumption, so that a failed step has no effects.
+
+    Raises:
+        CaptureError: an assumption, or a random number, depends on what such a function changes.
+    """
     found = assumptions(graph)
     for node in found:
         node.args = (*node.args[: _count(node)], *states)
@@ -125,11 +131,30 @@ def hold_updates(graph: fx.Graph, states: Sequence[fx.Node]) -> None:
 
 
 def _waiting(graph: fx.Graph, last: fx.Node) -> list[fx.Node]:
-    """The user functions that a graph calls before its last assumption."""
-    before = takewhile(lambda node: node is not last, graph.nodes)
-    return [
-        node for node in before if is_host_call(node) and not isinstance(node.target, Assumption)
-    ]
+    """Host calls before the last assumption, and nodes computed from settings that are read behind
+    these."""
+    waiting: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        told = is_host_call(node) and not isinstance(node.target, Assumption)
+        depends = not waiting.keys().isdisjoint(node.all_input_nodes)
+        if depends and (isinstance(node.target, Assumption) or is_random(node)):
+            raise decides_behind_scheduler(source_line(node))
+        if told or depends:
+            waiting[node] = None
+        if node is last:
+            break
+    return list(waiting)
+
+
+def decides_behind_scheduler(line: SourceLine | None) -> CaptureError:
+    """Builds the error for a step that decides by values computed with learning rates of a
+    scheduler that has already stepped in it."""
+    return CaptureError(
+        "it decides, or draws random numbers, by values that an optimizer has computed with rates"
+        " of a scheduler that the step steps before it",
+        location=None if line is None else str(line),
+        hint="step the scheduler behind the optimizer, or outside the step",
+    )
 
 
 def without_handed_out(node: fx.Node) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from graphopt.host.functions import traced_in
 from graphopt.host.seen import current_view
 from graphopt.ir.user_frames import current_location, is_around_step
 from graphopt.tracing.interception.replaced_functions import original
+from graphopt.tracing.scalars.host_numbers import scalar_of_numpy
 
 
 def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
@@ -105,4 +106,4 @@ def _refuse_traced(fn: Callable[..., Any]) -> None:
 
 
 def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    return value.detach() if isinstance(value, torch.Tensor) else scalar_of_numpy(value)

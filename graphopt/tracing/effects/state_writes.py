@@ -27,7 +27,7 @@ import torch
 from graphopt import _compat
 from graphopt.guards.values import is_plain
 from graphopt.tracing.effects.written_values import MadeAnew, refused_object, written_value
-from graphopt.tracing.inputs.entries import is_exact
+from graphopt.tracing.inputs.entries import is_exact, may_be_input
 from graphopt.tracing.inputs.implicit import ImplicitInputFinder
 from graphopt.tracing.outside.changed_containers import MUTABLE
 from graphopt.tracing.outside.places import LISTS, MISSING, OutsidePlace, attributes_of, same
@@ -197,14 +197,16 @@ def note_counted(
 
 
 def _are_counts(before: Any, value: Any) -> bool:
-    if is_exact(before):
+    if may_be_input(before):
         return _is_number(value)
     found, left = leaves_of(before, is_exact), leaves_of(value, _is_number)
     return found is not None and left is not None and found[1] == left[1]
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) or isinstance(value, SYMBOLIC)
+    if type(value) in (int, float) or may_be_input(value):
+        return True
+    return isinstance(value, SYMBOLIC)
 
 
 def _left_by_each_call(

@@ -29,6 +29,7 @@ from graphopt.tracing.inputs.entries import (
     is_alias,
     is_exact,
     is_number,
+    may_be_input,
 )
 from graphopt.tracing.inputs.implicit import CarriedPlace, ImplicitInputs
 from graphopt.tracing.layouts.parts_of_storage import refuse_overlaps
@@ -323,7 +324,7 @@ def _argument_numbers(call: Call) -> Iterator[ArgumentNumber]:
     if call.besides.plain:
         return
     for position in call.constants:
-        if is_exact(call.leaves[position]):
+        if may_be_input(call.leaves[position]):
             yield ArgumentNumber(position, call.names[position])
 
 
@@ -340,7 +341,7 @@ def _placed_numbers(call: Call) -> Iterator[PlacedNumber]:
 
 def _numbers_at(place: OutsidePlace, path: str, counted: bool) -> Iterator[PlacedNumber]:
     value = place.now()
-    if is_exact(value):
+    if may_be_input(value):
         yield PlacedNumber(place, path, counted)
     leaves, spec = leaves_of(value, is_exact) or ([], None)
     for position in range(len(leaves)):

@@ -21,7 +21,7 @@ from graphopt.tracing.optimizers import optimizer_state
 from graphopt.tracing.optimizers.optimizer_state import NonParameterKey
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.scalars.expressions import Conditions
-from graphopt.tracing.scalars.host_numbers import EXACT
+from graphopt.tracing.scalars.host_numbers import EXACT, is_of_numpy
 from graphopt.tracing.scalars.tuples import leaves_of
 
 Kind = Literal["parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input"]
@@ -290,6 +290,11 @@ def is_alias(value: object, owner: ModuleTensor) -> bool:
 def is_exact(value: object) -> bool:
     """True for a Python number that float64 holds exactly, so that it may be an input."""
     return type(value) is float or (type(value) is int and abs(value) < EXACT)
+
+
+def may_be_input(value: object) -> bool:
+    """True for an exact Python number or a 64-bit numpy number."""
+    return is_exact(value) or is_of_numpy(value)
 
 
 def as_tensor(number: Any) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -110,6 +110,10 @@ class ContainerChanges(KnownObjects):
         """Records that the step empties a container, whose later items are the step's own."""
         if self.is_outside(container):
             self._emptied.add(id(container))
+
+    def changed_containers(self) -> Iterator[ChangedContainer]:
+        """Yields the lists, queues and sets that the step has changed so far."""
+        yield from self._changes.values()
 
     def take_changed(self) -> list[ChangedContainer]:
         """Takes over the changed containers that no call changes again by itself."""

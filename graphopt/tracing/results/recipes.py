@@ -26,7 +26,7 @@ from graphopt.tracing.results.signature import (
     View,
 )
 from graphopt.tracing.rollback.substitute import StandIns
-from graphopt.tracing.scalars.host_numbers import is_host_number
+from graphopt.tracing.scalars.host_numbers import is_host_number, scalar_of_numpy
 from graphopt.tracing.scalars.numbers import SYMBOLIC
 from graphopt.tracing.tensors.attributes import AttributeChange
 from graphopt.tracing.tensors.lost_history import has_history
@@ -89,6 +89,9 @@ class Recipes:
         """
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value)
+        if isinstance(value, SYMBOLIC):
+            self.numbers.add(id(value))
+        value = scalar_of_numpy(value)
         if isinstance(value, SYMBOLIC):
             self.numbers.add(id(value))
             return self._result(value)

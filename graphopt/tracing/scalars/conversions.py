@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from graphopt.tracing.interception.class_questions import STANDING_FOR
+from graphopt.tracing.interception.class_questions import STANDING_FOR, is_instance_of_numpy
 from graphopt.tracing.scalars.host_math import is_choice, traced_form
 from graphopt.tracing.scalars.host_numbers import is_host_number
 from graphopt.tracing.scalars.number_of import (
@@ -27,6 +27,7 @@ from graphopt.tracing.scalars.numbers import (
     ReadFloat,
     ReadInt,
     TracedFloat,
+    may_be_of_numpy,
     record,
     taken,
 )
@@ -60,6 +61,8 @@ def _is_known_to_trace(value: Any) -> bool:
 
 
 def _is_instance(number: Any, kinds: Any) -> bool:
+    if may_be_of_numpy(number):
+        return is_instance_of_numpy(number, kinds)
     return isinstance(number, kinds) or isinstance(STANDING_FOR[type(number)], kinds)
 
 

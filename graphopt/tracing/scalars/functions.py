@@ -1,4 +1,4 @@
-"""Functions on Python numbers that graph nodes may call.
+"""Functions on Python and numpy numbers that graph nodes may call.
 
 Each is called in every call with numbers of the very kinds that it has at capture, so it gives what
 it gives in eager code, bit for bit.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import math
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -30,22 +31,32 @@ GIVING_INTEGERS = frozenset({*ROUNDING, builtins.int, builtins.round})
 BITWISE = (operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift)
 CHOICES: tuple[Any, ...] = (builtins.max, builtins.min)
 
+
 TESTS: tuple[Any, ...] = (math.isfinite, math.isnan, math.isinf)
 
+ALIKE_IN_NUMPY = frozenset(
+    {operator.add, operator.sub, operator.mul, operator.neg, operator.pos, operator.abs,
+     builtins.float, builtins.int, *MATH}
+)  # fmt: skip
+"""What gives for numpy's floats what it gives for Python's, in every case."""
 
-def of_python(value: Any) -> Any:
-    """A float of Python's for one of numpy's (`numpy.float64` is a subclass of it); other values
-    unchanged."""
+
+def numpy_float64(number: float) -> Any:
+    """Converts a float to `numpy.float64`, a subclass of Python's `float`."""
+    return sys.modules["numpy"].float64(number)
+
+
+def is_numpy_float(value: object) -> bool:
+    """True if a number is a numpy float that is also a Python float."""
     kind = type(value)
-    of_numpy = kind is not float and issubclass(kind, float) and kind.__module__ == "numpy"
-    return float(value) if of_numpy else value
+    return kind is not float and issubclass(kind, float) and kind.__module__ == "numpy"
 
 
 PYTHON_FUNCTIONS: frozenset[Any] = frozenset(
     {*MATH, *GIVING_INTEGERS, *BITWISE, *CHOICES, *TESTS,
      builtins.float,
      operator.neg, operator.pos, operator.abs, operator.invert,
-     operator.floordiv, operator.mod}
+     operator.floordiv, operator.mod, numpy_float64}
 )  # fmt: skip
 """What nodes of numbers may call besides `numbers.ARITHMETIC`."""
 

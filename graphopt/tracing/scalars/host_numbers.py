@@ -29,11 +29,18 @@ from graphopt.tracing.scalars.expressions import (
     leaves_of,
     same_value,
 )
-from graphopt.tracing.scalars.functions import BITWISE, of_numpy, of_python
+from graphopt.tracing.scalars.functions import (
+    ALIKE_IN_NUMPY,
+    BITWISE,
+    is_numpy_float,
+    numpy_float64,
+    of_numpy,
+)
 from graphopt.tracing.scalars.numbers import (
     COMPARISONS,
     NumberListener,
     TracedFloat,
+    as_read,
     compared,
     current_notes,
     forward,
@@ -83,6 +90,9 @@ class HostNumber(TracedFloat):
     def known_result(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return _known(function, args)
 
+    def as_scalar(self) -> Any:
+        return scalar_of_numpy(self)
+
     def as_integer(self) -> torch.SymInt | None:
         if type(self.value) is not int:
             return None
@@ -95,7 +105,7 @@ class HostNumber(TracedFloat):
         if self.notes is not current_notes() or method != "__call__" or options.get("out"):
             return NotImplemented
         function = of_numpy(ufunc)
-        if function is not None and not options and any(map(_is_of_numpy, inputs)):
+        if function is not None and not options and any(map(is_of_numpy, inputs)):
             return record(function, *inputs)
         known = [each.exactly() if is_host_number(each) else each for each in inputs]
         return ufunc(*known, **options)
@@ -201,10 +211,9 @@ def stand_in_of_number(
 
     Args:
         tensor: 0-dim, float64, of the trace.
-        value: in this call; one of numpy's counts as one of Python's.
+        value: in this call.
         index: of the number among those that the graph takes.
     """
-    value = of_python(value)
     leaf = ScheduledFloat(tensor.item(), tensor, value, index, conditions, notes)  # type: ignore[arg-type]
     if not isinstance(value, int):
         return leaf
@@ -234,9 +243,14 @@ def _known(function: Callable[..., Any], args: Sequence[Any]) -> HostNumber | No
     if not all(isinstance(arg, (int, float)) for arg in args):
         return None
     values = [arg.value if is_host_number(arg) else arg for arg in args]
+    if any(map(is_of_numpy, values)) and not _is_alike_in_numpy(function, args, values):
+        return function(*(arg.exactly() if is_host_number(arg) else arg for arg in args))  # type: ignore[no-any-return]
     value = function(*values)
-    if type(value) not in (int, float):
+    if type(value) not in (int, float) and not is_of_numpy(value):
         return None
+    args = tuple(
+        float(arg) if is_of_numpy(arg) and not is_host_number(arg) else arg for arg in args
+    )
     expressions = tuple(
         arg.expression if is_host_number(arg) else given
         for arg, given in zip(args, values, strict=True)
@@ -258,9 +272,29 @@ def _of_its_own(value: Any) -> Any:
     return value.copied() if is_host_number(value) else value
 
 
-def _is_of_numpy(value: Any) -> bool:
-    """True for a number of numpy's that a float of Python's stands for."""
-    return of_python(value) is not value
+def scalar_of_numpy(number: Any) -> Any:
+    """A host number that is a numpy scalar also when the graph runs; others unchanged."""
+    if not (is_host_number(number) and is_of_numpy(number)):
+        return number
+    scalar = as_read(_compat.record_number(numpy_float64, (number,)))
+    scalar.of_numpy = True
+    return scalar
+
+
+def is_of_numpy(value: object) -> bool:
+    """True if a number is a numpy float. Its sums and products are those of floats; it divides by
+    zero."""
+    return is_numpy_float(value.value if is_host_number(value) else value)  # type: ignore[attr-defined]
+
+
+def _is_alike_in_numpy(
+    function: Callable[..., Any], args: Sequence[Any], values: Sequence[Any]
+) -> bool:
+    """True if a function gives the same on numpy scalars as on Python numbers. Only numpy divides
+    by zero."""
+    if function is not operator.truediv:
+        return function in ALIKE_IN_NUMPY
+    return bool(values[1]) and bool(args[1] != 0)  # a condition, where it is a host number
 
 
 _POWERS = (operator.pow, builtins.pow)
@@ -273,12 +307,12 @@ def _is_of(value: Any, kind: type) -> bool:
 def _compared(compare: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
     if left.notes is not current_notes():  # of a trace that is over, in a cache of the program's
         return NotImplemented
-    other = right.value if is_host_number(right) else of_python(right)
-    if type(other) not in (int, float, bool):
+    other = right.value if is_host_number(right) else right
+    if type(other) not in (int, float, bool) and not is_of_numpy(other):
         return NotImplemented
-    answer = compare(left.value, other)
-    expression = right.expression if is_host_number(right) else other
-    left.conditions.add(Condition(compare, left.expression, expression, answer))
+    answer = compare(left.value, other)  # of numpy's kind where one of them is
+    expression = right.expression if is_host_number(right) else right
+    left.conditions.add(Condition(compare, left.expression, expression, bool(answer)))
     return answer
 
 

@@ -8,7 +8,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.tracing.scalars.host_numbers import is_host_number
-from graphopt.tracing.scalars.numbers import ReadBool, TracedFloat, as_read, record
+from graphopt.tracing.scalars.numbers import ReadBool, TracedFloat, as_read, may_be_of_numpy, record
 
 
 def is_number(value: Any) -> bool:
@@ -39,4 +39,6 @@ def float_of_number(number: Any) -> Any:
         number = number.as_integer()
     if issubclass(type(number), torch.SymInt):
         return as_read(torch.sym_float(number))
+    if may_be_of_numpy(number):
+        return record(float, number)
     return number if issubclass(type(number), TracedFloat) else float(number)

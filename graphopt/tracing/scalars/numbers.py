@@ -20,7 +20,12 @@ from graphopt._compat.own_tracing import untraced
 from graphopt.errors import CaptureError
 from graphopt.host.context import while_set
 from graphopt.ir.user_frames import current_location, is_torch_file
-from graphopt.tracing.scalars.functions import GIVING_INTEGERS, of_numpy, of_python
+from graphopt.tracing.scalars.functions import (
+    GIVING_INTEGERS,
+    is_numpy_float,
+    numpy_float64,
+    of_numpy,
+)
 
 SCHEDULED = ("lr", "betas", "momentum", "weight_decay")
 """Settings of a parameter group that schedulers change; all others are guarded by value."""
@@ -41,6 +46,10 @@ class TracedFloat(torch.SymFloat):
     def known_result(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """The result of `function(*args)` if it is known before a call, else None."""
         return None
+
+    def as_scalar(self) -> Any:
+        """This number, converted to a numpy scalar in the graph if it is one in eager code."""
+        return self
 
     def as_integer(self) -> torch.SymInt | None:
         """This number as a symbolic integer, if it is one in each call; else None."""
@@ -76,7 +85,6 @@ for _function in ARITHMETIC:
 
 def record(function: Callable[..., Any], *args: Any) -> Any:
     """Records `function(*args)` on symbolic floats and plain numbers as one node."""
-    args = tuple(map(of_python, args))
     if any(isinstance(arg, torch.SymInt) for arg in args):
         return _record_among_integers(function, args)
     # What says of itself that it is a float, as an array of one does, answers for itself.
@@ -94,7 +102,7 @@ def _record_among_integers(function: Callable[..., Any], args: tuple[Any, ...]) 
     integers = with_integers(args)
     floats = any(isinstance(arg, (torch.SymFloat, float)) for arg in integers)
     if floats or function is operator.truediv:  # for torch a question about what is divided
-        return as_read(_compat.record_number(function, integers))
+        return _recorded(function, integers)
     return as_read(function(*integers))
 
 
@@ -118,7 +126,29 @@ def _record(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             return result
     if function in GIVING_INTEGERS and len(args) == 1:
         return as_read(_compat.record_integer(function, args))
-    return as_read(_compat.record_number(function, args))
+    return _recorded(function, args)
+
+
+def _recorded(function: Callable[..., Any], args: Iterable[Any]) -> Any:
+    """Records a float as one node; a numpy scalar if an argument is one."""
+    args = tuple(a.as_scalar() if issubclass(type(a), TracedFloat) else a for a in args)
+    args = tuple(_scalar(a, args) if is_numpy_float(a) else a for a in args)
+    result = as_read(_compat.record_number(function, args))
+    if function is not float and any(map(may_be_of_numpy, args)):
+        result.of_numpy = True
+    return result
+
+
+def _scalar(constant: Any, among: tuple[Any, ...]) -> Any:
+    """A node for a numpy scalar constant, which generated code cannot contain."""
+    scalar = as_read(_compat.record_number(numpy_float64, (float(constant),), among))
+    scalar.of_numpy = True
+    return scalar
+
+
+def may_be_of_numpy(value: Any) -> bool:
+    """True if a traced number may be a numpy scalar when the graph runs."""
+    return isinstance(value, torch.SymFloat) and "of_numpy" in vars(value)
 
 
 class NumberListener(Protocol):
@@ -208,7 +238,8 @@ class ReadFloat(TracedFloat):
 def compared(compare: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
     """Records `compare(one, other)` as a node, since even `x == x` does not hold for all numbers
     (NaN)."""
-    other = of_python(other)
+    if is_numpy_float(other):  # the answer is of numpy's kind, whatever is done with it
+        return sys.modules["numpy"].bool_(bool(compared(compare, one, float(other))))
     if isinstance(other, torch.SymFloat) or type(other) in _PLAIN:
         return as_read(untraced(_compat.record_truth, compare, (one, other)))
     return NotImplemented
