@@ -77,6 +77,8 @@ OBJECTS: dict[str, Callable[[], object]] = {
     "_gen_python_code": fx.graph.CodeGen,
     "_get_stack_summary": ShapeEnv,
     "_init_group": lambda: torch.optim.Adam([torch.ones(1)]),
+    "_optimizer_step_post_hooks": lambda: torch.optim.Adam([torch.ones(1)]),
+    "_optimizer_step_pre_hooks": lambda: torch.optim.Adam([torch.ones(1)]),
     "_global_backward_hooks": lambda: nn.modules.module,
     "_global_backward_pre_hooks": lambda: nn.modules.module,
     "_has_symbolic_sizes_strides": lambda: torch.ones(1),
