@@ -10,8 +10,6 @@ there before is kept, and put back when the step ends there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import fx
 
 from graphopt.graph_utils import is_collective, written
@@ -19,7 +17,7 @@ from graphopt.host import is_host_call
 from graphopt.host.running import keep
 from graphopt.ir.effects import Effects
 from graphopt.ir.metadata import STATE_KINDS, input_kind, late_group, set_value
-from graphopt.schedule.constraints import Predecessors, predecessors
+from graphopt.schedule.constraints import predecessors
 
 _UPDATED = STATE_KINDS | {"gradient"}
 
@@ -39,36 +37,29 @@ def with_updates_behind(graph: fx.Graph, commit: fx.Node) -> fx.Node:
     """
     nodes: list[fx.Node] = list(graph.nodes)
     earlier, effects = nodes[: nodes.index(commit)], Effects(graph)
-    updates = [
-        node for node in earlier if late_group(node) is None and updated_state(node, effects)
-    ]
-    if not updates:
+    states = {node: updated_state(node, effects) for node in earlier if late_group(node) is None}
+    if not any(states.values()):
         return commit
     before = predecessors(graph)
-    held: set[fx.Node] = set()
+    stuck: set[fx.Node] = set()  # what stays, and what that needs
+    for node in reversed(earlier):
+        if node in stuck or _stays(node):
+            stuck.update((node, *before[node]))
+    moved: dict[fx.Node, None] = {}  # updates, and what must follow them, in order
     first: dict[fx.Node, fx.Node] = {}
-    for update in reversed(updates):
-        needing = _needing(update, earlier, before)
-        if any(map(_stays, needing)):
-            first |= dict.fromkeys(updated_state(update, effects), update)
+    for node in earlier:
+        updated = states.get(node, [])
+        if node not in stuck and (updated or not moved.keys().isdisjoint(before[node])):
+            moved[node] = None
         else:
-            held |= needing
-    moved = [node for node in earlier if node in held]
+            for state in updated:
+                first.setdefault(state, node)
     for node in moved:
         commit.prepend(node)
     for state, update in first.items():
         with graph.inserting_before(update):
             set_value(graph.call_function(keep, (state,)), None)
-    return moved[0] if moved else commit
-
-
-def _needing(update: fx.Node, earlier: Sequence[fx.Node], before: Predecessors) -> set[fx.Node]:
-    """An update and what must follow it, as far as that precedes the vote now."""
-    found = {update}
-    for node in earlier[earlier.index(update) :]:
-        if not found.isdisjoint(before[node]):
-            found.add(node)
-    return found
+    return next(iter(moved), commit)
 
 
 def _stays(node: fx.Node) -> bool:
