@@ -273,7 +273,7 @@ def test_buckets_and_lists_are_followed_by_element(optimizer: str) -> None:
         inputs = graph.find_nodes(op="placeholder")
         gradients = [n for n in graph.nodes if n.target is aten.mul.Tensor]
         found = GraphSources(
-            graph, memory, [*inputs, *gradients], [*inputs, *gradients].index, cut=True, kinds=True
+            memory, [*inputs, *gradients], [*inputs, *gradients].index, cut=True, kinds=True
         )
         return {
             sum(bits.bit_count() for bits in found.of(write).values())

@@ -115,12 +115,14 @@ class MemoryOrder:
     """The memory accesses of one graph in its present order.
 
     Attributes:
+        graph: the graph.
         hazards: pairs of accesses that must keep their order.
         implicit: see `Accesses`.
         final: placeholder -> the write after which its storage is not written any more.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
         accesses = Accesses(Effects(graph), graph)
         self.hazards = [hazard for node in graph.nodes for hazard in accesses.add(node)]
         self.implicit = accesses.implicit

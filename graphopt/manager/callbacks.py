@@ -32,7 +32,7 @@ from graphopt.verify.checks import structure
 from graphopt.verify.checks.group_checks import changed_groups
 from graphopt.verify.checks.interface import changed_arguments, kinds_returned, returned_problems
 from graphopt.verify.checks.written_nodes import KindsOfResults, changed_problems
-from graphopt.verify.dependencies import CommunicationKept, compare_dependencies
+from graphopt.verify.dependencies import check_dependencies
 from graphopt.verify.dependency.matching import correspondence_by_name, same_nodes
 from graphopt.verify.equivalence import EquivalenceReport, Proof
 from graphopt.verify.symbolic.evaluation_outcome import NotDecidedError
@@ -217,18 +217,13 @@ class Verification(PassCallback):
         return problems or _kept_nodes_changed(context)
 
     def _dependencies_lost(self, context: PassContext) -> list[Problem]:
-        before, graph = context.before, context.gm.graph
-        same = before.correspondence
-        report = compare_dependencies(
-            before.graph,
-            graph,
-            correspondence_by_name(before.graph, graph) if same is None else same,
-            CommunicationKept(
-                dtypes=not context.pass_.changes_numerics,
-                amounts=not context.pass_.changes_communication,
-            ),
-        )
-        return report.problems
+        return check_dependencies(
+            context.before.graph,
+            context.gm.graph,
+            correspondence=context.before.correspondence,
+            same_dtypes=not context.pass_.changes_numerics,
+            same_communication=not context.pass_.changes_communication,
+        ).problems
 
     def _not_equivalent(
         self, context: PassContext, places: Sequence[RewrittenPlace]
@@ -271,7 +266,7 @@ def _calls_of_host(before: Snapshot, graph: fx.Graph, proof: Proof) -> list[Prob
     same = same_nodes(old, graph, same)
     return [
         *structure.host_calls(old, graph, same),
-        *structure.updates_around_calls((old, MemoryOrder(old)), (graph, MemoryOrder(graph)), same),
+        *structure.updates_around_calls(MemoryOrder(old), MemoryOrder(graph), same),
     ]
 
 

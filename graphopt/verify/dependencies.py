@@ -24,9 +24,9 @@ from torch import fx
 from graphopt.graph_utils.nodes import graph_of
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.verify.checks import structure
-from graphopt.verify.dependency import sent_elements
 from graphopt.verify.dependency.matching import End, NodeMatching, Sink, correspondence_by_name
 from graphopt.verify.dependency.segments import Sources, union
+from graphopt.verify.dependency.sent_elements import less_sent
 from graphopt.verify.dependency.signatures import Signature, signature_text
 from graphopt.verify.dependency.sources import GraphSources, missing
 from graphopt.verify.problems import DependencyReport, Problem
@@ -65,161 +65,108 @@ def check_dependencies(
     the graph keeps every dependency
     """
     old, new = graph_of(before), graph_of(after)
-    if correspondence is None:
-        correspondence = correspondence_by_name(old, new)
-    same = CommunicationKept(same_dtypes, same_communication)
-    return compare_dependencies(old, new, correspondence, same)
-
-
-class CommunicationKept(NamedTuple):
-    """Properties of a graph's collectives that a pass must keep.
-
-    Attributes:
-        dtypes: collectives must keep their dtypes.
-        amounts: they must send as many elements, through the same kinds of collectives.
-    """
-
-    dtypes: bool = True
-    amounts: bool = True
-
-
-_ALL = CommunicationKept()
-
-
-def compare_dependencies(
-    before: fx.Graph,
-    after: fx.Graph,
-    correspondence: Mapping[fx.Node, fx.Node],
-    same: CommunicationKept = _ALL,
-) -> DependencyReport:
-    """Checks one pair of graphs as `check_dependencies` does."""
-    problems = list(structure.topology(after))
+    problems = list(structure.topology(new))
     if problems:
         return DependencyReport(problems)
-    known = before, MemoryOrder(before)
-    comparison = _Comparison(known, (after, MemoryOrder(after)), correspondence, same)
-    return DependencyReport(comparison.problems())
-
-
-class _Comparison:
-    """Two graphs, their effects on memory, and the correspondence between their nodes."""
-
-    def __init__(
-        self,
-        before: tuple[fx.Graph, MemoryOrder],
-        after: tuple[fx.Graph, MemoryOrder],
-        correspondence: Mapping[fx.Node, fx.Node],
-        communication: CommunicationKept,
-    ) -> None:
-        self._before, self._after = before, after
-        self._communication = communication
-        self._matching = NodeMatching(self._before, self._after, correspondence)
-        self._position = {node: index for index, node in enumerate(after[0].nodes)}
-
-    def problems(self) -> list[Problem]:
-        same, kept = self._matching.same, self._communication
-        (before, _), (after, memory) = self._before, self._after
-        fewer = sent_elements.less_sent(before, after, same, same_dtypes=kept.dtypes)
-        return [
-            *structure.interface(before, after),
-            *structure.late_nodes(after),
-            *structure.waits(before, after, memory, same),
-            *(fewer if kept.amounts else ()),
-            *structure.state(self._before, self._after, same),
-            *structure.write_order(self._before[1], after, same),
-            *structure.randomness(before, after, same),
-            *structure.host_calls(before, after, same),
-            *structure.updates_around_calls(self._before, self._after, same),
+    if correspondence is None:
+        correspondence = correspondence_by_name(old, new)
+    was, now = MemoryOrder(old), MemoryOrder(new)
+    matching = NodeMatching(was, now, correspondence)
+    same = matching.same
+    return DependencyReport(
+        [
+            *structure.interface(old, new),
+            *structure.late_nodes(new),
+            *structure.waits(old, now, same),
+            *(less_sent(old, new, same, same_dtypes=same_dtypes) if same_communication else ()),
+            *structure.state(was, now, same),
+            *structure.write_order(was, new, same),
+            *structure.randomness(old, new, same),
+            *structure.host_calls(old, new, same),
+            *structure.updates_around_calls(was, now, same),
             *(
                 Problem(f"{_end_name(end)} is a constant that it was not, or none any more")
-                for end in self._matching.constants
+                for end in matching.constants
             ),
-            *self.lost(),
+            *_lost(was, now, matching, kinds=same_communication),
         ]
+    )
 
-    @property
-    def same(self) -> Mapping[fx.Node, fx.Node]:
-        """Maps nodes of the graph after to the nodes before that do the same."""
-        return self._matching.same
 
-    def lost(self) -> list[Problem]:
-        """Returns a problem for each source that a sink of the graph before needed and no longer
-        needs."""
-        sinks = self._matching.sinks
-        if not sinks:
-            return []
-        anchors, kinds = self._matching.anchors, self._communication.amounts
-        numbers: dict[fx.Node, int] = {}
+def _lost(
+    before: MemoryOrder, after: MemoryOrder, matching: NodeMatching, *, kinds: bool
+) -> list[Problem]:
+    """Returns a problem for each source that a sink of the graph before needed and no longer
+    needs."""
+    if not matching.sinks:
+        return []
+    anchors = matching.anchors
+    numbers: dict[fx.Node, int] = {}
 
-        def number(old: fx.Node) -> int:
-            return numbers.setdefault(old, len(numbers))
+    def number(old: fx.Node) -> int:
+        return numbers.setdefault(old, len(numbers))
 
-        def number_after(new: fx.Node) -> int:
-            return number(anchors[new])
+    old = GraphSources(before, set(anchors.values()), number, cut=True, kinds=kinds)
+    new = GraphSources(after, anchors, lambda n: number(anchors[n]), cut=True, kinds=kinds)
+    lost: dict[Sink, Sources] = {}
+    for sink in matching.sinks:
+        sources = missing(sink.sources(old, sink.before), sink.sources(new, sink.after))
+        if sources:
+            lost[sink] = sources
+    if not lost:
+        return []
+    # Nearly always what a sink needs reaches it without passing another anchor; only the rest is
+    # looked for in the whole graph.
+    wanted = union(lost.values()).values()
+    looked_for = {
+        node: numbers[was]
+        for node, was in anchors.items()
+        if was in numbers and any(bits >> numbers[was] & 1 for bits in wanted)
+    }
+    whole = GraphSources(after, looked_for, looked_for.__getitem__, cut=False, kinds=kinds)
+    nodes = {number: node for node, number in looked_for.items()}
+    found = (
+        (sink, list(_named(missing(sources, sink.sources(whole, sink.after)), nodes)))
+        for sink, sources in lost.items()
+    )
+    return [_problem(sink, sources, matching.same) for sink, sources in found if sources]
 
-        before = self._matching.anchors_before
-        old = GraphSources(*self._before, before, number, cut=True, kinds=kinds)
-        new = GraphSources(*self._after, anchors, number_after, cut=True, kinds=kinds)
-        found = [
-            (sink, missing(sink.sources_before(old), sink.sources_after(new))) for sink in sinks
-        ]
-        lost = {sink: sources for sink, sources in found if sources}
-        if not lost:
-            return []
-        # Nearly always what a sink needs reaches it without passing another anchor; only the rest
-        # is looked for in the whole graph.
-        wanted = union(lost.values()).values()
-        looked_for = {
-            node: numbers[was]
-            for node, was in anchors.items()
-            if was in numbers and any(bits >> numbers[was] & 1 for bits in wanted)
-        }
-        whole = GraphSources(
-            *self._after, looked_for, looked_for.__getitem__, cut=False, kinds=kinds
-        )
-        found = [
-            (sink, missing(wanted, sink.sources_after(whole))) for sink, wanted in lost.items()
-        ]
-        nodes = {number: node for node, number in looked_for.items()}
-        return [
-            self._problem(sink, list(_named(sources, nodes))) for sink, sources in found if sources
-        ]
 
-    def _dropped(self, sink: Sink) -> Problem | None:
-        """Returns the problem of a node that reads fewer values than before, naming those it
-        misses."""
-        reader, before = sink.after.node, sink.before.node
-        new_of = {old: new for new, old in self.same.items()}
-        now = reader.all_input_nodes
-        missing = [node for node in before.all_input_nodes if new_of.get(node) not in now]
-        if not missing or len(now) >= len(before.all_input_nodes):
-            return None
-        names = ", ".join(f"%{node.name}" for node in missing[:_NAMED])
-        message = (
-            f"%{reader.name} read {len(before.all_input_nodes)} values, and reads {len(now)} now:"
-            f" {names} {'is' if len(missing) == 1 else 'are'} missing"
-        )
-        return Problem(message, (reader, *missing[:_NAMED]))
+def _problem(sink: Sink, lost: list[_LostSource], same: Mapping[fx.Node, fx.Node]) -> Problem:
+    reader = sink.after.node
+    dropped = None if sink.end is not None else _dropped(reader, sink.before.node, same)
+    if dropped is not None:
+        return dropped
+    lost = sorted(lost, key=lambda found: found.node, reverse=True)
+    source, collectives = lost[0]
+    subject = f"%{reader.name}" if sink.end is None else _end_name(sink.end)
+    through = " and ".join(map(signature_text, sorted(collectives)))
+    if sink.end is None and source > reader:
+        message = f"{subject} stands before %{source.name} now, which it needs"
+    elif through:
+        message = f"{subject} does not get %{source.name} through {through} any more"
+    else:
+        message = f"{subject} does not depend on %{source.name} any more"
+    sources = tuple(dict.fromkeys(node for node, _ in lost[:_NAMED]))
+    if len(sources) > 1:
+        message += ", nor on others" if len(lost) > _NAMED else ", nor on the other(s) below"
+    return Problem(message, (reader, *(node for node in sources if node is not reader)))
 
-    def _problem(self, sink: Sink, lost: list[_LostSource]) -> Problem:
-        reader = sink.after.node
-        dropped = None if sink.end is not None else self._dropped(sink)
-        if dropped is not None:
-            return dropped
-        lost = sorted(lost, key=lambda found: self._position[found.node], reverse=True)
-        source, collectives = lost[0]
-        subject = f"%{reader.name}" if sink.end is None else _end_name(sink.end)
-        through = " and ".join(map(signature_text, sorted(collectives)))
-        if sink.end is None and self._position[source] > self._position[reader]:
-            message = f"{subject} stands before %{source.name} now, which it needs"
-        elif through:
-            message = f"{subject} does not get %{source.name} through {through} any more"
-        else:
-            message = f"{subject} does not depend on %{source.name} any more"
-        sources = tuple(dict.fromkeys(node for node, _ in lost[:_NAMED]))
-        if len(sources) > 1:
-            message += ", nor on others" if len(lost) > _NAMED else ", nor on the other(s) below"
-        return Problem(message, (reader, *(node for node in sources if node is not reader)))
+
+def _dropped(reader: fx.Node, before: fx.Node, same: Mapping[fx.Node, fx.Node]) -> Problem | None:
+    """Returns the problem of a node that reads fewer values than before, naming those it
+    misses."""
+    new_of = {old: new for new, old in same.items()}
+    now = reader.all_input_nodes
+    missing = [node for node in before.all_input_nodes if new_of.get(node) not in now]
+    if not missing or len(now) >= len(before.all_input_nodes):
+        return None
+    names = ", ".join(f"%{node.name}" for node in missing[:_NAMED])
+    message = (
+        f"%{reader.name} read {len(before.all_input_nodes)} values, and reads {len(now)} now:"
+        f" {names} {'is' if len(missing) == 1 else 'are'} missing"
+    )
+    return Problem(message, (reader, *missing[:_NAMED]))
 
 
 class _LostSource(NamedTuple):

@@ -129,15 +129,13 @@ def _repeated(calls: list[fx.Node]) -> Iterator[Problem]:
             yield Problem(f"%{node.name} calls the function of %{first.name} again", (node, first))
 
 
-def updates_around_calls(
-    before: tuple[fx.Graph, MemoryOrder], after: tuple[fx.Graph, MemoryOrder], same: Same
-) -> Iterator[Problem]:
+def updates_around_calls(before: MemoryOrder, after: MemoryOrder, same: Same) -> Iterator[Problem]:
     """Yields state updates that moved across a host call that may raise. A call that no update
     follows may be passed, since its error is raised after the step."""
     kept = set(same.values())
-    was = _calls_before_updates(*before, lambda call: call in kept)
-    now = _calls_before_updates(*after, lambda call: call in same)
-    late = set(after[0].late) if isinstance(after[0], IterGraph) else set()
+    was = _calls_before_updates(before, lambda call: call in kept)
+    now = _calls_before_updates(after, lambda call: call in same)
+    late = set(after.graph.late) if isinstance(after.graph, IterGraph) else set()
     for target, (update, calls) in now.items():
         if target not in was or update in late:
             continue
@@ -153,13 +151,13 @@ def updates_around_calls(
 
 
 def _calls_before_updates(
-    graph: fx.Graph, memory: MemoryOrder, counts: Callable[[fx.Node], bool]
+    memory: MemoryOrder, counts: Callable[[fx.Node], bool]
 ) -> dict[Any, tuple[fx.Node, list[fx.Node]]]:
     """Maps each updated placeholder to its last update and the calls before that."""
     updates = {write.node: node.target for node, write in memory.final.items()}
     found: dict[Any, tuple[fx.Node, list[fx.Node]]] = {}
     calls: list[fx.Node] = []
-    for node in graph.nodes:
+    for node in memory.graph.nodes:
         if is_host_call(node) and counts(node):
             calls = [*calls, node]
         elif node in updates:
@@ -181,14 +179,14 @@ def _other_values(now: fx.Node, was: fx.Node, same: Same) -> Iterator[Problem]:
             yield Problem(f"%{now.name} gives its function {new} for {old}", (now,))
 
 
-def waits(before: fx.Graph, after: fx.Graph, memory: MemoryOrder, same: Same) -> Iterator[Problem]:
+def waits(before: fx.Graph, after: MemoryOrder, same: Same) -> Iterator[Problem]:
     """Yields collectives without one wait per result, and readers before the wait. A result that
     was carried to the next iteration without a wait may still be."""
-    left, still = _pending_outputs(before), _pending_outputs(after)
-    for launch in calls_of(after, attrgetter("collective")):
+    left, still = _pending_outputs(before), _pending_outputs(after.graph)
+    for launch in calls_of(after.graph, attrgetter("collective")):
         if same.get(launch) not in left or launch not in still:
             yield from _waits_of(launch)
-    for reader, sources in memory.implicit.items():
+    for reader, sources in after.implicit.items():
         for source, write in sources.items():
             if operator_of(write.node).collective:
                 yield Problem(
@@ -248,14 +246,12 @@ def _results(launch: fx.Node) -> list[int | None]:
     return list(range(len(value))) if isinstance(value, (list, tuple)) else [None]
 
 
-def state(
-    before: tuple[fx.Graph, MemoryOrder], after: tuple[fx.Graph, MemoryOrder], same: Same
-) -> Iterator[Problem]:
+def state(before: MemoryOrder, after: MemoryOrder, same: Same) -> Iterator[Problem]:
     """Yields placeholders that are no longer updated or listed, or newly updated, and stale
     reads."""
-    was = {node.target: (node, write.node) for node, write in before[1].final.items()}
-    now = {node.target: (node, write.node) for node, write in after[1].final.items()}
-    listed = set(get_outputs(before[0]).updates), set(get_outputs(after[0]).updates)
+    was = {node.target: (node, write.node) for node, write in before.final.items()}
+    now = {node.target: (node, write.node) for node, write in after.final.items()}
+    listed = [set(get_outputs(memory.graph).updates) for memory in (before, after)]
     for target, (placeholder, update) in was.items():
         if target not in now:
             yield Problem(f"%{placeholder.name} is not updated any more", (update,))
@@ -267,7 +263,7 @@ def state(
     for target, (placeholder, update) in now.items():
         if target not in was:
             yield Problem(f"%{placeholder.name} is updated, which it was not before", (update,))
-    yield from _stale_reads(before[1], after[1], same)
+    yield from _stale_reads(before, after, same)
 
 
 def write_order(before: MemoryOrder, after: fx.Graph, same: Same) -> Iterator[Problem]:

@@ -37,16 +37,9 @@ class Sink:
     after: Entry
     end: End | None = None
 
-    def sources_before(self, sources: GraphSources) -> Sources:
-        """Returns its sources in the graph before."""
-        return self._among(sources, self.before)
-
-    def sources_after(self, sources: GraphSources) -> Sources:
-        """Returns its sources in the graph after."""
-        return self._among(sources, self.after)
-
-    def _among(self, sources: GraphSources, place: Entry) -> Sources:
-        return sources.read_by(place.node) if self.end is None else sources.of(place)
+    def sources(self, graph: GraphSources, place: Entry) -> Sources:
+        """Returns its sources in one of the graphs, where `place` is its `before` or `after`."""
+        return graph.read_by(place.node) if self.end is None else graph.of(place)
 
 
 def correspondence_by_name(before: fx.Graph, after: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -61,33 +54,28 @@ class NodeMatching:
     Attributes:
         same: node of `after` -> node of `before` that does the same.
         anchors: node of `after` -> node of `before`, a part of `same`.
-        anchors_before: the nodes of `before` in `anchors`.
         sinks: what has to be compared.
         constants: ends where a constant was exchanged.
     """
 
     def __init__(
-        self,
-        before: tuple[fx.Graph, MemoryOrder],
-        after: tuple[fx.Graph, MemoryOrder],
-        correspondence: Mapping[fx.Node, fx.Node],
+        self, before: MemoryOrder, after: MemoryOrder, correspondence: Mapping[fx.Node, fx.Node]
     ) -> None:
-        self.same = same_nodes(before[0], after[0], correspondence)
-        rebuilt = segmented(before[0]), segmented(after[0])
+        self.same = same_nodes(before.graph, after.graph, correspondence)
+        rebuilt = segmented(before.graph), segmented(after.graph)
         self.anchors = {
             new: old
             for new, old in self.same.items()
             if new not in rebuilt[1] and old not in rebuilt[0] and not _is_between_anchors(new)
         }
-        self.anchors_before = set(self.anchors.values())
-        self._implicit = before[1].implicit, after[1].implicit
+        self._implicit = before.implicit, after.implicit
         self._settled: set[fx.Node] = set()
         self.sinks: list[Sink] = []
-        for node in after[0].nodes:
+        for node in after.graph.nodes:
             self._compare(node)
         self.constants: list[End] = []
-        self._compare_results(before[0], after[0])
-        self._compare_state(before[1], after[1])
+        self._compare_results(before.graph, after.graph)
+        self._compare_state(before, after)
 
     def _compare(self, node: fx.Node) -> None:
         old = self.same.get(node)

@@ -53,7 +53,6 @@ class GraphSources:
 
     def __init__(
         self,
-        graph: fx.Graph,
         memory: MemoryOrder,
         sources: Container[fx.Node],
         number: Callable[[fx.Node], int],
@@ -62,10 +61,10 @@ class GraphSources:
         kinds: bool,
     ) -> None:
         self._memory, self._number, self._kinds = memory, number, kinds
-        self._any_order = any_order_readers(graph)
+        self._any_order = any_order_readers(memory.graph)
         self._values: dict[fx.Node, Value] = {}
         self._entries: dict[fx.Node, list[Sources]] = {}
-        for node in graph.nodes:
+        for node in memory.graph.nodes:
             if node in sources and not cut:
                 found = whole_of(self._compute(node))
                 self._values[node] = union([found, {DIRECTLY: 1 << number(node)}])
