@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx as torch_make_fx
 from graphopt._compat.fakes import is_fake
 from graphopt._compat.functionalization import from_functional
 from graphopt._compat.threads import Replacement, TrueInTrace, taking_turns
+from graphopt._compat.torch_functions import is_unwatched
 
 _WITHOUT_METADATA: Any = {"_disable_torch_fn_metadata_mode": True}
 
@@ -113,7 +114,7 @@ def named_in_profile(name: str) -> AbstractContextManager[Any]:
 
 def is_traced() -> bool:
     """True if `make_fx` records what this thread computes."""
-    return get_proxy_mode() is not None
+    return not is_unwatched() and get_proxy_mode() is not None
 
 
 def node_of(tracer: Any, value: Any) -> fx.Node | None:

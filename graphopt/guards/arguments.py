@@ -90,7 +90,7 @@ class ArgumentGuards:
             return change
         if _aliases(call, self._tensors.storages()) != self._aliases:
             return "tensor arguments that were one object differ, or the reverse"
-        if self._same and _same_containers(call) != self._same:
+        if len(self._same) > 1 and _same_containers(call) != self._same:
             return "lists or dictionaries that were one object differ, or the reverse"
         return None
 

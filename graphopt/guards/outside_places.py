@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import CodeType
 from typing import Any
 
 from graphopt.guards.unchanged import StateSnapshot
 from graphopt.tracing.outside.held import GuardedPlace
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
 
-_PLAIN = (dict, list, tuple)
+_PLAIN = (dict, list)
 """Containers whose `[]` has no side effects."""
+
+_FIXED = (tuple, CodeType)
+"""Classes whose objects never change: a place in one holds as long as the object is there."""
 
 
 def prepared(entries: Iterable[GuardedPlace]) -> StateSnapshot:
@@ -25,6 +29,8 @@ def prepared(entries: Iterable[GuardedPlace]) -> StateSnapshot:
 
 def _described(entry: GuardedPlace, holder: Any, snapshot: StateSnapshot) -> bool:
     """Adds an entry to a snapshot. Returns False if a snapshot cannot express it."""
+    if type(holder) in _FIXED:
+        return True
     if entry.kind in ("item", "class"):
         return _item_described(entry, holder, snapshot)
     if entry.kind == "attribute":
@@ -48,7 +54,7 @@ def _item_described(entry: GuardedPlace, holder: Any, snapshot: StateSnapshot) -
     table = vars(holder) if entry.kind == "class" else holder
     held, expected = entry.held, entry.expected()
     if expected is MISSING:
-        if isinstance(holder, (list, tuple)):
+        if isinstance(holder, list):
             return False
         snapshot.has_key(table, entry.key, False)
     elif _is_part(entry) or (entry.kind == "item" and type(holder) not in _PLAIN):
@@ -72,12 +78,10 @@ def _attribute_described(entry: GuardedPlace, snapshot: StateSnapshot) -> bool:
             snapshot.has_attribute_of_referred(owner, entry.key, entry.reference)
         else:
             snapshot.has_attribute_of(owner, entry.key, entry.expected())
-    elif held is None:
-        snapshot.has_attribute(entry.holder.reference, entry.key, entry.value)
-    elif held.weak:
+    elif held is not None and held.weak:
         snapshot.has_attribute_referred(entry.holder.reference, entry.key, entry.reference)
     else:
-        return False
+        snapshot.has_attribute(entry.holder.reference, entry.key, entry.expected())
     return True
 
 
@@ -93,8 +97,7 @@ def _cell_described(entry: GuardedPlace, holder: Any, snapshot: StateSnapshot) -
 
 
 def _is_computed(entry: GuardedPlace) -> bool:
-    """True if an attribute gives a new object at each read, as `code.co_varnames` does, so that
-    only its value is comparable."""
+    """True if an attribute gives a new object at each read, so that only its value is comparable."""
     holder = entry.holder.get()
     return OutsidePlace(entry.kind, holder, entry.key).now() is not entry.expected()
 

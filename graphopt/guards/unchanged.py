@@ -21,7 +21,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sized
 from itertools import chain
-from types import CellType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -261,17 +261,30 @@ def _words_of_function(
 ) -> tuple[list[int | None], tuple[Any, ...] | None]:
     """Returns the words that tell of a function's attribute, and what to keep alive for them.
 
-    None of a function that may refer to a model: only those of modules, with plain defaults, are
-    kept alive.
+    None of a function that may refer to a model.
     """
     word = function_word(function, name)
-    if word is None or function.__closure__ is not None or vars(function):
-        return [], None
-    defaults = function.__defaults__ or (), *(function.__kwdefaults__ or {}).values()
-    module = sys.modules.get(function.__module__)
-    if module is None or vars(module) is not function.__globals__ or not is_plain(defaults):
+    if word is None or not _is_code(function):
         return [], None
     return [word], (function, value)
+
+
+_NESTED_FUNCTIONS = 8
+"""How many functions around one another are looked into, such as those of decorators."""
+
+
+def _is_code(value: object, left: int = _NESTED_FUNCTIONS) -> bool:
+    """True if a value keeps nothing alive but functions and classes of modules, and plain
+    values."""
+    if not isinstance(value, FunctionType):
+        of_module = isinstance(value, type) and "<locals>" not in value.__qualname__
+        return of_module or is_plain(value) or isinstance(value, CodeType)
+    module = sys.modules.get(value.__globals__.get("__name__", ""))
+    if module is None or vars(module) is not value.__globals__ or not left:
+        return False
+    parts = [value.__defaults__, *(value.__kwdefaults__ or {}).values(), *vars(value).values()]
+    parts += [cell.cell_contents for cell in value.__closure__ or ()]
+    return all(_is_code(part, left - 1) for part in parts)
 
 
 def _bodies(table: dict[str, Any]) -> list[Any]:
