@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 import graphopt
 from gloo import Pool
 from graphopt.errors import AssumptionFailedError, CaptureError
-from graphopt.host.assumptions import assumptions
+from graphopt.host.decisions.assumptions import assumptions
 from graphopt.tracing.call import Call
 
 Step = Callable[[nn.Module, Optimizer, Tensor], Any]

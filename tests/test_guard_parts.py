@@ -21,8 +21,8 @@ from graphopt import _compat
 from graphopt.graph_utils import environment
 from graphopt.guards.modules import ModuleGuards
 from graphopt.guards.optimizers import OptimizerGuard
-from graphopt.guards.together import Together
-from graphopt.guards.unchanged import StateSnapshot
+from graphopt.guards.snapshots.joined_snapshots import JoinedSnapshots
+from graphopt.guards.snapshots.snapshot import StateSnapshot
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.implicit import ImplicitInputs
 
@@ -390,7 +390,7 @@ class Guard:
 
 def test_a_guard_that_changes_again_and_again_is_left_to_itself() -> None:
     steady, moving = Guard({"a": 1}), Guard({"b": 0})
-    together = Together([steady, moving])
+    together = JoinedSnapshots([steady, moving])
     assert not together.unchanged()
     together.note()
     for number in range(1, 5):
@@ -410,7 +410,7 @@ def test_what_one_guard_forgets_is_kept_by_none() -> None:
     value = nn.Linear(1, 1)
     reference = weakref.ref(value)
     first, second = Guard({"a": value}), Guard({"b": 1})
-    together = Together([first, second])
+    together = JoinedSnapshots([first, second])
     together.note()
     assert together.unchanged()
     first.table.clear()
@@ -428,7 +428,7 @@ def test_modules_that_are_forgotten_are_kept_by_none() -> None:
     module = nn.Linear(1, 1)
     weight = weakref.ref(module.weight)
     modules, other = ModuleGuards([("module", module, ())]), Guard({"a": 1})
-    together = Together([modules, other])
+    together = JoinedSnapshots([modules, other])
     together.note()
     assert modules in together.unchanged()
     del module

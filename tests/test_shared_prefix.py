@@ -25,7 +25,7 @@ from graphopt.branches.continuation import (
 )
 from graphopt.branches.handing import handing_out
 from graphopt.errors import AssumptionFailedError
-from graphopt.host.assumptions import assumptions
+from graphopt.host.decisions.assumptions import assumptions
 from graphopt.tracing.call import Call
 from test_decisions import left_by, same
 

@@ -16,7 +16,7 @@ from graphopt._compat.cached_tracing import RememberingMode
 from graphopt.cost import DEVICES, RooflineCost
 from graphopt.errors import AssumptionFailedError, CaptureError
 from graphopt.graph_utils import is_operator, same_kind
-from graphopt.host.assumptions import Assumption
+from graphopt.host.decisions.assumptions import Assumption
 from loops import Loop, graphs_of
 from test_decisions import assert_alike, finish, left_by
 

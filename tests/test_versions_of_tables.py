@@ -16,8 +16,8 @@ from torch import nn
 
 import graphopt
 from graphopt._compat import memory_words
-from graphopt.guards import unchanged
-from graphopt.guards.unchanged import StateSnapshot
+from graphopt.guards.snapshots import snapshot as unchanged
+from graphopt.guards.snapshots.snapshot import StateSnapshot
 
 
 @pytest.fixture(params=["words", "no words"], autouse=True)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 import graphopt
-from graphopt.host.assumptions import Assumption
+from graphopt.host.decisions.assumptions import Assumption
 from graphopt.ir.placement import placement_of
 from graphopt.iter_graph import copy_graph
 from graphopt.parallel.parallelize import parallelize

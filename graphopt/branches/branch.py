@@ -32,7 +32,7 @@ from graphopt.branches.continuation import (
 from graphopt.branches.drawn_generators import DrawnGenerators
 from graphopt.branches.handing import handing_out, launched_before, launched_by
 from graphopt.branches.sent_collectives import SentBefore
-from graphopt.host.assumptions import assumption_number
+from graphopt.host.decisions.assumptions import assumption_number
 from graphopt.ir.bits import same_bits
 from graphopt.iter_graph import IterGraphModule
 from graphopt.runtime.memory import collector_paused

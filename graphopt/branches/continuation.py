@@ -20,7 +20,7 @@ from graphopt.graph_utils import (
     set_outputs,
 )
 from graphopt.host import is_host_call
-from graphopt.host.assumptions import without_handed_out
+from graphopt.host.decisions.assumptions import without_handed_out
 from graphopt.ir.effects import Effects
 from graphopt.ir.metadata import (
     carried_index,

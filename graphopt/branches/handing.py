@@ -15,7 +15,7 @@ from torch import fx
 
 from graphopt.branches.continuation import NotSharedError
 from graphopt.host import is_host_call
-from graphopt.host.assumptions import Assumption, hand_out
+from graphopt.host.decisions.assumptions import Assumption, hand_out
 from graphopt.ir.operators import draws, is_collective
 from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.verify.checks.launches import launch_of

@@ -10,7 +10,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import AssumptionFailedError
 from graphopt.graph_utils import is_collective
-from graphopt.host.assumptions import Assumption, assumption_number
+from graphopt.host.decisions.assumptions import Assumption, assumption_number
 from graphopt.ir.metadata import input_kind
 from graphopt.parallel.markers import Group
 from graphopt.runtime.bound_step import BoundStep

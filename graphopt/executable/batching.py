@@ -28,7 +28,7 @@ from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta, find_nodes, is_collective
 from graphopt.graph_utils.inserting import call_function_giving
 from graphopt.graph_utils.ordering import earliest_order
-from graphopt.host.assumptions import Assumption
+from graphopt.host.decisions.assumptions import Assumption
 from graphopt.ir.metadata import fake_value, has_late_work, known_value, phase_of
 from graphopt.schedule import Schedule, apply_schedule
 from graphopt.schedule.constraints import Predecessors, predecessors

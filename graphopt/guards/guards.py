@@ -19,9 +19,9 @@ from graphopt.guards.numbers import NumberGuards
 from graphopt.guards.optimizer_state import StateGuards
 from graphopt.guards.optimizers import OptimizerGuard
 from graphopt.guards.outside import OutsideGuard
+from graphopt.guards.snapshots.joined_snapshots import HasSnapshot, JoinedSnapshots
+from graphopt.guards.snapshots.snapshot import body_of, is_body
 from graphopt.guards.tensors import TensorGuards
-from graphopt.guards.together import HasSnapshot, Together
-from graphopt.guards.unchanged import body_of, is_body
 from graphopt.guards.values import is_plain
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs, PlacedNumber
@@ -89,7 +89,7 @@ class Guards:
         together: list[HasSnapshot] = [self._modules, *self._optimizers, self._states]
         if outside is not None and not call.objects.roots:
             together += [outside, outside.modules]
-        self._together = Together(together)
+        self._together = JoinedSnapshots(together)
 
     @property
     def states(self) -> list[Any]:

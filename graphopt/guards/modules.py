@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from graphopt import _compat
-from graphopt.guards.unchanged import StateSnapshot, body_of, is_body
+from graphopt.guards.snapshots.snapshot import StateSnapshot, body_of, is_body
 from graphopt.guards.values import change, is_plain, items, same_constant, same_items, tensor_kind
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from graphopt import _compat
+from graphopt.guards.snapshots.snapshot import StateSnapshot
 from graphopt.guards.tensors import TensorGuards
-from graphopt.guards.unchanged import StateSnapshot
 from graphopt.guards.values import tensor_kind
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs, is_alias, is_exact, state_key

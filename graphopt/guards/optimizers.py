@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from graphopt.guards.unchanged import StateSnapshot
+from graphopt.guards.snapshots.snapshot import StateSnapshot
 from graphopt.guards.values import is_plain, same_constant
 from graphopt.tracing.inputs.entries import is_number
 from graphopt.tracing.scalars.numbers import SCHEDULED

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from graphopt.guards.modules import ModuleGuards
-from graphopt.guards.outside_places import prepared
-from graphopt.guards.unchanged import StateSnapshot
+from graphopt.guards.snapshots.outside_places import prepared
+from graphopt.guards.snapshots.snapshot import StateSnapshot
 from graphopt.tracing.outside.held import CONTAINERS, GuardedObject, GuardedPlace, only_within
 from graphopt.tracing.outside.places import (
     LEADING,

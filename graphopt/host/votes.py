@@ -37,10 +37,10 @@ from graphopt import _compat
 from graphopt.errors import SpmdMismatchError
 from graphopt.graph_utils import find_nodes, get_output, is_collective
 from graphopt.host import host_call_of
-from graphopt.host.assumptions import Assumption
+from graphopt.host.decisions.assumptions import Assumption
+from graphopt.host.decisions.used import UsedParameters
 from graphopt.host.early_updates import updated_state, with_updates_behind
 from graphopt.host.running import agree, all_go_on, hear
-from graphopt.host.used import UsedParameters
 from graphopt.ir.effects import Effects
 from graphopt.ir.metadata import late_group, set_value
 from graphopt.ranks.failed_runs import said_explained

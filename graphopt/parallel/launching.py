@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import fx
 
 from graphopt.graph_utils import after_placeholders, is_collective, is_wait
-from graphopt.host.assumptions import Assumption
+from graphopt.host.decisions.assumptions import Assumption
 from graphopt.ir.metadata import phase_of
 
 _BETWEEN = 2.0**-20

@@ -20,7 +20,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import is_copy, is_list_operator
-from graphopt.host.assumptions import Assumption
+from graphopt.host.decisions.assumptions import Assumption
 from graphopt.ir.entries import list_positions
 from graphopt.ir.metadata import fake_value, input_kind, phase_of, set_value
 from graphopt.ir.operators import is_marker, operator_of

@@ -18,7 +18,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import find_nodes, is_collective
-from graphopt.host.assumptions import assumptions
+from graphopt.host.decisions.assumptions import assumptions
 from graphopt.ir.metadata import keep_launch
 from graphopt.parallel import OverRanks, Parallel
 

@@ -18,7 +18,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import SpmdMismatchError
 from graphopt.graph_utils import is_collective
-from graphopt.host.assumptions import Assumption
+from graphopt.host.decisions.assumptions import Assumption
 from graphopt.ir.metadata import fake_value, known_value, source_line
 from graphopt.ir.operators import calls_of
 from graphopt.ranks.meeting import Channel

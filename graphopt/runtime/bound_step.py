@@ -20,10 +20,10 @@ from graphopt.branches.sent_collectives import CollectiveResults, SentBefore
 from graphopt.errors import AssumptionFailedError, GraphOptError
 from graphopt.graph_utils import without_autocast
 from graphopt.guards.guards import Guards
-from graphopt.host.assumptions import Answer, uniform_answers
+from graphopt.host.decisions.assumptions import Answer, uniform_answers
+from graphopt.host.decisions.sizes import Sizes, answered_alike, found_before
+from graphopt.host.decisions.used import UsedParameters, unused
 from graphopt.host.running import CallbackRun, running
-from graphopt.host.sizes import Sizes, answered_alike, found_before
-from graphopt.host.used import UsedParameters, unused
 from graphopt.iter_graph import IterGraphModule
 from graphopt.ranks.failed_runs import explained, group_names, sending_explained
 from graphopt.ranks.failure_reports import check_usable, withdraw

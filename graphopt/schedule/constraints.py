@@ -14,7 +14,7 @@ from torch import fx
 
 from graphopt.graph_utils import is_collective, is_needed, is_random, is_wait, written
 from graphopt.host import is_host_call
-from graphopt.host.assumptions import Assumption
+from graphopt.host.decisions.assumptions import Assumption
 from graphopt.ir.effects import Effects
 from graphopt.ir.views import launch_of
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from graphopt.errors import PipelineSyntaxError
-from graphopt.host.assumptions import assumptions
+from graphopt.host.decisions.assumptions import assumptions
 from graphopt.ir.metadata import KIND, NAME
 from graphopt.ir.placement import placement_of
 from graphopt.iter_graph import IterGraphModule, copy_graph

@@ -14,7 +14,7 @@ from graphopt.branches.other_launches import warn_of_other_launches
 from graphopt.branches.sent_collectives import SentBefore
 from graphopt.branches.sharing import begun, learn
 from graphopt.errors import AssumptionFailedError, SpmdMismatchError
-from graphopt.host.used import UsedParameters
+from graphopt.host.decisions.used import UsedParameters
 from graphopt.runtime.agreement.agreed import NoGraphAloneError, OtherRanks
 from graphopt.runtime.bound_step import BoundStep
 from graphopt.runtime.recaptures import RecaptureCause

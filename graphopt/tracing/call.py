@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.host.assumptions import Answer
-from graphopt.host.sizes import Sizes
+from graphopt.host.decisions.assumptions import Answer
+from graphopt.host.decisions.sizes import Sizes
 from graphopt.tracing.inputs.argument_objects import GivenField, OpenedObjects, may_be_taken_apart
 from graphopt.tracing.inputs.implicit import NOTHING, EarlierInputs, ImplicitInputs
 from graphopt.tracing.optimizers.optimizer_state import entries_at, is_known_kind, tensors_of

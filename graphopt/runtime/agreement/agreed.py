@@ -12,7 +12,7 @@ from torch import fx
 
 from graphopt.errors import SpmdMismatchError
 from graphopt.guards.guards import Guards
-from graphopt.host.assumptions import Answer
+from graphopt.host.decisions.assumptions import Answer
 from graphopt.host.votes import Agreement, Votes
 from graphopt.parallel import OverRanks
 from graphopt.parallel.markers import markers_of, marks_gradient

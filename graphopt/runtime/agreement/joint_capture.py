@@ -12,8 +12,8 @@ from torch import fx, nn
 
 from graphopt import _compat
 from graphopt.errors import CaptureError, CollectiveError
-from graphopt.host.assumptions import Answer
-from graphopt.host.used import UsedParameters
+from graphopt.host.decisions.assumptions import Answer
+from graphopt.host.decisions.used import UsedParameters
 from graphopt.host.votes import Agreement, Votes
 from graphopt.parallel import OverRanks
 from graphopt.ranks.meeting import Channel

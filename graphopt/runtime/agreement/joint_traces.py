@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 from torch import fx
 
-from graphopt.host.assumptions import Assumption, assumptions
-from graphopt.host.used import UsedParameters
+from graphopt.host.decisions.assumptions import Assumption, assumptions
+from graphopt.host.decisions.used import UsedParameters
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import trace_from_state
 from graphopt.tracing.inputs.entries import Inputs

@@ -2,7 +2,7 @@
 
 The trace asks what the values are: all that has been recorded so far runs, on copies of the live
 tensors, and gives the answer that this call would find. The branch that it leads to is captured,
-behind an assumption (`graphopt.host.assumptions`). Traces of the same call get the same answers.
+behind an assumption (`graphopt.host.decisions`). Traces of the same call get the same answers.
 
     recorded so far ──run on copies──▶ True ──▶ assumption(ok) is a node, the trace goes on
 """
@@ -26,9 +26,9 @@ from graphopt._compat.sizes import (
     with_sizes,
 )
 from graphopt.errors import CaptureError
-from graphopt.host.assumptions import Answer, Assumption, ValuesAssumption
-from graphopt.host.sizes import Relations, SizeAssumption, Sizes
-from graphopt.host.used import UsedParameters, UsedParametersQuestion
+from graphopt.host.decisions.assumptions import Answer, Assumption, ValuesAssumption
+from graphopt.host.decisions.sizes import Relations, SizeAssumption, Sizes
+from graphopt.host.decisions.used import UsedParameters, UsedParametersQuestion
 from graphopt.ir.metadata import set_value
 from graphopt.ir.user_frames import current_location, current_user_line
 from graphopt.parallel.markers import Group

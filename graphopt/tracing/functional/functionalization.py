@@ -37,7 +37,7 @@ from graphopt.graph_utils import (
 )
 from graphopt.graph_utils.inserting import call_function_giving
 from graphopt.host import note_order
-from graphopt.host.assumptions import hold_updates
+from graphopt.host.decisions.assumptions import hold_updates
 from graphopt.ir.metadata import (
     OF_TRACE,
     fake_value,

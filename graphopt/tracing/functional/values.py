@@ -16,7 +16,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import is_collective, is_operator, without_autocast
 from graphopt.host import HostCall
-from graphopt.host.assumptions import decides_behind_scheduler
+from graphopt.host.decisions.assumptions import decides_behind_scheduler
 from graphopt.ir.generators import generators_used
 from graphopt.ir.operators import draws, is_marker
 from graphopt.ir.user_frames import current_location, current_user_line

@@ -14,7 +14,7 @@ import torch
 
 from graphopt import _compat
 from graphopt._compat.tensor_classes import alias_of
-from graphopt.host.assumptions import Answer
+from graphopt.host.decisions.assumptions import Answer
 from graphopt.ir.placement import Placement
 from graphopt.tracing.call import Call, SizesKept
 from graphopt.tracing.optimizers import optimizer_state

@@ -21,7 +21,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import get_outputs, is_collective, is_copy, is_operator
-from graphopt.host.assumptions import Assumption
+from graphopt.host.decisions.assumptions import Assumption
 from graphopt.ir.metadata import known_value, storages_of
 from graphopt.ir.operators import draws, is_marker, operator_of
 from graphopt.parallel.markers import Group

@@ -32,7 +32,7 @@ import torch
 from torch import fx
 
 from graphopt.graph_utils import is_copy
-from graphopt.host.assumptions import Assumption
+from graphopt.host.decisions.assumptions import Assumption
 from graphopt.ir.metadata import fake_value
 from graphopt.ir.operators import argument, is_operator, operator_of
 from graphopt.ir.placement import placement_of

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
-from graphopt.guards.unchanged import StateSnapshot
+from graphopt.guards.snapshots.snapshot import StateSnapshot
 from graphopt.tracing.outside.held import GuardedPlace
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
 
@@ -97,7 +97,7 @@ def _cell_described(entry: GuardedPlace, holder: Any, snapshot: StateSnapshot) -
 
 
 def _is_computed(entry: GuardedPlace) -> bool:
-    """True if an attribute gives a new object at each read, so that only its value is comparable."""
+    """True if an attribute gives a new object at each read, so that only its value compares."""
     holder = entry.holder.get()
     return OutsidePlace(entry.kind, holder, entry.key).now() is not entry.expected()
 

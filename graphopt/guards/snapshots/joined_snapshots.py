@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from graphopt.guards.unchanged import StateSnapshot
+from graphopt.guards.snapshots.snapshot import StateSnapshot
 
 _MOST_CHANGES = 3
 """The number of changes after which a guard is no longer joined with others."""
@@ -19,7 +19,7 @@ class HasSnapshot(Protocol):
         """A snapshot under which the guard holds, or None if it must be checked in detail."""
 
 
-class Together:
+class JoinedSnapshots:
     """The snapshots of several guards joined into one, which is much faster to compare. Guards that
     change repeatedly are left out."""
 

@@ -36,8 +36,8 @@ from graphopt._compat.memory_words import (
     size_word,
     version_word,
 )
-from graphopt.guards.conditions import CHECKS, READS, Check, all_found
-from graphopt.guards.known_words import KnownWords
+from graphopt.guards.snapshots.conditions import CHECKS, READS, Check, all_found
+from graphopt.guards.snapshots.known_words import KnownWords
 from graphopt.guards.values import is_plain, kinds_of
 
 Container = dict[Any, Any] | list[Any]

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from graphopt.host.assumptions import Assumption
+from graphopt.host.decisions.assumptions import Assumption
 from graphopt.host.running import current_run
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 
 from graphopt._compat.sizes import AnsweredQuestions, Place
-from graphopt.host.assumptions import Answer, Assumption
+from graphopt.host.decisions.assumptions import Answer, Assumption
 
 
 class Sizes(tuple[int, ...]):
