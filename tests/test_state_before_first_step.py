@@ -28,6 +28,7 @@ from torch.optim import (
     RMSprop,
     Rprop,
 )
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import graphopt
 from gloo import Pool
@@ -259,14 +260,25 @@ def test_a_momentum_that_the_step_sets(traces: list[None]) -> None:
     assert len(traces) > 1
 
 
+@pytest.mark.parametrize("of", ["one optimizer", "all optimizers"])
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_hooks_that_look_at_the_state_find_none_in_the_first_call(name: str) -> None:
-    def hooked(parameters: Any) -> Optimizer:
-        made = OPTIMIZERS[name](parameters) if name == "Adam" else MOMENTA["momentum"](parameters)
-        made.register_step_pre_hook(_doubles_first_gradients)
-        return made
+def test_hooks_that_look_at_the_state_find_none_in_the_first_call(name: str, of: str) -> None:
+    def made(parameters: Any) -> Optimizer:
+        return OPTIMIZERS[name](parameters) if name == "Adam" else MOMENTA["momentum"](parameters)
 
-    assert_as_eager(plain, hooked, layers())
+    def hooked(parameters: Any) -> Optimizer:
+        optimizer = made(parameters)
+        optimizer.register_step_pre_hook(_doubles_first_gradients)
+        return optimizer
+
+    if of == "one optimizer":
+        assert_as_eager(plain, hooked, layers())
+        return
+    handle = register_optimizer_step_pre_hook(_doubles_first_gradients)
+    try:
+        assert_as_eager(plain, made, layers())
+    finally:
+        handle.remove()
 
 
 def _doubles_first_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -25,6 +25,7 @@ from torch.optim import (
     RMSprop,
     Rprop,
 )
+from torch.optim import optimizer as optimizers
 from torch.optim.optimizer import _device_dtype_check_for_fused
 
 _OF_PARAMETERS = frozenset({Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop})
@@ -41,7 +42,7 @@ def makes_state_first(optimizer: Optimizer) -> bool:
     """True if the state of one of torch's own optimizers can be made before its first step."""
     kind = type(optimizer)
     names = ("_init_group", "__setattr__", "__getattribute__")
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if any(_hooks_around(optimizer)):
         return False  # they may look at it
     if any(name in vars(optimizer) for name in names) or not _steps_as_its_class(optimizer):
         return False
@@ -52,6 +53,12 @@ def makes_state_first(optimizer: Optimizer) -> bool:
     if kind in _LIKE_GRADIENTS:  # gradients lie in memory as these parameters do
         return all(map(_is_dense, _parameters(optimizer)))
     return kind in _OF_PARAMETERS or (kind is SGD and all(map(_begins, optimizer.param_groups)))
+
+
+def _hooks_around(optimizer: Optimizer) -> tuple[Any, ...]:
+    """The tables of hooks on an optimizer's steps: its own, and those of all optimizers."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return *own, optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
 
 
 def fresh_state(optimizer: Optimizer) -> dict[torch.Tensor, dict[str, Any]]:

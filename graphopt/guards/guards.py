@@ -25,7 +25,7 @@ from graphopt.guards.tensors import TensorGuards
 from graphopt.guards.values import is_plain
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import Inputs, PlacedNumber
-from graphopt.tracing.inputs.implicit import CarriedPlace, ImplicitInputs
+from graphopt.tracing.inputs.implicit import CarriedPlace
 from graphopt.tracing.results.signature import Signature
 
 
@@ -54,7 +54,7 @@ class Guards:
         self._outside, self._slot = outside, call.slot
         self._slot.clear()
         self._environment, self._keeps_casts = environment(), signature.keeps_casts
-        assigned, placed = _assigned(signature), _placed(inputs, call.besides)
+        assigned, placed = _assigned(signature), _placed(inputs)
         moving = {
             (id(table), key)
             for entry in inputs.module_tensors
@@ -238,7 +238,7 @@ def _assigned(signature: Signature) -> dict[int, set[str]]:
     return assigned
 
 
-def _placed(inputs: Inputs, besides: ImplicitInputs) -> dict[int, set[str]]:
+def _placed(inputs: Inputs) -> dict[int, set[str]]:
     """Maps the id of each `__dict__` to the attributes whose numbers and arrays are inputs of the
     graph."""
     placed: dict[int, set[str]] = {}
