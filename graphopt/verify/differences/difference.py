@@ -220,8 +220,8 @@ def first_pair(one: Any, other: Any) -> tuple[int, int] | None:
     if isinstance(one, Segment) and isinstance(other, Segment):
         return None if one.term == other.term else (one.term, other.term)
     if isinstance(one, TensorValue) and isinstance(other, TensorValue):
-        segments = first_difference(one.segments, other.segments)
-        return None if segments is None else first_pair(*segments)
+        elements = first_difference(one.segments, other.segments)
+        return None if elements is None else first_pair(*elements[1:])
     if isinstance(one, ScalarValue) and isinstance(other, ScalarValue):
         return None if one == other else (one.term, other.term)
     if not isinstance(one, tuple) or not isinstance(other, tuple):

@@ -5,9 +5,10 @@ cat([a[:4], a[4:]])  ->  cat([a[4:], a[:4]])        element 0 is a[4], before it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from graphopt.verify.values.elementwise import aligned
 from graphopt.verify.values.terms import Segment, TensorValue
 
 
@@ -43,35 +44,22 @@ def moved_elements(one: Any, other: Any) -> MovedElements | None:
 
 def first_difference(
     one: Sequence[Segment], other: Sequence[Segment]
-) -> tuple[Segment, Segment] | None:
-    """Returns the first differing elements of two rows, as segments that begin with them, or
-    None."""
-    found = next(_differing(one, other), None)
-    return None if found is None else found[1:]
+) -> tuple[int, Segment, Segment] | None:
+    """Returns the position of the first differing elements of two rows, and segments that begin
+    with them, or None."""
+    place = 0
+    for was, now in aligned([one, other]):
+        if was != now:
+            return place, was, now
+        place += was.length
+    return None
 
 
 def _in_rows(one: Sequence[Segment], other: Sequence[Segment]) -> MovedElements | None:
-    found = next(_differing(one, other), None)
+    found = first_difference(one, other)
     if found is None or found[1].term != found[2].term:
         return None
     return MovedElements(found[0], found[1].term, found[1].start, found[2].start)
-
-
-def _differing(
-    one: Sequence[Segment], other: Sequence[Segment]
-) -> Iterator[tuple[int, Segment, Segment]]:
-    """Yields the differing pieces of two rows, cut at the boundaries of both, with their
-    position."""
-    rows, place = (list(reversed(one)), list(reversed(other))), 0
-    while all(rows):
-        a, b = (row.pop() for row in rows)
-        length = min(a.length, b.length)
-        if a[:2] != b[:2]:
-            yield place, a, b
-        for row, rest in zip(rows, (a, b), strict=True):
-            if rest.length > length:
-                row.append(Segment(rest.term, rest.start + length, rest.length - length))
-        place += length
 
 
 def _in_runs(one: tuple[Any, ...], other: tuple[Any, ...]) -> MovedElements | None:

@@ -8,6 +8,7 @@ between both. A write through a view replaces those elements of the owner.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
@@ -224,10 +225,23 @@ class StorageContents:
         ranges."""
         if not held.is_static or not value.is_static or not places.segments:
             return None
-        back = permuted_back(self._terms, part, value)
-        if back is not None:
-            part, value = back
-        return self._replaced(places.segments[0].term, held, part, value)
+        part, value = permuted_back(self._terms, part, value) or (part, value)
+        term = places.segments[0].term
+        if not isinstance(part, TensorValue) or any(s.term != term for s in part.segments):
+            return None
+        if sum(s.length for s in part.segments) != sum(s.length for s in value.segments):
+            return None
+        offsets = accumulate((s.length for s in part.segments), initial=0)
+        rows: list[Segment] = []
+        end = 0
+        for (_, start, length), offset in sorted(zip(part.segments, offsets, strict=False)):
+            if start < end:
+                return None
+            rows += self._terms.part(held.segments, end, start - end)
+            rows += self._terms.part(value.segments, offset, length)
+            end = start + length
+        rows += self._terms.part(held.segments, end, sum(s.length for s in held.segments) - end)
+        return self._terms.segments(rows)
 
     def _through(self, node: fx.Node, owner: fx.Node, value: Any) -> Any:
         """Applies the chain of views between an owner and a node to a value of the owner."""
@@ -238,36 +252,6 @@ class StorageContents:
         for view in reversed(chain):
             value = value if view in self._same else self._view(view, value)
         return value
-
-    def _replaced(
-        self, places: int, held: TensorValue, part: Any, value: TensorValue
-    ) -> tuple[Segment, ...] | None:
-        """Returns the elements of `held` with `value` at the positions `part`."""
-        if not isinstance(part, TensorValue) or any(s.term != places for s in part.segments):
-            return None
-        length = sum(segment.length for segment in held.segments)
-        if sum(s.length for s in part.segments) != sum(s.length for s in value.segments):
-            return None
-        rows: list[Segment] = []
-        end = 0
-        for piece in sorted(
-            (s.start, s.length, offset) for s, offset in _with_offsets(part.segments)
-        ):
-            start, count, offset = piece
-            if start < end:
-                return None
-            rows += self._terms.part(held.segments, end, start - end)
-            rows += self._terms.part(value.segments, offset, count)
-            end = start + count
-        rows += self._terms.part(held.segments, end, length - end)
-        return self._terms.segments(rows)
-
-
-def _with_offsets(segments: tuple[Segment, ...]) -> Iterator[tuple[Segment, int]]:
-    offset = 0
-    for segment in segments:
-        yield segment, offset
-        offset += segment.length
 
 
 def _may_overlap(value: TensorValue) -> bool:

@@ -31,7 +31,6 @@ from graphopt.verify.values.terms import (
     TensorValue,
     Terms,
     elements,
-    layout_of,
     tensor_value,
 )
 
@@ -215,8 +214,7 @@ def _summed(terms: Terms, target: Any, args: Arguments, fake: Any) -> Any:
     if not is_static(received) or not isinstance(ranks, int) or not fake.numel():
         return None
     rows = rows_of(terms, received.segments, ranks)
-    values = [TensorValue(row, *layout_of(fake)) for row in rows]
-    named = {str(rank): value for rank, value in enumerate(values)}
+    named = {str(rank): received for rank in range(ranks)}
     kind = f"{fake.dtype} on {fake.device.type}"
     computed = ComputedElement("sum of ranks", named, kind, commutes=False)
     return tensor_value(each(terms, computed, rows), fake)

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -126,29 +127,23 @@ class CalledForEntry(NamedTuple):
     """
 
     operator: _compat.OpOverload
-    names: Mapping[str, str]
-    is_call: bool
+    names: Mapping[str, str] = MappingProxyType({})
+    is_call: bool = True
 
 
 aten = torch.ops.aten
 
 CALLED = {
-    aten._foreach_add.List: CalledForEntry(aten.add.Tensor, {}, True),
-    aten._foreach_sub.List: CalledForEntry(aten.sub.Tensor, {}, True),
-    **dict.fromkeys(
-        (aten._foreach_lerp.Scalar, aten._foreach_lerp.ScalarList),
-        CalledForEntry(aten.lerp.Scalar, {"tensors1": "end"}, True),
-    ),
-    aten._foreach_addcmul.Scalar: CalledForEntry(aten.addcmul.default, {}, True),
-    aten._foreach_addcmul.ScalarList: CalledForEntry(
-        aten.addcmul.default, {"scalars": "value"}, True
-    ),
-    aten._foreach_addcdiv.Scalar: CalledForEntry(aten.addcdiv.default, {}, True),
-    aten._foreach_addcdiv.ScalarList: CalledForEntry(
-        aten.addcdiv.default, {"scalars": "value"}, True
-    ),
-    aten._foreach_maximum.List: CalledForEntry(aten.maximum.default, {}, True),
-    aten._foreach_minimum.List: CalledForEntry(aten.minimum.default, {}, True),
+    aten._foreach_add.List: CalledForEntry(aten.add.Tensor),
+    aten._foreach_sub.List: CalledForEntry(aten.sub.Tensor),
+    aten._foreach_lerp.Scalar: CalledForEntry(aten.lerp.Scalar, {"tensors1": "end"}),
+    aten._foreach_lerp.ScalarList: CalledForEntry(aten.lerp.Scalar, {"tensors1": "end"}),
+    aten._foreach_addcmul.Scalar: CalledForEntry(aten.addcmul.default),
+    aten._foreach_addcmul.ScalarList: CalledForEntry(aten.addcmul.default, {"scalars": "value"}),
+    aten._foreach_addcdiv.Scalar: CalledForEntry(aten.addcdiv.default),
+    aten._foreach_addcdiv.ScalarList: CalledForEntry(aten.addcdiv.default, {"scalars": "value"}),
+    aten._foreach_maximum.List: CalledForEntry(aten.maximum.default),
+    aten._foreach_minimum.List: CalledForEntry(aten.minimum.default),
 }
 """List operators that equal a call of another operator for each entry."""
 

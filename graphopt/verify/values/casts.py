@@ -58,13 +58,9 @@ def _cast(terms: Terms, run: Segment, cast: _Cast) -> Iterable[Segment]:
 _EXACT = {canonical(value): int(value) for value in (0, 1, 0.0, 1.0, False, True)}
 """Numbers that all ordinary dtypes represent exactly, as keys have them."""
 
-_ORDINARY = {
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-}
-
-
 _WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+
+_ORDINARY = _WHOLE | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 _WIDER = {
     torch.bool: _ORDINARY,

@@ -43,7 +43,7 @@ class ComputedElement(NamedTuple):
 
     Attributes:
         name: the operator's name. A number as an operand stands for a tensor of that number.
-        args: the arguments by name.
+        args: the arguments by name; tensors count by their dtype alone.
         kind: the result's dtype and device type: different devices are never equal.
         commutes: True if both operands may be swapped.
     """
@@ -115,7 +115,7 @@ def each(
 ) -> tuple[Segment, ...]:
     """Evaluates an elementwise computation on rows of equal length, one row for each operand."""
     found = []
-    for runs in _aligned(rows):
+    for runs in aligned(rows):
         arranged = arranged_alike(terms, runs)
         if arranged is None:
             found.append(_apply_to_runs(terms, computed, runs))
@@ -134,7 +134,7 @@ def computed_of_runs(
     terms: Terms, computed: ComputedElement, rows: Sequence[Sequence[Segment]]
 ) -> list[Segment]:
     """Evaluates like `each`, but does not undo rearrangements of the operands."""
-    return [_apply_to_runs(terms, computed, runs) for runs in _aligned(rows)]
+    return [_apply_to_runs(terms, computed, runs) for runs in aligned(rows)]
 
 
 def _apply_to_runs(terms: Terms, computed: ComputedElement, runs: Sequence[Segment]) -> Segment:
@@ -168,21 +168,16 @@ def _negated(terms: Terms, key: tuple[Any, ...]) -> int | None:
     return int(inner[3][1][1])
 
 
-def _aligned(rows: Sequence[Sequence[Segment]]) -> Iterator[list[Segment]]:
-    """Cuts rows of equal length at the union of their segment boundaries."""
-    positions = [(0, 0) for _ in rows]
-    while rows and positions[0][0] < len(rows[0]):
-        length = min(
-            row[index].length - offset for row, (index, offset) in zip(rows, positions, strict=True)
-        )
-        yield [
-            Segment(row[index].term, row[index].start + offset, length)
-            for row, (index, offset) in zip(rows, positions, strict=True)
-        ]
-        positions = [
-            (index + 1, 0) if offset + length == row[index].length else (index, offset + length)
-            for row, (index, offset) in zip(rows, positions, strict=True)
-        ]
+def aligned(rows: Sequence[Sequence[Segment]]) -> Iterator[list[Segment]]:
+    """Cuts rows at the union of their segment boundaries, up to the end of the shortest."""
+    rest = [list(reversed(row)) for row in rows]
+    while rows and all(rest):
+        runs = [row.pop() for row in rest]
+        length = min(run.length for run in runs)
+        for row, (term, start, whole) in zip(rest, runs, strict=True):
+            if whole > length:
+                row.append(Segment(term, start + length, whole - length))
+        yield [Segment(term, start, length) for term, start, _ in runs]
 
 
 def reduced(terms: Terms, key: tuple[Any, ...], value: TensorValue, fake: Any) -> TensorValue:

@@ -101,20 +101,8 @@ def _norm(terms: Terms, arguments: dict[str, Any], fake: Any) -> Any:
     if not isinstance(value, TensorValue) or not value.is_static or elements(fake.shape) != 1:
         return None
     segments = sorted(s for s in value.segments if not _is_zero(terms, s.term))
-    key = ("norm", canonical(others), str(value.dtype), tuple(_merged(segments)))
+    key = ("norm", canonical(others), str(value.dtype), terms.segments(segments))
     return tensor_value([Segment(terms.make(key), 0, prod(fake.shape))], fake)
-
-
-def _merged(segments: Sequence[Segment]) -> list[Segment]:
-    """Sorts runs and merges adjacent ones."""
-    found: list[Segment] = []
-    for run in segments:
-        last = found[-1] if found else None
-        if last and last.term == run.term and last.start + last.length == run.start:
-            found[-1] = Segment(run.term, last.start, last.length + run.length)
-        else:
-            found.append(run)
-    return found
 
 
 def _is_zero(terms: Terms, term: int) -> bool:

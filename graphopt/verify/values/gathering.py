@@ -10,21 +10,13 @@ this rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from graphopt.verify.values.arrangements import Row, arranged_alike, rows_of
 from graphopt.verify.values.elementwise import ComputedElement, each, reduced
-from graphopt.verify.values.terms import (
-    Segment,
-    TensorValue,
-    Terms,
-    elements,
-    elements_of,
-    tensor_value,
-)
+from graphopt.verify.values.terms import Segment, TensorValue, Terms, elements_of, tensor_value
 
 SCATTERS = "reduce_scatter_tensor"
 GATHERS = "all_gather_into_tensor"
@@ -66,11 +58,8 @@ def scattered(
     terms: Terms, kind: tuple[Any, ...], size: int, sent: TensorValue, fake: torch.Tensor
 ) -> TensorValue:
     """Returns this rank's part of a reduction."""
-    whole = reduced(terms, as_reduction(kind), sent, fake).segments
-    length = elements(sent.shape) // size
-    rows = rows_of(terms, whole, size)
-    named = {str(rank): _of(row, sent, length) for rank, row in enumerate(rows)}
-    computed = ComputedElement(_SHARE, named, _group(kind), commutes=False)
+    rows = rows_of(terms, reduced(terms, as_reduction(kind), sent, fake).segments, size)
+    computed = _chosen_by_rank(_SHARE, kind, size, sent)
     return tensor_value(each(terms, computed, rows) if size > 1 else rows[0], fake)
 
 
@@ -78,12 +67,10 @@ def exchanged(
     terms: Terms, kind: tuple[Any, ...], size: int, sent: TensorValue, fake: torch.Tensor
 ) -> TensorValue:
     """Returns the parts that all ranks send to this one, concatenated by rank."""
-    length = elements(sent.shape) // size
-    rows = rows_of(terms, sent.segments, size)
-    named = {str(rank): _of(row, sent, length) for rank, row in enumerate(rows)}
-    computed = ComputedElement(_MEANT, named, _group(kind), commutes=False)
+    computed = _chosen_by_rank(_MEANT, kind, size, sent)
+    ours = each(terms, computed, rows_of(terms, sent.segments, size))
     how = (_MEANT, _group(kind), str(sent.dtype))
-    found = _of_ranks(terms, kind, size, how, each(terms, computed, rows))
+    found = _of_ranks(terms, kind, size, how, ours)
     return tensor_value(terms.segments(segment for row in found for segment in row), fake)
 
 
@@ -138,8 +125,12 @@ def _share_of(terms: Terms, run: Segment, rank: int) -> Segment:
     return Segment(term, start, run.length)
 
 
-def _of(row: Sequence[Segment], like: TensorValue, length: int) -> TensorValue:
-    return TensorValue(tuple(row), (length,), (1,), like.dtype, like.device)
+def _chosen_by_rank(
+    name: str, kind: tuple[Any, ...], size: int, sent: TensorValue
+) -> ComputedElement:
+    """Returns the choice of one of `size` elements of the dtype of `sent`, by rank."""
+    operands = {str(rank): sent for rank in range(size)}
+    return ComputedElement(name, operands, _group(kind), commutes=False)
 
 
 def _group(kind: tuple[Any, ...]) -> str:
