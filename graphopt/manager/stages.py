@@ -27,7 +27,7 @@ from graphopt.manager.reproducers import reproducer_folder
 from graphopt.manager.settings import Settings
 from graphopt.ranks.spmd import launches_digest
 from graphopt.verify import Problem
-from graphopt.verify.checks.launches import FollowedLaunches
+from graphopt.verify.checks.launches import Launch, launches_of, other_launches
 from graphopt.verify.stage_checks import StageProof
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class StageRunner:
         """
         given = derived.graph
         done: tuple[str, ...] = ()
-        order, counted = FollowedLaunches(derived), count(derived.graph)
+        launches, counted = launches_of(derived), count(derived.graph)
         for stage in stages:
             if not stage.runs_on(which):
                 continue
@@ -126,7 +126,7 @@ class StageRunner:
             derived = _applied(stage, derived, which, attempt)
             record.seconds = time.perf_counter() - start
             stage.describe(record)
-            problems = self._problems(stage, record, order, derived, before, proof)
+            problems = self._problems(stage, record, launches, derived, before, proof)
             self.settle(owner, record, attempt, before, derived, problems)
             counted = record.after
         return derived
@@ -177,7 +177,7 @@ class StageRunner:
         self,
         stage: GraphStage,
         record: PassRecord,
-        order: FollowedLaunches,
+        launches: Sequence[Launch],
         after: fx.GraphModule,
         before: fx.Graph,
         proof: StageProof,
@@ -189,7 +189,7 @@ class StageRunner:
         if not record.changed:
             return
         after.graph.lint()
-        problem = order.problem(after)
+        problem = other_launches(launches, launches_of(after))
         if problem is not None:
             yield problem
         elif self._settings.verify != "off":

@@ -9,14 +9,15 @@ the graphs of the pieces, their arguments, and the values handed from one to the
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from graphopt.verify.checks.module_constants import attribute, same_object
+from graphopt.verify.inlining import Values, inline
 
 
 class NamedObjects:
@@ -115,32 +116,20 @@ class ComposedGraph:
         Returns:
             What the piece returns, nested alike.
         """
-        values: dict[fx.Node, Any] = {}
-        given = iter(arguments)
-        for node in piece.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = next(given)
-            elif node.op == "output":
-                return fx.node.map_arg(node.args[0], values.__getitem__)
-            else:
-                values[node] = self._appended(piece, node, values)
-        return None
+        return inline(piece.graph, arguments, partial(self._appended, piece))
 
     def end(self, returned: Any) -> fx.Graph:
         """Adds the output and returns the graph, after all pieces were called."""
         self.graph.output(returned)
         return self.graph
 
-    def _appended(self, piece: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    def _appended(self, piece: fx.GraphModule, node: fx.Node, values: Values) -> Any:
         if node.op == "call_module" and str(node.target) in self._pieces:
             called = piece.get_submodule(str(node.target))
             assert isinstance(called, fx.GraphModule)
             return self.call(called, fx.node.map_arg(node.args, values.__getitem__))
-        source = values.get(node.all_input_nodes[0]) if node.all_input_nodes else None
-        if isinstance(source, (list, tuple)) and node.target is operator.getitem:
-            return source[node.args[1]]  # type: ignore[index]  # of what a piece returns
         if node.target in self._handing:
-            return source
+            return values[node.all_input_nodes[0]]
         if node.op not in ("get_attr", "call_module"):
             return self.graph.node_copy(node, values.__getitem__)
         value = attribute(piece, node)

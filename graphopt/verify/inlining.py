@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
 
 from graphopt.verify.checks.module_constants import attribute, same_object
+
+Values = dict[fx.Node, Any]
+"""For each node of an inlined graph, its copy, or the nest of nodes that a graph returns."""
 
 BOXED_CALL = "call_boxed"
 """The method of compiled regions that takes a list of inputs."""
@@ -64,45 +69,49 @@ def _parts(outer: Any) -> Iterator[Any]:
         yield getattr(module, "graph_module", module)
 
 
+def inline(
+    body: fx.Graph, arguments: Iterable[Any], append: Callable[[fx.Node, Values], Any]
+) -> Any:
+    """Appends what a graph computes for these arguments to another graph.
+
+    Args:
+        append: given a node and the values of those before it, appends the node.
+
+    Returns:
+        What the graph returns, nested alike.
+    """
+    values: Values = {}
+    given = iter(arguments)
+    for node in body.nodes:
+        source = values.get(node.all_input_nodes[0]) if node.all_input_nodes else None
+        if node.op == "placeholder":
+            values[node] = next(given)
+        elif node.op == "output":
+            return fx.node.map_arg(node.args[0], values.__getitem__)
+        elif node.target is operator.getitem and isinstance(source, (list, tuple)):
+            values[node] = source[node.args[1]]  # of what a graph returned
+        else:
+            values[node] = append(node, values)
+    return None
+
+
 def in_one(graph: fx.Graph) -> fx.Graph:
     """Returns the graph with all calls of other graphs inlined, for reading only; itself if it has
     none."""
     if not any(graph.find_nodes(op=op) for op in ("call_module", "call_method")):
         return graph
     whole = fx.Graph()
-    values: dict[fx.Node, Any] = {}
-    for node in graph.nodes:
-        if node.op == "output":
-            whole.output(fx.node.map_arg(node.args[0], values.__getitem__))
-        else:
-            values[node] = _inlined(whole, node, values, graph.owning_module)
+    inputs = map(whole.node_copy, graph.find_nodes(op="placeholder"))
+    whole.output(inline(graph, inputs, partial(_appended, whole, graph.owning_module)))
     return whole
 
 
-def _inlined(whole: fx.Graph, node: fx.Node, values: dict[fx.Node, Any], outer: Any) -> Any:
+def _appended(whole: fx.Graph, outer: Any, node: fx.Node, values: Values) -> Any:
     call = call_of(node)
     if call is not None and call[0] is not None:
         given = fx.node.map_arg(call[1], values.__getitem__)
-        return _body(whole, call[0].graph, given, outer)
-    source = values.get(node.all_input_nodes[0]) if node.all_input_nodes else None
-    if isinstance(source, (list, tuple)):  # an item of what a graph returns
-        index = node.args[1]
-        assert isinstance(index, int)
-        return source[index]
+        return inline(call[0].graph, given, partial(_appended, whole, outer))
     copy = whole.node_copy(node, values.__getitem__)
     if node.op == "get_attr" and node.graph.owning_module is not outer:
         copy.target = constant_name(node, outer)
     return copy
-
-
-def _body(whole: fx.Graph, body: fx.Graph, given: Any, outer: Any) -> Any:
-    inside: dict[fx.Node, Any] = {}
-    arguments = iter(given)
-    for node in body.nodes:
-        if node.op == "placeholder":
-            inside[node] = next(arguments)
-        elif node.op == "output":
-            return fx.node.map_arg(node.args[0], inside.__getitem__)
-        else:
-            inside[node] = _inlined(whole, node, inside, outer)
-    return ()

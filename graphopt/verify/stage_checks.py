@@ -85,12 +85,6 @@ def _differing(
     return list(differences(terms, old, new))
 
 
-def _other_constants(before: fx.Graph, after: fx.GraphModule) -> list[Problem]:
-    """Returns a problem for each constant of the module that has changed."""
-    owner = before.owning_module
-    return list(constant_problems(owner, after)) if isinstance(owner, fx.GraphModule) else []
-
-
 class StageProof:
     """Proves the graphs derived from one step equal from stage to stage.
 
@@ -130,7 +124,7 @@ class StageProof:
         """
         known = self._known.pop(name, None)
         terms = self._proof.terms
-        exchanged = _other_constants(before, after)
+        exchanged = list(constant_problems(before.owning_module, after))
         if exchanged:
             return exchanged
         if known is None:

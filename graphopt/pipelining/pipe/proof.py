@@ -29,7 +29,7 @@ from graphopt.pipelining.pipe.placement import arguments_of, module_of, results,
 from graphopt.pipelining.pipe.sharing import ParameterReplica
 from graphopt.pipelining.stage.chain import ChainPlan
 from graphopt.verify.checks.module_constants import attribute
-from graphopt.verify.checks.same_calls import OrderedPair, call_problems
+from graphopt.verify.checks.same_calls import call_problems
 from graphopt.verify.composition import ComposedGraph, NamedObjects
 from graphopt.verify.equivalence import check_equivalence
 from graphopt.verify.problems import Problem
@@ -107,7 +107,9 @@ def _composed(module: fx.GraphModule, objects: NamedObjects) -> fx.Graph:
 
 
 def _differing(before: fx.Graph, after: fx.Graph, objects: NamedObjects) -> Iterator[Problem]:
-    yield from call_problems(before, after, _no_order)  # which terms know, through copies as well
+    yield from call_problems(
+        before, after, lambda graph: ()
+    )  # which terms know, through copies as well
     report = check_equivalence(before, after)
     if report.decidable:
         yield from report.problems
@@ -116,10 +118,6 @@ def _differing(before: fx.Graph, after: fx.Graph, objects: NamedObjects) -> Iter
     logger.info("values between the stages of a pipe are not compared: %s", message)
     if len(before.nodes) == len(after.nodes):  # nothing was copied
         yield from call_problems(before, after, partial(hazards, find=objects.find))
-
-
-def _no_order(graph: fx.Graph) -> tuple[OrderedPair, ...]:
-    return ()
 
 
 def _not_listed(top: fx.GraphModule, replicas: Sequence[ParameterReplica]) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -32,31 +32,15 @@ class Launch(NamedTuple):
 def launches_of(gm: fx.GraphModule) -> list[Launch]:
     """Returns all launches of collectives in the order in which they run, called graphs
     included."""
-    return list(_launches(gm))
-
-
-def _launches(gm: fx.GraphModule) -> Iterator[Launch]:
+    found: list[Launch] = []
     for node in gm.graph.nodes:
         if node.op == "call_module":
             called = gm.get_submodule(str(node.target))
             inner = getattr(called, "graph_module", called)
-            if isinstance(inner, fx.GraphModule):
-                yield from _launches(inner)
+            found += launches_of(inner) if isinstance(inner, fx.GraphModule) else []
         elif is_collective(node):
-            yield launch_of(node)
-
-
-class FollowedLaunches:
-    """The launch order of a graph, compared from stage to stage."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self._launches = launches_of(gm)
-
-    def problem(self, after: fx.GraphModule) -> Problem | None:
-        """Returns a problem if `after` launches other collectives than the last graph, then
-        remembers `after`."""
-        before, self._launches = self._launches, launches_of(after)
-        return other_launches(before, self._launches)
+            found.append(launch_of(node))
+    return found
 
 
 def launch_of(node: fx.Node) -> Launch:

@@ -14,7 +14,7 @@ from graphopt.verify.values.remembered_calls import same_constant
 
 
 def constant_problems(
-    before: fx.GraphModule | fx.Graph, after: fx.GraphModule | fx.Graph
+    before: fx.GraphModule | fx.Graph | None, after: fx.GraphModule | fx.Graph
 ) -> Iterator[Problem]:
     """Yields a problem for each constant of the module that is not the one before."""
     if not isinstance(before, fx.GraphModule) or not isinstance(after, fx.GraphModule):

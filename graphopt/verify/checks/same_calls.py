@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import fx
 
@@ -18,25 +18,13 @@ from graphopt.graph_utils import is_operator
 from graphopt.ir.modes import switch_mode, switches_mode
 from graphopt.verify.problems import Problem
 
-
-class OrderedPair(Protocol):
-    """Two calls that must run one after the other, and why."""
-
-    @property
-    def before(self) -> fx.Node:
-        """The call that must run first."""
-
-    @property
-    def after(self) -> fx.Node:
-        """The call that must run second."""
-
+Order = Callable[[fx.Graph], Iterable[tuple[fx.Node, fx.Node, str]]]
+"""graph -> pairs of calls, the second of which must run after the first, and why."""
 
 _CALLS = ("call_function", "call_method", "call_module")
 
 
-def call_problems(
-    before: fx.Graph, after: fx.Graph, order: Callable[[fx.Graph], Iterable[OrderedPair]]
-) -> Iterator[Problem]:
+def call_problems(before: fx.Graph, after: fx.Graph, order: Order) -> Iterator[Problem]:
     """Yields a problem for each call that only one of the two graphs makes, or makes out of order.
 
     Args:
@@ -52,10 +40,10 @@ def call_problems(
     yield from match.unmatched()
 
 
-def _earlier(order: Iterable[OrderedPair]) -> dict[fx.Node, list[fx.Node]]:
+def _earlier(order: Iterable[tuple[fx.Node, fx.Node, str]]) -> dict[fx.Node, list[fx.Node]]:
     found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for pair in order:
-        found[pair.after].append(pair.before)
+    for before, after, _ in order:
+        found[after].append(before)
     return found
 
 

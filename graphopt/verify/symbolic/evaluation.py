@@ -71,8 +71,7 @@ def evaluate_graph(
         NotDecidedError: naming the node that terms cannot speak of.
     """
     graph = in_one(graph_of(gm))
-    evaluator = _Evaluator(graph, terms, inputs or {}, by_launch=by_launch, unknowns=unknowns)
-    return evaluator.run()
+    return _Evaluator(graph, terms, inputs or {}, unknowns or {}, by_launch=by_launch).run()
 
 
 class _Evaluator:
@@ -82,16 +81,16 @@ class _Evaluator:
         self,
         graph: fx.Graph,
         terms: Terms,
-        inputs: dict[str, Any],
+        inputs: Mapping[str, Any],
+        unknowns: Mapping[fx.Node, UnknownPlace],
         *,
-        by_launch: bool = False,
-        unknowns: Mapping[fx.Node, UnknownPlace] | None = None,
+        by_launch: bool,
     ) -> None:
-        self._graph, self._terms, self._inputs = graph, terms, inputs
+        self._graph, self._terms = graph, terms
+        self._inputs, self._unknowns = inputs, unknowns
         self._sent_constants = {} if by_launch else sent_constants(graph)
         self._found = Evaluation()
         self._callees = Callees()
-        self._unknowns = unknowns or {}
         self._separate: set[fx.Node] = set()  # whose items share no storage with others
         self._reading = NodeValues(terms, self._view)
         self._contents, self._read = self._reading.contents, self._reading.read
@@ -102,11 +101,6 @@ class _Evaluator:
 
     def run(self) -> Evaluation:
         """Evaluates all nodes and returns what the graph leaves."""
-        self._walk()
-        record_outcome(self._graph, self._reading, self._found)
-        return self._found
-
-    def _walk(self) -> None:
         made = self._found.made
         for node in self._graph.nodes:
             if node.op == "output":
@@ -118,6 +112,8 @@ class _Evaluator:
             except Exception as error:  # rules take it that arguments fit
                 what = f"{type(error).__name__}: {error}"
                 raise NotDecidedError(f"its arguments do not fit: {what}", node) from error
+        record_outcome(self._graph, self._reading, self._found)
+        return self._found
 
     def _evaluate_node(self, node: fx.Node) -> Any:
         """Evaluates a node and registers its value for later readers."""
@@ -195,9 +191,7 @@ class _Evaluator:
             # Of a graph of torch.compile for many sizes: rules about elements do not apply.
             raise NotDecidedError("its shape is not known", node)
         given = self._inputs.get(str(node.target))
-        if given is not None:
-            return given
-        return input_value(self._terms, node)
+        return input_value(self._terms, node) if given is None else given
 
     def _recalled(self, node: fx.Node) -> RecalledCall | None:
         """Returns the remembered evaluation of the same call, or None."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import pickle
-import select
 import signal
-import time
 import warnings
 from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import NoReturn, TypeVar
 
 import torch
@@ -40,53 +39,43 @@ def run_in_fork(function: Callable[[], Result], seconds: float) -> Result:
     Raises:
         EndedError: it raised an exception, was killed by a signal, or took too long.
     """
-    reader, writer = os.pipe()
+    reader, writer = Pipe(duplex=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # other threads are not copied: the function needs none
         child = os.fork()
     if child == 0:
         _run(function, writer)
-    os.close(writer)
-    written = None
+    writer.close()
+    in_time = False
+    found: list[Result] = []
     try:
-        written = _read(reader, time.monotonic() + seconds)
+        in_time = reader.poll(seconds)
+        if in_time:
+            found.append(reader.recv())
+    except (EOFError, OSError):  # it has sent nothing, or not all
+        pass
     finally:
-        os.close(reader)
-        if written is None:
+        reader.close()
+        if not in_time:
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-    if written is None:
+    if not in_time:
         raise EndedError(f"it took more than {seconds:.0f} s")
     if os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
         raise EndedError(f"an operator brought the process to an end ({name})", by_signal=True)
-    if not written:
+    if not found:
         raise EndedError("it raised an exception")
-    result: Result = pickle.loads(written)
-    return result
+    return found[0]
 
 
-def _run(function: Callable[[], object], writer: int) -> NoReturn:
+def _run(function: Callable[[], object], writer: Connection) -> NoReturn:
     try:
         silent = os.open(os.devnull, os.O_WRONLY)
         faulthandler.disable()
         os.dup2(silent, 1)
         os.dup2(silent, 2)
         torch.set_num_threads(1)  # those of a pool are not copied either
-        with os.fdopen(writer, "wb") as pipe:
-            pipe.write(pickle.dumps(function()))
+        writer.send(function())
     finally:
         os._exit(0)
-
-
-def _read(reader: int, end: float) -> bytes | None:
-    """Reads a pipe to its end; None if that takes longer than allowed."""
-    found = b""
-    while True:
-        ready, _, _ = select.select([reader], [], [], max(0.0, end - time.monotonic()))
-        if not ready:
-            return None
-        part = os.read(reader, 1 << 16)
-        if not part:
-            return found
-        found += part
