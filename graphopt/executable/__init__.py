@@ -213,12 +213,9 @@ class _StorageReuse:
         assert isinstance(source, fx.Node)
         owned = self._effects.input_of(source) is None and _is_whole(fake_value(source))
         if owned and self._may_overwrite(node, source, [node]):
-            self._take_over_clone(source, node)
-
-    def _take_over_clone(self, source: fx.Node, clone: fx.Node) -> None:
-        self._effects.join(source, clone)
-        clone.replace_all_uses_with(source)
-        self._graph.erase_node(clone)
+            self._effects.join(source, node)
+            node.replace_all_uses_with(source)
+            self._graph.erase_node(node)
 
     def _drop_copies(self) -> None:
         """Drops each `copy_` whose value is in its destination already."""

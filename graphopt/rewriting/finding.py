@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import tensors_in, written
-from graphopt.ir.families import COLLECTIVE_NAMESPACE
+from graphopt.graph_utils import is_collective, is_wait, tensors_in, written
 from graphopt.ir.metadata import known_value, phase_of
 from graphopt.iter_graph import IterGraph
 from graphopt.rewriting.matching import CallsByTarget, Match, PatternSearch, match_of
@@ -246,18 +245,13 @@ def _is_removable(graph: fx.Graph, match: Match) -> bool:
         return False
     if any(not nodes.issuperset(node.users) for node in nodes - outputs):
         return False
-    if any(written(node) or _communicates(node) for node in nodes):
+    if any(written(node) or is_collective(node) or is_wait(node) for node in nodes):
         return False
     if isinstance(graph, IterGraph) and not nodes.isdisjoint(graph.late):
         return False
     forward = needed_for(match.results, match.nodes)
     sides = [forward, nodes - forward]
     return all(len({phase_of(node) for node in side}) < 2 for side in sides)
-
-
-def _communicates(node: fx.Node) -> bool:
-    namespace = str(getattr(node.target, "namespace", ""))
-    return namespace == COLLECTIVE_NAMESPACE
 
 
 def needed_for(results: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:

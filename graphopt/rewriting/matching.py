@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt import _compat
 from graphopt.graph_utils import is_operator
 from graphopt.ir.metadata import known_value, source_line
 from graphopt.rewriting.patterns import Pattern
@@ -30,7 +29,7 @@ Binding = dict[Any, Any]
 
 _VIEWS = ("aten::view", "aten::_unsafe_view", "aten::reshape")
 _DIMENSIONS = frozenset({"dim", "dim0", "dim1", "dims"})
-_COMMUTATIVE = ("aten::add.Tensor", "aten::mul.Tensor")
+_COMMUTATIVE = (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor)
 
 
 @dataclass(frozen=True)
@@ -249,16 +248,10 @@ def _from_first(node: fx.Node, value: Any) -> Any:
 def _orders(node: fx.Node, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields a call's arguments, and for commutative operators also the swapped ones."""
     yield given
-    if _schema(node) not in _COMMUTATIVE or given.get("alpha", 1) != 1:
+    if node.target not in _COMMUTATIVE or given.get("alpha", 1) != 1:
         return
     if isinstance(given["other"], fx.Node):
         yield {**given, "self": given["other"], "other": given["self"]}
-
-
-def _schema(node: fx.Node) -> str:
-    if not isinstance(node.target, _compat.OpOverload):
-        return ""
-    return f"{_compat.operator_name(node.target)}.{_compat.overload_name(node.target)}"
 
 
 def _kind(node: fx.Node) -> Any:

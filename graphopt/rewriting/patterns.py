@@ -116,49 +116,43 @@ def trace(
     with mode, torch.no_grad(), without_autocast():
         shown = _tensors(function, function(**arguments))
         seeds = list(incoming or map(torch.empty_like, shown)) if gradients else []
-    call = _Call(function, list(tensors), numbers, gradients)
+    count = len(tensors)
+
+    def call(*flat: torch.Tensor) -> list[torch.Tensor]:
+        given = {**dict(zip(tensors, flat[:count], strict=True)), **numbers}
+        return _with_gradients(function, given, gradients, flat[count:])
+
     with without_autocast():
         graph = _functional(_compat.make_fx(call)(*tensors.values(), *seeds), mode).graph
     return _pattern(function, graph, tensors, numbers, len(shown), len(gradients))
 
 
-class _Call:
-    """The function to trace, followed by its backward."""
+def _with_gradients(
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    gradients: Sequence[str],
+    seeds: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Returns a function's results, followed by the gradients of the named arguments.
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        names: Sequence[str],
-        numbers: Mapping[str, float],
-        gradients: Sequence[str],
-    ) -> None:
-        self._function, self._names = function, names
-        self._numbers, self._gradients = numbers, gradients
-
-    def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
-        tensors = dict(zip(self._names, flat, strict=False))
-        if not self._gradients:
-            with torch.no_grad():
-                return self._results(tensors)
-        for name in self._gradients:
-            tensors[name] = tensors[name].detach().requires_grad_()
-        with torch.enable_grad():
-            results = self._results(tensors)
-            through = [tensors[name] for name in self._gradients]
-            seeds = flat[len(self._names) :]
-            found = torch.autograd.grad(results, through, seeds, allow_unused=True)
-        return [*results, *map(self._flowing, self._gradients, found)]
-
-    def _flowing(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor:
+    Args:
+        seeds: the gradients of the results.
+    """
+    if not gradients:
+        with torch.no_grad():
+            return _tensors(function, function(**arguments))
+    leaves = {name: arguments[name].detach().requires_grad_() for name in gradients}
+    through = [leaves[name] for name in gradients]
+    with torch.enable_grad():
+        results = _tensors(function, function(**{**arguments, **leaves}))
+        found = torch.autograd.grad(results, through, seeds, allow_unused=True)
+    for name, gradient in zip(gradients, found, strict=True):
         if gradient is None:
             raise RewriteError(
-                f"no gradient flows to {name!r} in {_name(self._function)}",
+                f"no gradient flows to {name!r} in {_name(function)}",
                 hint=f"leave {name!r} out of gradients=, or let the result depend on it",
             )
-        return gradient
-
-    def _results(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        return _tensors(self._function, self._function(**tensors, **self._numbers))
+    return [*results, *found]
 
 
 def _tensors(function: Callable[..., Any], returned: Any) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.graph_utils import (
     find_nodes,
-    get_output,
+    follows_output_convention,
     get_outputs,
     is_collective,
     is_operator,
@@ -123,8 +123,7 @@ def _placeholders(graph: fx.Graph, inputs: Sequence[InputSpec]) -> Iterator[str]
 
 
 def _output_convention(graph: fx.Graph) -> Iterator[str]:
-    result = get_output(graph).args[0]
-    if not isinstance(result, (tuple, list)) or len(result) != 3:
+    if not follows_output_convention(graph):
         yield "the output is not (user results, state updates, carried values)"
         return
     seen: dict[fx.Node, fx.Node] = {}

@@ -7,6 +7,7 @@ for arbitrary state `s`, carried values `c` and inputs `x`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from graphopt.ir.metadata import CARRIED, input_kind
-from graphopt.verify.differences.outcome_differences import outcome_problems
+from graphopt.verify.differences.outcome_differences import sent_problems, value_problems
 from graphopt.verify.problems import Problem
 from graphopt.verify.symbolic.evaluation import evaluate_graph
 from graphopt.verify.symbolic.evaluation_outcome import Evaluation, input_value
@@ -51,7 +52,9 @@ def late_problems(
     setup = evaluate_graph(graphs["setup"], terms)
     kept["setup"] = DerivedEvaluation(graphs["setup"], setup)
     first = _drained(graphs["drain"], terms, setup, user)
-    yield from outcome_problems(terms, step, first, "the first iteration and a flush: ")
+    where = "the first iteration and a flush: "
+    yield from value_problems(terms, step, first, where)
+    yield from sent_problems(terms, step, first, where)
     carried = _arbitrary_carried(graphs["main"], terms, setup.carried[user:])
     flushed = evaluate_graph(graphs["drain"], terms, carried)
     expected = evaluate_graph(step_graph, terms, flushed.states)
@@ -61,7 +64,9 @@ def late_problems(
     kept["main"] = DerivedEvaluation(graphs["main"], main, carried)
     kept["drain"] = DerivedEvaluation(graphs["drain"], flushed, carried)
     found = _drained(graphs["drain"], terms, main, user)
-    yield from outcome_problems(terms, expected, found, "any other iteration and a flush: ")
+    where = "any other iteration and a flush: "
+    yield from value_problems(terms, expected, found, where)
+    yield from sent_problems(terms, expected, found, where)
 
 
 def _carried_inputs(gm: fx.GraphModule) -> list[fx.Node]:
@@ -100,12 +105,11 @@ def _followed(run: Evaluation, drain: Evaluation, user: int) -> Evaluation:
     )
 
 
-def _together(first: dict[Any, Any], second: dict[Any, Any]) -> dict[Any, Any]:
+def _together(
+    first: Mapping[Any, Counter[int]], second: Mapping[Any, Counter[int]]
+) -> dict[Any, Counter[int]]:
+    """Returns the sum of two counts of sent elements."""
     found = {key: edges.copy() for key, edges in first.items()}
     for key, edges in second.items():
-        if key in found:
-            for position, count in edges.items():
-                found[key][position] += count
-        else:
-            found[key] = edges
+        found.setdefault(key, Counter()).update(edges)
     return found

@@ -14,11 +14,12 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import evaluate, is_list_operator, tensors_in, written
+from graphopt.ir.entries import list_positions
 from graphopt.ir.metadata import fake_value, has_value, known_value
 from graphopt.ir.operators import operator_of
-from graphopt.verify.checks.list_metadata import entries_of
 from graphopt.verify.checks.module_constants import attribute
 from graphopt.verify.problems import Problem
+from graphopt.verify.values.call_terms import named, parameters
 from graphopt.verify.values.terms import Layout, layout_of
 
 _OF_BUILTINS = "abs bool complex divmod float int len list max min pow round slice sum tuple"
@@ -70,7 +71,14 @@ class KindsOfResults:
     def of(self, node: fx.Node) -> list[Layout]:
         """Computes the metadata of a node's tensors by running its operator on fake tensors. Raises
         what the operator raises."""
-        return self._of(node.target, node.args, node.kwargs, known_value(node))
+        target, args, kwargs = node.target, node.args, node.kwargs
+        if target is operator.getitem:
+            return _kinds_given(target, args, kwargs, known_value(node))
+        key = target, _lookup_key((args, kwargs))
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = _kinds_given(target, args, kwargs, known_value(node))
+        return found
 
     def of_entries(
         self, target: Any, shared: dict[str, Any], lists: dict[str, Sequence[Any]]
@@ -91,18 +99,6 @@ class KindsOfResults:
                 alone = {name: [value] for name, value in zip(lists, one, strict=True)}
                 found = known[key] = _kinds_given(target, (), {**shared, **alone}, None)
             yield found
-
-    def _of(self, target: Any, args: Any, kwargs: Any, like: Any) -> list[Layout]:
-        if target is operator.getitem:
-            return _kinds_given(target, args, kwargs, like)
-        try:
-            key = target, _kind_of((args, kwargs))
-            found = self._found.get(key)
-        except TypeError:  # an argument that cannot be looked up
-            return _kinds_given(target, args, kwargs, like)
-        if found is None:
-            found = self._found[key] = _kinds_given(target, args, kwargs, like)
-        return found
 
 
 def _lookup_key(value: Any) -> Any:
@@ -259,12 +255,47 @@ def _of_value(
 
 
 def _of_entries(node: fx.Node, kinds: KindsOfResults) -> Iterator[Problem]:
-    for index, (says, gives) in enumerate(entries_of(node, kinds.of_entries)):
+    """Checks the metadata of a list operator's results. That of an entry does not depend on the
+    others, so a list of a thousand tensors of three kinds takes three evaluations."""
+    for index, (says, gives) in enumerate(_entries(node, kinds)):
         if _layouts(says) != gives:
             held, found = (", ".join(map(_text, row)) for row in (_layouts(says), gives))
             message = f"meta['val'] says {held} for entry {index}, but the node gives {found}"
             yield Problem(message, (node,), hint=_HINT)
             return
+
+
+def _entries(node: fx.Node, kinds: KindsOfResults) -> Iterator[tuple[Any, list[Layout]]]:
+    """Yields, for each entry of a functional list operator, the metadata as recorded and as
+    computed. Ends where there is no metadata or no shape rule."""
+    says = known_value(node)
+    if not says:
+        return
+    given = fx.node.map_arg((node.args, node.kwargs), lambda n: _plain(fake_value(n)))
+    arguments = named(node.target, *given)
+    known = [name for name, _ in parameters(node.target)]
+    values = {name: arguments[name] for name in map(known.__getitem__, list_positions(node.target))}
+    lists: dict[str, Sequence[Any]] = {
+        name: v for name, v in values.items() if isinstance(v, (list, tuple)) and len(v)
+    }
+    columns = says if isinstance(says[0], (list, tuple)) else [says]
+    shared = {name: value for name, value in arguments.items() if name not in lists}
+    rows = kinds.of_entries(node.target, shared, lists)
+    for index in range(min(map(len, lists.values()), default=0)):
+        try:
+            gives = next(rows)
+        except Exception:  # there is no rule, or none for such numbers
+            return
+        yield [tensor for column in columns for tensor in column[index : index + 1]], gives
+
+
+def _plain(value: Any) -> Any:
+    """Returns metadata with 1 in place of numbers that the graph computes."""
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return 1.0 if isinstance(value, torch.SymFloat) else 1
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value
 
 
 def _is_an_item(node: fx.Node, value: Any) -> bool:

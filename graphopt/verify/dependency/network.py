@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from graphopt.graph_utils import tensors_in
+from graphopt.graph_utils import find_nodes, tensors_in
+from graphopt.graph_utils.nodes import graph_of
 from graphopt.host import is_host_call
 from graphopt.ir.accesses import MemoryOrder
 from graphopt.ir.metadata import known_value, phase_of
-from graphopt.ir.operators import operator_of
+from graphopt.ir.operators import is_random, is_wait
 from graphopt.ir.views import launch_of
 from graphopt.iter_graph import IterGraph
 from graphopt.verify.problems import operator_name
@@ -48,7 +50,7 @@ def dependency_graph(graph_module: fx.GraphModule | fx.Graph) -> nx.DiGraph:
     """
     import networkx as nx  # a tenth of a second that other uses of this package need not wait for
 
-    graph = graph_module.graph if isinstance(graph_module, fx.GraphModule) else graph_module
+    graph = graph_of(graph_module)
     late = graph.late if isinstance(graph, IterGraph) else {}
     found = nx.DiGraph()
     for node in graph.nodes:
@@ -59,23 +61,15 @@ def dependency_graph(graph_module: fx.GraphModule | fx.Graph) -> nx.DiGraph:
             phase=phase_of(node),
             iteration=int(node in late),
         )
-    last_draw: fx.Node | None = None
-    last_call: fx.Node | None = None
     for node in graph.nodes:
         for source in node.all_input_nodes:
             _connect(found, source, node, "data")
-        traits = operator_of(node)
-        launch = launch_of(node) if traits.wait else None
+        launch = launch_of(node) if is_wait(node) else None
         if launch is not None:
             _connect(found, launch, node, "collective")
-        if traits.random:
-            if last_draw is not None:
-                _connect(found, last_draw, node, "rng")
-            last_draw = node
-        if is_host_call(node):
-            if last_call is not None:
-                _connect(found, last_call, node, "host")
-            last_call = node
+    for kind, belongs in (("rng", is_random), ("host", is_host_call)):
+        for earlier, later in pairwise(find_nodes(graph, belongs)):
+            _connect(found, earlier, later, kind)
     for earlier, later, hazard in MemoryOrder(graph).hazards:
         _connect(found, earlier, later, "storage")
         found.edges[earlier, later].setdefault("hazard", set()).add(hazard)

@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -126,14 +127,8 @@ def split_ends(node: fx.Node) -> list[int] | None:
     parts = known_value(node)
     if argument(node, "dim") != 0 or not isinstance(parts, (list, tuple)):
         return None
-    ends, end = [], 0
-    for part in parts:
-        size = size_of(part)
-        if size is None:
-            return None
-        end += size
-        ends.append(end)
-    return ends
+    sizes = [size_of(part) for part in parts]
+    return None if None in sizes else list(accumulate(size or 0 for size in sizes))
 
 
 def slice_range(node: fx.Node, whole: torch.Tensor) -> tuple[int, int] | None:

@@ -24,7 +24,7 @@ def differences(
     other elements."""
     yield from value_problems(terms, old, new)
     if sends:
-        yield from _of_sends(terms, old, new, "")
+        yield from sent_problems(terms, old, new)
     yield from _of_aliases(old, new)
     yield from _of_separated(old, new)
 
@@ -55,14 +55,6 @@ def reorders_sums(old: Evaluation, new: Evaluation) -> bool:
     """True if elements are reduced at another offset of a bucket, which may change the order of a
     sum."""
     return old.places != new.places
-
-
-def outcome_problems(
-    terms: Terms, old: Evaluation, new: Evaluation, where: str
-) -> Iterator[Problem]:
-    """Yields differences between two evaluations: values, draws, host calls, collectives."""
-    yield from value_problems(terms, old, new, where)
-    yield from _of_sends(terms, old, new, where)
 
 
 def value_problems(
@@ -110,7 +102,10 @@ def _of_values(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> It
             yield Difference(terms, old, new, ("state", name)).problem(text, one, other)
 
 
-def _of_sends(terms: Terms, old: Evaluation, new: Evaluation, where: str) -> Iterator[Problem]:
+def sent_problems(
+    terms: Terms, old: Evaluation, new: Evaluation, where: str = ""
+) -> Iterator[Problem]:
+    """Yields elements that collectives send more or less often."""
     if all(_edges(old.sent, key) == _edges(new.sent, key) for key in {*old.sent, *new.sent}):
         return
     was_sent, is_sent = _unarranged(terms, old.sent), _unarranged(terms, new.sent)
@@ -148,9 +143,7 @@ def _unarranged(terms: Terms, sent: Mapping[Any, Counter[int]]) -> dict[Any, Cou
             segments = [segment for row in rows or () for segment in row]
             length = sum(segment.length for segment in segments)
             if not segments or edges != {0: count, length: -count}:
-                known = found.setdefault((kind, part), Counter())
-                for place, more in edges.items():
-                    known[place] += more
+                found.setdefault((kind, part), Counter()).update(edges)
                 continue
             for inner, start, size in segments:
                 if not terms[inner].constant:

@@ -16,7 +16,7 @@ from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta, is_list_operator, is_pointwise
 from graphopt.graph_utils.inserting import call_function_giving
 from graphopt.ir.metadata import fake_value, input_kind, known_value
-from graphopt.ir.operators import is_operator, operator_of
+from graphopt.ir.operators import arguments_by_name, is_operator, operator_of
 from graphopt.ir.rows import ALIGNED, RowShards
 from graphopt.verify.problems import Problem
 from graphopt.verify.sharding.shard_mesh import ShardMesh
@@ -175,8 +175,7 @@ class ComputedBlocks:
                 raise NotOfBlocksError(text, node)
 
     def _compute_entries(self, node: fx.Node) -> None:
-        names = [argument.name for argument in _compat.schema_of(node.target).arguments]
-        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        given = arguments_by_name(node.target, node.args, node.kwargs)
         lists = [v for v in given.values() if isinstance(v, (list, tuple)) and v]
         shared = [v for v in given.values() if isinstance(v, fx.Node)]
         value = fake_value(node)

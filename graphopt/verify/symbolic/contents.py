@@ -116,8 +116,8 @@ class StorageContents:
         """Returns the ranges of its owner's storage that a node covers. None if they are not
         known."""
         part = self._through(node, owner, places)
-        back = permuted_back(self._terms, part, part) if isinstance(part, TensorValue) else None
-        part = part if back is None else back[0]
+        if isinstance(part, TensorValue):
+            part, _ = permuted_back(self._terms, part, part) or (part, part)
         term = places.segments[0].term if places.segments else -1
         if not isinstance(part, TensorValue) or any(s.term != term for s in part.segments):
             return None
