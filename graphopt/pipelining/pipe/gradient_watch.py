@@ -63,7 +63,7 @@ class GradientWatch(TorchFunctionMode):
         ):  # the branches of a torch.cond, which Dynamo captures
             return func(*args, **kwargs)
         self._check(func, args, kwargs)
-        if func == _DATA and _private.is_tracing():
+        if func == _DATA and _compat.is_traced():
             return args[0].detach()  # which has a node
         result = func(*args, **kwargs)
         if func is torch.autograd.grad:

@@ -122,10 +122,6 @@ def _call_whole(graph: fx.Graph, call: fx.Node, inputs: list[fx.Node | None]) ->
 
 
 def _copy_body(graph: fx.Graph, body: fx.Graph, inputs: list[fx.Node | None]) -> list[Any]:
-    copies = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=True))
-    for node in body.nodes:
-        if node.op not in ("placeholder", "output"):
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    result = get_output(body).args[0]
-    results = result if isinstance(result, (tuple, list)) else (result,)
-    return [copies[value] for value in results]
+    copies: Any = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=True))
+    result: Any = graph.graph_copy(body, copies)
+    return list(result) if isinstance(result, (tuple, list)) else [result]

@@ -23,26 +23,14 @@ def move_to_device(stage: fx.GraphModule, device: torch.device) -> None:
 
 
 def _retarget(graph_module: fx.GraphModule, device: torch.device) -> None:
-    changed = False
+    def retargeted(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
     for node in graph_module.graph.nodes:
-        if not isinstance(node.target, _compat.OpOverload):
-            continue
-        for index, argument in enumerate(_compat.schema_of(node.target).arguments):
-            changed |= _retarget_argument(node, index, argument.name, device)
-    if changed:
-        graph_module.recompile()
-
-
-def _retarget_argument(node: fx.Node, index: int, name: str, device: torch.device) -> bool:
-    positional = index < len(node.args)
-    value: Any = node.args[index] if positional else node.kwargs.get(name)
-    if not isinstance(value, torch.device) or value == device:
-        return False
-    if positional:
-        node.update_arg(index, device)
-    else:
-        node.update_kwarg(name, device)
-    return True
+        if isinstance(node.target, _compat.OpOverload):
+            given = node.args, node.kwargs
+            node.args, node.kwargs = fx.node.map_aggregate(given, retargeted)
+    graph_module.recompile()
 
 
 def _is_meta(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ It does not wait for it: first the previous stage is sent its gradients.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -135,52 +135,51 @@ class StageDivision:
         updates = [update for update in self._outputs.updates if update in self._early]
         results = [result.node for result in self.results]
         random = [node for node in self._early if is_random(node)]
-        needed = closure([*results, *updates, *kept, *random])
-        outputs = Outputs(results, updates, list(kept))
-        return extract(self._root, self._graph, outputs, needed, {})
+        return self._extract(Outputs(results, updates, list(kept)), {}, random)
 
     def backward(self, gradients: GradientUpdate) -> StageGraph:
         """The graph of the whole backward, which returns the arguments' gradients."""
-        updates, carried = self._left_behind(gradients)
-        slots = self._crossing.slots
-        needed = closure([*self._backward_roots(), *updates, *carried], slots)
-        outputs = Outputs(self._gradient_nodes(), updates, carried)
-        return extract(self._root, self._graph, outputs, needed, slots)
+        outputs = Outputs(self._gradient_nodes(), *self._left_behind(gradients))
+        return self._extract(outputs, self._crossing.slots, self._backward_roots())
 
     def input_backward(self) -> StageGraph:
         """The graph of the arguments' gradients alone; keeps further values for the weight
         backward."""
-        needed, crossing = self._input_part()
-        slots = self._crossing.slots
+        crossing, slots = self._kept_for_weights(), self._crossing.slots
         outputs = Outputs(self._gradient_nodes(), [], list(crossing.kept))
         later = closure(self._weight_roots(), {**slots, **crossing.slots})
         shared = {slots[s] for n in later for s in n.all_input_nodes if s in slots}
-        return extract(self._root, self._graph, outputs, needed, slots, shared)
+        return self._extract(outputs, slots, self._backward_roots(), shared)
 
     def weight_backward(self, gradients: GradientUpdate) -> StageGraph:
         """The graph of the weights' gradients, from values that the forward and the input
         backward keep."""
-        _, crossing = self._input_part()
         slots = self._crossing.slots | {
-            node: len(self._crossing.kept) + slot for node, slot in crossing.slots.items()
+            node: len(self._crossing.kept) + slot
+            for node, slot in self._kept_for_weights().slots.items()
         }
-        updates, carried = self._left_behind(gradients)
-        needed = closure([*updates, *carried], slots)
-        return extract(self._root, self._graph, Outputs([], updates, carried), needed, slots)
+        return self._extract(Outputs([], *self._left_behind(gradients)), slots)
 
-    def _input_part(self) -> tuple[set[fx.Node], CrossingValues]:
+    def _kept_for_weights(self) -> CrossingValues:
+        """The values that the input backward computes and the weight backward needs."""
         needed = closure(self._backward_roots(), self._crossing.slots)
         early = {*with_items(needed), *self._incoming}
-        crossing = self._cross(self._weight_roots(), early, self._crossing.slots)
-        return needed | set(crossing.kept), crossing
+        return self._cross(self._weight_roots(), early, self._crossing.slots)
 
     def average(self) -> StageGraph:
         """The graph that waits for averages launched by the last backward, and updates the
         gradients."""
         updates = [accumulation.averaged for accumulation in self.accumulations]
-        slots = self._launched.slots
-        needed = closure(updates, slots)
-        return extract(self._root, self._graph, Outputs([], updates, []), needed, slots)
+        return self._extract(Outputs([], updates, []), self._launched.slots)
+
+    def _extract(
+        self,
+        outputs: Outputs,
+        slots: Mapping[fx.Node, int],
+        also: Iterable[fx.Node] = (),
+        shared: Collection[int] = (),
+    ) -> StageGraph:
+        return extract(self._root, self._graph, outputs, slots, also, shared)
 
     def _weight_roots(self) -> list[fx.Node]:
         return [node for acc in self.accumulations for node in (acc.first, acc.averaged)]

@@ -21,15 +21,16 @@ from graphopt._compat import pipelining as _private
 from graphopt.errors import PartitionError
 from graphopt.pipelining.pipe.boundary import give_back, receive, send
 from graphopt.pipelining.pipe.calling_convention import OutputNest, OutputSpec
-from graphopt.pipelining.stage.compilable import CompilableStage
+from graphopt.pipelining.stage.stage import Stage
+from graphopt.pipelining.stage.value_flow import described, is_differentiable
 
 Tensors = tuple[torch.Tensor, ...]
 Shapes = list[tuple[tuple[int, ...], str]]
 """Shapes and dtypes."""
 
 
-class HandCut(_private.BeforeForwards, CompilableStage):
-    """Methods of a stage whose module was divided from a model by hand; see `Stage.from_module`."""
+class HandCutStage(_private.BeforeForwards, Stage):
+    """A stage whose module was divided from a model by hand; `Stage.from_module` makes it."""
 
     def __init__(
         self,
@@ -45,12 +46,12 @@ class HandCut(_private.BeforeForwards, CompilableStage):
         where = f"stage {index}"
         examples = _tensors(input_args, f"input_args of {where}")
         module.to(device)
-        received = tuple(_described(t, index > 0 or t.requires_grad) for t in examples)
+        received = tuple(described(t, index > 0 or t.requires_grad) for t in examples)
         self._body = _StageBody(module, index, index == num_stages - 1)
         result = self._body.result_on(received, output_args, device)
         leaves, spec = _compat.tree_flatten(result)
         sent = tuple(
-            _described(leaf, leaf.requires_grad or index < num_stages - 1)
+            described(leaf, leaf.requires_grad or index < num_stages - 1)
             for leaf in leaves
             if isinstance(leaf, torch.Tensor)
         )
@@ -153,8 +154,7 @@ class _StageBody(nn.Module):
         super().__init__()
         self.module = module
         self.sent: Tensors | None = None
-        self._spec: Any = None
-        self._constants: list[Any] = []
+        self._structure: tuple[Any, list[Any]] | None = None
         self._index, self._is_last = index, is_last
 
     def forward(self, *received: torch.Tensor) -> Tensors:
@@ -166,17 +166,16 @@ class _StageBody(nn.Module):
 
     def leave(self, result: Any) -> Tensors:
         """The tensors of the module's result that the stage sends; on the last stage, all."""
-        leaves, spec = _compat.tree_flatten(result)
-        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-        constants = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        tensors, structure = _parted(result)
         if self.sent is not None and not self._is_last:
             _compare(tensors, self.sent, f"what stage {self._index} sends")
-        if self.sent is not None and (spec, constants) != (self._spec, self._constants):
+        if self.sent is not None and structure != self._structure:
             raise PartitionError(
                 f"what the module of stage {self._index} returns differs from what it returned when"
-                f" the stage was made, in more than the values of tensors: {spec} {constants}"
+                " the stage was made, in more than the values of tensors:"
+                f" {structure[0]} {structure[1]}"
             )
-        self._spec, self._constants = spec, constants
+        self._structure = structure
         if self._is_last:
             return tuple(map(give_back, tensors))
         return tuple(send(_with_gradient(tensor)) for tensor in tensors)
@@ -190,8 +189,7 @@ class _StageBody(nn.Module):
             mode = _compat.new_fake_mode()
             module = _private.fake_copy(self.module, mode)
             with torch.enable_grad(), mode:
-                fakes = [_on(tensor, device) for tensor in received]
-                result = module(*fakes)
+                result = module(*(described(t, t.requires_grad, device) for t in received))
         except Exception as error:
             if expected is None:
                 raise PartitionError(
@@ -201,13 +199,8 @@ class _StageBody(nn.Module):
                 ) from error
             result = expected
         self._check_result(result, expected)
-        self.leave_structure(result)
+        _, self._structure = _parted(result)
         return result
-
-    def leave_structure(self, result: Any) -> None:
-        """Records the nested structure of the module's result."""
-        leaves, self._spec = _compat.tree_flatten(result)
-        self._constants = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
 
     def _check_result(self, result: Any, expected: Any) -> None:
         where = f"what the module of stage {self._index} returns"
@@ -215,8 +208,7 @@ class _StageBody(nn.Module):
             _tensors(result, where)
         if expected is not None:
             like = _tensors(expected, f"output_args of stage {self._index}")
-            leaves = _compat.tree_leaves(result)
-            _compare([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], like, where)
+            _compare(_parted(result)[0], like, where)
 
 
 class _WithGradient(torch.autograd.Function):
@@ -232,24 +224,17 @@ class _WithGradient(torch.autograd.Function):
 
 
 def _with_gradient(value: torch.Tensor) -> torch.Tensor:
-    if value.requires_grad or not _is_differentiable(value) or not torch.is_grad_enabled():
+    if value.requires_grad or not is_differentiable(value) or not torch.is_grad_enabled():
         return value
     anchor = torch.empty(0, requires_grad=True)
     return _WithGradient.apply(value, anchor)  # type: ignore[no-any-return]
 
 
-def _is_differentiable(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _described(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return empty.requires_grad_(requires_grad and _is_differentiable(tensor))
-
-
-def _on(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    empty = torch.empty(like.shape, dtype=like.dtype, device=device)
-    return empty.requires_grad_(like.requires_grad)
+def _parted(result: Any) -> tuple[Tensors, tuple[Any, list[Any]]]:
+    """The tensors of a nested result; its structure, and its other leaves."""
+    leaves, spec = _compat.tree_flatten(result)
+    others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), (spec, others)
 
 
 def _places(leaves: Sequence[Any]) -> Iterator[tuple[int] | tuple[None, Any]]:

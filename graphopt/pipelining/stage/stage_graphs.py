@@ -12,6 +12,7 @@ from graphopt.graph_utils import Outputs
 from graphopt.ir.metadata import KIND, MODULES, SOURCE, VALUE, some_of
 from graphopt.ir.outlining import NodeCopies, OutlinedPart
 from graphopt.iter_graph import IterGraphModule
+from graphopt.pipelining.stage.crossing import closure
 
 SLOT = "slot"
 """Metadata of the placeholder of a kept value: its position among them."""
@@ -73,25 +74,26 @@ def extract(
     root: torch.nn.Module,
     graph: fx.Graph,
     outputs: Outputs,
-    needed: Collection[fx.Node],
     slots: Mapping[fx.Node, int],
+    also: Iterable[fx.Node] = (),
     shared: Collection[int] = (),
 ) -> StageGraph:
     """Copies the nodes that compute `outputs` into a separate graph.
 
     Args:
         root: holds the constants of `graph`.
-        needed: nodes of `graph`, without those that are kept values, that are to be computed.
         slots: kept values that it may take, with their positions.
+        also: further nodes of `graph` that are to be computed.
         shared: slots that a later graph needs as well.
     """
     positions: list[int] = []
-    members = [n for n in graph.nodes if n in needed and n not in slots and _computes(n)]
+    returned = [leaf for leaves in outputs for leaf in leaves if isinstance(leaf, fx.Node)]
+    needed = closure([*returned, *also], slots)
+    members = [n for n in graph.nodes if n in needed and n.op not in ("placeholder", "output")]
     part = OutlinedPart(members, _not_needed)
-    read = {source for node in needed for source in node.all_input_nodes}
-    read.update(leaf for leaves in outputs for leaf in leaves if isinstance(leaf, fx.Node))
+    read = {source for node in needed for source in node.all_input_nodes}.union(returned)
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
-        if node in needed and node not in slots:
+        if node in needed:
             part.take(node, str(node.target))
             positions.append(position)
     for node, slot in sorted(slots.items(), key=lambda item: item[1]):
@@ -101,10 +103,6 @@ def extract(
     part.fill()
     part.end(tuple(outputs))
     return StageGraph(fx.GraphModule(root, part.graph), positions, shared)
-
-
-def _computes(node: fx.Node) -> bool:
-    return node.op not in ("placeholder", "output")
 
 
 def _not_needed(part: OutlinedPart, copies: NodeCopies, node: fx.Node) -> fx.Node:

@@ -43,10 +43,11 @@ def find_flow(top: fx.GraphModule, plan: ChainPlan) -> StageFlow:
             result = _FakeRun(module_of(top, call)).run(*arguments)
             by_index = result if isinstance(result, (tuple, list)) else (result,)
             values.update({value: by_index[index] for index, value in results(call).items()})
-    return StageFlow(
-        [tuple(_described(values[node]) for node in stage) for stage in plan.received],
-        tuple(_described(values[node]) for node in plan.returned),
-    )
+
+    def kinds(nodes: list[fx.Node]) -> tuple[torch.Tensor, ...]:
+        return tuple(described(values[node], values[node].requires_grad) for node in nodes)
+
+    return StageFlow(list(map(kinds, plan.received)), kinds(plan.returned))
 
 
 class _FakeRun(fx.Interpreter):
@@ -74,7 +75,13 @@ def _mode_of(top: fx.GraphModule) -> Any:
     return _compat.fake_mode_of(list(tensors_in(list(values))))
 
 
-def _described(value: Any) -> torch.Tensor:
-    return torch.empty(value.shape, dtype=value.dtype, device="meta").requires_grad_(
-        value.requires_grad
-    )
+def described(
+    tensor: torch.Tensor, requires_grad: bool, device: torch.device | str = "meta"
+) -> torch.Tensor:
+    """A contiguous tensor of the same kind, without values, on another device."""
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return empty.requires_grad_(requires_grad and is_differentiable(tensor))
+
+
+def is_differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
