@@ -128,13 +128,7 @@ from graphopt._compat.tensors import (
     version_kept,
     version_of,
 )
-from graphopt._compat.torch_functions import (
-    function_asked,
-    function_modes,
-    hooks_on_saved_tensors,
-    reads_metadata,
-    runs_mode,
-)
+from graphopt._compat.torch_functions import function_asked, reads_metadata, runs_mode
 from graphopt._compat.tracers import (
     asking_for_tracers,
     backward_sequence_number,
@@ -153,11 +147,9 @@ from graphopt._compat.tracers import (
     record_known,
     record_number,
     record_truth,
-    recorded,
 )
 from graphopt._compat.trees import (
     ONE_VALUE,
-    Applied,
     flatten_arguments,
     flatten_results,
     is_applied,

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch._functorch.autograd_function import AutogradFunctionApply
 from torch.autograd.function import FunctionMeta
-from torch.fx.experimental import proxy_tensor
+
+from graphopt._compat.tracers import is_traced
 
 _one_at_a_time = threading.RLock()
 
@@ -30,7 +31,7 @@ def functions_seen_by(handler: Callable[[Any], None]) -> Iterator[None]:
     own = threading.get_ident()
 
     def looked_up(cls: Any, name: str) -> Any:
-        if name == "forward" and threading.get_ident() == own and is_tracing():
+        if name == "forward" and threading.get_ident() == own and is_traced():
             handler(cls)
         return type.__getattribute__(cls, name)
 
@@ -40,11 +41,6 @@ def functions_seen_by(handler: Callable[[Any], None]) -> Iterator[None]:
             yield
         finally:
             del FunctionMeta.__getattribute__
-
-
-def is_tracing() -> bool:
-    """True if operators on this thread become nodes."""
-    return proxy_tensor.get_proxy_mode() is not None
 
 
 def is_generated(cls: type) -> bool:

@@ -7,7 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from graphopt._compat.process_groups import group_named
 
 
 def clear_cublas_workspaces() -> None:
@@ -42,13 +43,8 @@ def end_allocation(device: torch.device, pool: tuple[int, int]) -> None:
 
 def uses_nccl(group_name: str) -> bool:
     """True if a process group sends CUDA tensors through NCCL."""
-    if not dist.is_available() or not dist.is_initialized():
-        return False
-    from torch.distributed import distributed_c10d
-
-    resolve: Any = distributed_c10d._resolve_process_group  # its type differs between versions
+    group = group_named(group_name)
     try:
-        backend = resolve(group_name)._get_backend(torch.device("cuda"))
-    except (RuntimeError, ValueError):  # no such group, or one that does not take CUDA tensors
+        return group is not None and group._get_backend(torch.device("cuda")).name() == "nccl"
+    except (RuntimeError, ValueError):  # it does not take CUDA tensors
         return False
-    return bool(backend.name() == "nccl")

@@ -62,8 +62,11 @@ def code_maker(graph: fx.Graph) -> tuple[Any, Any]:
 
 
 def copy_codegen(source: fx.Graph, destination: fx.Graph) -> None:
-    """Copies the pytree convention of `source`'s arguments and results to `destination`."""
-    destination.set_codegen(copy.deepcopy(source._codegen))
+    """Copies the pytree convention of `source`'s arguments and results to `destination`.
+
+    Their structure is not copied: nobody changes it, and copying warns in torch 2.13.
+    """
+    destination.set_codegen(copy.copy(source._codegen))
 
 
 def copy_node(

@@ -251,8 +251,6 @@ def backward_sequence_number() -> int | None:
     return None if node is None else int(node._sequence_nr())
 
 
-def asking_for_tracers() -> list[tuple[Any, str, Callable[[], bool]]]:
-    """Replacements of the "is tracing" checks in torch's layers by ones that answer no."""
-    name = "_is_make_fx_tracing"
-    attention = torch.nn.modules.activation
-    return [(attention, name, lambda: False)] if hasattr(attention, name) else []
+def asking_for_tracers() -> tuple[Any, str, Callable[[], bool]]:
+    """A replacement of the "is tracing" check of torch's attention by one that answers no."""
+    return torch.nn.modules.activation, "_is_make_fx_tracing", lambda: False

@@ -17,7 +17,7 @@ from graphopt.manager.declaration import Pass
 from graphopt.manager.edits import Edits
 from graphopt.manager.options import PassArgumentError
 from graphopt.manager.problems import Refused
-from graphopt.manager.reproducers import saved
+from graphopt.manager.reproducers import reproducing_command
 from graphopt.manager.text import Pipeline, is_text, marked_text
 from graphopt.verify import Problem
 from graphopt.verify.differences.difference import HINT
@@ -115,11 +115,8 @@ class StageAttempt:
         gm = self.gm
         if gm.graph is not self.given:
             gm = _compat.lazy_graph_module(gm, self.given)
-        path, failure = saved(gm, self.folder)
-        if path is None:
-            return failure
         stages = shlex.quote(" -> ".join(self.done))
-        return f"graphopt optimize {shlex.quote(str(path))} --stages {stages}"
+        return reproducing_command(gm, self.folder, f"--stages {stages}")
 
 
 def refusal_of_stage(refused: Refused, attempt: StageAttempt) -> VerificationError:
@@ -196,14 +193,9 @@ def _node_lines(nodes: Sequence[fx.Node]) -> list[str]:
 
 
 def _reproduce(context: PassContext, folder: Path) -> str:
-    path, failure = saved(context.gm, folder)
-    if path is None:
-        return failure
     step = Pipeline([context.pipeline[context.index]])
-    if not is_text(step):
-        return f"{path} holds the graph; the options have no text form"
-    command = f"graphopt optimize {shlex.quote(str(path))} --pipeline {shlex.quote(str(step))}"
-    return command + _import_option(context.pass_)
+    options = f"--pipeline {shlex.quote(str(step))}{_import_option(context.pass_)}"
+    return reproducing_command(context.gm, folder, options if is_text(step) else None)
 
 
 def _import_option(pass_: Pass) -> str:

@@ -13,7 +13,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.ir.operators import is_operator, row
 from graphopt.manager.literals import literal
-from graphopt.readable.columns import readable_bytes
+from graphopt.readable.columns import aligned, readable_bytes
 
 META_KEY = "graphopt_passes"
 """The key in `gm.meta` of the list of records."""
@@ -154,14 +154,11 @@ class Report(list[PassRecord]):
     """
 
     def __str__(self) -> str:
-        rows = [_COLUMNS, *map(_columns, self)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = []
-        for texts, record in zip(rows, [None, *self], strict=True):
-            cells = (cell.ljust(width) for cell, width in zip(texts, widths, strict=True))
-            lines.append("  ".join(cells).rstrip())
-            notes = record.note.splitlines() if record is not None else ()
-            for note in notes:
+        head, *texts = aligned([_COLUMNS, *map(_columns, self)])
+        lines = [head]
+        for text, record in zip(texts, self, strict=True):
+            lines.append(text)
+            for note in record.note.splitlines():
                 wrapped = textwrap.wrap(note, 76, break_long_words=False, break_on_hyphens=False)
                 lines += [f"    {line}" for line in wrapped]
         return "\n".join(lines)

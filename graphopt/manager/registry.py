@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import PassDefinitionError, PipelineSyntaxError
-from graphopt.graph_utils.ordering import earliest_order
+from graphopt.graph_utils.ordering import earliest_order, shortest_cycle
 from graphopt.manager.declaration import Pass
 from graphopt.manager.names import suggestion
 
@@ -186,7 +186,7 @@ def _refuse_circle(constraints: Iterable[tuple[str, str, str]], pass_: Pass) -> 
     followers: dict[str, list[str]] = {}
     for first, second, _ in constraints:
         followers.setdefault(first, []).append(second)
-    circle = _circle_through(followers, pass_.name)
+    circle = shortest_cycle(followers, pass_.name)
     if circle == [pass_.name, pass_.name]:
         raise PassDefinitionError(f"pass {_place(pass_)} is to come after itself")
     if circle is not None:
@@ -194,20 +194,3 @@ def _refuse_circle(constraints: Iterable[tuple[str, str, str]], pass_: Pass) -> 
             f"pass {_place(pass_)} closes a circle of constraints, which no order can keep:\n    "
             + " -> ".join(circle)
         )
-
-
-def _circle_through(followers: Mapping[str, Iterable[str]], name: str) -> list[str] | None:
-    """Returns the shortest cycle of constraints through a pass, or None."""
-    came_from: dict[str, str] = {}
-    pending = [name]
-    for current in pending:  # grows while it is read
-        for follower in followers.get(current, ()):
-            if follower not in came_from:
-                came_from[follower] = current
-                pending.append(follower)
-    if name not in came_from:
-        return None
-    circle = [name, came_from[name]]
-    while circle[-1] != name:
-        circle.append(came_from[circle[-1]])
-    return circle[::-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -30,13 +31,19 @@ def _temporary() -> Path:
     return Path(tempfile.mkdtemp(prefix=f"{FOLDER}-"))
 
 
-def saved(gm: fx.GraphModule, folder: Path) -> tuple[Path | None, str]:
-    """Saves a graph. Returns the new file and an empty text, or None and the reason why there is
-    none."""
+def reproducing_command(gm: fx.GraphModule, folder: Path, options: str | None) -> str:
+    """Saves a graph, and returns the command that runs passes or stages on it.
+
+    Args:
+        options: which ones; None where that has no text form.
+    """
     try:
-        return _save(gm, folder), ""
+        path = _save(gm, folder)
     except Exception as error:  # the error that is being explained matters more
-        return None, f"no file was written ({type(error).__name__}: {error})"
+        return f"no file was written ({type(error).__name__}: {error})"
+    if options is None:
+        return f"{path} holds the graph; the options have no text form"
+    return f"graphopt optimize {shlex.quote(str(path))} {options}"
 
 
 def _save(gm: fx.GraphModule, folder: Path) -> Path:

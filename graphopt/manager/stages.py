@@ -123,7 +123,8 @@ class StageRunner:
             record = PassRecord(stage.name, {"graph": which.name}, stage=True)
             record.before, before = counted, _kept(stage, derived)
             start = time.perf_counter()
-            derived = _applied(stage, derived, which, attempt)
+            with crashes_explained(attempt):
+                derived = stage.apply(derived, which)
             record.seconds = time.perf_counter() - start
             stage.describe(record)
             problems = self._problems(stage, record, launches, derived, before, proof)
@@ -203,13 +204,6 @@ def _kept(stage: GraphStage, gm: fx.GraphModule) -> fx.Graph:
         return gm.graph
     copy, _ = copy_graph(gm.graph)
     return _compat.lazy_graph_module(gm, copy).graph
-
-
-def _applied(
-    stage: GraphStage, gm: fx.GraphModule, which: DerivedGraph, attempt: StageAttempt
-) -> fx.GraphModule:
-    with crashes_explained(attempt):
-        return stage.apply(gm, which)
 
 
 @contextmanager

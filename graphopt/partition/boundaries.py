@@ -118,7 +118,7 @@ def _leaves(node: fx.Node) -> Iterator[torch.Tensor | torch.SymInt]:
 
 def _symbols(node: fx.Node) -> set[Any]:
     """Returns the symbols in the sizes of a value."""
-    return {symbol for leaf in _leaves(node) for symbol in free_symbols(leaf)}
+    return free_symbols(list(_leaves(node)))
 
 
 def _plain_sizes(node: fx.Node) -> Iterator[Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 
 import networkx as nx
 
 from graphopt.errors import PartitionError
-from graphopt.graph_utils.ordering import earliest_order
+from graphopt.graph_utils.ordering import earliest_order, shortest_cycle
 from graphopt.partition.assignment import Dependencies, Partition
 
 
@@ -26,10 +25,10 @@ class PartitionCycleError(PartitionError):
     """
 
     def __init__(self, cycle: Sequence[Partition], dependencies: Dependencies) -> None:
-        self.cycle = [partition.name for partition in cycle]
-        closed = [*cycle, cycle[0]]
-        lines = ["partitions depend on each other: " + " -> ".join(p.name for p in closed)]
-        for before, after in pairwise(closed):
+        names = [partition.name for partition in cycle]
+        self.cycle = names[:-1]
+        lines = ["partitions depend on each other: " + " -> ".join(names)]
+        for before, after in pairwise(cycle):
             lines.append(f"  {before.name} -> {after.name}:  {dependencies[before, after]}")
         lines.append('  hint:  give these nodes one partition, or pass on_cycle="merge"')
         super().__init__("\n".join(lines))
@@ -56,25 +55,14 @@ def cyclic_groups(dependencies: Dependencies) -> list[set[Partition]]:
     return [component for component in components if len(component) > 1]
 
 
-def shortest_cycle(partitions: Sequence[Partition], dependencies: Dependencies) -> list[Partition]:
-    """Returns the shortest cycle through the first partition that is in one."""
+def first_cycle(partitions: Sequence[Partition], dependencies: Dependencies) -> list[Partition]:
+    """Returns the shortest cycle through the first partition that is in one, which is its first and
+    its last."""
     cyclic = {partition for group in cyclic_groups(dependencies) for partition in group}
     start = next(partition for partition in partitions if partition in cyclic)
-    followers: dict[Partition, list[Partition]] = {partition: [] for partition in partitions}
-    for before, after in dependencies:
-        followers[before].append(after)
-    came_from: dict[Partition, Partition] = {}
-    pending = deque([start])
-    while start not in came_from:
-        partition = pending.popleft()
-        for follower in followers[partition]:
-            if follower not in came_from:
-                came_from[follower] = partition
-                pending.append(follower)
-    cycle = [came_from[start]]
-    while cycle[-1] is not start:
-        cycle.append(came_from[cycle[-1]])
-    return cycle[::-1]
+    cycle = shortest_cycle(nx.DiGraph(list(dependencies)).adj, start)
+    assert cycle is not None
+    return cycle
 
 
 def check_order(partitions: Sequence[Partition], dependencies: Dependencies) -> None:

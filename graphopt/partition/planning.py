@@ -22,7 +22,7 @@ from graphopt.partition.ordering import (
     PartitionCycleError,
     check_order,
     cyclic_groups,
-    shortest_cycle,
+    first_cycle,
     stable_order,
 )
 from graphopt.partition.regions import RegionBounds, find_regions, find_states
@@ -57,7 +57,7 @@ def make_plan(
         dependencies = find_dependencies(graph, attributes, assignment, states)
         order = stable_order(distinct(assignment), dependencies)
     if order is None:
-        raise PartitionCycleError(shortest_cycle(distinct(assignment), dependencies), dependencies)
+        raise PartitionCycleError(first_cycle(distinct(assignment), dependencies), dependencies)
     if keep_original_order:
         order = distinct(assignment)
         check_order(order, dependencies)

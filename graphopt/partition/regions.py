@@ -12,6 +12,7 @@ mode as the whole graph does, so that it can run alone.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from torch import fx
 
@@ -39,7 +40,7 @@ class RegionBounds:
         """Returns all nodes to run for a partition."""
         if not self.states:
             return partition.nodes
-        return [*self.before[partition], *partition.nodes, *self.after[partition]]
+        return [*self.before[partition], *partition.nodes, *self.after.get(partition, ())]
 
 
 def find_states(graph: fx.Graph) -> frozenset[fx.Node]:
@@ -54,36 +55,17 @@ def find_regions(assignment: Assignment, states: frozenset[fx.Node]) -> RegionBo
     if not states:
         return regions
     _check_contiguous(assignment)
-    grad_at_end = _grad_at_end(assignment, states)
     active: list[fx.Node] = []
-    current: Partition | None = None
     for node, partition in assignment.items():
-        if partition is not current:
-            if current is not None:
-                regions.after[current] = _unwinding(active, grad_at_end)
+        if partition not in regions.before:
             regions.before[partition] = list(active)
-            current = partition
-        if node in states:
-            _switch(active, node)
-    if current is not None:
-        regions.after[current] = []
+        # A region without an end is entered by the first partition, for all.
+        if node in states and not is_endless(node):
+            switch_mode(active, node)
+    grad_at_end = _setting_outside(active)
+    for partition, following in pairwise(regions.before):
+        regions.after[partition] = _unwinding(regions.before[following], grad_at_end)
     return regions
-
-
-def _switch(active: list[fx.Node], node: fx.Node) -> None:
-    """Updates the active regions after `node`, in graph order."""
-    # A region without an end is entered by the first partition, for all.
-    if not is_endless(node):
-        switch_mode(active, node)
-
-
-def _grad_at_end(assignment: Assignment, states: frozenset[fx.Node]) -> fx.Node | None:
-    """Returns the grad-mode setting in effect at the end of the graph, or None."""
-    active: list[fx.Node] = []
-    for node in assignment:
-        if node in states:
-            _switch(active, node)
-    return _setting_outside(active)
 
 
 def _setting_outside(active: list[fx.Node]) -> fx.Node | None:

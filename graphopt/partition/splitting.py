@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from torch import fx, nn
 
-from graphopt._compat.partition import is_persistent, share_signature
+from graphopt import _compat
+from graphopt._compat.partition import is_persistent
 from graphopt.errors import PartitionError
 from graphopt.partition.assignment import Partition, SplitCallback, unique_name
 from graphopt.partition.boundaries import VALUE_KEYS
@@ -133,18 +134,10 @@ def _copy(
     *,
     name: str | None,
     target: Any = None,
-) -> fx.Node:
+) -> None:
     """Appends a copy of `node` that reads `values`. A `name` of None names it after its target."""
-    new = graph.create_node(
-        node.op, node.target if target is None else target, (), {}, name, node.type
-    )
-    # Set afterwards, for `create_node` walks through all arguments in Python.
-    new.args = fx.node.map_arg(node.args, values.__getitem__)
-    if node.kwargs:
-        new.kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
-    new.meta.update(node.meta)
-    values[node] = new
-    return new
+    held = (name, node.target if target is None else target, node.args, node.kwargs, node.meta)
+    values[node] = _compat.copy_node(graph, node, values.__getitem__, held)
 
 
 def _graph_module(
@@ -258,7 +251,7 @@ class _Parent:
             _copy(node, self._graph, self._values, name=node.name)
 
     def end(self) -> fx.GraphModule:
-        share_signature(self._m.graph, self._graph)
+        _compat.copy_codegen(self._m.graph, self._graph)
         result = _graph_module(self._graph, self._read, self._children, self._m.training)
         result.meta.update(self._m.meta)
         # Which children are partitions: an attribute may be a module as well.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from graphopt.readable.listing import Listing, ListingRow
 
@@ -41,6 +41,15 @@ def cells(row: ListingRow, *, bytes: bool, places: bool) -> Iterator[tuple[str, 
         yield "note", f"{row.note}  "
     if places:
         yield "place", row.place
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows of a table as lines, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def readable_bytes(count: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphopt.readable.columns import readable_bytes
+from graphopt.readable.columns import aligned, readable_bytes
 from graphopt.schedule.pictures import parameters_text, reader_text
 from graphopt.schedule.simulated_step import CollectiveSlot, SimulatedStep
 
@@ -23,12 +23,7 @@ def collectives_text(step: SimulatedStep) -> str:
     """
     if not step.collectives:
         return ""
-    rows = [_HEADS, *(tuple(_cells(slot)) for slot in step.collectives)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = aligned([_HEADS, *(tuple(_cells(slot)) for slot in step.collectives)])
     return "\n".join([f"collectives, predicted: {step}", *lines]) + "\n"
 
 

@@ -26,7 +26,7 @@ from graphopt.tracing.interception.replaced_functions import calling_frame, repl
 def as_in_eager() -> Iterator[None]:
     """While active, layers choose their kernels as if nothing was traced."""
     with replaced(
-        (torch.overrides, "has_torch_function", _have_own_code), *_compat.asking_for_tracers()
+        (torch.overrides, "has_torch_function", _have_own_code), _compat.asking_for_tracers()
     ):
         yield
 
