@@ -70,16 +70,16 @@ class Effects:
         if isinstance(value, torch.Tensor):
             key = self._storage(node, value)
             if node in self._parent:
-                self._join(node, key)
+                self.join(node, key)
             else:  # nearly always: it is in no class so far
                 self._parent[node] = self._find(key)
         for source in self.calls.shared_with(node):
-            self._join(source, node)
+            self.join(source, node)
         op = node.op
         if op == "placeholder":
             self._inputs[self._find(node)] = node
         elif op == "get_attr":
-            self._join(("attribute", node.target), node)
+            self.join(("attribute", node.target), node)
             self._fixed.add(self._find(node))
 
     def _storage(self, node: fx.Node, value: torch.Tensor) -> object:
@@ -106,7 +106,8 @@ class Effects:
             item, parent = parent, above
         return parent
 
-    def _join(self, a: object, b: object) -> None:
+    def join(self, a: object, b: object) -> None:
+        """Merges the alias classes of `a` and `b`: nodes, or keys of storages."""
         first, second = self._find(a), self._find(b)
         if first == second:
             return
@@ -130,10 +131,6 @@ class Effects:
         tensors = (leaf for leaf in _compat.tree_leaves(value) if isinstance(leaf, torch.Tensor))
         storages = (self._storage(node, tensor) for tensor in tensors)
         return list(dict.fromkeys(map(self._find, (node, *storages))))
-
-    def join(self, a: fx.Node, b: fx.Node) -> None:
-        """Merges the alias classes of `a` and `b`."""
-        self._join(a, b)
 
     def same(self, a: fx.Node, b: fx.Node) -> bool:
         """True if two nodes may share storage."""

@@ -61,29 +61,23 @@ class ListCall:
     def reads(self, item: int) -> list[tuple[fx.Node, int | None]]:
         """Returns the inputs of one entry alone: (node, None), or (node, index) of a list-valued
         node."""
-        found: list[tuple[fx.Node, int | None]] = []
-        for value in self.lists.values():
-            if isinstance(value, fx.Node):
-                found.append((value, item))
-            elif isinstance(value[item], fx.Node):
-                found.append((value[item], None))
-        return found
+        values = self.lists.items()
+        return [each for position, value in values for each in self._in(position, value, item)]
 
     def needs(self, item: int, names: Collection[str]) -> list[tuple[fx.Node, int | None]]:
-        """Returns the inputs of one entry among the named arguments, as `reads` does; shared ones
-        come last, without an index."""
-        found: list[tuple[fx.Node, int | None]] = []
+        """Returns the inputs of one entry among the named arguments, as `reads` does; those of
+        shared arguments are without an index."""
         schema = _compat.schema_of(self.node.target).arguments
-        for position, value in _given(self.node):
-            if schema[position].name not in names:
-                continue
-            if position not in self.lists:
-                found += [(node, None) for node in nodes_in(value)]
-            elif isinstance(value, fx.Node):
-                found.append((value, item))
-            else:
-                found += [(node, None) for node in nodes_in(value[item])]
-        return found
+        values = [(at, value) for at, value in _given(self.node) if schema[at].name in names]
+        return [each for position, value in values for each in self._in(position, value, item)]
+
+    def _in(self, position: int, value: Any, item: int) -> Iterator[tuple[fx.Node, int | None]]:
+        """Yields the inputs of one entry in an argument."""
+        if position in self.lists and isinstance(value, fx.Node):
+            yield value, item
+        else:
+            own = value[item] if position in self.lists else value
+            yield from ((node, None) for node in nodes_in(own))
 
     def given(self, item: int) -> list[fx.Node]:
         """Returns the input nodes of one entry, the shared ones last."""

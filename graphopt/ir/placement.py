@@ -87,11 +87,6 @@ class Placement:
         return ", ".join(map(str, self.axes))
 
     @property
-    def value(self) -> str:
-        """The text of the placement in files."""
-        return str(self)
-
-    @property
     def rows(self) -> int | None:
         """The dimension that is cut along the last axis, or None."""
         last = self.axes[-1]
@@ -123,4 +118,4 @@ def placement_of(placeholder: fx.Node) -> Placement:
 
 def set_placement(placeholder: fx.Node, placement: Placement) -> None:
     """Sets how the ranks hold the value of a placeholder."""
-    placeholder.meta[PLACEMENT] = placement.value
+    placeholder.meta[PLACEMENT] = str(placement)

@@ -14,7 +14,13 @@ from graphopt import _compat
 from graphopt.graph_utils import is_collective, is_wait, tensors_in, written
 from graphopt.ir.metadata import known_value, phase_of
 from graphopt.iter_graph import IterGraph
-from graphopt.rewriting.matching import CallsByTarget, Match, PatternSearch, match_of
+from graphopt.rewriting.matching import (
+    CallsByTarget,
+    Match,
+    PatternSearch,
+    calls_by_target,
+    match_of,
+)
 from graphopt.rewriting.patterns import Pattern, RewriteError, parameters_of, trace
 
 _SIZE = 4
@@ -137,7 +143,7 @@ def exchanges(
 
 
 def _matches(graph: fx.Graph, rule: Rule) -> Iterator[Match]:
-    targets = CallsByTarget(graph)
+    targets = calls_by_target(graph)
     for rough in _rough_matches(graph, rule, targets):
         try:
             exact = rule.traced("pattern", rough)

@@ -61,18 +61,17 @@ class Match:
         return (*self.results, *self.gradients)
 
 
-class CallsByTarget:
-    """The calls of a graph, indexed by target."""
+CallsByTarget = Mapping[Any, Sequence[fx.Node]]
+"""The calls of a graph by their targets, where all operators that only reshape count as one."""
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self._nodes: dict[Any, list[fx.Node]] = defaultdict(list)
-        for node in graph.nodes:
-            if node.op == "call_function":
-                self._nodes[_kind(node)].append(node)
 
-    def like(self, node: fx.Node) -> list[fx.Node]:
-        """Returns the calls with the same target as `node`."""
-        return self._nodes.get(_kind(node), [])
+def calls_by_target(graph: fx.Graph) -> CallsByTarget:
+    """Returns the calls of a graph, indexed by target."""
+    found: dict[Any, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            found[_kind(node)].append(node)
+    return found
 
 
 class PatternSearch:
@@ -87,18 +86,18 @@ class PatternSearch:
         self, pattern: Pattern, numbers: Mapping[float, str] | None = None, *, exact: bool
     ) -> None:
         self._numbers, self._exact = numbers or {}, exact
-        self._targets: CallsByTarget | None = None
+        self._targets: CallsByTarget = {}
         calls = pattern.calls
         self._calls = calls if exact else [node for node in calls if not _is_copy(node)]
 
     def everywhere(self, targets: CallsByTarget) -> Iterator[Binding]:
         """Yields all occurrences, in graph order of the rarest operator."""
-        if not self._calls or not all(targets.like(node) for node in self._calls):
+        if not self._calls or not all(_kind(node) in targets for node in self._calls):
             return
         self._targets = targets
-        rarest = min(self._calls, key=lambda node: len(targets.like(node)))
+        rarest = min(self._calls, key=lambda node: len(targets[_kind(node)]))
         order = self._order([rarest])
-        for candidate in targets.like(rarest):
+        for candidate in targets[_kind(rarest)]:
             yield from self._extend(order, 0, {rarest: candidate})
 
     def at(self, bound: Binding) -> Binding | None:
@@ -147,7 +146,7 @@ class PatternSearch:
         backward: those from the same source line."""
         first = next(found for one, found in bound.items() if isinstance(one, fx.Node))
         line = source_line(first)
-        others = [] if self._targets is None else self._targets.like(node)
+        others = self._targets.get(_kind(node), ())
         return [other for other in others if source_line(other) == line]
 
     def _readers(self, node: fx.Node) -> list[fx.Node]:

@@ -110,7 +110,7 @@ def _placeholders(graph: fx.Graph, inputs: Sequence[InputSpec]) -> Iterator[str]
     owners: dict[int, str] = {}
     for node, spec in zip(nodes, inputs, strict=True):
         if placement_of(node) != spec.placement:
-            yield f"{node.name} is {placement_of(node).value}, and the input {spec.placement.value}"
+            yield f"{node.name} is {placement_of(node)}, and the input {spec.placement}"
         value = known_value(node)
         if not isinstance(value, torch.Tensor):
             yield f"placeholder {node.name} has no tensor in its metadata"

@@ -137,12 +137,9 @@ class ComposedGraph:
             value = self._find(node)
         name = self._objects.name_of(value, str(node.target))
         if node.op == "get_attr" and self._objects.are_state and isinstance(value, torch.Tensor):
-            return self._input_of_state(name, node)
+            if name not in self._inputs:
+                self._inputs[name] = self.input(node, name)
+            return self._inputs[name]
         copy = self.graph.node_copy(node, values.__getitem__)
         copy.target = name
         return copy
-
-    def _input_of_state(self, name: str, node: fx.Node) -> fx.Node:
-        if name not in self._inputs:
-            self._inputs[name] = self.input(node, name)
-        return self._inputs[name]

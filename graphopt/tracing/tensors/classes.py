@@ -60,7 +60,7 @@ def check_class(name: str, tensor: torch.Tensor) -> None:
     if _is_distributed(kind):
         raise CaptureError(
             f"{name} is a DTensor, and a graph takes tensors that each rank holds in"
-            f" {Placement.FULL.value}",
+            f" {Placement.FULL}",
             hint="give the step the plain model and plain tensors (tensor.full_tensor()):"
             " graphopt.DataParallel averages the gradients",
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
 from torch import fx
 
-from graphopt.ir.operators import operator_of
+from graphopt.ir.operators import calls_of
 from graphopt.verify.dependency.segments import size_of
 from graphopt.verify.dependency.signatures import (
     Signature,
@@ -32,7 +32,7 @@ def less_sent(
             continue
         kept = set(same.values())
         gone = tuple(launch for launch in launches if launch not in kept)
-        message = f"{_sends(key, left)}, before it was {count}"
+        message = f"{signature_text(key[0])} sends {left} elements{key[1]}, before it was {count}"
         hint = "other ranks join every collective: fuse or split them, but keep all that they send"
         other = _other_attribute(key, old, new)
         if other is not None:
@@ -53,11 +53,6 @@ _ATTRIBUTE_HINTS = {
     " declare changes_numerics=True",
     "the group": "all ranks of a group join its collectives: keep the group",
 }
-
-
-def _sends(key: _Key, count: int) -> str:
-    signature, dtype = key
-    return f"{signature_text(signature)} sends {count} elements{dtype}"
 
 
 def _changed(what: str, key: _Key, instead: _Key, elements: tuple[int, int]) -> str:
@@ -96,13 +91,10 @@ def _attribute_between(key: _Key, other: _Key) -> str | None:
 
 
 def _totals(graph: fx.Graph, by_dtype: bool) -> _Totals:
-    counts: Counter[tuple[Signature, str]] = Counter()
-    launches: dict[tuple[Signature, str], list[fx.Node]] = {}
-    for node in graph.nodes:
-        if not operator_of(node).collective:
-            continue
+    found: _Totals = {}
+    for node in calls_of(graph, attrgetter("collective")):
         for tensor in sent_tensors(node):
             key = signature_of(node), f" of {tensor.dtype}" if by_dtype else ""
-            counts[key] += size_of(tensor) or 0
-            launches.setdefault(key, []).append(node)
-    return {key: (counts[key], launches[key]) for key in launches}
+            count, launches = found.get(key, (0, []))
+            found[key] = count + (size_of(tensor) or 0), [*launches, node]
+    return found

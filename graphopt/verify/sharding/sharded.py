@@ -206,8 +206,10 @@ class _AllRanksTranslation(ComputedBlocks):
                 ):
                     self._exchanged[node] = self._copies[sent]
                     return
-            if kind.startswith(("reduce_scatter", "all_gather")):
-                self._check_size(node)
+            has_size = kind.startswith(("reduce_scatter", "all_gather"))
+            if has_size and argument(node, "group_size") != self._ranks:
+                message = f"%{node.name} has another number of ranks than the mesh"
+                raise NotOfBlocksError(message, node)
             if kind == "reduce_scatter_tensor" and not self._is_partial(sent):
                 self._scattered(node, self._copies[sent], str(node.args[1]))
                 return
@@ -218,10 +220,6 @@ class _AllRanksTranslation(ComputedBlocks):
                 self._norms[node] = self._norms[sent].reduced(str(node.args[1]), node)
                 return
         self._copy(node)
-
-    def _check_size(self, node: fx.Node) -> None:
-        if argument(node, "group_size") != self._ranks:
-            raise NotOfBlocksError(f"%{node.name} has another number of ranks than the mesh", node)
 
     def _scattered(self, node: fx.Node, sent: fx.Node, how: str) -> None:
         """Replaces a scattered reduction by the reduction of the whole value."""

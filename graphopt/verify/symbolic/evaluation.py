@@ -269,7 +269,10 @@ class _Evaluator:
             return self._communication.launched(node)
         if self._callees.of(node, node.target).writes_unseen:
             raise NotDecidedError("it updates arguments that its schema does not declare", node)
-        return self._call_with_workspaces(node) if traits.workspaces else self._call(node)
+        found = self._call(node)
+        for source in overwritten(node) if traits.workspaces else ():
+            self._updates.taken(node, source)  # scratch memory, which nobody may use afterwards
+        return found
 
     def _call_user_operator(self, node: fx.Node, form: FunctionalForm) -> Any:
         """Evaluates a user's operator that writes to its arguments, by its functional form."""
@@ -282,14 +285,6 @@ class _Evaluator:
             self._updates.written(node, destination, reduce(operator.getitem, path, found))
         own, _ = form.split(found)
         return own[0] if form.gives_one else tuple(own)
-
-    def _call_with_workspaces(self, node: fx.Node) -> Any:
-        """Evaluates a call that uses arguments as scratch memory, which nobody may use
-        afterwards."""
-        found = self._call(node)
-        for source in overwritten(node):
-            self._updates.taken(node, source)
-        return found
 
     def _call(self, node: fx.Node) -> Any:
         self._reading.refuse_pending(node)

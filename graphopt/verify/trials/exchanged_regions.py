@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -183,25 +183,17 @@ def _extracted(region: Region) -> fx.Graph | fx.Node:
     for node in sorted(_between(region.outputs, region.inputs) - set(region.inputs)):
         if node.op != "call_function":
             return node
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+        given = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        copies[node] = graph.call_function(cast(Any, node.target), *given)
+        copies[node].meta = node.meta
     graph.output([copies[node] for node in region.outputs])
     return graph
 
 
 def _text(graph: fx.Graph) -> str:
     """Returns a text that is equal for graphs with the same computation and kinds of tensors."""
-    numbers = {node: index for index, node in enumerate(graph.nodes)}
-    lines = []
-    for node in graph.nodes:
-        args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
-        held = known_value(node) if node.op == "placeholder" else None
-        kind = (
-            (tuple(held.shape), held.stride(), held.dtype)
-            if isinstance(held, torch.Tensor)
-            else None
-        )
-        lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {args} {kind}")
-    return "\n".join(lines)
+    held = [known_value(node) for node in graph.find_nodes(op="placeholder")]
+    return f"{graph} {list(map(layout_of, tensors_in(held)))}"
 
 
 def _compared(place: RewrittenPlace, before: fx.Graph, after: fx.Graph) -> Iterator[Problem]:

@@ -101,7 +101,7 @@ def _devices(graph: fx.Graph) -> set[str]:
 
 def _trials(before: fx.GraphModule, after: fx.GraphModule) -> Iterator[LargestDifference | None]:
     """Yields the gap of each conclusive trial, up to the first that finds a difference."""
-    if not _returns_as_much(before.graph, after.graph):
+    if [*map(len, get_outputs(before.graph))] != [*map(len, get_outputs(after.graph))]:
         return  # equal numbers would not excuse it
     groups = _groups([before.graph, after.graph])
     count = max((max(ranks) + 1 for ranks in groups.values()), default=1)
@@ -118,11 +118,6 @@ def _trials(before: fx.GraphModule, after: fx.GraphModule) -> Iterator[LargestDi
                 return
         if time.monotonic() > end:
             return
-
-
-def _returns_as_much(before: fx.Graph, after: fx.Graph) -> bool:
-    old, new = ([*map(len, get_outputs(graph))] for graph in (before, after))
-    return old == new
 
 
 def _groups(graphs: Sequence[fx.Graph]) -> Mapping[str, Sequence[int]]:
