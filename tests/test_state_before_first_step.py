@@ -287,6 +287,28 @@ def _doubles_first_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> No
             parameter.grad.mul_(2)
 
 
+class Around(Optimizer):
+    """An optimizer around another one, which does not call the constructor of its base."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.state = optimizer, optimizer.state
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_an_optimizer_without_the_attributes_of_its_base(name: str) -> None:
+    assert_as_eager(plain, lambda parameters: Around(OPTIMIZERS[name](parameters)), layers())
+
+
 def test_momenta_of_gradients_that_are_sparse() -> None:
     """The first one is sparse, as the gradient is, and so no sum of zeros."""
 

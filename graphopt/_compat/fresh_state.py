@@ -42,8 +42,6 @@ def makes_state_first(optimizer: Optimizer) -> bool:
     """True if the state of one of torch's own optimizers can be made before its first step."""
     kind = type(optimizer)
     names = ("_init_group", "__setattr__", "__getattribute__")
-    if any(_hooks_around(optimizer)):
-        return False  # they may look at it
     if any(name in vars(optimizer) for name in names) or not _steps_as_its_class(optimizer):
         return False
     if not _have_known_kinds(optimizer):
@@ -51,8 +49,12 @@ def makes_state_first(optimizer: Optimizer) -> bool:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return False
     if kind in _LIKE_GRADIENTS:  # gradients lie in memory as these parameters do
-        return all(map(_is_dense, _parameters(optimizer)))
-    return kind in _OF_PARAMETERS or (kind is SGD and all(map(_begins, optimizer.param_groups)))
+        known = all(map(_is_dense, _parameters(optimizer)))
+    else:
+        known = kind in _OF_PARAMETERS or (
+            kind is SGD and all(map(_begins, optimizer.param_groups))
+        )
+    return known and not any(_hooks_around(optimizer))  # hooks may look at it
 
 
 def _hooks_around(optimizer: Optimizer) -> tuple[Any, ...]:
