@@ -171,13 +171,8 @@ def _row(target: _compat.OpOverload) -> Operator:
         metadata_only=name in METADATA_ONLY,
         one_tensor_twice=name in ONE_TENSOR_TWICE,
         drops=name in DROPOUTS,
-        rounds=_ROUNDS.get(_name_with_overload(target), ()),
+        rounds=_ROUNDS.get(f"{name}.{schema.overload_name}".removesuffix("."), ()),
     )
-
-
-def _name_with_overload(target: _compat.OpOverload) -> str:
-    name, overload = _compat.operator_name(target), _compat.schema_of(target).overload_name
-    return f"{name}.{overload}" if overload else name
 
 
 def _aliases(schema: Any) -> tuple[tuple[int, ...], ...]:

@@ -5,7 +5,7 @@ They need no evaluation: each looks at single nodes and their former selves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from graphopt.graph_utils import get_output, get_outputs
 from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import argument, operator_of
 from graphopt.verify.problems import Problem
+from graphopt.verify.values.remembered_calls import same_arguments
 from graphopt.verify.values.terms import layout_of
 
 Same = Mapping[fx.Node, fx.Node]
@@ -65,7 +66,7 @@ def changed_arguments(after: fx.Graph, same: Same) -> Iterator[Problem]:
             continue
         if node.target != was.target:
             yield Problem(f"%{node.name} is another operator than before", (node, was))
-        elif _plain_arguments(node) != _plain_arguments(was):
+        elif not _gets_the_same(node, was):
             yield Problem(
                 f"%{node.name} gets other arguments than before, besides those that are computed",
                 (node, was),
@@ -80,19 +81,15 @@ def _renames(node: fx.Node) -> bool:
     return traits.item or traits.elements in ("cat", "same")
 
 
-def _plain_arguments(node: fx.Node) -> Any:
-    given: Any = (node.args, node.kwargs)
+def _gets_the_same(node: fx.Node, was: fx.Node) -> bool:
+    """True if two calls of one operator have equal arguments, computed ones aside."""
+    now, before = ((n.args, n.kwargs) for n in (node, was))
     if operator_of(node).listed:
-        is_list = (tuple, list)
-        args = [None if isinstance(value, is_list) else value for value in node.args]
-        given = args, {k: v for k, v in node.kwargs.items() if not isinstance(v, is_list)}
-    return fx.node.map_aggregate(given, _mark)
+        now, before = _without_lists(*now), _without_lists(*before)
+    return same_arguments(now, before, lambda _, other: isinstance(other, fx.Node))
 
 
-def _mark(value: Any) -> Any:
-    if isinstance(value, fx.Node):
-        return _NODE
-    return repr(value) if isinstance(value, (bool, int, float)) else value
-
-
-_NODE = object()
+def _without_lists(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    lists = (tuple, list)
+    plain = {name: value for name, value in kwargs.items() if not isinstance(value, lists)}
+    return [None if isinstance(value, lists) else value for value in args], plain

@@ -199,11 +199,8 @@ class _AllRanksTranslation(ComputedBlocks):
         if node.args[-1] == self._group and isinstance(sent, fx.Node):
             if kind == "all_to_all_single" and not self._is_partial(sent):
                 size = fake_value(sent).numel() // self._ranks
-                if (
-                    list(cast(Any, node.args[1]))
-                    == list(cast(Any, node.args[2]))
-                    == ([size] * self._ranks)
-                ):
+                sizes = [list(cast(Any, each)) for each in node.args[1:3]]
+                if sizes == 2 * [[size] * self._ranks]:
                     self._exchanged[node] = self._copies[sent]
                     return
             has_size = kind.startswith(("reduce_scatter", "all_gather"))

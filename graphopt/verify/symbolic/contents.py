@@ -7,7 +7,7 @@ between both. A write through a view replaces those elements of the owner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any
@@ -46,6 +46,7 @@ class StorageContents:
     Attributes:
         current: the values of nodes, except those overwritten through another node since they were
             last read.
+        written: the owners whose storage was updated, in order.
         possible: nodes that may or may not share the storage of another one.
     """
 
@@ -56,7 +57,7 @@ class StorageContents:
         self._same: set[fx.Node] = set()
         self._owner: dict[fx.Node, fx.Node] = {}
         self._aliases: dict[fx.Node, list[fx.Node]] = {}
-        self._written: dict[fx.Node, None] = {}
+        self.written: dict[fx.Node, None] = {}
         self._taken: set[fx.Node] = set()
         self.possible = PossibleViews()
 
@@ -128,10 +129,6 @@ class StorageContents:
         owner = self.owner(node)
         return self._through(node, owner, self._places(owner))
 
-    def written(self) -> Iterator[fx.Node]:
-        """Yields the owners whose storage was updated."""
-        yield from self._written
-
     def read(self, node: fx.Node) -> Any:
         """Returns the current value of a node.
 
@@ -171,7 +168,7 @@ class StorageContents:
                 "an earlier operator has used its storage as scratch memory", node
             )
         held = value if owner is node else self._with_part(owner, node, value)
-        self._written[owner] = None
+        self.written[owner] = None
         self._forget_aliases(owner)
         for view in self.possible.views_of(owner):
             self.current.pop(view, None)
@@ -188,7 +185,7 @@ class StorageContents:
                 self._taken.add(each)
                 self.current.pop(each, None)
                 self._forget_aliases(each)
-            self._written.pop(owner, None)
+            self.written.pop(owner, None)
 
     def _forget_aliases(self, owner: fx.Node) -> None:
         aliases = self._aliases.get(owner)

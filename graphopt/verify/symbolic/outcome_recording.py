@@ -21,7 +21,7 @@ def record_outcome(graph: fx.Graph, reading: NodeValues, found: Evaluation) -> N
     outputs, contents = get_outputs(graph), reading.contents
     found.results = _returned("result", outputs.results, reading, found)
     found.carried = _returned("carried", outputs.carried, reading, found)
-    for owner in contents.written():
+    for owner in contents.written:
         if owner.op == "placeholder":
             found.states[str(owner.target)] = contents.read(owner)
             found.nodes["state", str(owner.target)] = owner

@@ -148,12 +148,10 @@ def _laid_out_otherwise(place: RewrittenPlace, before: Region, after: Region) ->
     """Yields a problem for each output whose memory layout changed, since readers' bits depend on
     it."""
     for was, now in zip(before.outputs, after.outputs, strict=True):
-        if list(map(layout_of, tensors_in(fake_value(was)))) != list(
-            map(layout_of, tensors_in(fake_value(now)))
-        ):
-            yield Problem(
-                f"the replacement of {place.pattern} gives another kind of tensor", (now,)
-            )
+        old, new = (list(map(layout_of, tensors_in(fake_value(node)))) for node in (was, now))
+        if old != new:
+            text = f"the replacement of {place.pattern} gives another kind of tensor"
+            yield Problem(text, (now,))
 
 
 def _between(outputs: Iterable[fx.Node], inputs: Iterable[fx.Node]) -> set[fx.Node]:
