@@ -43,7 +43,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from graphopt.comm import CommBlock, argument, get_all_comm_blocks, get_comm_block
+from graphopt.comm import CommBlock, get_all_comm_blocks, get_comm_block
 from graphopt.cost import default_cost_model
 from graphopt.errors import IterationError
 from graphopt.graph_utils import (
@@ -127,14 +127,12 @@ def _waits_before(gm: IterGraphModule, blocks: Sequence[CommBlock]) -> bool:
     back."""
     if not blocks:
         return False
-    groups = {argument(block.comm_node, "group_name") for block in blocks}
-    first = blocks[0].comm_node
-    others = (
-        b for b in get_all_comm_blocks(gm) if b.comm_node not in {x.comm_node for x in blocks}
-    )
+    groups = {block.group for block in blocks}
+    first, sends = blocks[0].comm_node, {block.comm_node for block in blocks}
     return any(
-        argument(block.comm_node, "group_name") in groups and wait < first
-        for block in others
+        block.group in groups and wait < first
+        for block in get_all_comm_blocks(gm)
+        if block.comm_node not in sends
         for wait in block.wait_nodes
     )
 
@@ -186,7 +184,7 @@ def _move_collective(gm: IterGraphModule, launch: fx.Node, destination: fx.Node 
         raise IterationError(f"%{launch.name} is not a collective: {launch.format_node()}")
     block = get_comm_block(launch)
     (update,) = split_updates(gm, [block.outputs])
-    nodes = _in_order(gm.graph, [launch, *block.tail, *update])
+    nodes = sorted({launch, *block.tail, *update})
     before = destination or _destinations(gm.graph, [nodes])[0]
     gm.graph.move_to_next_iter_before(nodes, before)
     return 1
@@ -247,11 +245,10 @@ def _merged(blocks: Sequence[CommBlock], updates: Sequence[list[fx.Node]]) -> li
 def _destinations(graph: fx.Graph, moved: Sequence[Sequence[fx.Node]]) -> list[fx.Node]:
     """The node that each set is moved before: the first read of anything that it or a later set
     updates. Where the read is a gather, only the set's own updates count."""
-    position = {node: index for index, node in enumerate(graph.nodes)}
     earliest = get_output(graph)
     found: list[fx.Node] = []
     for read in reversed(_first_reads(graph, moved)):
-        earliest = min(read, earliest, key=position.__getitem__)
+        earliest = min(read, earliest)
         found.insert(0, read if is_collective(read) else earliest)
     return found
 
@@ -259,15 +256,9 @@ def _destinations(graph: fx.Graph, moved: Sequence[Sequence[fx.Node]]) -> list[f
 def _first_reads(graph: fx.Graph, moved: Sequence[Sequence[fx.Node]]) -> list[fx.Node]:
     """The first read of what each set of nodes updates, or the end of the graph."""
     late = {node for nodes in moved for node in nodes}
-    position = {node: index for index, node in enumerate(graph.nodes)}
     found = []
     for nodes in moved:
         states = dict.fromkeys(state for node in nodes for state in written(node))
         readers = [r for state in states for r in readers_through_views(state) if r not in late]
-        found.append(min([*readers, get_output(graph)], key=position.__getitem__))
+        found.append(min([*readers, get_output(graph)]))
     return found
-
-
-def _in_order(graph: fx.Graph, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    wanted = set(nodes)
-    return [node for node in graph.nodes if node in wanted]

@@ -6,7 +6,7 @@ whose collectives have the same order, sizes and kinds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -17,6 +17,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.comm.blocks import CommBlock, get_all_comm_blocks, late_nodes
 from graphopt.graph_utils import (
+    after_placeholders,
     call_function_with_meta,
     is_collective,
     is_operator,
@@ -56,7 +57,7 @@ def fusable_blocks(gm: fx.GraphModule, kind: str = "all_reduce") -> dict[fx.Node
     """Returns the collectives of a kind that can be fused at all, by launch."""
     pinned = pinned_nodes(gm.graph)
     blocks = get_all_comm_blocks(gm, kind)
-    return {block.comm_node: block for block in blocks if _is_fusable(block, pinned)}
+    return {block.comm_node: block for block in blocks if not why_not_fusable(block, pinned)}
 
 
 def pinned_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -65,28 +66,29 @@ def pinned_nodes(graph: fx.Graph) -> set[fx.Node]:
     return {*late, *late.values()}
 
 
-def _is_fusable(block: CommBlock, pinned: set[fx.Node]) -> bool:
+def why_not_fusable(block: CommBlock, pinned: set[fx.Node]) -> str | None:
+    """Returns why a collective can join no bucket, or None if it can."""
     values = [known_value(node) for node in (*block.inputs, *block.wait_nodes)]
-    if len(values) != 2 or list(block.comm_node.users) != block.wait_nodes:
-        return False
-    if not all(has_known_place(value) for value in values):
-        return False
-    if not block.nbytes or is_launch_kept(block.comm_node):
-        return False
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if any(map(_compat.has_symbolic_shape, tensors)):
+        return "the size of what is sent depends on values or changes"
+    if len(tensors) < len(values) or not all(tensor.is_contiguous() for tensor in tensors):
+        return "what is sent is not contiguous"
+    if not block.nbytes:
+        return "what is sent is empty"
+    if is_launch_kept(block.comm_node):
+        return "other ranks may launch it in a graph of another branch"
     users = block.users
     if any(user in pinned for user in (*block.node_list, *users)):
-        return False
-    return not any(has_absolute_offset(node) for node in (*block.tail, *users))
+        return "it is waited for one iteration late, or what is late runs before it"
+    if any(map(_has_absolute_offset, (*block.tail, *users))):
+        return "the result is read through as_strided"
+    if len(values) != 2 or list(block.comm_node.users) != block.wait_nodes:
+        return "it sends several tensors, or others than its wait read its launch"
+    return None
 
 
-def has_known_place(value: object) -> bool:
-    """True if the position of a tensor in a bucket can be computed, because its size is known."""
-    if not isinstance(value, torch.Tensor) or _compat.has_symbolic_shape(value):
-        return False
-    return value.is_contiguous()
-
-
-def has_absolute_offset(node: fx.Node) -> bool:
+def _has_absolute_offset(node: fx.Node) -> bool:
     """True if a node reads at an offset counted from the beginning of a storage."""
     target = node.target
     return isinstance(target, _compat.OpOverload) and "as_strided" in _compat.operator_name(target)
@@ -98,16 +100,11 @@ def raise_launches(
     """Moves each launch up to the value it sends, in the order of its group. Returns those that
     moved."""
     updated = {effects.key(state) for node in writers(graph) for state in written(node)}
-    previous: dict[Any, fx.Node] = {}
     moved: set[fx.Node] = set()
-    for node in calls_of(graph, attrgetter("collective")):
-        group = argument(node, "group_name")
-        if node in fusable and effects.key(node.all_input_nodes[0]) not in updated:
-            anchor = _anchor(node, previous.get(group))
-            if anchor.next is not node:
-                anchor.append(node)
-                moved.add(node)
-        previous[group] = node
+    for node, anchor in _with_anchors(graph, fusable):
+        if anchor.next is not node and effects.key(node.all_input_nodes[0]) not in updated:
+            anchor.append(node)
+            moved.add(node)
     return moved
 
 
@@ -116,23 +113,23 @@ def may_change(
 ) -> bool:
     """True if some launch could move up, or some bucket get two members, ignoring all other nodes:
     a necessary condition for any change."""
-    previous: dict[Any, fx.Node] = {}
-    for node in calls_of(graph, attrgetter("collective")):
-        group = argument(node, "group_name")
-        if node in fusable and _anchor(node, previous.get(group)).next is not node:
-            return True
-        previous[group] = node
+    if any(anchor.next is not node for node, anchor in _with_anchors(graph, fusable)):
+        return True
     return bool(BucketPlanner(fusable, None, set(), limits).of_sizes_alone())
 
 
-def _anchor(launch: fx.Node, previous: fx.Node | None) -> fx.Node:
-    """Returns the node behind which a launch may move: its input, or the previous launch of its
-    group."""
-    sent = launch.all_input_nodes[0]
-    anchor = sent if previous is None else max(sent, previous)
-    while anchor.next.op == "placeholder":
-        anchor = anchor.next
-    return anchor
+def _with_anchors(
+    graph: fx.Graph, fusable: Mapping[fx.Node, CommBlock]
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yields each fusable launch with the node behind which it may move: its input, or the previous
+    launch of its group."""
+    previous: dict[Any, fx.Node] = {}
+    for node in calls_of(graph, attrgetter("collective")):
+        group = argument(node, "group_name")
+        if node in fusable:
+            sent, before = node.all_input_nodes[0], previous.get(group)
+            yield node, after_placeholders(sent if before is None else max(sent, before))
+        previous[group] = node
 
 
 @dataclass

@@ -78,13 +78,8 @@ def replace_collective(
     for wait, node in zip(block.wait_nodes, new, strict=True):
         wait.replace_all_uses_with(node)
     for member in sorted(block.node_list, reverse=True):
-        if not member.users and (member is block.comm_node or _leads_to_wait(block, member)):
+        if not member.users:
             gm.graph.erase_node(member)
-
-
-def _leads_to_wait(block: CommBlock, member: fx.Node) -> bool:
-    """True if a block's member is a wait, or a view between the launch and one."""
-    return member in block.wait_nodes or member not in block.tail
 
 
 def _refuse_other_kind(wait: fx.Node, new: fx.Node) -> None:
@@ -136,8 +131,6 @@ def _computed_from(node: fx.Node, end: fx.Node) -> set[fx.Node]:
 
 def _name_what_is_sent(launch: fx.Node, outputs: Sequence[fx.Node]) -> None:
     names = sent_names(launch)
-    if names is None:
-        return
     for output in outputs:
         for node in _computed_from(output, launch.all_input_nodes[0]):
             if (is_collective(node) or is_wait(node)) and not sent_names(node):

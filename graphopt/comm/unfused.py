@@ -6,10 +6,8 @@ from collections import Counter
 
 from torch import fx
 
-from graphopt import _compat
 from graphopt.comm.blocks import CommBlock, get_all_comm_blocks
-from graphopt.comm.buckets import has_absolute_offset, has_known_place, pinned_nodes
-from graphopt.ir.metadata import is_launch_kept, known_value
+from graphopt.comm.buckets import pinned_nodes, why_not_fusable
 from graphopt.readable.columns import readable_bytes
 
 
@@ -29,7 +27,7 @@ def why_unfused(gm: fx.GraphModule, limits: tuple[int, int]) -> str:
     if len(blocks) == 1:
         return "there is one all-reduce, and nothing to fuse it with"
     pinned = pinned_nodes(gm.graph)
-    reasons = [_why_not(block, pinned) for block in blocks]
+    reasons = [why_not_fusable(block, pinned) for block in blocks]
     left = [block for block, reason in zip(blocks, reasons, strict=True) if reason is None]
     if len(left) > 1:
         return _why_apart(left, limits)
@@ -52,23 +50,3 @@ def _why_apart(blocks: list[CommBlock], limits: tuple[int, int]) -> str:
         f"between {len(blocks)} all-reduces stand nodes that keep their order: collectives or"
         " updates of state that need one of them, or large gradients that are sent alone"
     )
-
-
-def _why_not(block: CommBlock, pinned: set[fx.Node]) -> str | None:
-    """Returns why one all-reduce cannot join a bucket, or None."""
-    values = [known_value(node) for node in (*block.inputs, *block.wait_nodes)]
-    if any(_compat.has_symbolic_shape(value) for value in values):
-        return "the size of what is sent depends on values or changes"
-    if not all(map(has_known_place, values)):
-        return "what is sent is not contiguous"
-    if not block.nbytes:
-        return "what is sent is empty"
-    if is_launch_kept(block.comm_node):
-        return "other ranks may launch it in a graph of another branch"
-    if any(user in pinned for user in (*block.node_list, *block.users)):
-        return "it is waited for one iteration late, or what is late runs before it"
-    if any(has_absolute_offset(node) for node in (*block.tail, *block.users)):
-        return "the result is read through as_strided"
-    if len(values) != 2 or list(block.comm_node.users) != block.wait_nodes:
-        return "it sends several tensors, or others than its wait read its launch"
-    return None

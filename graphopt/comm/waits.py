@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -35,7 +36,9 @@ def split_waits(graph: fx.Graph) -> int:
 
 
 def _split(graph: fx.Graph, node: fx.Node) -> None:
-    new = _call_in(graph) if has_value(node) else graph.call_function
+    new: Callable[..., fx.Node] = graph.call_function
+    if has_value(node):
+        new = partial(call_function_with_meta, graph)
     with graph.inserting_before(node):
         waits = [
             new(torch.ops._c10d_functional.wait_tensor.default, (tensor,))
@@ -49,11 +52,6 @@ def _split(graph: fx.Graph, node: fx.Node) -> None:
             graph.erase_node(user)
     _replace_by_list(node, waits)
     graph.erase_node(node)
-
-
-def _call_in(graph: fx.Graph) -> Callable[..., fx.Node]:
-    """Returns a function that inserts calls with metadata into a graph."""
-    return lambda target, args: call_function_with_meta(graph, target, args)
 
 
 def _tensors(node: fx.Node, new: Callable[..., fx.Node]) -> list[fx.Node]:

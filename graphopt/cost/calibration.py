@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,8 @@ from graphopt.ir.user_files import cache_folder, place
 from graphopt.ranks.meeting import Channel
 
 logger = logging.getLogger("graphopt")
+
+Said = TypeVar("Said")
 
 SIZES = (2**12, 2**16, 2**18, 2**20, 2**22)
 """The sizes of the measured all-reduces in bytes."""
@@ -86,13 +88,18 @@ def calibrate(
     path = cache_folder() / "costs.json" if table is None else place(table)
     channel = _channel(group, timeout)
     device = _device(inputs)
-    kept = _kept(path, machine_name(device)) if _decides(channel) else None
+    decides = channel is None or channel.group.rank() == 0
+    kept = _kept(path, machine_name(device)) if decides else None
     missing = kept is None or _operators(kept).lacks(graph_module.graph)
-    if _rank_0_decides(channel, missing):
+    if _of_rank_0(channel, missing):
         kept = _measured(graph_module, inputs, device, channel, kept)
-        if _decides(channel):
+        if decides:
             _write(kept, path, required=table is not None)
-    return _broadcast_model(channel, kept)
+    if channel is None:
+        assert kept is not None, "what is missing has been measured"
+        return kept
+    text = kept.to_text() if decides and kept is not None else ""
+    return CostModel.from_text(_of_rank_0(channel, text))
 
 
 def costs_in(path: str | PathLike[str], graph: fx.Graph) -> CostModel:
@@ -161,24 +168,9 @@ def _channel(group: dist.ProcessGroup | None, timeout: float) -> Channel | None:
     return Channel(found, "calibrate", timeout) if found.size() > 1 else None
 
 
-def _decides(channel: Channel | None) -> bool:
-    return channel is None or channel.group.rank() == 0
-
-
-def _rank_0_decides(channel: Channel | None, mine: bool) -> bool:
-    """Returns rank 0's decision on every rank."""
-    if channel is None:
-        return mine
-    return bool(channel.exchange({"measure": mine})[0]["measure"])
-
-
-def _broadcast_model(channel: Channel | None, model: CostModel | None) -> CostModel:
-    """Returns rank 0's model on every rank."""
-    if channel is None:
-        assert model is not None
-        return model
-    text = model.to_text() if model is not None and channel.group.rank() == 0 else ""
-    return CostModel.from_text(channel.exchange({"costs": text})[0]["costs"])
+def _of_rank_0(channel: Channel | None, mine: Said) -> Said:
+    """Returns what rank 0 gives, on every rank."""
+    return mine if channel is None else channel.exchange({"said": mine})[0]["said"]
 
 
 def _kept(path: Path, machine: str) -> CostModel | None:

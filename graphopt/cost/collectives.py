@@ -36,7 +36,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.comm import argument, kind_of
 from graphopt.cost.errors import CostTableError
-from graphopt.graph_utils import tensors_in
+from graphopt.graph_utils.tensor_metadata import bytes_in
 from graphopt.ir.metadata import known_value
 
 Point = tuple[int, float]
@@ -109,8 +109,8 @@ def collective_of(node: fx.Node, ranks: int | None = None) -> Collective:
     >>> collective_of(graphopt.comm.get_all_comm_blocks(gm)[0].comm_node, 2).kind
     'all_reduce'
     """
-    sent = _nbytes([known_value(source) for source in node.all_input_nodes])
-    received = _nbytes(known_value(node))
+    sent = bytes_in([known_value(source) for source in node.all_input_nodes])
+    received = bytes_in(known_value(node))
     group = str(argument(node, "group_name"))
     size = ranks or argument(node, "group_size") or _size_of(group)
     kind = kind_of(node).removesuffix(_SEVERAL)
@@ -136,12 +136,6 @@ def in_one_call(collectives: Sequence[Collective]) -> Collective:
 def _size_of(group: str) -> int:
     found = _compat.group_named(group)
     return 2 if found is None else found.size()
-
-
-def _nbytes(value: object) -> int:
-    return sum(
-        t.numel() * t.element_size() for t in tensors_in(value) if not _compat.has_symbolic_shape(t)
-    )
 
 
 @dataclass(frozen=True)

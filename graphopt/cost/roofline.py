@@ -11,6 +11,7 @@ its shapes; `efficiency` stands for all of them together.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -263,12 +264,5 @@ def _bytes(tensor: torch.Tensor) -> int:
         return 0
     if tensor.is_contiguous():
         return tensor.nbytes
-    expanded = [
-        size
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        if stride or not size
-    ]
-    count = 1
-    for size in expanded:
-        count *= size
-    return count * tensor.element_size()
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(size for size, stride in pairs if stride or not size) * tensor.element_size()

@@ -40,6 +40,22 @@ def find_all_descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def with_own_inputs(node: fx.Node, counts: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """Returns a node and the nodes that only it needs, directly or not, in graph order.
+
+    Args:
+        counts: whether a node may be one of them.
+    """
+    inside = {node}
+    pending = list(node.all_input_nodes)
+    while pending:
+        source = pending.pop()  # once for each of its users: at the last all of them are known
+        if source not in inside and inside.issuperset(source.users) and counts(source):
+            inside.add(source)
+            pending += source.all_input_nodes
+    return sorted(inside)
+
+
 def move_before(nodes: Sequence[fx.Node], target: fx.Node) -> None:
     """Moves `nodes` to just before `target`, in the order given.
 

@@ -31,6 +31,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
                 yield leaf
 
 
+def bytes_in(value: Any) -> int:
+    """Returns the bytes of the tensors in a nest, those of symbolic shapes left out."""
+    tensors = (tensor for tensor in tensors_in(value) if not _compat.has_symbolic_shape(tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """True if a tensor's elements occupy one contiguous range of memory, each exactly once.
 

@@ -43,7 +43,7 @@ from graphopt.host.early_updates import updated_state, with_updates_behind
 from graphopt.host.running import agree, all_go_on, hear
 from graphopt.ir.effects import Effects
 from graphopt.ir.metadata import late_group, set_value
-from graphopt.ranks.failed_runs import said_explained
+from graphopt.ranks.failed_runs import sending_explained
 from graphopt.ranks.failure_reports import reasons, tell
 
 
@@ -104,7 +104,7 @@ class Votes:
             tell(self._group, step, error)
             failed = self._group.rank() + 1
         number = torch.tensor([failed], device=_compat.device_of(self._group))
-        with said_explained(self._group, step):
+        with sending_explained(self._group, step, "all_reduce"):
             work = dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group, async_op=True)
         # Who has failed itself is not told of others that failed in the same call.
         self._said = (work, number, step) if error is None else None
@@ -120,7 +120,7 @@ class Votes:
         if said is None:
             return
         work, number, step = said
-        with said_explained(self._group, step):
+        with sending_explained(self._group, step, "all_reduce"):
             work.wait()
             other = int(number.item()) - 1
         if other >= 0:
@@ -135,7 +135,7 @@ class Votes:
         """
         device = _compat.device_of(self._group)
         said = torch.tensor([number, -number], dtype=torch.int64, device=device)
-        with said_explained(self._group, step):
+        with sending_explained(self._group, step, "all_reduce"):
             dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group)
             most, least = said.tolist()
         return bool(number and most == -least)

@@ -152,25 +152,15 @@ class Derivation:
 
     def setup(self) -> fx.Graph:
         """Builds the graph of the first iteration, before which nothing is in flight."""
-        self._carries = True
-        self._placeholders()
-        self._rest(previous=False, late=False)
-        return self._finish()
+        return self._iteration(previous=False, last=False)
 
     def main(self) -> fx.Graph:
         """Builds the graph of every iteration but the first."""
-        self._carries = True
-        self._placeholders()
-        self._take_carried()
-        self._rest(previous=True, late=False)
-        return self._finish()
+        return self._iteration(previous=True, last=False)
 
     def cleanup(self) -> fx.Graph:
         """Builds the graph of the last iteration, after which nothing is in flight."""
-        self._placeholders()
-        self._take_carried()
-        self._rest(previous=True, late=True)
-        return self._finish()
+        return self._iteration(previous=True, last=True)
 
     def drain(self, done: int = 0) -> fx.Graph:
         """Builds the graph of the last iteration's late nodes, without the first `done` groups.
@@ -199,16 +189,27 @@ class Derivation:
                 set_value(taken, _fresh(node))
             self._before[node] = taken
 
-    def _rest(self, *, previous: bool, late: bool) -> None:
+    def _iteration(self, *, previous: bool, last: bool) -> fx.Graph:
+        """Builds the graph of one iteration.
+
+        Args:
+            previous: it runs the late nodes of the iteration before.
+            last: it runs its own late nodes as well, and carries nothing.
+        """
+        self._carries = not last
+        self._placeholders()
+        if previous:
+            self._take_carried()
         for node in list(self._now):
             self._clone_if_needed(node)
         for node in self._source.nodes:
             if previous and node in self._plan.groups:
-                self._previous(node, keep_updates=not late)
+                self._previous(node, keep_updates=not last)
             if node.op in ("placeholder", "output"):
                 continue
-            if late or node not in self._late:
+            if last or node not in self._late:
                 self._emit(node)
+        return self._finish()
 
     def _emit(self, node: fx.Node) -> None:
         new = _compat.copy_node(self._graph, node, self._now.__getitem__)

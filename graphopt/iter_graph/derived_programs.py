@@ -29,6 +29,8 @@ class WorkInFlight:
     groups that are left can be done later. A group begins by taking what it needs and waiting for
     it; if that fails, its update is lost. Then it writes, and if that fails, state is half updated.
 
+    Generated code takes the carried values, and says where a group begins, writes and ends.
+
     Attributes:
         carried: what the work needs of its iteration. Values are taken out as they are needed, so
             that each is freed after its last use.
@@ -44,6 +46,15 @@ class WorkInFlight:
     begun: bool = False
     writing: bool = False
     _interrupt: _HeldInterrupt | None = field(default=None, repr=False)
+
+    def take(self, index: int) -> Any:
+        """Returns a carried value and removes it."""
+        value, self.carried[index] = self.carried[index], None
+        return value
+
+    def look_at(self, index: int) -> Any:
+        """Returns a carried value and keeps it, since other groups need it as well."""
+        return self.carried[index]
 
     def begin(self) -> None:
         """Marks the start of a group of late nodes; Ctrl-C waits for its end."""
@@ -107,33 +118,6 @@ class _HeldInterrupt:
         signal.signal(signal.SIGINT, self._handler)
         if self._came:
             self._handler(*self._came[0])
-
-
-def take(flight: WorkInFlight, index: int) -> Any:
-    """Returns a carried value and removes it from `flight`."""
-    value = flight.carried[index]
-    flight.carried[index] = None
-    return value
-
-
-def look_at(flight: WorkInFlight, index: int) -> Any:
-    """Returns a carried value and keeps it, since other groups need it as well."""
-    return flight.carried[index]
-
-
-def begin(flight: WorkInFlight) -> None:
-    """Calls `WorkInFlight.begin`, for generated code."""
-    flight.begin()
-
-
-def write(flight: WorkInFlight) -> None:
-    """Calls `WorkInFlight.write`, for generated code."""
-    flight.write()
-
-
-def end(flight: WorkInFlight) -> None:
-    """Calls `WorkInFlight.end`, for generated code."""
-    flight.end()
 
 
 class DerivedProgram:
@@ -202,17 +186,14 @@ def _take_from_flight(graph_module: fx.GraphModule) -> None:
     placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_after(placeholders[-1]):
         flight = graph.placeholder("flight")
-    position = {node: index for index, node in enumerate(graph.nodes)}
     for node in placeholders:
         if carried_index(node) is None:
             continue
-        users = sorted((u for u in node.users if u.op != "output"), key=position.__getitem__)
+        users = sorted(user for user in node.users if user.op != "output")
         if users:
-            several = len(set(map(late_group, users))) > 1
+            method = "look_at" if len(set(map(late_group, users))) > 1 else "take"
             with graph.inserting_before(users[0]):
-                value = graph.call_function(
-                    look_at if several else take, (flight, carried_index(node))
-                )
+                value = graph.call_method(method, (flight, carried_index(node)))
             set_late_group(value, late_group(users[0]))
             node.replace_all_uses_with(value)
         graph.erase_node(node)
@@ -227,14 +208,11 @@ def _mark_groups(graph: fx.Graph, flight: fx.Node) -> None:
             groups.setdefault(group, []).append(node)
     for nodes in groups.values():
         with graph.inserting_before(nodes[0]):
-            graph.call_function(begin, (flight,))
-        first = next((node for node in nodes if _updates_state(node)), None)
+            graph.call_method("begin", (flight,))
+        updates = (node for node in nodes if written(node) and not is_collective(node))
+        first = next(updates, None)
         if first is not None:
             with graph.inserting_before(first):
-                graph.call_function(write, (flight,))
+                graph.call_method("write", (flight,))
         with graph.inserting_after(nodes[-1]):
-            graph.call_function(end, (flight,))
-
-
-def _updates_state(node: fx.Node) -> bool:
-    return bool(written(node)) and not is_collective(node)
+            graph.call_method("end", (flight,))

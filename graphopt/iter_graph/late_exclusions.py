@@ -13,10 +13,9 @@ from torch import fx
 
 from graphopt.graph_utils import get_outputs, written
 from graphopt.host import host_call_of, host_calls
-from graphopt.ir.metadata import source_line
 from graphopt.ir.operators import calls_of, row, writers
 from graphopt.iter_graph.graph import IterGraph
-from graphopt.iter_graph.rules import why_now_everywhere
+from graphopt.iter_graph.rules import named, place_of, why_now_everywhere
 
 
 def staying_nodes(graph: IterGraph) -> dict[fx.Node, tuple[fx.Node, str]]:
@@ -41,19 +40,19 @@ def _roots(graph: IterGraph) -> Iterator[tuple[fx.Node, str]]:
     outputs = get_outputs(graph)
     for node in outputs.results:
         if isinstance(node, fx.Node):
-            yield node, f"the step returns {_named(node)}"
+            yield node, f"the step returns {named(node)}"
     for node in outputs.carried:
         if isinstance(node, fx.Node):
-            yield node, f"{_named(node)} stays in .grad: call optimizer.zero_grad() behind step()"
+            yield node, f"{named(node)} stays in .grad: call optimizer.zero_grad() behind step()"
     for node in host_calls(graph):
         yield node, f"{_called(node)} is given it in each step"
     for node in calls_of(graph, lambda known: known.random or known.collective):
         what = "is a collective" if row(node.target).collective else "draws random numbers"
-        yield node, f"{_named(node)}, which {what}, needs it"
+        yield node, f"{named(node)}, which {what}, needs it"
     for node in writers(graph):
         reasons = map(why_now_everywhere, written(node)) if node.op == "call_function" else ()
         for reason in filter(None, reasons):
-            yield node, f"{_named(node)} updates {reason}"
+            yield node, f"{named(node)} updates {reason}"
     yield from _before_calls(graph)
 
 
@@ -63,19 +62,10 @@ def _before_calls(graph: IterGraph) -> Iterator[tuple[fx.Node, str]]:
     calls = [call for call in host_calls(graph) if not getattr(call.target, "last", False)]
     for node in writers(graph) if calls else ():
         if not calls[-1] < node and written(node):
-            yield node, f"{_named(node)} has to be done before {_called(calls[-1])}"
+            yield node, f"{named(node)} has to be done before {_called(calls[-1])}"
 
 
 def _called(node: fx.Node) -> str:
     call = host_call_of(node)
     function = getattr(call and call.fn, "__qualname__", None) or repr(call and call.fn)
-    return f"callback {function}{_place(node)}"
-
-
-def _named(node: fx.Node) -> str:
-    return f"%{node.name}{_place(node)}"
-
-
-def _place(node: fx.Node) -> str:
-    source = source_line(node)
-    return f" ({source})" if source is not None else ""
+    return f"callback {function}{place_of(node)}"

@@ -59,9 +59,6 @@ class IterGraphModule(fx.GraphModule):
         graph, _ = copy_graph(graph_module.graph, into=IterGraph)
         super().__init__(graph_module, graph)
         self.meta.update(graph_module.meta)
-        self._reset()
-
-    def _reset(self) -> None:
         self._frozen = False
         self._transform: Transform | None = None
         self._forget_derived()

@@ -27,7 +27,7 @@ None: a hand-made graph without kinds."""
 def why_now(state: fx.Node) -> str | None:
     """Returns the reason why a state cannot be updated in the next iteration, or None."""
     if is_held(state):
-        return f"{_named(state)}, to which other code refers, so that its uses are unknown"
+        return f"{named(state)}, to which other code refers, so that its uses are unknown"
     return why_now_everywhere(state)
 
 
@@ -38,9 +38,9 @@ def why_now_everywhere(state: fx.Node) -> str | None:
     if kind not in LIVE_STATE:
         return f"a {kind}, which may be read between two steps"
     if is_returned(state):
-        return f"{_named(state)}, which the step returns"
+        return f"{named(state)}, which the step returns"
     if placement_of(state).rows is not None:
-        return f"{_named(state)}, of which a DTensor has rows: its uses are unknown"
+        return f"{named(state)}, of which a DTensor has rows: its uses are unknown"
     return None
 
 
@@ -65,7 +65,7 @@ def refuse_move(
     after = {**late, **dict.fromkeys(nodes, target)}
     if target in after:
         raise IterationError(
-            f"the destination {_named(target)} is itself moved: name a node that stays in its"
+            f"the destination {named(target)} is itself moved: name a node that stays in its"
             " iteration, or none, for the last place that is early enough"
         )
     near = {*nodes, *(user for node in nodes for user in node.users if user in after)}
@@ -90,7 +90,7 @@ def refuse_foreign(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     for node in nodes:
         _refuse_other_graph(graph, node)
         if node.op in ("placeholder", "output", "get_attr"):
-            raise IterationError(f"{_named(node)} is a {node.op}: only calls can be moved")
+            raise IterationError(f"{named(node)} is a {node.op}: only calls can be moved")
 
 
 def _refuse_other_graph(graph: fx.Graph, node: fx.Node) -> None:
@@ -102,7 +102,7 @@ def _refuse_target(graph: fx.Graph, target: fx.Node) -> None:
     _refuse_other_graph(graph, target)
     if target.op in ("placeholder", "get_attr"):
         raise IterationError(
-            f"the destination {_named(target)} is a {target.op}; name the node that reads it"
+            f"the destination {named(target)} is a {target.op}; name the node that reads it"
         )
 
 
@@ -115,17 +115,17 @@ def _problems(
     for node in nodes:
         if node in returned and node not in updates:
             yield (
-                f"{_named(node)} would run one iteration late, but the step returns it (or it stays"
+                f"{named(node)} would run one iteration late, but the step returns it (or it stays"
                 " in .grad): a late node may not feed an output"
             )
         if is_random(node):
-            yield f"{_named(node)} draws random numbers, whose order is fixed: it cannot be late"
+            yield f"{named(node)} draws random numbers, whose order is fixed: it cannot be late"
         if is_host_call(node):
-            yield f"{_named(node)} calls a function of the program's: it cannot be late"
+            yield f"{named(node)} calls a function of the program's: it cannot be late"
         for user in node.users:
             if user not in late and user.op != "output":
                 yield (
-                    f"{_named(user)} needs {_named(node)} in this iteration: move it as well, or"
+                    f"{named(user)} needs {named(node)} in this iteration: move it as well, or"
                     f" leave both"
                 )
         for state in written(node):
@@ -138,29 +138,35 @@ def _update_problems(
     destination = late[update]
     reason = why_now(state)
     if reason is not None:
-        yield f"{_named(update)} updates {reason}: keep it"
+        yield f"{named(update)} updates {reason}: keep it"
     for reader in readers_through_views(state):
         if reader not in late and reader < destination:
             yield (
-                f"{_named(reader)} reads {_named(state)} before {_named(destination)}, where the"
-                f" late update {_named(update)} would stand: choose a destination that is not later"
+                f"{named(reader)} reads {named(state)} before {named(destination)}, where the"
+                f" late update {named(update)} would stand: choose a destination that is not later"
             )
         earlier = reader in late and reader < update
         if earlier and late[reader] > destination:
-            yield f"{_named(reader)} would read {_named(state)} after {_named(update)} updated it"
+            yield f"{named(reader)} would read {named(state)} after {named(update)} updated it"
 
 
 def _order_problems(late: Mapping[fx.Node, fx.Node], nodes: Iterable[fx.Node]) -> Iterator[str]:
     for node in nodes:
         for source in node.all_input_nodes:
             if source in late and late[node] < late[source]:
-                yield f"{_named(node)} would run before {_named(source)}, which it needs"
+                yield f"{named(node)} would run before {named(source)}, which it needs"
 
 
 def _leaves(values: Any) -> list[fx.Node]:
     return [leaf for leaf in _compat.tree_leaves(values) if isinstance(leaf, fx.Node)]
 
 
-def _named(node: fx.Node) -> str:
+def named(node: fx.Node) -> str:
+    """Formats a node's name with the user's line, for messages."""
+    return f"%{node.name}{place_of(node)}"
+
+
+def place_of(node: fx.Node) -> str:
+    """Formats the user's line that a node comes from, in brackets; empty where it is unknown."""
     source = source_line(node)
-    return f"%{node.name}" + (f" ({source})" if source is not None else "")
+    return f" ({source})" if source is not None else ""

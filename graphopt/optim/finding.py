@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from networkx.utils import UnionFind
 from torch import fx
 
 from graphopt import _compat
@@ -59,9 +60,7 @@ def get_all_fused_optimizer_blocks(gm: fx.GraphModule) -> list[FusedOptimizerBlo
     >>> [block.optim.optim_node for block in graphopt.optim.get_all_fused_optimizer_blocks(gm)]
     [_fused_adam]
     """
-    position = {node: index for index, node in enumerate(gm.graph.nodes)}
-    blocks = _all_blocks(gm.graph)
-    return sorted(blocks, key=lambda block: position[block.optim.optim_node])
+    return sorted(_all_blocks(gm.graph), key=lambda block: block.optim.optim_node)
 
 
 def _all_blocks(graph: fx.Graph) -> list[FusedOptimizerBlock]:
@@ -121,26 +120,16 @@ def _foreach_blocks(graph: fx.Graph) -> Iterator[FusedOptimizerBlock]:
 
 def _slices(graph: fx.Graph) -> list[list[fx.Node]]:
     """Returns the connected sets of `_foreach_*` operators and their dependents, in graph order."""
-    parent: dict[fx.Node, fx.Node] = {}
-
-    def root(node: fx.Node) -> fx.Node:
-        while parent[node] is not node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
+    found = UnionFind()
     for node in graph.nodes:
         if phase_of(node) not in ("optimizer", None) or node.op != "call_function":
             continue
-        sources = [root(source) for source in node.all_input_nodes if source in parent]
-        if is_fused_optimizer(node) or not (sources or is_list_operator(node)):
-            continue
-        parent[node] = node
-        for source in sources:
-            parent[root(source)] = root(node)
+        sources = [source for source in node.all_input_nodes if source in found.parents]
+        if not is_fused_optimizer(node) and (sources or is_list_operator(node)):
+            found.union(node, *sources)
     members: dict[fx.Node, list[fx.Node]] = {}
-    for node in parent:
-        members.setdefault(root(node), []).append(node)
+    for node in found.parents:
+        members.setdefault(found[node], []).append(node)
     return list(members.values())
 
 

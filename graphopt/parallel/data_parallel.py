@@ -81,14 +81,14 @@ def average(gradient: Value, group: Group, call: Call = run) -> Value:
     """Averages a gradient over the ranks; the result has its shape, dtype and dense strides."""
     scaled = call(torch.ops.aten.mul.Tensor, gradient, 1.0 / group.ranks)
     if _tensor(scaled).is_contiguous():
-        return _sum(scaled, group, call)
+        return summed(scaled, group, call)
     order = _storage_order(_tensor(scaled))
-    total = _sum(call(torch.ops.aten.permute.default, scaled, order), group, call)
+    total = summed(call(torch.ops.aten.permute.default, scaled, order), group, call)
     back = [order.index(dim) for dim in range(len(order))]
     return call(torch.ops.aten.permute.default, total, back)
 
 
-def _sum(tensor: Value, group: Group, call: Call) -> Value:
+def summed(tensor: Value, group: Group, call: Call) -> Value:
     """Sums a contiguous tensor over the ranks."""
     functional = torch.ops._c10d_functional
     launched = call(functional.all_reduce.default, tensor, "sum", group.name)

@@ -11,27 +11,11 @@ Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Pa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
-
-import torch
 import torch.distributed as dist
 
 from graphopt import _compat
 from graphopt.errors import ParallelismError
 from graphopt.ir.rank_groups import rank_mesh
-
-if TYPE_CHECKING:
-    from torch import fx
-
-    from graphopt.parallel.markers import Group
-    from graphopt.parallel.shard_communication import Make
-
-
-def summed_over_replicas(make: Make, part: fx.Node, replicas: Group) -> fx.Node:
-    """Sums a rank's part of a gradient over the replica group (a column of the mesh)."""
-    functional = torch.ops._c10d_functional
-    launched = make(functional.all_reduce.default, part, "sum", replicas.name)
-    return cast("fx.Node", make(functional.wait_tensor.default, launched))
 
 
 def mesh_of_ranks(

@@ -13,11 +13,9 @@ from __future__ import annotations
 from torch import fx
 
 from graphopt.graph_utils import after_placeholders, is_collective, is_wait
+from graphopt.graph_utils.nodes import with_own_inputs
 from graphopt.host.decisions.assumptions import Assumption
 from graphopt.ir.metadata import phase_of
-
-_BETWEEN = 2.0**-20
-"""Distance between nodes placed after one another, where untouched nodes are 1 apart."""
 
 
 def place_launches(graph: fx.Graph) -> None:
@@ -26,7 +24,6 @@ def place_launches(graph: fx.Graph) -> None:
     Launches of one group keep their order, which all ranks share, and stay behind decisions that
     come before them: where one fails, nothing has been launched that another branch may not launch.
     """
-    position = {node: float(index) for index, node in enumerate(graph.nodes)}
     previous: dict[str, fx.Node] = {}
     decision: fx.Node | None = None
     for node in list(graph.nodes):
@@ -34,7 +31,7 @@ def place_launches(graph: fx.Graph) -> None:
             decision = node
         if not is_collective(node):
             continue
-        chain = sorted(_private_inputs(node), key=position.__getitem__)
+        chain = with_own_inputs(node, _is_communication)
         sources = {source for member in chain for source in member.all_input_nodes} - set(chain)
         group = str(node.args[-1])
         if decision is not None:
@@ -42,22 +39,12 @@ def place_launches(graph: fx.Graph) -> None:
         if group in previous:
             sources.add(previous[group])
         previous[group] = node
-        anchor = after_placeholders(max(sources, key=position.__getitem__))
+        anchor = after_placeholders(max(sources))
         for member in chain:
             if anchor.next is not member:
                 anchor.append(member)
-            position[member] = position[anchor] + _BETWEEN
             anchor = member
 
 
-def _private_inputs(collective: fx.Node) -> list[fx.Node]:
-    """A collective and the communication nodes that only it needs."""
-    chain = {collective}
-    pending = list(collective.all_input_nodes)
-    while pending:
-        node = pending.pop()  # once for each of its users: at the last all of them are known
-        private = phase_of(node) == "communication" and chain.issuperset(node.users)
-        if node.op == "call_function" and private and node not in chain and not is_wait(node):
-            chain.add(node)
-            pending += node.all_input_nodes
-    return list(chain)
+def _is_communication(node: fx.Node) -> bool:
+    return node.op == "call_function" and phase_of(node) == "communication" and not is_wait(node)

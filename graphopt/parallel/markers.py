@@ -20,7 +20,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import call_function_with_meta, find_nodes
-from graphopt.ir.metadata import fake_value
+from graphopt.ir.metadata import fake_value, set_phase
 from graphopt.ir.operators import is_marker, is_operator
 
 _library = torch.library.Library("graphopt", "FRAGMENT")
@@ -120,9 +120,15 @@ def forget_unread(graph: fx.Graph) -> None:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Makes nodes at a marker's place, with its phase, source line and module path."""
+    """Makes nodes before a node, such as a marker, with its source line and module path.
 
-    marker: fx.Node
+    Attributes:
+        place: the node.
+        phase: of the new nodes; None: that of `place`.
+    """
+
+    place: fx.Node
+    phase: str | None = None
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Inserts a call of an operator; returns its node, or the items of several results."""
@@ -133,9 +139,11 @@ class Nodes:
         return [self._made(operator.getitem, (made, index), {}) for index in range(len(value))]
 
     def _made(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        graph = self.marker.graph
-        with graph.inserting_before(self.marker):
-            made = call_function_with_meta(graph, target, args, kwargs, like=self.marker)
+        graph = self.place.graph
+        with graph.inserting_before(self.place):
+            made = call_function_with_meta(graph, target, args, kwargs, like=self.place)
+        if self.phase is not None:
+            set_phase(made, self.phase)
         _compat.renamed(made, target.__name__.partition(".")[0])  # as a trace names it
         return made
 

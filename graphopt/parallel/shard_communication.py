@@ -17,28 +17,15 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from graphopt.ir.metadata import fake_value, set_phase
+from graphopt.ir.metadata import fake_value
 from graphopt.ir.rows import RowShards
-from graphopt.parallel.markers import Group, Nodes
+from graphopt.parallel.markers import Group
 from graphopt.parallel.shard_operators import owned, sum_of_ranks, window
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
 Make = Callable[..., Any]
 """Makes a node that calls an operator; a list of nodes where it gives several tensors."""
-
-
-class At:
-    """Inserts communication nodes before a node, with its source line and module path."""
-
-    def __init__(self, node: fx.Node) -> None:
-        self._nodes = Nodes(node)
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        made = self._nodes(target, *args, **kwargs)
-        for node in made if isinstance(made, list) else [made]:
-            set_phase(node, "communication")
-        return made
 
 
 def scattered(

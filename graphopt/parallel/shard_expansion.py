@@ -27,8 +27,7 @@ from graphopt.ir.operators import is_marker, operator_of
 from graphopt.ir.placement import placement_of
 from graphopt.ir.rows import RowShards
 from graphopt.ir.views import is_pure_view
-from graphopt.parallel.data_parallel import average, receive_buffers
-from graphopt.parallel.hybrid import summed_over_replicas
+from graphopt.parallel.data_parallel import average, receive_buffers, summed
 from graphopt.parallel.kept_parameters import is_cast, kept_parameters
 from graphopt.parallel.markers import Group, Nodes, group_of, marks_gradient, replace_marker
 from graphopt.parallel.row_operators import (
@@ -38,7 +37,7 @@ from graphopt.parallel.row_operators import (
     is_reducing,
     written_elementwise,
 )
-from graphopt.parallel.shard_communication import At, gathered, part_of, scattered
+from graphopt.parallel.shard_communication import gathered, part_of, scattered
 from graphopt.parallel.shard_norms import Norms
 from graphopt.parallel.shard_views import average_behind_views, cancel_views
 from graphopt.parallel.sharding import shards_of
@@ -129,7 +128,7 @@ class Expansion:
             return
         part = scattered(make, source, shards, self._group, group_of(marker).ranks)
         if self._replicas is not None:
-            part = summed_over_replicas(make, part, self._replicas)
+            part = summed(part, self._replicas, make)
         self._rows[part] = shards
         replace_marker(marker, part)
 
@@ -142,10 +141,9 @@ class Expansion:
 
     def _rewrite(self, node: fx.Node) -> None:
         self._norms.settle_inputs(node)
-        inputs = node.all_input_nodes
         if node.target is operator.getitem and (self._norms.pick(node) or self._pick(node)):
             return
-        if self._recomputes(node):
+        if phase_of(node) != "forward":
             self._again(node)
         inputs = node.all_input_nodes
         if not any(map(self._rows.__contains__, inputs)):
@@ -276,27 +274,25 @@ class Expansion:
     def _note_items(self, node: fx.Node, cut: list[RowShards | None]) -> None:
         """Records which items of a result are rows, and their sharding."""
 
-        def of(values: Any) -> list[RowShards | None]:
-            return [
-                shards if shards and tuple(value.shape) == shards.shape else None
-                for value, shards in zip(values, cut, strict=False)
-            ]
-
-        def values_of(values: Any, items: list[RowShards | None]) -> Any:
-            new = [
-                _window_like(value, shards) if shards else value
-                for value, shards in zip(values, items, strict=False)
-            ]
-            return type(values)(new)
-
         value = fake_value(node)
         several = bool(value) and isinstance(value[0], (list, tuple))
-        items: Any = [of(column) for column in value] if several else of(value)
-        self._items[node] = items
-        if several:
-            set_value(node, type(value)(map(values_of, value, items)))
-        else:
-            set_value(node, values_of(value, items))
+        columns = value if several else [value]
+        items = [
+            [
+                shards if shards and tuple(each.shape) == shards.shape else None
+                for each, shards in zip(column, cut, strict=False)
+            ]
+            for column in columns
+        ]
+        new = [
+            type(column)(
+                _window_like(each, shards) if shards else each
+                for each, shards in zip(column, found, strict=False)
+            )
+            for column, found in zip(columns, items, strict=True)
+        ]
+        self._items[node] = items if several else items[0]
+        set_value(node, type(value)(new) if several else new[0])
 
     def _unpacked(self, source: fx.Node, reader: fx.Node) -> list[fx.Node]:
         """Inserts the items of a list as nodes."""
@@ -316,7 +312,8 @@ class Expansion:
         phase = "all" if self._is_kept(node) else str(phase_of(reader))
         found = self._wholes.get((node, phase))
         if found is None:
-            found = gathered(At(reader), node, self._rows[node], self._group)
+            make = Nodes(reader, "communication")
+            found = gathered(make, node, self._rows[node], self._group)
             self._wholes[node, phase] = found
         return found
 
@@ -349,12 +346,6 @@ class Expansion:
             args = fx.node.map_arg(view.args, lambda each: source)
             self._wholes[key] = Nodes(reader)(view.target, *args, **view.kwargs)
         return self._wholes[key]
-
-    def _recomputes(self, node: fx.Node) -> bool:
-        """True if a backward node reads a view that the forward made of a gathered parameter."""
-        if phase_of(node) == "forward" or node.op != "call_function":
-            return False
-        return any(map(self._is_gathered_again, node.all_input_nodes))
 
     def _is_gathered_again(self, view: fx.Node) -> bool:
         """True if a value is a forward's view of a parameter that the backward gathers again."""

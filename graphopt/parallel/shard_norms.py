@@ -16,9 +16,10 @@ from torch import fx
 
 from graphopt.graph_utils import is_operator
 from graphopt.ir.metadata import fake_value
+from graphopt.ir.operators import argument
 from graphopt.ir.rows import RowShards
-from graphopt.parallel.markers import Group
-from graphopt.parallel.shard_communication import At, Make, owned_part
+from graphopt.parallel.markers import Group, Nodes
+from graphopt.parallel.shard_communication import Make, owned_part
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
@@ -39,19 +40,20 @@ class Norms:
     def is_norm(self, node: fx.Node) -> bool:
         """True if a node reduces all elements to one norm, by a sum of powers or a maximum."""
         if is_operator(node.target, "aten::linalg_vector_norm"):
-            args = dict(enumerate(node.args))
-            whole = args.get(2, node.kwargs.get("dim")) is None and not args.get(3)
-            return whole and _known(args.get(1, node.kwargs.get("ord", 2)))
-        return is_operator(node.target, "aten::_foreach_norm") and _known(_order(node))
+            if argument(node, "dim") is not None or argument(node, "keepdim"):
+                return False
+        elif not is_operator(node.target, "aten::_foreach_norm"):
+            return False
+        return _known(argument(node, "ord"))
 
     def take(self, node: fx.Node, rows: dict[fx.Node, RowShards]) -> None:
         """Computes a norm of this rank's rows only; the rest follows when somebody reads it."""
-        make = At(node)
+        make = Nodes(node, "communication")
 
         def part(value: Any) -> Any:
             return owned_part(make, value, rows[value], self._group) if value in rows else value
 
-        order = _order(node)
+        order = argument(node, "ord")
         if is_operator(node.target, "aten::_foreach_norm"):
             given: Any = node.args[0]
             self._lists[node] = order, [value in rows for value in given]
@@ -85,7 +87,8 @@ class Norms:
             value = fake_value(node)
             alike.setdefault((order, value.dtype, value.device), []).append(node)
         for (order, *_), nodes in alike.items():
-            wholes = _completed(At(reader), nodes, order, self._group)
+            make = Nodes(reader, "communication")
+            wholes = _completed(make, nodes, order, self._group)
             self._whole.update(zip(nodes, wholes, strict=True))
 
 
@@ -103,10 +106,6 @@ def _completed(make: Make, norms: list[fx.Node], order: float, group: Group) -> 
     elif not largest and order != 1:
         total = make(aten.pow.Tensor_Scalar, total, 1 / order)
     return [make(aten.select.int, total, 0, index) for index in range(len(norms))]
-
-
-def _order(node: fx.Node) -> Any:
-    return node.args[1] if len(node.args) > 1 else node.kwargs.get("ord", 2)
 
 
 def _known(order: Any) -> bool:

@@ -30,15 +30,13 @@ def shards_of(tensor: torch.Tensor, ranks: int) -> RowShards | None:
     few rows, too small to be cut at multiples of 64 elements, or rows not contiguous."""
     if not tensor.dim() or not tensor.numel() or tensor.layout is not torch.strided:
         return None
-    if ranks == 1 or tensor.shape[0] < ranks or not _is_contiguous(tensor):
+    if ranks == 1 or tensor.shape[0] < ranks:
+        return None
+    if not tensor.is_contiguous() or tensor.dtype.is_complex:
         return None
     shards = RowShards(tuple(tensor.shape), ranks)
     small = tensor.numel() * tensor.element_size() < SMALL
     return None if small and not shards.is_even else shards
-
-
-def _is_contiguous(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.dtype.is_complex
 
 
 def local_part(whole: torch.Tensor, shards: RowShards, rank: int) -> torch.Tensor:

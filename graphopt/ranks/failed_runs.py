@@ -20,6 +20,7 @@ from graphopt.ir.metadata import late_group, sent_names
 from graphopt.ir.operators import argument
 from graphopt.iter_graph import IterGraphModule
 from graphopt.ranks.failure_reports import learn_causes, mark_unusable, tell
+from graphopt.readable.columns import first_of
 
 _NAMES_SHOWN = 4
 
@@ -59,30 +60,21 @@ def explained(
 
 @contextmanager
 def sending_explained(
-    group: dist.ProcessGroup, step: int, collective: str, what: str
+    group: dist.ProcessGroup, step: int, collective: str, what: str = ""
 ) -> Iterator[None]:
     """While active, a communication failure outside a graph becomes a `CollectiveError`.
 
     Args:
         step: which call of the step it is, counted from 1.
         collective: such as ``"broadcast"``.
-        what: what is sent, in words.
+        what: what is sent, in words; none: the ranks agree whether they go on.
     """
     try:
         yield
     except RuntimeError as error:
-        reason = f"{collective} of {what} failed{_in(group, group.group_name)}"
-        raise _failure(f"{reason}: {_first_line(error)}", group, step, collective) from error
-
-
-@contextmanager
-def said_explained(group: dist.ProcessGroup, step: int) -> Iterator[None]:
-    """While active, a failure to agree on exceptions of callbacks becomes a `CollectiveError`."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = f"agreement of the ranks in step {step} failed{_in(group, group.group_name)}"
-        raise _failure(f"{reason}: {_first_line(error)}", group, step, "all_reduce") from error
+        failed = f"{collective} of {what}" if what else f"agreement of the ranks in step {step}"
+        reason = f"{failed} failed{_in(group, group.group_name)}: {_first_line(error)}"
+        raise _failure(reason, group, step, collective) from error
 
 
 def _collective_failed(
@@ -158,10 +150,7 @@ def _is_behind_launches(node: fx.Node) -> bool:
 
 
 def _of(names: tuple[str, ...]) -> str:
-    if not names:
-        return ""
-    shown, more = ", ".join(names[:_NAMES_SHOWN]), len(names) - _NAMES_SHOWN
-    return f" of {shown}" + (f" and {more} more" if more > 0 else "")
+    return f" of {first_of(names, _NAMES_SHOWN)}" if names else ""
 
 
 def _in(group: dist.ProcessGroup | None, name: str | None) -> str:

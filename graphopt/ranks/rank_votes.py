@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from graphopt import _compat
 from graphopt.errors import SpmdMismatchError
-from graphopt.ranks.failed_runs import said_explained
+from graphopt.ranks.failed_runs import sending_explained
 from graphopt.ranks.failure_reports import reasons
 
 _made: WeakKeyDictionary[dist.ProcessGroup, RankVotes] = WeakKeyDictionary()
@@ -88,6 +88,6 @@ class RankVotes:
         said = torch.tensor(numbers, dtype=torch.int64)
         group = self._group()
         assert group is not None, "who asks has it"
-        with said_explained(group, step):
+        with sending_explained(group, step, "all_reduce"):
             _compat.maximum(self._channels[0], said)
         return said.tolist()

@@ -52,6 +52,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
+def first_of(names: Sequence[str], shown: int) -> str:
+    """The first names and the number of further ones, as in ``a, b and 3 more``."""
+    more = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {more} more" if more > 0 else "")
+
+
 def readable_bytes(count: int) -> str:
     """A number of bytes as text: ``512 B``, ``1.5 KiB``, ``3.0 MiB``.
 

@@ -22,6 +22,7 @@ from graphopt.graph_utils import (
     is_wait,
     tensors_in,
 )
+from graphopt.graph_utils.tensor_metadata import bytes_in
 from graphopt.ir.metadata import (
     input_kind,
     input_name,
@@ -183,14 +184,8 @@ def _size(node: fx.Node) -> int | None:
     """The bytes of a node's value, or None if it is an alias of another node's."""
     if node.target is operator.getitem or (node.op == "call_function" and is_view(node)):
         return None
-    tensors = list(tensors_in(known_value(node)))
-    return sum(_bytes(tensor) for tensor in tensors) if tensors else None
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    if _compat.has_symbolic_shape(tensor):
-        return 0
-    return tensor.numel() * tensor.element_size()
+    value = known_value(node)
+    return bytes_in(value) if any(True for _ in tensors_in(value)) else None
 
 
 def sent_bytes(node: fx.Node) -> int:
@@ -201,8 +196,7 @@ def sent_bytes(node: fx.Node) -> int:
     >>> [sent_bytes(node) for node in find_nodes(gm.graph, is_collective)]
     [8, 32]
     """
-    inputs = [known_value(source) for source in node.all_input_nodes]
-    return sum(_bytes(tensor) for tensor in tensors_in(inputs))
+    return bytes_in([known_value(source) for source in node.all_input_nodes])
 
 
 def _place(node: fx.Node) -> str:

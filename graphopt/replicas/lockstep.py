@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ class Lockstep:
 
     def _constants(self, graph_module: fx.GraphModule, node: fx.Node) -> list[Any]:
         """A copy of a constant for each replica, since a graph may write to it."""
-        value = _attribute(graph_module, str(node.target))
+        value = attrgetter(str(node.target))(graph_module)
         if not isinstance(value, torch.Tensor):
             return [value] * self.count
         return [value, *(value.clone() for _ in range(1, self.count))]
@@ -190,10 +191,3 @@ def _function(graph_module: fx.GraphModule, node: fx.Node) -> Any:
     if node.op == "call_module":
         return graph_module.get_submodule(str(node.target))
     return lambda self, *args, **kwargs: getattr(self, str(node.target))(*args, **kwargs)
-
-
-def _attribute(graph_module: fx.GraphModule, target: str) -> Any:
-    value: Any = graph_module
-    for name in target.split("."):
-        value = getattr(value, name)
-    return value

@@ -11,10 +11,11 @@ what was chosen.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -80,20 +81,17 @@ class AutoPipeline:
             FileError: the file of plans cannot be written.
         """
         group = _group_of(graph_module, apart)
-        return None if group is None else self._decided(graph_module, inputs, group)
-
-    def _decided(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], group: dist.ProcessGroup
-    ) -> dict[str, Any]:
+        if group is None:
+            return None
         channel = Channel(group, "auto", 60.0)
-        key = f"{launches_digest(gm.graph)} on {group.size()}"
+        key = f"{launches_digest(graph_module.graph)} on {group.size()}"
         first = group.rank() == 0
         known = self._kept().get(key) if first else None
         said = channel.exchange({"plan": known})[0]["plan"]
         if said is not None:
             return dict(said)
-        costs = _measured(gm, inputs, group)
-        found = fastest(gm, costs) if first else None
+        costs = _measured(graph_module, inputs, group)
+        found = fastest(graph_module, costs) if first else None
         if first:
             self._keep(key, found)
         with channel.meeting() as meeting:
@@ -130,21 +128,9 @@ def fastest(graph_module: fx.GraphModule, costs: CostModel) -> dict[str, Any]:
         graph_module: the captured graph, which is not changed.
         costs: the costs of its operators and collectives.
     """
-    tried: dict[Plan, float] = {}
-    for option in _candidates(tried):
-        if option not in tried:
-            tried[option] = _seconds(graph_module, costs, option)
-    return _fastest_of(tried)._asdict()
-
-
-def _candidates(tried: Mapping[Plan, float]) -> Iterator[Plan]:
-    yield from (Plan(count, HELD_BACK[0]) for count in BUCKETS)
-    count = _fastest_of(tried).min_buckets
-    yield from (Plan(count, share) for share in HELD_BACK[1:])
-
-
-def _fastest_of(tried: Mapping[Plan, float]) -> Plan:
-    return min(tried, key=tried.__getitem__)
+    seconds = functools.cache(functools.partial(_seconds, graph_module, costs))
+    best = min((Plan(count, HELD_BACK[0]) for count in BUCKETS), key=seconds)
+    return min((Plan(best.min_buckets, share) for share in HELD_BACK), key=seconds)._asdict()
 
 
 def _seconds(gm: fx.GraphModule, costs: CostModel, plan: Plan) -> float:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -293,12 +294,13 @@ class Stages:
 
     def make_executable(self, step: StepInMaking) -> None:
         """Runs the remaining stages on each derived graph."""
-        step.module.finalize_setup(Executables(self, step), step.graphs)
+        step.module.finalize_setup(partial(self._run_behind, step), step.graphs)
         step.module.prepare(once=step.once)
         step.forget()
 
-    def run_behind(self, derived: fx.GraphModule, step: StepInMaking) -> fx.GraphModule:
-        """Runs the remaining stages on one derived graph."""
+    def _run_behind(self, step: StepInMaking, derived: fx.GraphModule) -> fx.GraphModule:
+        """Runs the remaining stages on one derived graph, when the step is compiled or when the
+        graph is first needed."""
         name = derived.meta[DERIVED]
         steady = name == ("main" if step.module.graph.late else "setup")
         which = DerivedGraph(name, steady, step.once, step.agreement)
@@ -338,16 +340,6 @@ def _inputs_of(graph: fx.Graph) -> list[InputSpec]:
         InputSpec(node.meta[KIND], node.meta[NAME], str(node.target), placement_of(node))
         for node in graph.find_nodes(op="placeholder")
     ]
-
-
-class Executables:
-    """Makes derived graphs executable, at compile time or when first needed."""
-
-    def __init__(self, stages: Stages, step: StepInMaking) -> None:
-        self._stages, self._step = stages, step
-
-    def __call__(self, derived: fx.GraphModule) -> fx.GraphModule:
-        return self._stages.run_behind(derived, self._step)
 
 
 def creates_state(call: Call, captured: CapturedStep) -> bool:
