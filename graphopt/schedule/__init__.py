@@ -11,9 +11,8 @@ from graphopt.schedule.granularity import collectives_by_cost
 from graphopt.schedule.order import Schedule, apply_schedule
 from graphopt.schedule.overlap import overlap_schedule
 from graphopt.schedule.program import Message, Program, program_of
-from graphopt.schedule.simulated_step import CollectiveSlot, ComputeSlot
 from graphopt.schedule.simulator import simulate, simulate_program
-from graphopt.schedule.timeline import Timeline
+from graphopt.schedule.timeline import CollectiveSlot, ComputeSlot, Timeline
 
 __all__ = [
     "CollectiveSlot",

@@ -113,16 +113,14 @@ class BucketChooser:
             key = (*kind, self._windows[message].behind)
             bucket = filling.get(key)
             if bucket is None or not self._add(bucket, message):
-                bucket = filling[key] = self._opened(message)
+                window, collective = self._windows[message], self._collectives[message]
+                bucket = _Filling([message], collective, window, message.transfer)
+                filling[key] = bucket
                 found.append(bucket)
             if _starting(bucket.transfer) <= share * _taken(bucket.transfer):
                 del filling[key]
         several = [bucket.messages for bucket in found if len(bucket.messages) > 1]
         return tuple(tuple(message.launch for message in members) for members in several)
-
-    def _opened(self, message: Message) -> _Filling:
-        window, collective = self._windows[message], self._collectives[message]
-        return _Filling([message], collective, window, message.transfer)
 
     def _add(self, bucket: _Filling, message: Message) -> bool:
         """Adds a message to a bucket if a common place exists and saves time. Returns if it was
@@ -146,12 +144,11 @@ class BucketChooser:
             bucket[-1]: self._joined([launched[node] for node in bucket]) for bucket in buckets
         }
         gone = {node for bucket in buckets for node in bucket}
-        messages = []
-        for message in self._program.messages:
-            if message.launch in instead:
-                messages.append(instead[message.launch])
-            elif message.launch not in gone:
-                messages.append(message)
+        messages = [
+            instead.get(message.launch, message)
+            for message in self._program.messages
+            if message.launch in instead or message.launch not in gone
+        ]
         seconds = {n: taken for n, taken in self._program.seconds.items() if n not in gone}
         before = dict(self._before)
         for launch, message in instead.items():
@@ -161,7 +158,8 @@ class BucketChooser:
             for wait in message.waits:
                 before[wait] = [*before[wait], launch]
         order, late = self._program.order, self._program.late
-        return Program(order, late, seconds, _numbered(messages)), before
+        numbered = [replace(message, index=index) for index, message in enumerate(messages)]
+        return Program(order, late, seconds, numbered), before
 
     def _joined(self, members: list[Message]) -> Message:
         number = self._number
@@ -185,10 +183,6 @@ def _starting(transfer: Transfer) -> float:
 
 def _taken(transfer: Transfer) -> float:
     return transfer.seconds + transfer.overhead
-
-
-def _numbered(messages: Iterable[Message]) -> list[Message]:
-    return [replace(message, index=index) for index, message in enumerate(messages)]
 
 
 def side_by_side(order: Iterable[fx.Node], messages: Iterable[Message]) -> list[fx.Node]:

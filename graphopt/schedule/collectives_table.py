@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from graphopt.readable.columns import aligned, readable_bytes
-from graphopt.schedule.pictures import parameters_text, reader_text
-from graphopt.schedule.simulated_step import CollectiveSlot, SimulatedStep
+from graphopt.readable.columns import aligned, first_of, readable_bytes
+from graphopt.schedule.pictures import NAMES_SHOWN, reader_text
+
+if TYPE_CHECKING:
+    from graphopt.schedule.timeline import CollectiveSlot, Timeline
 
 _HEADS = ("launch", "sends", "time", "distance", "exposed", "waited for by", "parameters")
 
 
-def collectives_text(step: SimulatedStep) -> str:
+def collectives_text(step: Timeline) -> str:
     """Formats a table of a step's collectives: bytes, predicted time, nodes from launch to wait,
     exposed time, the reader that forces the wait, and whose values are sent. Empty without
     collectives.
@@ -35,4 +38,4 @@ def _cells(slot: CollectiveSlot) -> Iterator[str]:
     yield "" if slot.distance is None else str(slot.distance)
     yield f"{1e3 * slot.exposed:.3f} ms"
     yield reader_text(slot)
-    yield parameters_text(message.parameters)
+    yield first_of(message.parameters, NAMES_SHOWN)

@@ -21,6 +21,7 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import is_collective, is_needed, is_random, is_wait, written
+from graphopt.graph_utils.nodes import with_own_inputs
 from graphopt.ir.effects import Effects
 from graphopt.ir.operators import calls_of, writers
 from graphopt.schedule.order import Schedule, apply_schedule
@@ -63,7 +64,7 @@ def hasten(graph: fx.Graph, launches: Collection[fx.Node]) -> int:
     previous: fx.Node | None = None
     for launch in calls_of(graph, attrgetter("collective")):
         if launch in launches:
-            moved += sum(_raised(node, previous) for node in (*_only_for(launch), launch))
+            moved += sum(_raised(node, previous) for node in with_own_inputs(launch, _may_move))
         previous = launch
     return moved
 
@@ -87,7 +88,8 @@ def _defer(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
 
     moved = 0
     for launch in launches:
-        mine = [node for node in _only_for(launch) if not reads_state(node)]
+        *own, _ = with_own_inputs(launch, _may_move)
+        mine = [node for node in own if not reads_state(node)]
         following = launch
         for node in reversed(_from_products(mine, launch)):
             if following.prev is not node:
@@ -95,18 +97,6 @@ def _defer(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
                 moved += 1
             following = node
     return moved
-
-
-def _only_for(launch: fx.Node) -> list[fx.Node]:
-    """Returns the nodes whose values only `launch` needs, in graph order."""
-    inside = {launch}
-    pending = list(launch.all_input_nodes)
-    while pending:
-        node = pending.pop()
-        if node not in inside and _may_move(node) and inside.issuperset(node.users):
-            inside.add(node)
-            pending += node.all_input_nodes
-    return sorted(inside - {launch})
 
 
 def _may_move(node: fx.Node) -> bool:

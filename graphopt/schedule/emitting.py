@@ -34,9 +34,11 @@ class Emitter:
         self._waits: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.done: set[fx.Node] = set()
 
-    @property
-    def schedule(self) -> Schedule:
-        """Returns the order so far, with the launches that become one collective each."""
+    def finished(self) -> Schedule:
+        """Appends the remaining nodes; returns the order, with the launches that become one
+        collective each."""
+        for node in self._position:
+            self.emit(node)
         return Schedule(tuple(self._order), tuple(self._buckets))
 
     def emit(self, node: fx.Node) -> None:

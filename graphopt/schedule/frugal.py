@@ -45,6 +45,4 @@ def frugal_order(program: Program, before: Predecessors) -> list[fx.Node]:
         if launched is not None and launched.kind.startswith("reduce_scatter"):
             for wait in launched.waits:
                 emitter.emit(wait)
-    for node in program.order:
-        emitter.emit(node)
-    return list(emitter.schedule.order)
+    return list(emitter.finished().order)

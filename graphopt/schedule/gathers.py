@@ -204,9 +204,7 @@ def order_of_gathers(
             (ready if _is_independent(emitter, group) else late).append(group)
         emitter.launch([launch for group in ready for launch in group.launches])
     _launch_all(emitter, late)
-    for node in graph.nodes:
-        emitter.emit(node)
-    return emitter.schedule
+    return emitter.finished()
 
 
 def _launch_all(emitter: Emitter, groups: list[GatherGroup]) -> None:

@@ -70,11 +70,14 @@ class ListScheduler:
         self._live = 0
         self.limited = False
         self._changed = True
-        self._left = list(tables.touches)
-        self._there = bytearray(len(tables.sizes))
+        self._left = list(tables.lives.touches)
+        self._there = bytearray(len(tables.lives.sizes))
         self._prepared = tables.prepared
         self._due = self._due_dates()
-        self._queues = _queues(tables.program.messages, tables.prepared, self._due)
+        groups = dict.fromkeys(message.group for message in tables.program.messages)
+        self._queues = {group: _Queue(self._done, tables.number) for group in groups}
+        for message in tables.prepared:
+            self._queues[message.group].prepare(self._due[message], message)
 
     def run(self) -> list[fx.Node]:
         """Returns the new order of nodes."""
@@ -200,7 +203,7 @@ class ListScheduler:
 
     def _first_launch(self) -> int | None:
         """Returns the most urgent launch whose inputs are computed, or None."""
-        found = (queue.first(self._done, self._tables) for queue in self._queues.values())
+        found = (queue.first() for queue in self._queues.values())
         first = min(filter(None, found), default=None)
         return None if first is None else self._tables.number[first[2].launch]
 
@@ -243,10 +246,10 @@ class ListScheduler:
         return self._cursor
 
     def _makes(self, index: int) -> int:
-        there, sizes, made = self._there, self._tables.sizes, 0
-        for key in self._tables.touched[index]:
+        there, lives, made = self._there, self._tables.lives, 0
+        for key in lives.touched[index]:
             if not there[key]:
-                made += sizes[key]
+                made += lives.sizes[key]
         return made
 
     def _execute(self, index: int) -> None:
@@ -260,8 +263,8 @@ class ListScheduler:
         if message is not None:
             self._now = max(self._now, self._ends[message])
         self._now += tables.seconds[index]
-        there, left, sizes = self._there, self._left, tables.sizes
-        for key in tables.touched[index]:
+        there, left, sizes = self._there, self._left, tables.lives.sizes
+        for key in tables.lives.touched[index]:
             if not there[key]:
                 there[key] = 1
                 self._live += sizes[key]
@@ -301,7 +304,7 @@ class ListScheduler:
     def _most_urgent(self, queue: _Queue, until: float, reached: float) -> Message | None:
         """Returns the message with the earliest due date whose link is idle before `until`, or
         which is due by `reached`."""
-        for due, _, message in queue.candidates(self._done, self._tables):
+        for due, _, message in queue.candidates():
             if due <= reached:
                 return message
             names = (f"group {message.group}", *message.transfer.links)
@@ -330,48 +333,40 @@ _Urgent = tuple[float, int, Message]
 
 class _Queue:
     """The launchable messages of one group: those with computed inputs, and those that need little
-    compute first."""
+    compute first.
 
-    def __init__(self) -> None:
+    Args:
+        done: of each node, whether it has run.
+        number: of each node.
+    """
+
+    def __init__(self, done: bytearray, number: dict[fx.Node, int]) -> None:
+        self._done, self._number = done, number
         self._ready: list[_Urgent] = []
         self._prepared: list[_Urgent] = []
-        self._next = 0
 
     def add(self, due: float, message: Message) -> None:
         heapq.heappush(self._ready, (due, message.index, message))
 
-    def prepare(self, found: list[_Urgent]) -> None:
-        self._prepared = sorted(found)
+    def prepare(self, due: float, message: Message) -> None:
+        heapq.heappush(self._prepared, (due, message.index, message))
 
     @property
     def due(self) -> float:
         """Returns the earliest due date in the queue, messages launched meanwhile included."""
         ready = self._ready[0][0] if self._ready else math.inf
-        prepared = self._prepared[self._next][0] if self._next < len(self._prepared) else math.inf
-        return min(ready, prepared)
+        return min(ready, self._prepared[0][0]) if self._prepared else ready
 
-    def first(self, done: bytearray, tables: ProgramTables) -> _Urgent | None:
+    def first(self) -> _Urgent | None:
         """Returns the most urgent message whose inputs are computed, or None."""
-        while self._ready and done[tables.number[self._ready[0][2].launch]]:
-            heapq.heappop(self._ready)
-        return self._ready[0] if self._ready else None
+        return self._first_of(self._ready)
 
-    def candidates(self, done: bytearray, tables: ProgramTables) -> list[_Urgent]:
+    def candidates(self) -> list[_Urgent]:
         """Returns the most urgent message of both kinds."""
-        while self._next < len(self._prepared):
-            if not done[tables.number[self._prepared[self._next][2].launch]]:
-                break
-            self._next += 1
-        found = [self.first(done, tables)]
-        if self._next < len(self._prepared):
-            found.append(self._prepared[self._next])
-        return sorted({entry for entry in found if entry is not None})
+        found = {self._first_of(self._ready), self._first_of(self._prepared)}
+        return sorted(entry for entry in found if entry is not None)
 
-
-def _queues(
-    messages: list[Message], prepared: dict[Message, list[int]], due: dict[Message, float]
-) -> dict[str, _Queue]:
-    queues = {message.group: _Queue() for message in messages}
-    for group, queue in queues.items():
-        queue.prepare([(due[m], m.index, m) for m in prepared if m.group == group])
-    return queues
+    def _first_of(self, entries: list[_Urgent]) -> _Urgent | None:
+        while entries and self._done[self._number[entries[0][2].launch]]:
+            heapq.heappop(entries)
+        return entries[0] if entries else None

@@ -162,7 +162,6 @@ class _OrderSearch:
         self._seconds = math.inf
         fits = self.held <= self._most
         self._given = steady_seconds(program, self._slowdown) if fits else math.inf
-        self._best: float | None = None
         self._policy = POLICIES[0]
         self.schedule: Schedule | None = None
 
@@ -223,7 +222,7 @@ class _OrderSearch:
             if scheduler.end >= min(self._seconds, self._given) * (1 - _GAIN):
                 return ()
             tried = _reordered(program, nodes)
-            held = tables.held([tables.number[node] for node in nodes])
+            _, held = tables.lives.held([tables.number[node] for node in nodes])
             excess = int(held.max(initial=0)) - most
             self._limited |= excess > 0
             if excess <= 0:
@@ -240,11 +239,9 @@ class _OrderSearch:
     def seconds(self) -> float:
         """Returns the seconds of the best order, the given one included; infinite if none fits into
         memory."""
-        if self._best is None:
-            if self._seconds >= self._given * (1 - _GAIN):
-                self.schedule, self._seconds = None, self._given
-            self._best = self._seconds
-        return self._best
+        if self._seconds >= self._given * (1 - _GAIN):
+            self.schedule, self._seconds = None, self._given
+        return self._seconds
 
     def found(self) -> Schedule:
         """Returns the best schedule."""

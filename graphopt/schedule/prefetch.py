@@ -127,6 +127,4 @@ def order_of_prefetch(
                 emitter.launch(bucket)
                 launched += 1
         emitter.emit(node)
-    for node in graph.nodes:
-        emitter.emit(node)
-    return emitter.schedule
+    return emitter.finished()

@@ -14,9 +14,10 @@ out, as communicators do.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -29,6 +30,7 @@ from graphopt import _compat
 from graphopt.comm import argument, kind_of, late_nodes, view_tail
 from graphopt.cost import CostModel, Transfer
 from graphopt.graph_utils import is_collective, is_wait, tensors_in
+from graphopt.graph_utils.tensor_metadata import bytes_in
 from graphopt.ir.metadata import known_value, sent_names
 
 
@@ -173,17 +175,13 @@ def _message(
     tails = {node for wait in waits for node in view_tail(wait)}
     readers = {user for node in tails for user in node.users} - tails
     reader = min(readers, key=position.__getitem__, default=None)
-    received = sum(map(_bytes, tensors_in(known_value(launch))))
+    received = bytes_in(known_value(launch))
     return Message(index, launch, transfer, received, lag, waits, reader)
 
 
 def _waits_of(launch: fx.Node) -> Iterator[fx.Node]:
     for node in view_tail(launch):
         yield from (user for user in node.users if is_wait(user))
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return 0 if _compat.has_symbolic_shape(tensor) else tensor.numel() * tensor.element_size()
 
 
 class Storages:
@@ -200,7 +198,7 @@ class Storages:
         if found is None:
             value = None if node.op == "output" else known_value(node)
             tensors = (value,) if isinstance(value, torch.Tensor) else tensors_in(value)
-            found = [(_compat.storage_key_of_value(t), _bytes(t)) for t in tensors]
+            found = [(_compat.storage_key_of_value(t), bytes_in(t)) for t in tensors]
             self._made[node] = found
         return found
 
@@ -244,96 +242,80 @@ def held_bytes(program: Program, storages: Storages | None = None) -> NDArray[np
     sent until it has been waited for; what late nodes read of the iteration before is held
     throughout.
     """
-    change = np.zeros(len(program.order) + 1, dtype=np.int64)
-    for first, last, size in _lives(program, storages or Storages()):
-        change[first] += size
-        change[last + 1] -= size
-    held: NDArray[np.int64] = change.cumsum()[:-1]
-    return held
+    return LiveStorages(program, storages or Storages()).held(range(len(program.order)))[1]
 
 
-def _lives(program: Program, storages: Storages) -> list[tuple[int, int, int]]:
-    """Returns (first position, last position, bytes) of each storage that the step makes."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    size: dict[int, int] = {}
+class LiveStorages:
+    """The storages that the nodes of a program make or read, without inputs of the step.
+
+    Attributes:
+        touched: for each node of the order, the numbers of the storages that it makes or reads.
+        sizes: bytes of each storage.
+        touches: how many nodes make or read each storage.
+    """
+
+    def __init__(self, program: Program, storages: Storages) -> None:
+        self.touched, self.sizes = _touched_storages(program, storages)
+        counts = np.fromiter(map(len, self.touched), dtype=np.int64, count=len(self.touched))
+        numbers = np.fromiter(itertools.chain.from_iterable(self.touched), dtype=np.int64)
+        by_storage = np.argsort(numbers, kind="stable")
+        self._touching = np.repeat(np.arange(len(counts)), counts)[by_storage]
+        self._begins = np.searchsorted(numbers[by_storage], np.arange(len(self.sizes)))
+        self.touches = np.bincount(numbers, minlength=len(self.sizes)).tolist()
+
+    def held(self, order: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns the bytes of the storages that each node is the first to touch, and the bytes of
+        live values while it runs.
+
+        Args:
+            order: the positions of all nodes of the program, in the order in which they run.
+        """
+        made, gone = np.zeros((2, len(order) + 1), dtype=np.int64)
+        if self.sizes:
+            place = np.empty(len(order), dtype=np.int64)
+            place[np.asarray(order, dtype=np.int64)] = np.arange(len(order))
+            places = place[self._touching]
+            np.add.at(made, np.minimum.reduceat(places, self._begins), self.sizes)
+            np.add.at(gone, np.maximum.reduceat(places, self._begins) + 1, self.sizes)
+        return made[:-1], (made - gone).cumsum()[:-1]
+
+
+def _touched_storages(program: Program, storages: Storages) -> tuple[list[list[int]], list[int]]:
+    """Returns the storages that each node makes or reads, by number, and the bytes of each.
+
+    What a planned bucket makes and reads, its last launch does. What late nodes read of the
+    iteration before, the first and the last node touch as well.
+    """
+    sizes: dict[int, int] = {}
+    found: list[Collection[int]] = []
     inputs: set[int] = set()
     carried: set[int] = set()
-    marked = program.late
-    at_once = {message.joined[0]: message.joined for message in program.messages if message.joined}
-    for index, node in enumerate(program.order):
-        mine = storages.made(node)
-        if node in at_once:  # one call makes what all of its bucket receive
-            mine = [held for launch in at_once[node] for held in storages.made(launch)]
-            last.update((key, index) for key, _ in mine)
-        for key, nbytes in mine:
-            held = size.get(key)
-            if held is None:
-                first[key], size[key] = index, nbytes
-            elif nbytes > held:
-                size[key] = nbytes
-        last.update(dict.fromkeys(storages.touched(node), index))
-        if node.op in ("placeholder", "get_attr"):
-            inputs.update([key for key, _ in mine])
-            continue
-        if node in marked:
-            sources = [source for source in node.all_input_nodes if source not in marked]
-            read = {key for source in sources for key, _ in storages.made(source)}
-            carried.update(read.intersection(storages.touched(node)))
-        message = program.waited.get(node)
-        if message is not None and not message.lag:
-            for source in _sent(message):
-                last.update((key, index) for key, _ in storages.made(source))
-    end = len(program.order) - 1
-    return [
-        (0, end, size[key]) if key in carried else (first[key], last[key], size[key])
-        for key in size
-        if key not in inputs
-    ]
-
-
-def touched_storages(
-    program: Program, storages: Storages
-) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Returns the storages that each node makes or reads, by number, and the bytes of each. For
-    programs without late nodes; inputs are left out.
-
-    What a planned bucket makes and reads, its last launch does.
-    """
-    numbers: dict[int, int] = {}
-    sizes: list[int] = []
-    inputs: set[int] = set()
-    found: list[tuple[int, ...]] = []
     members = {node: m.launch for m in program.messages for node in m.joined}
     of_bucket: dict[fx.Node, set[int]] = {}
     for node in program.order:
-        keys = storages.touched(node)
+        made, keys = storages.made(node), storages.touched(node)
+        message = program.waited.get(node)
+        if message is not None and not message.lag:
+            made = [*made, *(held for source in _sent(message) for held in storages.made(source))]
+            keys = {**keys, **dict(made)}
+        for key, nbytes in made:
+            if nbytes > sizes.get(key, -1):
+                sizes[key] = nbytes
         if node.op in ("placeholder", "get_attr"):
             inputs.update(keys)
-            found.append(())
-            continue
-        message = program.waited.get(node)
-        if message is not None:
-            keys = dict(keys)
-            for source in _sent(message):
-                keys.update(storages.made(source))
-        touched = []
-        for key, nbytes in keys.items():
-            if key in inputs:
-                continue
-            number = numbers.setdefault(key, len(sizes))
-            if number == len(sizes):
-                sizes.append(nbytes)
-            elif nbytes > sizes[number]:
-                sizes[number] = nbytes
-            touched.append(number)
-        launch = members.get(node)
-        if launch is not None:
-            together = of_bucket.setdefault(launch, set())
+        if node in program.late:
+            before = (source for source in node.all_input_nodes if source not in program.late)
+            carried |= keys.keys() & {key for source in before for key, _ in storages.made(source)}
+        touched: Collection[int] = [key for key in keys if key in sizes]
+        if node in members:
+            together = of_bucket.setdefault(members[node], set())
             together.update(touched)
-            touched = sorted(together) if launch is node else []
-        found.append(tuple(touched))
-    return found, sizes
+            touched = together if members[node] is node else ()
+        found.append(touched)
+    found[0], found[-1] = carried.union(found[0]), carried.union(found[-1])
+    numbers = {key: number for number, key in enumerate(k for k in sizes if k not in inputs)}
+    touching = [[numbers[key] for key in touched if key in numbers] for touched in found]
+    return touching, [sizes[key] for key in numbers]
 
 
 def _sent(message: Message) -> Iterator[fx.Node]:

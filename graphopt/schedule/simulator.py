@@ -17,8 +17,7 @@ from torch import fx
 from graphopt.cost import CostModel, default_cost_model
 from graphopt.schedule.links import HandedOn, Links, MessageInFlight
 from graphopt.schedule.program import Message, Program, peak_bytes, program_of
-from graphopt.schedule.simulated_step import CollectiveSlot, ComputeSlot
-from graphopt.schedule.timeline import Timeline
+from graphopt.schedule.timeline import CollectiveSlot, ComputeSlot, Timeline
 
 MOST_ITERATIONS = 24
 SAME = 1e-9
@@ -128,8 +127,8 @@ def _are_alike(durations: list[float]) -> bool:
     return abs(a - c) <= SAME * c and abs(b - c) <= SAME * c
 
 
-Action = tuple[str, float, Message | None, fx.Node | None]
-"""``("compute", seconds, None, node)``, ``("launch", 0, message, node)`` or ``("wait", …)``."""
+Action = tuple[fx.Node, float, Message | None]
+"""A node with its seconds of compute, or with the message that it launches or waits for."""
 
 
 def _actions(program: Program, every_node: bool = False) -> list[Action]:
@@ -138,14 +137,12 @@ def _actions(program: Program, every_node: bool = False) -> list[Action]:
     for node in program.order:
         if node in program.seconds:
             seconds = program.seconds[node]
-            if not every_node and actions and actions[-1][0] == "compute":
-                actions[-1] = ("compute", actions[-1][1] + seconds, None, node)
-            else:
-                actions.append(("compute", seconds, None, node))
-        if node in program.launched:
-            actions.append(("launch", 0.0, program.launched[node], node))
-        elif node in program.waited:
-            actions.append(("wait", 0.0, program.waited[node], node))
+            if not every_node and actions and actions[-1][2] is None:
+                seconds += actions.pop()[1]
+            actions.append((node, seconds, None))
+        message = program.launched.get(node) or program.waited.get(node)
+        if message is not None:
+            actions.append((node, 0.0, message))
     return actions
 
 
@@ -168,18 +165,22 @@ class _Machine:
     def iterate(self, actions: list[Action]) -> None:
         """Runs one iteration."""
         self.before, self.current, self.slack = self.current, {}, {}
-        for kind, seconds, message, node in actions:
-            if kind == "compute":
-                assert node is not None
+        for node, seconds, message in actions:
+            if message is None:
                 self._compute(seconds, node)
-            elif kind == "launch":
-                assert message is not None
-                flight = MessageInFlight(message, self.now)
-                self.current[message] = flight
+            elif node is message.launch:
+                flight = self.current[message] = MessageInFlight(message, self.now)
                 self.links.launch(flight)
             else:
-                assert message is not None
                 self._wait(message)
+
+    def pass_time(self, most: float = math.inf) -> float:
+        """Advances the clock to the next change on the links, by at most so many seconds. Returns
+        by how many."""
+        passed = min(most, self.links.until_change())
+        self.links.advance(self.now, passed)
+        self.now += passed
+        return passed
 
     def _compute(self, seconds: float, node: fx.Node) -> None:
         start, left = self.now, seconds
@@ -188,9 +189,7 @@ class _Machine:
                 self.now += left
                 break
             needed = left * (1 + self.slowdown)
-            passed = min(needed, self.links.until_change())
-            self.links.advance(self.now, passed)
-            self.now += passed
+            passed = self.pass_time(needed)
             left = 0.0 if passed >= needed else left - passed / (1 + self.slowdown)
         if self.record:
             self.computed.append(ComputeSlot(node, start, self.now))
@@ -203,9 +202,7 @@ class _Machine:
         early = 0.0 if flight.end is None else start - flight.end
         self.slack[message.group] = min(early, self.slack.get(message.group, early))
         while flight.end is None:
-            passed = self.links.until_change()
-            self.links.advance(self.now, passed)
-            self.now += passed
+            self.pass_time()
         if self.record and self.now > start:
             self.stalls.append((start, self.now, flight))
 
@@ -213,9 +210,7 @@ class _Machine:
 def _timeline(program: Program, machine: _Machine, step: float, begin: float) -> Timeline:
     end = machine.now
     while machine.links.busy:  # what the last iteration has launched arrives after it
-        passed = machine.links.until_change()
-        machine.links.advance(machine.now, passed)
-        machine.now += passed
+        machine.pass_time()
     exposed: dict[Message, float] = {}
     for start, stop, flight in machine.stalls:
         exposed[flight.message] = exposed.get(flight.message, 0.0) + stop - start

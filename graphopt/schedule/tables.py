@@ -5,15 +5,12 @@ Computed once for a program, and the same for all policies that are tried.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
 from graphopt.schedule.constraints import Predecessors
-from graphopt.schedule.program import Message, Program, Storages, touched_storages
+from graphopt.schedule.program import LiveStorages, Message, Program, Storages
 
 MOST_PREPARATION = 64
 """The most nodes that a launch may need and still be moved ahead of its place."""
@@ -33,9 +30,7 @@ class ProgramTables:
         at: seconds of compute before each node in the given order.
         launched, waited: the message of each node that launches or waits, else None.
         off_path: whether little has to follow a node: the gradient of a weight, an update.
-        touched: storages that each node makes or reads.
-        sizes: bytes of storages.
-        touches: how many nodes make or read each storage.
+        lives: the storages that the nodes make or read.
         held_before: bytes that are held when each node begins, in the given order.
         fullest: the most that is held between two nodes of the given order.
         prepared: messages that need only inputs of the step and little compute, which can be
@@ -69,13 +64,9 @@ class ProgramTables:
             tail + taken < _OFF_PATH * (total - at)
             for tail, taken, at in zip(self.tails, self.seconds, self.at, strict=False)
         ]
-        self.touched, self.sizes = touched_storages(program, storages or Storages())
-        self._by_storage()
-        held = self.held(range(len(order)))
+        self.lives = LiveStorages(program, storages or Storages())
+        made, held = self.lives.held(range(len(order)))
         self.fullest = _Fullest(held)
-        made = np.zeros(len(order), dtype=np.int64)
-        if len(self._sizes):
-            np.add.at(made, np.minimum.reduceat(self._touching, self._begins), self._sizes)
         self.held_before: list[int] = (held - made).tolist()
         self.prepared = _preparations(self, before)
 
@@ -89,29 +80,6 @@ class ProgramTables:
             message = self.launched[index]
             tails[index] = tail if message is None else tail + message.transfer.seconds
         return tails
-
-    def held(self, order: Sequence[int]) -> NDArray[np.int64]:
-        """Returns the bytes of live values while each node runs, in an order of all numbers."""
-        place = np.empty(len(order), dtype=np.int64)
-        place[np.asarray(order, dtype=np.int64)] = np.arange(len(order))
-        change = np.zeros(len(order) + 1, dtype=np.int64)
-        if len(self._sizes):
-            places = place[self._touching]
-            np.add.at(change, np.minimum.reduceat(places, self._begins), self._sizes)
-            np.add.at(change, np.maximum.reduceat(places, self._begins) + 1, -self._sizes)
-        held: NDArray[np.int64] = change.cumsum()[:-1]
-        return held
-
-    def _by_storage(self) -> None:
-        """Groups the nodes that touch each storage."""
-        counts = np.fromiter(map(len, self.touched), dtype=np.int64, count=len(self.touched))
-        storages = np.fromiter(itertools.chain.from_iterable(self.touched), dtype=np.int64)
-        sorted_ = np.argsort(storages, kind="stable")
-        self._touching = np.repeat(np.arange(len(counts)), counts)[sorted_]
-        self.touches = np.bincount(storages, minlength=len(self.sizes)).tolist()
-        used = [index for index, count in enumerate(self.touches) if count]
-        self._begins = np.searchsorted(storages[sorted_], used)
-        self._sizes = np.asarray([self.sizes[index] for index in used], dtype=np.int64)
 
 
 class _Fullest:
