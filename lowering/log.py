@@ -6,6 +6,8 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable
 
+from graphopt.readable.columns import first_of
+
 logger = logging.getLogger("graphopt")
 
 
@@ -19,5 +21,4 @@ def log_left_out(what: str, nodes: Iterable[tuple[str, str, str]]) -> None:
     for target, name, reason in nodes:
         alike[target, reason].append(f"%{name}")
     for (target, reason), names in alike.items():
-        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-        logger.info("%s: %s (%s): %s", what, target, listed, reason)
+        logger.info("%s: %s (%s): %s", what, target, first_of(names, 3), reason)

@@ -103,7 +103,7 @@ def _adds_in_no_order(node: fx.Node) -> bool:
         return True
     if not is_operator(node.target, "aten::index_put", "aten::_unsafe_index_put"):
         return False
-    return bool(node.args[3] if len(node.args) > 3 else node.kwargs.get("accumulate", False))
+    return bool(argument(node, "accumulate"))
 
 
 def _unsuitable_value(node: fx.Node) -> str | None:
@@ -176,8 +176,7 @@ def as_factory(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | N
     if not value.is_contiguous():
         return None
     if is_operator(node.target, "aten::full_like", "aten::new_full"):
-        position = 1 if is_operator(node.target, "aten::full_like") else 2
-        fill = node.args[position] if len(node.args) > position else node.kwargs.get("fill_value")
+        fill = argument(node, "fill_value")
         if isinstance(fill, fx.Node):
             return None
         return aten.full.default, (sizes, fill), options

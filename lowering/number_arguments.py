@@ -170,11 +170,9 @@ _RULES: dict[str, Callable[..., Any]] = {
     "addcdiv": _addcdiv,
     "addcmul": _addcmul,
     "copy": _copy,
-    "div": lambda x, other, **mode: aten.div(x, other, **mode),
     "lerp": _lerp,
     "mul": lambda x, other: x * other,
     "norm": _norm,
-    "pow": lambda x, exponent: aten.pow(x, exponent),
     "sub": _sub,
     "zero": torch.zeros_like,
 }

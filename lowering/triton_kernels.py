@@ -184,10 +184,6 @@ def parse_target(target: str) -> int:
     return int(match[1])
 
 
-def triton_version() -> str:
-    return triton_binaries.version()
-
-
 def _regions(gm: fx.GraphModule, min_ops: int) -> list[fx.GraphModule]:
     if follows_output_convention(gm.graph):
         graph, _ = copy_graph(gm.graph)

@@ -17,7 +17,7 @@ from graphopt import _compat
 from graphopt.executable import finalize
 from graphopt.iter_graph import IterGraphModule
 from graphopt.lowering.cudagraphs import CudaGraphs
-from graphopt.lowering.cudagraphs.recorder import Recorder
+from graphopt.lowering.cudagraphs.recorder import CudaRecorder
 from graphopt.lowering.cudagraphs.replay import CudaGraphPiece
 from graphopt.manager import PassManager
 from graphopt.tracing.call import Call
@@ -143,7 +143,7 @@ class Training:
         self,
         model: str,
         optimizer: str,
-        recorder: Callable[[], Recorder] | None,
+        recorder: Callable[[], CudaRecorder] | None,
         *,
         pipeline: Sequence[Any] = (),
         step: Callable[..., Any] = train_step,

@@ -62,7 +62,9 @@ class CudaSketch(Sketch):
         self.graph.output((list(results), list(updates), list(carried)))
         gather_items(self.graph)
         recordable = Recordable("cuda", lambda name: groups)
-        return find_pieces(self.graph, lambda node: None, recordable, min_ops=4)
+        gm = fx.GraphModule({}, fx.Graph())
+        gm.graph = self.graph  # whose constants need no values
+        return find_pieces(gm, recordable, min_ops=4)
 
 
 def targets(nodes: Sequence[fx.Node]) -> list[str]:

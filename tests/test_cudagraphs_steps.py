@@ -171,7 +171,7 @@ def test_a_step_with_a_fused_optimizer_is_recorded_whole(model: str) -> None:
     gm = executable(model, "adamw-fused")
     recordable = Recordable("cuda", lambda name: True)
     gather_items(gm.graph)
-    found = find_pieces(gm.graph, lambda node: None, recordable, min_ops=4)
+    found = find_pieces(gm, recordable, min_ops=4)
     assert set(outside(found)) == {"_local_scalar_dense"}
     step, update = found.pieces
     kinds = {
@@ -202,7 +202,7 @@ def test_only_the_loss_leaves_a_step() -> None:
 def test_an_optimizer_of_python_numbers_stays_outside() -> None:
     gm = executable("mlp", "adamw-loop")
     gather_items(gm.graph)
-    found = find_pieces(gm.graph, lambda n: None, Recordable("cuda", lambda name: True), 4)
+    found = find_pieces(gm, Recordable("cuda", lambda name: True), 4)
     assert len(found.pieces) >= 1
     for node, reason in found.reasons.items():
         assert node.meta["phase"] == "optimizer", (node, reason)
@@ -213,11 +213,6 @@ def test_a_recording_is_cut_the_same_way_again() -> None:
     """The graph that is left has no piece that could be cut further."""
     gm = CudaGraphs(NoRecorder()).apply(executable("convnet", "sgd-momentum-fused"))
     before = str(gm.graph)
-    again = find_pieces(
-        gm.graph,
-        lambda node: gm.get_submodule(str(node.target)) if node.op == "call_module" else None,
-        Recordable("cuda", lambda name: True),
-        min_ops=4,
-    )
+    again = find_pieces(gm, Recordable("cuda", lambda name: True), min_ops=4)
     assert again.pieces == [] and str(gm.graph) == before
     assert len(pieces_of(gm)) == 2

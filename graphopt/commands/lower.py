@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from graphopt._compat import triton_binaries
 from graphopt.commands.errors import FAILED, reported
 from graphopt.errors import LoweringError
 from graphopt.ir.user_files import make_folder, place, write
@@ -20,7 +21,6 @@ from graphopt.lowering.triton_kernels import (
     TritonReport,
     lower_to_triton,
     parse_target,
-    triton_version,
 )
 from graphopt.saved import load_graph
 
@@ -63,7 +63,7 @@ def _described(report: TritonReport) -> dict[str, Any]:
     return {
         "target": report.target,
         "torch": torch.__version__,
-        "triton": triton_version(),
+        "triton": triton_binaries.version(),
         "regions": report.regions,
         "kernels": [
             {

@@ -24,9 +24,8 @@ A learning rate goes to fused optimizers in float32, as their kernels take it on
 from __future__ import annotations
 
 import logging
-from functools import partial
 
-from torch import fx, nn
+from torch import fx
 
 from graphopt.graph_utils import tensors_in
 from graphopt.ir.metadata import known_value
@@ -37,7 +36,7 @@ from graphopt.lowering.cudagraphs.pieces import (
     gather_items,
     with_calls,
 )
-from graphopt.lowering.cudagraphs.recorder import CudaRecorder, Recordable, Recorder
+from graphopt.lowering.cudagraphs.recorder import CudaRecorder, Recordable
 from graphopt.lowering.cudagraphs.replay import CudaGraphPiece, PieceInput, Pools
 from graphopt.lowering.log import log_left_out
 
@@ -53,7 +52,7 @@ class CudaGraphs:
             do parts with some more.
     """
 
-    def __init__(self, recorder: Recorder | None = None, min_ops: int = 4) -> None:
+    def __init__(self, recorder: CudaRecorder | None = None, min_ops: int = 4) -> None:
         self._recorder = CudaRecorder() if recorder is None else recorder
         self._min_ops = min_ops
         self._said = False
@@ -78,17 +77,13 @@ class CudaGraphs:
             return gm
         gather_items(gm.graph)
         recordable = Recordable(recorder.device_type, recorder.records_group)
-        modules = dict(gm.named_modules())
-        module_of = partial(_called, modules)
-        found = find_pieces(gm.graph, module_of, recordable, self._min_ops)
+        found = find_pieces(gm, recordable, self._min_ops)
         _log(found)
         pools = Pools(recorder.new_pool)
-        bodies = list(map(PieceBody, found.pieces))
-        names = {id(body): f"cudagraph_{index}" for index, body in enumerate(bodies)}
+        bodies = [PieceBody(each, f"cudagraph_{i}") for i, each in enumerate(found.pieces)]
         for position, body in enumerate(bodies):
-            name = names[id(body)]
-            gm.add_submodule(name, _module(gm, body, name, position, pools, recorder))
-        gm.graph = with_calls(gm.graph, bodies, lambda body: names[id(body)])
+            gm.add_submodule(body.name, _module(gm, body, position, pools, recorder))
+        gm.graph = with_calls(gm.graph, bodies)
         gm.graph.lint()
         gm.recompile()
         return gm
@@ -102,17 +97,13 @@ class CudaGraphs:
         self._said = True
 
 
-def _called(modules: dict[str, nn.Module], node: fx.Node) -> nn.Module | None:
-    return modules.get(str(node.target)) if node.op == "call_module" else None
-
-
 def _module(
-    gm: fx.GraphModule, body: PieceBody, name: str, position: int, pools: Pools, recorder: Recorder
+    gm: fx.GraphModule, body: PieceBody, position: int, pools: Pools, recorder: CudaRecorder
 ) -> CudaGraphPiece:
     piece = body.piece
     return CudaGraphPiece(
         body.module(gm),
-        name,
+        body.name,
         [PieceInput(node.name, way, node in piece.written) for node, way in piece.inputs.items()],
         [output in piece.leaving for output in body.outputs],
         position=position,

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from graphopt.graph_utils import is_collective, is_wait, tensors_in
 from graphopt.ir.effects import Effects
@@ -41,8 +41,6 @@ from graphopt.lowering.subgraph import LoweredSubgraph
 _BYTES_PER_OPERATOR = 2**18
 """What may be copied to spare the launch of an operator. Copying takes the device's time. Launching
 takes the CPU's, for which a device with much to do does not wait."""
-
-ModuleOf = Callable[[fx.Node], Any]
 
 
 class InputTransfer(enum.Enum):
@@ -93,21 +91,20 @@ class Pieces:
     reasons: dict[fx.Node, str]
 
 
-def find_pieces(
-    graph: fx.Graph, module_of: ModuleOf, recordable: Recordable, min_ops: int
-) -> Pieces:
+def find_pieces(gm: fx.GraphModule, recordable: Recordable, min_ops: int) -> Pieces:
     """Finds the pieces of a graph that can be recorded.
 
     Args:
-        graph: a graph in the executable dialect, in which the items of a node's results follow it
+        gm: a graph in the executable dialect, in which the items of a node's results follow it
             (`gather_items`).
-        module_of: returns the module that a `call_module` node calls.
         recordable: decides about single nodes.
         min_ops: a piece has at least so many operators, and more where inputs are copied.
     """
-    reasons = dict(_reasons(graph, module_of, recordable))
+    computing = filter(_computes, gm.graph.nodes)
+    against = ((node, recordable.reason_against(node, _called(gm, node))) for node in computing)
+    reasons = {node: reason for node, reason in against if reason is not None}
     while True:
-        scan = _PieceScan(graph, module_of, recordable, min_ops, dict(reasons))
+        scan = _PieceScan(gm, recordable, min_ops, dict(reasons))
         found = scan.run()
         crossing = {node for piece in found.pieces for node in _crossing(piece)}
         if not crossing:
@@ -125,13 +122,8 @@ def gather_items(graph: fx.Graph) -> None:
                 last = user
 
 
-def _reasons(
-    graph: fx.Graph, module_of: ModuleOf, recordable: Recordable
-) -> Iterator[tuple[fx.Node, str]]:
-    for node in filter(_computes, graph.nodes):
-        reason = recordable.reason_against(node, module_of(node))
-        if reason is not None:
-            yield node, reason
+def _called(gm: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    return gm.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def _computes(node: fx.Node) -> bool:
@@ -160,17 +152,11 @@ class _PieceScan:
     """One walk over a graph that collects nodes into a piece until something ends it."""
 
     def __init__(
-        self,
-        graph: fx.Graph,
-        module_of: ModuleOf,
-        recordable: Recordable,
-        min_ops: int,
-        reasons: dict[fx.Node, str],
+        self, gm: fx.GraphModule, recordable: Recordable, min_ops: int, reasons: dict[fx.Node, str]
     ) -> None:
-        self._graph, self._module_of, self._recordable = graph, module_of, recordable
-        self._min_ops = min_ops
+        self._gm, self._recordable, self._min_ops = gm, recordable, min_ops
         self._found = Pieces([], reasons)
-        self._effects = Effects(graph)
+        self._effects = Effects(gm.graph)
         self._static: set[fx.Node] = set()
         self._run: list[fx.Node] = []
         self._inside: set[fx.Node] = set()
@@ -178,7 +164,7 @@ class _PieceScan:
         self._numbered = False
 
     def run(self) -> Pieces:
-        for node in self._graph.nodes:
+        for node in self._gm.graph.nodes:
             self._visit(node)
         self._close()
         return self._found
@@ -276,7 +262,7 @@ class _PieceScan:
     def _operators(self, node: fx.Node) -> int:
         """The number of operators that a node runs: compiled ones, or those of its list."""
         if node.op == "call_module":
-            module = self._module_of(node)
+            module = _called(self._gm, node)
             assert isinstance(module, LoweredSubgraph)
             return sum(inner.op == "call_function" for inner in module.graph_module.graph.nodes)
         call = list_call(node) if is_list_operator(node) else None
@@ -295,11 +281,12 @@ class PieceBody(OutlinedPart):
 
     Attributes:
         piece: the piece that the graph is made from.
+        name: of the submodule that runs it.
     """
 
-    def __init__(self, piece: Piece) -> None:
+    def __init__(self, piece: Piece, name: str) -> None:
         super().__init__(piece.nodes, _inside)
-        self.piece = piece
+        self.piece, self.name = piece, name
         for node in piece.inputs:
             self.take(node)
         self.fill(without=is_pure_view)
@@ -319,18 +306,12 @@ def _inside(body: OutlinedPart, copies: NodeCopies, node: fx.Node) -> fx.Node:
     return copies.copy(node)
 
 
-def with_calls(
-    source: fx.Graph, bodies: list[PieceBody], name_of: Callable[[PieceBody], str]
-) -> fx.Graph:
-    """Copies a graph, with one call in place of each piece.
-
-    Args:
-        name_of: the name of the submodule that runs a piece.
-    """
+def with_calls(source: fx.Graph, bodies: list[PieceBody]) -> fx.Graph:
+    """Copies a graph, with one call in place of each piece."""
 
     def call(copies: NodeCopies, body: OutlinedPart) -> None:
         assert isinstance(body, PieceBody)
-        called = copies.graph.call_module(name_of(body), tuple(map(copies, body.inputs)))
+        called = copies.graph.call_module(body.name, tuple(map(copies, body.inputs)))
         # Running code marks where a late group begins to update state.
         describe_call(called, body, body.piece.written)
         give_items(copies, body, called)

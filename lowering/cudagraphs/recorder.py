@@ -6,7 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -55,11 +55,6 @@ def is_unknown_number(value: object) -> bool:
 def takes_numbers(node: fx.Node) -> bool:
     """True if a node takes Python numbers that the graph computes."""
     return any(is_unknown_number(known_value(source)) for source in node.all_input_nodes)
-
-
-def is_learning_rate(node: fx.Node, user: fx.Node) -> bool:
-    """True if `user` is a fused optimizer, and `node` the tensor with its learning rate."""
-    return fused_optimizer(user.target) is not None and argument(user, "lr") is node
 
 
 @dataclass(frozen=True)
@@ -142,7 +137,7 @@ class Recordable:
         """True if the recording holds a CPU tensor as a number: a constant, or a learning rate."""
         if tensor.device.type != "cpu" or self.device_type == "cpu" or tensor.dim() > 0:
             return False
-        if is_learning_rate(source, user):
+        if fused_optimizer(user.target) is not None and argument(user, "lr") is source:
             return True
         takes_constants = user.op == "call_module" or is_pointwise(user.target)
         takes_constants &= not is_operator(user.target, "aten::where")
@@ -199,43 +194,12 @@ def _against_update(node: fx.Node, target: _compat.OpOverload) -> str | None:
 Run = Callable[[], list[Any]]
 
 
-class DeviceRecording(Protocol):
-    """A recording of device work that can be replayed."""
-
-    def replay(self) -> None:
-        """Replays the work on the current stream."""
-
-
-class Recorder(Protocol):
-    """Records the work of a device for replay.
+class CudaRecorder:
+    """Records CUDA work for replay, by stream capture.
 
     Attributes:
         device_type: the type of the devices whose work it records.
     """
-
-    device_type: str
-
-    def records_group(self, name: str) -> bool:
-        """True if collectives of the process group of that name can be recorded."""
-
-    def new_pool(self) -> Any:
-        """Allocates a memory pool for recordings that are replayed in the order of recording."""
-
-    def warm_up(self, device: torch.device, run: Run) -> list[Any]:
-        """Runs the work unrecorded, so that one-time initialization is done."""
-
-    def record(
-        self, device: torch.device, run: Run, pool: Any
-    ) -> tuple[DeviceRecording, list[Any]]:
-        """Records the device work of a function without executing it.
-
-        Returns:
-            The recording, and the results of `run`, which each replay overwrites.
-        """
-
-
-class CudaRecorder:
-    """Records CUDA work by stream capture; see `Recorder`."""
 
     device_type = "cuda"
 
@@ -243,9 +207,11 @@ class CudaRecorder:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def records_group(self, name: str) -> bool:
+        """True if collectives of the process group of that name can be recorded."""
         return cuda.uses_nccl(name)
 
     def new_pool(self) -> Any:
+        """Allocates a memory pool for recordings that are replayed in the order of recording."""
         # Memory that the warm-up has used is given back: a pool cannot take it.
         torch.cuda.synchronize()
         gc.collect()
@@ -253,6 +219,7 @@ class CudaRecorder:
         return torch.cuda.graph_pool_handle()
 
     def warm_up(self, device: torch.device, run: Run) -> list[Any]:
+        """Runs the work unrecorded, so that one-time initialization is done."""
         with torch.cuda.device(device):
             stream, current = self._stream(device), torch.cuda.current_stream()
             stream.wait_stream(current)
@@ -264,7 +231,12 @@ class CudaRecorder:
 
     def record(
         self, device: torch.device, run: Run, pool: Any
-    ) -> tuple[DeviceRecording, list[Any]]:
+    ) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
+        """Records the device work of a function without executing it.
+
+        Returns:
+            The recording, and the results of `run`, which each replay overwrites.
+        """
         # objects that are freed while something is recorded must not call the driver
         with torch.cuda.device(device), collector_paused():
             torch.cuda.synchronize()

@@ -18,7 +18,8 @@ from graphopt.errors import LoweringError
 from graphopt.ir.inplace import uninitialised_like
 from graphopt.lowering.compiler import InputKind, kind_of
 from graphopt.lowering.cudagraphs.pieces import InputTransfer
-from graphopt.lowering.cudagraphs.recorder import DeviceRecording, Recorder
+from graphopt.lowering.cudagraphs.recorder import CudaRecorder
+from graphopt.readable.columns import first_of
 
 _CHANGES_BEFORE_COPYING = 2
 
@@ -109,9 +110,11 @@ class PieceInputs:
         self._note(indices)
         return [self._inputs[index].name for index in indices]
 
-    def is_buffer(self, tensor: torch.Tensor) -> bool:
+    def is_buffer(self, value: Any) -> bool:
         """True if a tensor lies in a buffer, which the next replay overwrites."""
-        storage = tensor.untyped_storage().data_ptr()
+        if not isinstance(value, torch.Tensor):
+            return False
+        storage = value.untyped_storage().data_ptr()
         return any(
             buffer.untyped_storage().data_ptr() == storage for buffer in self._buffers.values()
         )
@@ -260,7 +263,7 @@ class CudaGraphPiece(nn.Module):
         position: int,
         device: torch.device,
         pools: Pools,
-        recorder: Recorder,
+        recorder: CudaRecorder,
     ) -> None:
         super().__init__()
         self.graph_module = body
@@ -272,7 +275,7 @@ class CudaGraphPiece(nn.Module):
         self._pools, self._recorder = pools, recorder
         self._recordings = 0
         self._warm: tuple[InputKind, ...] | None = None
-        self._recorded: tuple[DeviceRecording, Values] | None = None
+        self._recorded: tuple[torch.cuda.CUDAGraph, Values] | None = None
 
     @property
     def leaving(self) -> list[bool]:
@@ -334,8 +337,7 @@ class CudaGraphPiece(nn.Module):
             return self._run(values)
         self._recordings += 1
         for index, result in enumerate(self._recorded[1]):
-            in_buffer = isinstance(result, torch.Tensor) and self._inputs.is_buffer(result)
-            self._leaving[index] = self._leaving[index] or in_buffer
+            self._leaving[index] |= self._inputs.is_buffer(result)
         logger.info("%s is recorded", self._name)
         return self._replay()
 
@@ -350,16 +352,11 @@ class CudaGraphPiece(nn.Module):
 
     def _own(self, results: Values) -> Values:
         """Copies results that lie in buffers, which the next call overwrites."""
-        return [
-            copy_of(result)
-            if isinstance(result, torch.Tensor) and self._inputs.is_buffer(result)
-            else result
-            for result in results
-        ]
+        return [copy_of(each) if self._inputs.is_buffer(each) else each for each in results]
 
     def _forget(self, changed: list[str]) -> None:
         self._recorded = self._warm = None
-        names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if changed[3:] else "")
+        names = first_of(changed, 3)
         if self._recordings >= _MOST_RECORDINGS:
             self._give_up(f"it was recorded {self._recordings} times, and {names} changed again")
         else:
