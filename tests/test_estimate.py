@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -226,6 +228,26 @@ def test_a_sharded_step_is_compared_with_fsdp2(two_ranks: Pool, stage: int) -> N
 def test_fsdp2_is_left_out_if_the_optimizer_has_state(two_ranks: Pool) -> None:
     for found in two_ranks.run(sharded_measurement, 1, True):
         assert "FSDP2" not in found and found["graphopt, default"] == 0
+
+
+def scarce_measurement(rank: int, free: int) -> list[str]:
+    """The variants measured with so many bytes free on rank 1, of which each call takes some."""
+    left = itertools.count(free if rank == 1 else sys.maxsize, -1_000_000)
+    model = Layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls = StepCalls(squared_step, (model, optimizer), ((torch.randn(4, 8),),))
+    with patch("graphopt.estimate.measure.memory_left", lambda device: next(left)):
+        return list(measure(calls, rounds=1, turn=1, inductor=False).variants)
+
+
+def test_variants_without_which_one_can_do_are_left_out_where_memory_is_scarce(
+    two_ranks: Pool,
+) -> None:
+    wanted = ["compute alone", "DDP, 25 MB", "graphopt, default"]
+    for found in two_ranks.run(scarce_measurement, 0):
+        assert found == wanted
+    for found in two_ranks.run(scarce_measurement, sys.maxsize):
+        assert found == [*wanted[:2], "DDP, 4 MB", "DDP, 1 MB", wanted[2], "graphopt, auto"]
 
 
 def test_the_kind_of_parallelism_is_the_scripts(tmp_path: Path) -> None:

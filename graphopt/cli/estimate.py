@@ -24,7 +24,8 @@ Examples:
 A script alone is run until it first calls a step that graphopt.compile made. With a name, the file
 has a function `make() -> (arguments, batches)`: `train_step(*arguments, *batch)` is one call.
 
-A step with parallel=graphopt.ZeRO(…) is measured as such, beside DDP and FSDP2.
+A step with parallel=graphopt.ZeRO(…) is measured as such, beside DDP and FSDP2. Each variant trains
+a copy of the model; where memory would run out, further ones are left out, and that is said.
 """
 
 

@@ -23,7 +23,7 @@ import graphopt
 from graphopt import _compat
 from graphopt.errors import GraphOptError
 from graphopt.estimate.fully_sharded import shard_fully
-from graphopt.estimate.memory import peak_memory
+from graphopt.estimate.memory import memory_left, peak_memory
 from graphopt.estimate.pacing import pace_connections
 from graphopt.estimate.target import StepCalls
 from graphopt.ir.bits import same_bits
@@ -142,7 +142,8 @@ def prepared(
     pipelines: Mapping[str, str] = PIPELINES,
     inductor: bool = True,
 ) -> dict[str, Variant]:
-    """Makes all variants and warms them up, by name; all draw the same random numbers.
+    """Makes all variants and warms them up, by name; all draw the same random numbers. Where the
+    memory would run out, further bucket sizes and pipelines are left out.
 
     Args:
         buckets_mb: of DistributedDataParallel, the default size first.
@@ -152,30 +153,54 @@ def prepared(
         GraphOptError: the model is not among the arguments of a step on several ranks.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    made = dict(_variants(calls, ranks, buckets_mb, pipelines, inductor))
-    device = device_of(made)
+    makers = _makers(calls, ranks, buckets_mb, pipelines, inductor)
+    wanted = {COMPUTE, EAGER, *map(_of_ddp, buckets_mb[:1]), *list(pipelines)[:1]}
+    device = device_of(calls.arguments)
     random = _random_states(device)
-    for name, variant in list(made.items()):
-        variant.random = random
+    made: dict[str, Variant] = {}
+    left_out: list[str] = []
+    needed = 0.0
+    for name in sorted(makers, key=lambda name: name not in wanted):
+        before = memory_left(device)
+        if name not in wanted and _slowest(_RESERVE * needed - before) > 0:
+            left_out.append(name)
+            continue
         try:
-            variant.first_call = _seconds(variant, calls, calls.next_batches(1), device)
+            variant = makers[name]()
+            variant.random = random
+            _warm_up(variant, calls, device)
         except Exception as error:
             if name not in _OPTIONAL:
                 raise
             logger.warning("%s: %s", _OPTIONAL[name], type(error).__name__)
-            del made[name]
             continue
-        _seconds(variant, calls, calls.next_batches(WARM_UP_STEPS - 1, 1), device)
-        variant.peak_bytes = peak_memory(
-            lambda v=variant: _run(v, calls, calls.next_batches(1), device),  # type: ignore[misc]
-            device,
-        )
-    return made
+        made[name] = variant
+        needed = max(needed, before - memory_left(device) + variant.peak_bytes)
+    if left_out:
+        logger.warning("left out, since memory would run out: %s", ", ".join(left_out))
+    return {name: made[name] for name in makers if name in made}
+
+
+_RESERVE = 1.25
+"""How many times the memory of the largest variant so far has to be free for another one."""
+
+
+def _of_ddp(bucket_mb: float) -> str:
+    return f"DDP, {bucket_mb:g} MB"
+
+
+def _warm_up(variant: Variant, calls: StepCalls, device: torch.device) -> None:
+    """Runs the first steps of a variant, and measures what the first call and a step take."""
+    variant.first_call = _seconds(variant, calls, calls.next_batches(1), device)
+    _seconds(variant, calls, calls.next_batches(WARM_UP_STEPS - 1, 1), device)
+    variant.peak_bytes = peak_memory(
+        lambda: _run(variant, calls, calls.next_batches(1), device), device
+    )
 
 
 def take_turns(made: Mapping[str, Variant], calls: StepCalls, turn: int, number: int) -> None:
     """Runs a turn of each variant on the same batches; who goes first changes with `number`."""
-    names, device = list(made), device_of(made)
+    names, device = list(made), _device_of(made)
     begin = number % len(names)
     batches = calls.next_batches(turn, number * turn)
     for name in names[begin:] + names[:begin]:
@@ -187,50 +212,53 @@ def compared(made: Mapping[str, Variant]) -> MeasuredVariants:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     baseline = EAGER if ranks == 1 else next(name for name in made if name.startswith("DDP"))
     differences = {n: _slowest(_difference(v, made[baseline])) for n, v in made.items()}
-    return MeasuredVariants(dict(made), baseline, differences, ranks, device_of(made))
+    return MeasuredVariants(dict(made), baseline, differences, ranks, _device_of(made))
 
 
-def _variants(
+def _makers(
     calls: StepCalls,
     ranks: int,
     buckets_mb: Sequence[float],
     pipelines: Mapping[str, str],
     inductor: bool,
-) -> Iterator[tuple[str, Variant]]:
+) -> dict[str, Callable[[], Variant]]:
+    """Functions that make the variants, by name, in the order of the table."""
     has_models = any(isinstance(argument, nn.Module) for argument in calls.arguments)
     if ranks > 1 and not has_models:
         raise GraphOptError(
             "on several ranks the step is compared with DistributedDataParallel, so that its model"
             " has to be among its arguments: train_step(model, optimizer, …)"
         )
+    plain = partial(_variant, calls, calls.function)
+    makers: dict[str, Callable[[], Variant]] = {}
     if ranks == 1:
-        yield EAGER, _variant(calls, calls.function)
+        makers[EAGER] = plain
         if inductor and has_models:
-            yield TORCH, _variant(calls, calls.function, lambda model: torch.compile(model))
+            makers[TORCH] = partial(plain, lambda model: torch.compile(model))
     else:
-        yield COMPUTE, _variant(calls, calls.function)
+        makers[COMPUTE] = plain
         for size in buckets_mb:
-            yield f"DDP, {size:g} MB", _variant(calls, calls.function, partial(_ddp, size))
+            makers[_of_ddp(size)] = partial(plain, partial(_ddp, size))
         if isinstance(calls.parallel, graphopt.ZeRO):
-            yield from _fully_sharded(calls)
-    compiled = partial(graphopt.compile, calls.function, parallel=calls.parallel)
+            makers[FSDP2] = partial(_fully_sharded, calls)
+
+    def compiled(**options: Any) -> Callable[[], Variant]:
+        compile_step = partial(graphopt.compile, calls.function, parallel=calls.parallel)
+        return lambda: _variant(calls, compile_step(**options))
+
     for name in list(pipelines)[: None if ranks > 1 else 1]:
-        yield name, _variant(calls, compiled(pipeline=pipelines[name]))
+        makers[name] = compiled(pipeline=pipelines[name])
     if inductor:
-        yield "graphopt, Inductor", _variant(calls, compiled(lower="inductor"))
+        makers["graphopt, Inductor"] = compiled(lower="inductor")
         if torch.cuda.is_available():
-            recorded = compiled(lower="inductor+cudagraphs")
-            yield "graphopt, CUDA graphs", _variant(calls, recorded)
+            makers["graphopt, CUDA graphs"] = compiled(lower="inductor+cudagraphs")
+    return makers
 
 
-def _fully_sharded(calls: StepCalls) -> Iterator[tuple[str, Variant]]:
+def _fully_sharded(calls: StepCalls) -> Variant:
     variant = _variant(calls, calls.function)
-    try:
-        shard_fully(variant.arguments)
-    except Exception as error:
-        logger.warning("%s: %s", _OPTIONAL[FSDP2], error)
-    else:
-        yield FSDP2, variant
+    shard_fully(variant.arguments)
+    return variant
 
 
 def _variant(
@@ -296,13 +324,16 @@ def _slowest(seconds: float) -> float:
     return max(every)
 
 
-def device_of(made: Mapping[str, Variant]) -> torch.device:
-    """The device of the models, or else of the other arguments."""
-    variant = next(iter(made.values()))
-    leaves: list[Any] = _compat.tree_leaves(variant.arguments)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    parameters = [p for model in variant.model for p in model.parameters()]
-    return next((t.device for t in parameters + tensors), torch.device("cpu"))
+def device_of(arguments: Sequence[Any]) -> torch.device:
+    """The device of the models among the arguments, or else of their tensors."""
+    models = [argument for argument in arguments if isinstance(argument, nn.Module)]
+    tensors: list[torch.Tensor] = [p for model in models for p in model.parameters()]
+    tensors += [leaf for leaf in _compat.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _device_of(made: Mapping[str, Variant]) -> torch.device:
+    return device_of(next(iter(made.values())).arguments)
 
 
 def _difference(one: Variant, other: Variant) -> float:
