@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 
 from graphopt.demo import main
 from graphopt.demo.main import run_demo
@@ -62,7 +63,10 @@ def raises(rank: int, task: DemoTask, folder: str, events: Any) -> None:
 def run_here(**changed: Any) -> int:
     """The exit code of a demo whose launcher is this process."""
     request = {"ranks": 2, "rounds": 1, "links": "0", "pipeline": "none", "seed": 0}
-    return run_demo(**(request | changed))
+    try:
+        return run_demo(**(request | changed))
+    except typer.Exit as exit_:
+        return exit_.exit_code
 
 
 def ranks_of(launcher: int) -> list[Path]:
@@ -221,7 +225,6 @@ def read_until(terminal: int, text: bytes) -> bytes:
         ({"links": "1,-1"}, "numbers from 0 to 100"),
         ({"links": "1,1"}, "different numbers"),
         ({"pipeline": "no_such_pass"}, "no_such_pass"),
-        ({"rounds": 0}, "--rounds must be at least 1"),
     ],
 )
 def test_what_cannot_be_met_is_said(

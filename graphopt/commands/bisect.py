@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,21 +49,18 @@ def first_failure(passes: int, check: Check) -> Culprit | None:
     Returns:
         None where it does not fail with all of them.
     """
-    message = check(passes)
-    if message is None:
+    messages: dict[int, str] = {}
+
+    def fails(count: int) -> bool:
+        message = check(count)
+        if message is not None:
+            messages[count] = message
+        return message is not None
+
+    if not fails(passes):
         return None
-    none = check(0)
-    if none is not None:
-        return Culprit(0, none)
-    good, bad = 0, passes
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        found = check(middle)
-        if found is None:
-            good = middle
-        else:
-            bad, message = middle, found
-    return Culprit(bad, message)
+    count = 0 if fails(0) else bisect_left(range(passes), True, lo=1, key=fails)
+    return Culprit(count, messages[count])
 
 
 def run_bisect(
@@ -95,18 +93,14 @@ def run_bisect(
         return
     name = names[culprit.count - 1]
     console.print(f"pass {culprit.count} of {len(names)}, {name}, is the first that makes it fail:")
-    console.print(culprit.message, markup=False, highlight=False, soft_wrap=True)
+    console.out(culprit.message, highlight=False)
     if graph is not None and out is not None:
         PassManager(manager, verify="off", stop_after=culprit.count - 1).run(graph)
         with reported("bisect"):
             save_graph(graph, out)
-        console.print(
-            f"the graph before it: {out}\n"
-            f"reproduce:           graphopt optimize {out} --pipeline {name}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        console.out(f"the graph before it: {out}", highlight=False)
+        reproduced = f"graphopt optimize {out} --pipeline {name}"
+        console.out(f"reproduce:           {reproduced}", highlight=False)
 
 
 def _loaded(file: Path, pipeline: str) -> fx.GraphModule:

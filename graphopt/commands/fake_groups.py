@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import fx
 
-from graphopt import _compat
+from graphopt._compat import process_groups
 from graphopt.saved.group_sizes import sizes_of_saved
 
 
@@ -21,12 +21,12 @@ def groups_present(graph_module: fx.GraphModule) -> Iterator[None]:
     if dist.is_initialized() or not sizes:
         yield
         return
-    _compat.start_fake_group(max(2, *sizes.values()))
+    process_groups.start_fake_group(max(2, *sizes.values()))
     try:
         for name, size in sizes.items():
-            if _compat.group_named(name) is None:
+            if process_groups.group_named(name) is None:
                 group: Any = dist.new_group(list(range(size)))
-                _compat.name_group(group, name)
+                process_groups.name_group(group, name)
         yield
     finally:
         dist.destroy_process_group()

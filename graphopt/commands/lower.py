@@ -44,8 +44,7 @@ def run_lower(file: Path, target: str, out: Path, min_ops: int) -> None:
             )
         _write(report, out)
     console.print(_table(report.kernels))
-    console.print(_summary(report), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"saved: {out}", markup=False, highlight=False, soft_wrap=True)
+    console.out(f"{_summary(report)}\nsaved: {out}", highlight=False)
     if report.failures:
         with reported("lower", FAILED):
             raise LoweringError("\n".join(map(str, report.failures)))

@@ -34,7 +34,7 @@ def run_optimize(
 
     As in `graphopt.compile`, the default pipeline works on an `IterGraphModule`, and makes one.
     """
-    console = Console()
+    console = Console(highlight=False)
     with reported("optimize"):
         graph_module = load_graph(file)
         if pipeline == "default" and not isinstance(graph_module, IterGraphModule):
@@ -50,12 +50,12 @@ def run_optimize(
     before = _summary(graph_module)
     earlier = applied_passes(graph_module)
     if earlier:
-        console.print(f"applied before: {' -> '.join(earlier)}", markup=False, soft_wrap=True)
+        console.out(f"applied before: {' -> '.join(earlier)}")
     with reported("optimize", FAILED), groups_present(graph_module):
         records = manager.run(graph_module)
     if records:
-        _print(console, str(Report(records)))
-    _print(console, f"before: {before}\nafter:  {_summary(graph_module)}")
+        console.out(str(Report(records)))
+    console.out(f"before: {before}\nafter:  {_summary(graph_module)}")
     _save(console, graph_module, out)
 
 
@@ -63,7 +63,7 @@ def run_stages(
     file: Path, text: str, *, out: Path | None, dump: Path | None, verify: str | None
 ) -> None:
     """Runs the named stages behind the passes on the graph in `file`, and prints their records."""
-    console = Console()
+    console = Console(highlight=False)
     with reported("optimize"):
         graph_module = load_graph(file)
         names = [name.strip() for name in text.split("->")]
@@ -72,8 +72,8 @@ def run_stages(
     with reported("optimize", FAILED):
         result = stages.run_named(graph_module, names)
     for record in records_of(graph_module)[before:]:
-        _print(console, str(record))
-    _print(console, f"after:  {_summary(result)}")
+        console.out(str(record))
+    console.out(f"after:  {_summary(result)}")
     _save(console, result, out)
 
 
@@ -81,11 +81,7 @@ def _save(console: Console, graph_module: fx.GraphModule, out: Path | None) -> N
     if out is not None:
         with reported("optimize"):
             save_graph(graph_module, out)
-        _print(console, f"saved: {out}")
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.out(f"saved: {out}")
 
 
 def _summary(graph_module: fx.GraphModule) -> str:

@@ -16,10 +16,11 @@ from torch import multiprocessing
 from torch.multiprocessing.spawn import ProcessException
 
 import graphopt
-from graphopt.demo import DemoError
+from graphopt.commands.errors import FAILED, reported
 from graphopt.demo.report import cost_table, step_table
 from graphopt.demo.showcase import show_graph_and_passes
 from graphopt.demo.training import GRAPHOPT, DemoResults, DemoTask, train_rank, train_step
+from graphopt.errors import GraphOptError
 
 TURN = 4
 """Steps of one variant before the next one's turn."""
@@ -43,27 +44,28 @@ def run_demo(ranks: int, rounds: int, links: str, pipeline: str, seed: int) -> i
         seed: the seed of the weights, the data and the dropout.
 
     Returns:
-        The exit code: 0; 1 when a rank failed or, on at most two ranks, the variants differ;
-        2 for a request that cannot be met; 128 and the signal's number after Ctrl-C and the like.
+        The exit code: 0; 1 where, on at most two ranks, the variants differ; 128 and the signal's
+        number after Ctrl-C and the like.
+
+    Raises:
+        typer.Exit: with 1 when a rank failed, with 2 for a request that cannot be met.
     """
-    console, errors = Console(), Console(stderr=True)
-    try:
+    console = Console()
+    with reported("demo"):
         chosen = _links(links) if ranks > 1 else (0.0,)
         threads = torch.get_num_threads()
         if "OMP_NUM_THREADS" not in os.environ:
-            threads = max(1, threads // max(1, ranks))
+            threads = max(1, threads // ranks)
         task = DemoTask(ranks, TURN, rounds, chosen, pipeline, seed, threads)
         _check(task)
-        with _stopped_by_signals():
+    try:
+        with reported("demo", FAILED), _stopped_by_signals():
             show_graph_and_passes(console)
             console.print(f"\n[bold]What it gains.[/bold] {escape(_setting(task))}\n")
             return _shown(_run(task, console), ranks, console)
-    except DemoError as error:
-        errors.print(f"[bold red]graphopt demo:[/bold red] {escape(str(error))}", soft_wrap=True)
-        return error.exit_code
     except _StoppedError as stop:
         number = signal.Signals(stop.args[0])
-        errors.print(
+        Console(stderr=True).print(
             f"[bold red]graphopt demo:[/bold red] stopped by {number.name}; no rank is left"
         )
         return 128 + number
@@ -88,7 +90,7 @@ def _run(task: DemoTask, console: Console) -> DemoResults:
                     else:
                         console.print(event)
         except ProcessException as error:
-            raise DemoError(f"rank {error.error_index} failed: {error.msg.strip()}") from None
+            raise GraphOptError(f"rank {error.error_index} failed: {error.msg.strip()}") from None
         finally:
             for process in context.processes:
                 process.kill()
@@ -149,16 +151,14 @@ def _links(text: str) -> tuple[float, ...]:
     except ValueError:
         links = (-1.0,)
     if min(links) < 0 or max(links) > 100 or len(set(links)) < len(links):
-        raise DemoError(
-            f"--links {text!r}: write different numbers from 0 to 100, as in 0,0.5,1", exit_code=2
+        raise GraphOptError(
+            f"--links {text!r}: write different numbers from 0 to 100, as in 0,0.5,1"
         )
     return links
 
 
 def _check(task: DemoTask) -> None:
-    if task.ranks < 1 or task.rounds < 1:
-        raise DemoError("--ranks and --rounds must be at least 1", exit_code=2)
     try:
         graphopt.compile(train_step, pipeline=task.pipeline)
     except graphopt.GraphOptError as error:
-        raise DemoError(f"--pipeline: {error}", exit_code=2) from error
+        raise GraphOptError(f"--pipeline: {error}") from error

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import median, quantiles
+from statistics import median
 
 from rich.table import Table
 
 from graphopt.demo.training import GRAPHOPT, DemoResults, link_text
 from graphopt.estimate.measure import COMPUTE, EAGER
+from graphopt.estimate.tables import median_and_quartiles
 
 
 def baseline_of(results: DemoResults) -> str:
@@ -29,13 +30,14 @@ def step_table(results: DemoResults) -> Table:
     for link, seconds in results.seconds.items():
         if alone:
             times = [_milliseconds(seconds[name]) for name in (EAGER, GRAPHOPT)]
-            table.add_row("one rank", *times, _spread(_ratios(seconds, EAGER)))
+            table.add_row("one rank", *times, median_and_quartiles(_ratios(seconds, EAGER)))
             continue
         best = best_ddp(seconds)
         times = [_milliseconds(seconds[name]) for name in (COMPUTE, baseline, best, GRAPHOPT)]
         times[2] += f" ({best.removeprefix('DDP, ')})"
         to_default = f"{median(_ratios(seconds, baseline)):.2f}"
-        table.add_row(link_text(link), *times, _spread(_ratios(seconds, best)), to_default)
+        to_best = median_and_quartiles(_ratios(seconds, best))
+        table.add_row(link_text(link), *times, to_best, to_default)
     return table
 
 
@@ -71,12 +73,3 @@ def _milliseconds(seconds: list[float]) -> str:
 def _ratios(seconds: dict[str, list[float]], other: str) -> list[float]:
     """The ratio of graphopt's step to another variant's, in each turn."""
     return [mine / its for mine, its in zip(seconds[GRAPHOPT], seconds[other], strict=True)]
-
-
-def _spread(values: list[float]) -> str:
-    """The median and the quartiles of values, as text."""
-    middle = f"{median(values):.2f}"
-    if len(values) < 2:
-        return middle
-    low, _, high = quantiles(values, n=4, method="inclusive")
-    return f"{middle} ({low:.2f}-{high:.2f})"

@@ -81,8 +81,8 @@ class MeasuredVariants:
 
 
 @contextmanager
-def process_group() -> Iterator[torch.device]:
-    """The device of this rank, after joining the group of torchrun or of the user's script.
+def process_group() -> Iterator[None]:
+    """While active, this rank has its GPU, and is in the group of torchrun or of the user's script.
 
     Raises:
         GraphOptError: there are fewer GPUs than ranks on this machine.
@@ -95,15 +95,14 @@ def process_group() -> Iterator[torch.device]:
             " Start as many processes as there are GPUs (torchrun --nproc-per-node), or hide them"
             " with CUDA_VISIBLE_DEVICES= to measure on the CPU"
         )
-    device = torch.device("cuda", local) if use_cuda else torch.device("cpu")
     if use_cuda:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(local)
     if "WORLD_SIZE" not in os.environ or dist.is_initialized():
-        yield device
+        yield
         return
     dist.init_process_group("nccl" if use_cuda else "gloo")
     try:
-        yield device
+        yield
     finally:
         dist.destroy_process_group()
 

@@ -20,6 +20,7 @@ from graphopt import _compat, passes
 from graphopt.comm import get_all_comm_blocks
 from graphopt.cost import NETWORKS, CostModel, Network, calibrate, default_cost_model
 from graphopt.errors import GraphOptError
+from graphopt.estimate.measure import DDP_BUCKETS_MB
 from graphopt.estimate.target import StepCalls
 from graphopt.graph_utils import tensors_in
 from graphopt.ir.metadata import known_value
@@ -30,7 +31,6 @@ from graphopt.schedule.program import peak_bytes
 from graphopt.stages.pipelines import HELD_BACK, pipeline_with
 from graphopt.testing import fake_ranks
 
-DDP_BUCKETS_MB = (25.0, 4.0, 1.0)
 _UNITS = {"": 1e6, "mbit": 1e6, "gbit": 1e9}
 _PAYLOAD = 0.95
 """The share of a link's bits that are not headers."""

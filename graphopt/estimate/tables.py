@@ -68,7 +68,7 @@ def measurement_table(found: MeasuredVariants) -> Table:
         exposed = median(variant.seconds) - median(compute.seconds) if compute else None
         table.add_row(
             name,
-            _ratio(variant, base),
+            median_and_quartiles(_ratios(variant, base)),
             milliseconds(median(variant.seconds)),
             "" if exposed is None or variant is compute else milliseconds(max(0.0, exposed)),
             f"{variant.first_call:.1f} s",
@@ -84,8 +84,7 @@ def measurement_advice(found: MeasuredVariants) -> str:
     others = {n: v for n, v in found.variants.items() if n not in ours and n != COMPUTE}
     fastest = min(ours, key=lambda name: median(ours[name].seconds))
     other = min(others, key=lambda name: median(others[name].seconds))
-    pairs = zip(ours[fastest].seconds, others[other].seconds, strict=True)
-    ratio = median(mine / its for mine, its in pairs)
+    ratio = median(_ratios(ours[fastest], others[other]))
     if ratio > _WORTH:
         return f"Not worth it for speed here: {fastest} takes {ratio:.2f} of {other}."
     exact = "the same bits" if not found.differences[fastest] else "other last bits"
@@ -103,12 +102,17 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g}" if seconds < 0.9995 else f"{1e3 * seconds:.0f}"
 
 
-def _ratio(one: Variant, other: Variant) -> str:
-    ratios = [a / b for a, b in zip(one.seconds, other.seconds, strict=True)]
-    if len(ratios) < 2:
-        return f"{ratios[0]:.2f}"
-    low, _, high = quantiles(ratios, n=4, method="inclusive")
-    return f"{median(ratios):.2f} ({low:.2f}-{high:.2f})"
+def median_and_quartiles(values: Sequence[float]) -> str:
+    """The median and the quartiles of values, as text."""
+    middle = f"{median(values):.2f}"
+    if len(values) < 2:
+        return middle
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return f"{middle} ({low:.2f}-{high:.2f})"
+
+
+def _ratios(one: Variant, other: Variant) -> list[float]:
+    return [a / b for a, b in zip(one.seconds, other.seconds, strict=True)]
 
 
 def _where(found: MeasuredVariants) -> str:

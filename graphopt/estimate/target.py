@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -103,13 +103,11 @@ def _made(path: str, name: str) -> StepCalls:
             " as ((model, optimizer), loader)"
         )
     arguments, batches = made
-    kept = tuple(_as_tuples(islice(iter(batches), _KEPT_BATCHES)))
+    kept = tuple(
+        tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        for batch in islice(batches, _KEPT_BATCHES)
+    )
     if not kept:
         raise GraphOptError(f"{path}:make() returned no batches: at least one is needed")
     parallel = step.parallel if isinstance(step, TrainStep) else None
     return StepCalls(function, tuple(arguments), kept, parallel=parallel)
-
-
-def _as_tuples(batches: Iterator[Any]) -> Iterator[tuple[Any, ...]]:
-    for batch in batches:
-        yield tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
