@@ -46,7 +46,6 @@ from graphopt._compat.functionalization import (
 from graphopt._compat.graphs import (
     calls_by_target,
     code_maker,
-    content_of,
     copy_codegen,
     copy_node,
     forward_of,
@@ -55,7 +54,6 @@ from graphopt._compat.graphs import (
     inserts_at_end,
     lazy_graph_module,
     node_at_line,
-    nodes_by_kind,
     renamed,
     set_graph,
 )
@@ -94,7 +92,6 @@ from graphopt._compat.process_groups import (
     group_or_default,
     in_process_group,
     maximum,
-    name_group,
     rank_among_several,
     ranks_of_group,
     start_fake_group,
@@ -116,7 +113,6 @@ from graphopt._compat.tensors import (
     deepcopied,
     described_tensor,
     functions_of_hooks,
-    has_hooks_on_sum,
     hooks_of,
     is_transformed,
     made_by_legacy,

@@ -175,14 +175,11 @@ def met_sizes(mode: Any) -> bool:
     return getattr(mode, "met_sizes", False)
 
 
-def without_fake_mode() -> AbstractContextManager[Any]:
-    """While active, the caller's fake mode is off; fake tensors stay fake."""
-    return unset_fake_temporarily()
+without_fake_mode: Callable[[], AbstractContextManager[Any]] = unset_fake_temporarily
+"""While active, the caller's fake mode is off; fake tensors stay fake."""
 
-
-def plain_fake_mode() -> Any:
-    """Makes a FakeTensorMode in which reading a value is an error."""
-    return FakeTensorMode()
+plain_fake_mode: Callable[[], Any] = FakeTensorMode
+"""Makes a FakeTensorMode in which reading a value is an error."""
 
 
 def fake_laid_out(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,20 +13,14 @@ from torch._subclasses.functional_tensor import (
     disable_functional_mode,
 )
 
+functional_mode: Callable[[], AbstractContextManager[Any]] = FunctionalTensorMode
+"""The mode in which torch functionalizes operators on functional tensors."""
 
-def functional_mode() -> AbstractContextManager[Any]:
-    """The mode in which torch functionalizes operators on functional tensors."""
-    return FunctionalTensorMode()
+without_functional_mode: Callable[[], AbstractContextManager[Any]] = disable_functional_mode
+"""While active, operators are not functionalized."""
 
-
-def without_functional_mode() -> AbstractContextManager[Any]:
-    """While active, operators are not functionalized."""
-    return disable_functional_mode()
-
-
-def to_functional(tensor: torch.Tensor) -> torch.Tensor:
-    """Wraps a tensor for functionalization."""
-    return FunctionalTensor.to_functional(tensor)
+to_functional: Callable[[torch.Tensor], torch.Tensor] = FunctionalTensor.to_functional
+"""Wraps a tensor for functionalization."""
 
 
 def from_functional(value: Any) -> Any:

@@ -68,16 +68,19 @@ def prefers_channels_last(gm: fx.GraphModule) -> bool:
     return bool(GraphLowering.decide_layout_opt(gm, is_inference=False))
 
 
-def compile_inner(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
+def compile_inner(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], mode: Any = None) -> Compiled:
     """Compiles a decomposed graph to a function of a list, which it empties.
 
     Outputs have the strides that the graph gives them.
+
+    Args:
+        mode: the fake mode; None: that of the inputs.
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
     from torch._inductor.virtualized import V
 
-    mode = _compat.fake_mode_of(inputs)
+    mode = _compat.fake_mode_of(inputs) if mode is None else mode
     with tracing(TracingContext(mode)), torch.no_grad(), V.set_fake_mode(mode):
         _recursive_joint_graph_passes(gm)
         output = next(iter(reversed(gm.graph.nodes)))

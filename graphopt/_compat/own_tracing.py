@@ -28,10 +28,8 @@ class OwnTracer:
     alone: bool
 
 
-def without_overrides() -> AbstractContextManager[Any]:
-    """While active, tensor subclasses and function modes are bypassed."""
-    context: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
-    return context
+without_overrides: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+"""While active, tensor subclasses and function modes are bypassed."""
 
 
 def untraced(function: Callable[..., T], *args: Any) -> T:

@@ -9,7 +9,6 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree
 
 
 def is_torch_mark(target: object) -> bool:
@@ -64,11 +63,6 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
         for prefix, child in module.named_modules(remove_duplicate=False)
         for name in child._non_persistent_buffers_set
     }
-
-
-def children(value: Any) -> tuple[list[Any], Any]:
-    """The children of a pytree node with a function to rebuild it; a leaf is its own child."""
-    return _pytree.tree_flatten(value, is_leaf=lambda child: child is not value)
 
 
 def fake_copy(module: nn.Module, mode: Any) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -63,10 +63,8 @@ def is_profiling() -> bool:
     return bool(torch.autograd._profiler_enabled())
 
 
-def without_dispatch() -> AbstractContextManager[None]:
-    """While active, no dispatch mode sees this thread's operators."""
-    context: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
-    return context
+without_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
+"""While active, no dispatch mode sees this thread's operators."""
 
 
 @contextmanager

@@ -17,10 +17,9 @@ TensorMeta: type[type] = type(torch.Tensor)
 _CLASS: Any = vars(object)["__class__"]
 
 
-def without_torch_function() -> AbstractContextManager[Any]:
-    """While active, `__torch_function__` of tensor subclasses is not called in this thread."""
-    context: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
-    return context
+without_torch_function: Callable[[], AbstractContextManager[Any]]
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+"""While active, `__torch_function__` of tensor subclasses is not called in this thread."""
 
 
 def set_class(tensor: torch.Tensor, kind: type) -> None:

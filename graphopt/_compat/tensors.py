@@ -53,10 +53,9 @@ def deepcopied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     return copied
 
 
-def version_kept(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """While active, writes to a tensor do not change its version."""
-    kept: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)
-    return kept
+version_kept: Callable[[torch.Tensor], AbstractContextManager[None]]
+version_kept = torch.autograd._unsafe_preserve_version_counter
+"""While active, writes to a tensor do not change its version."""
 
 
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -106,11 +105,6 @@ def functions_of_hooks(tensor: torch.Tensor) -> list[Any]:
 def count_hooks_on_sum(tensor: torch.Tensor) -> int:
     """The number of a tensor's post-accumulate-grad hooks."""
     return len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
-
-
-def has_hooks_on_sum(tensor: torch.Tensor) -> bool:
-    """True if a tensor has post-accumulate-grad hooks."""
-    return count_hooks_on_sum(tensor) > 0
 
 
 def copy_hooks(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

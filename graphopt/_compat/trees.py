@@ -124,6 +124,11 @@ def result_parts(value: Any, is_kept: Callable[[object], bool]) -> Iterator[Any]
             pending += [] if nest is None else nest[0]
 
 
+def children_of(value: Any) -> tuple[list[Any], Any]:
+    """The children of a pytree node, and its spec; a leaf is its own child."""
+    return _pytree.tree_flatten(value, is_leaf=lambda child: child is not value)
+
+
 _Nest = tuple[list[Any], Callable[[list[Any]], Any]]
 
 
@@ -132,7 +137,7 @@ def open_nest(value: Any) -> _Nest | None:
     for a leaf."""
     if _is_size(value):
         return list(value), lambda values: Applied(_size, values)
-    inner, spec = _pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
+    inner, spec = children_of(value)
     if spec != ONE_VALUE:
         return inner, lambda values: tree_unflatten(values, spec)
     return _open_fields(value)

@@ -17,6 +17,7 @@ import torch
 import torch.fx.traceback
 from torch import fx
 
+from graphopt._compat.inductor import compile_inner
 from graphopt._compat.triton_binaries import gpu_target
 from graphopt._compat.triton_methods import methods_for_fake_cuda_tensors
 
@@ -53,26 +54,22 @@ def pretended_gpu(capability: int) -> Iterator[None]:
     import triton
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor import config, scheduler
-    from torch._inductor.runtime import hints, triton_helpers
+    from torch._inductor.runtime import triton_helpers
     from torch._subclasses import fake_tensor
 
     properties = _properties(capability)
+    static_properties = staticmethod(lambda device=None: properties)
     patches: list[tuple[Any, str, Any]] = [
         (torch.cuda, "is_available", lambda: False),
         (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "get_device_capability", lambda device=None: divmod(capability, 10)),
         (torch.cuda, "get_device_properties", lambda device=None: properties),
         (CudaInterface, "current_device", staticmethod(lambda: 0)),
-        (CudaInterface, "get_device_properties", staticmethod(lambda device=None: properties)),
+        (CudaInterface, "get_device_properties", static_properties),
         (CudaInterface.Worker, "current_device", staticmethod(lambda: 0)),
-        (
-            CudaInterface.Worker,
-            "get_device_properties",
-            staticmethod(lambda device=None: properties),
-        ),
+        (CudaInterface.Worker, "get_device_properties", static_properties),
         (CudaInterface, "is_bf16_supported", staticmethod(lambda *a, **k: capability >= 80)),
         (fake_tensor, "init_gpu_context", lambda device: None),
-        (hints.DeviceProperties, "create", lambda device: _hints(properties, capability)),
         (scheduler, "has_triton", lambda: True),
         (triton_helpers, "set_driver_to_gpu", lambda: None),
         (triton.runtime.driver, "_active", _driver(capability)),
@@ -138,22 +135,6 @@ def _at(table: dict[int, int], capability: int) -> int:
     return table[max(known for known in table if known <= capability)]
 
 
-def _hints(properties: SimpleNamespace, capability: int) -> Any:
-    from torch._inductor.runtime.hints import DeviceProperties
-
-    return DeviceProperties(
-        type=DEVICE.type,
-        index=DEVICE.index,
-        multi_processor_count=properties.multi_processor_count,
-        cc=capability,
-        major=properties.major,
-        regs_per_multiprocessor=properties.regs_per_multiprocessor,
-        max_threads_per_multi_processor=properties.max_threads_per_multi_processor,
-        max_threads_per_block=properties.max_threads_per_block,
-        warp_size=properties.warp_size,
-    )
-
-
 def _driver(capability: int) -> Any:
     target = gpu_target(capability)
     return SimpleNamespace(get_current_target=lambda: target)
@@ -163,9 +144,11 @@ def _forget_devices() -> None:
     """Clears torch's caches of GPU properties."""
     from torch._dynamo import debug_utils
     from torch._inductor import codecache, compile_fx, utils
+    from torch._inductor.runtime.hints import DeviceProperties
     from torch.utils import _triton
 
     caches = [
+        DeviceProperties.create,
         codecache.CacheBase.get_system,
         compile_fx._warn_tf32_disabled,
         debug_utils._cuda_system_info_comment,
@@ -194,27 +177,14 @@ def traced_with_decompositions(
 
 def inductor_code(graph_module: fx.GraphModule, inputs: Sequence[Any], mode: Any) -> str:
     """The Python module that Inductor generates for a graph; empty if there is nothing to run."""
-    from torch._guards import TracingContext, tracing
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.graph import GraphLowering
-    from torch._inductor.virtualized import V
 
     def stop(lowering: Any) -> None:
         raise _SourceReady(lowering.codegen()[0].value)
 
-    with (
-        mock.patch.object(GraphLowering, "compile_to_module", stop),
-        tracing(TracingContext(mode)),
-        V.set_fake_mode(mode),
-        torch.no_grad(),
-    ):
-        graph_module = joint_graph_passes(graph_module)
-        output = graph_module.graph.output_node()
-        returned: Any = output.args[0]
-        output.meta["user_visible_output_idxs"] = list(range(len(returned)))
+    with mock.patch.object(GraphLowering, "compile_to_module", stop):
         try:
-            compile_fx_inner(graph_module, list(inputs))
+            compile_inner(graph_module, list(inputs), mode)
         except _SourceReady as ready:
             return str(ready.args[0])
     return ""

@@ -33,19 +33,13 @@ def _inline(graph: fx.Graph, node: fx.Node) -> None:
     traced = _traced(node)
     if any(inner.op == "get_attr" for inner in traced.nodes):
         return  # it needs constants of its own
-    inputs = iter(node.all_input_nodes)
-    copies: dict[fx.Node, fx.Node] = {}
-    result: Any = None
+    copies = dict(zip(traced.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
     with graph.inserting_before(node):
-        for inner in traced.nodes:
-            if inner.op == "placeholder":
-                copies[inner] = next(inputs)
-            elif inner.op == "output":
-                result = fx.node.map_arg(inner.args[0], copies.__getitem__)
-            else:
-                copies[inner] = graph.node_copy(inner, copies.__getitem__)
-                copies[inner].meta = {**node.meta, "val": fake_value(inner)}
-                copies[inner].meta.pop("tensor_meta", None)
+        result = graph.graph_copy(traced, copies)
+    for inner, copy in copies.items():
+        if inner.op != "placeholder":
+            copy.meta = {**node.meta, "val": fake_value(inner)}
+            copy.meta.pop("tensor_meta", None)
     _replace(graph, node, result)
 
 

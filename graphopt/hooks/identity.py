@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import graphopt
+from graphopt import _compat
 from graphopt.hooks.partial import PartialManager
 from graphopt.hooks.sources import source_digest
 from graphopt.manager import Pass
@@ -68,9 +69,7 @@ def _declaration(pass_: Pass) -> tuple[Any, ...]:
 
 def _place() -> tuple[int, int] | None:
     """Rank and world size, or None without a process group."""
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    return dist.get_rank(), dist.get_world_size()
+    return (dist.get_rank(), dist.get_world_size()) if _compat.in_process_group() else None
 
 
 @cache

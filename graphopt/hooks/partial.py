@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -146,20 +146,15 @@ class _NumbersAreNodes(PassCallback):
 
     def after_pass(self, context: PassContext) -> None:
         for node in context.before.new_nodes():
-            if any(True for _ in _symbolic_numbers(node)):
-                raise Refused(
-                    [
-                        Problem(
-                            "it wrote a size that is not known while compiling into a node",
-                            (node,),
-                            hint="leave dynamic shapes alone, or compute the size by a node"
-                            " (aten.sym_size.int)",
-                        )
-                    ]
+            leaves = _compat.tree_leaves((node.args, node.kwargs))
+            if any(isinstance(leaf, _SYMBOLIC) for leaf in leaves):
+                problem = Problem(
+                    "it wrote a size that is not known while compiling into a node",
+                    (node,),
+                    hint="leave dynamic shapes alone, or compute the size by a node"
+                    " (aten.sym_size.int)",
                 )
+                raise Refused([problem])
 
 
-def _symbolic_numbers(node: fx.Node) -> Iterator[object]:
-    for leaf in _compat.tree_leaves((node.args, node.kwargs)):
-        if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            yield leaf
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)

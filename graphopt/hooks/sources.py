@@ -21,7 +21,7 @@ from typing import Any
 
 from graphopt._compat.frames import stored_globals
 from graphopt.manager.literals import has_literal, literal
-from graphopt.tracing.rollback.reachable import names_in
+from graphopt.tracing.rollback.reachable import codes_in, names_in
 
 logger = logging.getLogger("graphopt")
 
@@ -137,32 +137,26 @@ def _is_container(value: object) -> bool:
 
 def _is_changed(name: str, value: object, code: CodeType) -> bool:
     """True if code rebinds a global name, or changes the container there."""
-    return name in _rebound_names(code) or (_is_container(value) and name in _changed_names(code))
+    if name in _rebound_names(code):
+        return True
+    return _is_container(value) and any(name in _changed_names(c) for c in codes_in(code))
 
 
 def _rebound_names(code: CodeType) -> set[str]:
     """The names of globals that a code object assigns to."""
-    found = stored_globals(code)
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return found.union(*map(_rebound_names, inner))
+    return set[str]().union(*map(stored_globals, codes_in(code)))
 
 
-def _changed_names(code: CodeType) -> set[str]:
+def _changed_names(code: CodeType) -> Iterator[str]:
     """The global names whose containers code changes, by a method or by assigning items."""
-    found: set[str] = set()
     steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "NOP")]
     for index, step in enumerate(steps):
         if step.opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
             continue
         following = steps[index + 1 : index + 4]
-        if following and following[0].argval in _CHANGING:
-            found.add(step.argval)
-        if any(after.opname in _ITEM_CHANGES for after in following):
-            found.add(step.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found |= _changed_names(constant)
-    return found
+        called = following and following[0].argval in _CHANGING
+        if called or any(after.opname in _ITEM_CHANGES for after in following):
+            yield step.argval
 
 
 def _code_text(code: CodeType) -> str:
@@ -194,13 +188,10 @@ def _imported_files(module: str, file: Path) -> set[tuple[str, str]] | None:
         else:
             finder.import_hook(module)
         files = {name: vars(each)["__file__"] for name, each in finder.modules.items()}
-        found = {(name, _digest(Path(path))) for name, path in files.items() if path}
+        texts = {name: Path(path).read_bytes() for name, path in files.items() if path}
     except Exception:  # whatever reading and compiling the files raises
         return None
+    found = {(name, hashlib.sha256(text).hexdigest()) for name, text in texts.items()}
     for package in {name.partition(".")[0] for name in finder.badmodules}:
         found.update((name, version(name)) for name in installed.get(package, ()))
     return found
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()

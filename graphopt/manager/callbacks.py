@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -320,11 +321,8 @@ class Dump(PassCallback):
             places.write(self._folder / f"{stem}{suffix}", text)
 
     def _free_stem(self, stem: str) -> str:
-        number, free = 1, stem
-        while (self._folder / f"{free}.txt").exists():
-            number += 1
-            free = f"{stem}_{number}"
-        return free
+        stems = chain([stem], (f"{stem}_{number}" for number in count(2)))
+        return next(free for free in stems if not (self._folder / f"{free}.txt").exists())
 
 
 def _files(name: str, before: fx.Graph | None, gm: fx.GraphModule) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import fx
@@ -90,23 +91,16 @@ def _names(name: str) -> tuple[str, str]:
 
 def _text(line: NotedNode) -> str:
     graph = fx.Graph(owning_module=line.node.graph.owning_module)
-    stand_ins = _StandIns(graph)
-    node = copy_of(line.node, line.held, graph, stand_ins.of)
-    late = {} if line.destination is None else {node: stand_ins.of(line.destination)}
+
+    @cache
+    def stand_in(source: fx.Node) -> fx.Node:
+        """A node with the name and the metadata of another graph's."""
+        made = graph.placeholder(source.name)
+        made.meta.update(source.meta)
+        return made
+
+    node = copy_of(line.node, line.held, graph, stand_in)
+    late = {} if line.destination is None else {node: stand_in(line.destination)}
     if node.op == "output":
         return f"output: {argument(node.args, shorten=False)}"
     return compact_line(row_of(node, late, shorten=False))
-
-
-class _StandIns:
-    """Copies of names and metadata of another graph's nodes, in a graph of their own."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._graph = graph
-        self._made: dict[fx.Node, fx.Node] = {}
-
-    def of(self, node: fx.Node) -> fx.Node:
-        if node not in self._made:
-            self._made[node] = self._graph.placeholder(node.name)
-            self._made[node].meta.update(node.meta)
-        return self._made[node]

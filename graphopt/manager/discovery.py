@@ -50,7 +50,9 @@ def load() -> None:
         importlib.import_module(f"graphopt.passes.{found.name}")
     for entry_point in importlib.metadata.entry_points(group=GROUP):
         try:
-            _load_entry_point(entry_point)
+            loaded = entry_point.load()
+            if isinstance(loaded, Pass):
+                registry.register(loaded)
         except Exception as error:  # whatever a package does while it is imported
             logger.warning(
                 "passes of %s are left out: entry point %s = %s raised %s: %s",
@@ -60,12 +62,6 @@ def load() -> None:
                 type(error).__name__,
                 error,
             )
-
-
-def _load_entry_point(entry_point: importlib.metadata.EntryPoint) -> None:
-    loaded = entry_point.load()
-    if isinstance(loaded, Pass):
-        registry.register(loaded)
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,9 +17,6 @@ from graphopt.manager.declaration import Pass
 from graphopt.manager.names import suggestion
 
 logger = logging.getLogger("graphopt")
-
-_DIGITS = 9
-"""The most digits of a number of passes."""
 
 LEVELS = ("off", "dependencies", "equivalence")
 
@@ -79,7 +77,12 @@ def level_of(verify: str | None) -> str:
     Raises:
         PipelineSyntaxError: there is no such level; says where it comes from.
     """
-    return _level(*_given(verify, "verify", "GRAPHOPT_VERIFY"))
+    level, place = _given(verify, "verify", "GRAPHOPT_VERIFY")
+    if level is None:
+        return "equivalence"
+    if level not in LEVELS:
+        raise PipelineSyntaxError(f"{place}={level!r}: one of {', '.join(LEVELS)} is expected")
+    return str(level)
 
 
 def enable_graph_optimization_dump(folder: str | os.PathLike[str] = "") -> Path:
@@ -119,14 +122,6 @@ def _given(value: Any, argument: str, variable: str) -> tuple[Any, str]:
     return os.environ.get(variable) or None, variable
 
 
-def _level(value: Any, place: str) -> str:
-    if value is None:
-        return "equivalence"
-    if value not in LEVELS:
-        raise PipelineSyntaxError(f"{place}={value!r}: one of {', '.join(LEVELS)} is expected")
-    return str(value)
-
-
 def _folder(value: Any, place: str) -> Path | None:
     if value is None:
         return None
@@ -159,7 +154,7 @@ def _count(value: Any, place: str) -> int | None:
     if value is None:
         return None
     text = str(value).strip()
-    whole = isinstance(value, (int, str)) and not isinstance(value, bool) and text.isdecimal()
-    if whole and len(text) <= _DIGITS:
+    is_number = isinstance(value, (int, str)) and not isinstance(value, bool)
+    if is_number and re.fullmatch(r"\d{1,9}", text):
         return int(text)
     raise PipelineSyntaxError(f"{place}={value!r}: a number of passes is expected, 0 or more")

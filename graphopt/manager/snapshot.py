@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import fx, nn
 
-from graphopt import _compat
+from graphopt._compat import graphs
 from graphopt.comm import late_nodes
 from graphopt.graph_utils import follows_output_convention
 from graphopt.ir.metadata import has_value, known_value
@@ -38,7 +38,7 @@ class NodeRecord(NamedTuple):
 def noted(node: fx.Node) -> NodeRecord:
     """Records the present content of a node."""
     # as `NodeRecord(...)` does it, without the detour through a function written in Python
-    return tuple.__new__(NodeRecord, (_compat.content_of(node), node.meta.copy()))
+    return tuple.__new__(NodeRecord, (graphs.content_of(node), node.meta.copy()))
 
 
 class Snapshot:
@@ -116,7 +116,7 @@ class Snapshot:
             return False
         if late_nodes(graph) != self.late:
             return False
-        content_of = _compat.content_of
+        content_of = graphs.content_of
         for node, (old, (content, meta)) in zip(graph.nodes, self.nodes.items(), strict=True):
             if node is not old or not _same(content_of(node), content):
                 return False
@@ -146,38 +146,22 @@ class Snapshot:
 
     def new_nodes(self) -> Iterable[fx.Node]:
         """Returns the nodes that the snapshot does not have."""
-        known = self.nodes
-        if not self.has_same_graph_object:
-            return [node for node in self._gm.graph.nodes if self.was(node) is None]
-        return [node for node in self._gm.graph.nodes if node not in known]
+        return [node for node in self._gm.graph.nodes if self.was(node) is None]
 
     def changed_nodes(self) -> list[tuple[fx.Node, Any]]:
         """Returns nodes with another target, arguments or `meta["val"]`, each with the former
         `meta["val"]`."""
-        if not self.has_same_graph_object:
-            return self._changed_by_name()
-        found = []
-        known, content_of = self.nodes.get, _compat.content_of
-        for node in self._gm.graph.nodes:
-            held = known(node)
-            if held is None:
-                continue
-            content, meta = held
-            value = meta.get("val")
-            if known_value(node) is not value or not _same(content_of(node), content):
-                found.append((node, value))
-        return found
-
-    def _changed_by_name(self) -> list[tuple[fx.Node, Any]]:
-        found = []
+        found, by_name = [], not self.has_same_graph_object
         for node in self._gm.graph.nodes:
             old = self.was(node)
             if old is None:
                 continue
             content, meta = self.nodes[old]
-            value, now = meta.get("val"), self._in_names(_compat.content_of(node))
+            now, value = graphs.content_of(node), meta.get("val")
+            if by_name:
+                now, content = self._in_names(now), self._in_names(content)
             same = node.op == old.op and known_value(node) is value
-            if not (same and _same(now, self._in_names(content))):
+            if not (same and _same(now, content)):
                 found.append((node, value))
         return found
 
@@ -202,7 +186,7 @@ def copy_of(
     node: fx.Node, held: NodeRecord, graph: fx.Graph, value_of: Callable[[fx.Node], fx.Node]
 ) -> fx.Node:
     """Appends a copy of a former node to another graph."""
-    return _compat.copy_node(graph, node, value_of, (*held.content, held.meta))
+    return graphs.copy_node(graph, node, value_of, (*held.content, held.meta))
 
 
 def _same(content: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

@@ -7,7 +7,7 @@ from types import FunctionType
 
 from torch import fx
 
-from graphopt import _compat
+from graphopt._compat import graphs
 from graphopt.ir.metadata import has_value
 from graphopt.manager.snapshot import Snapshot
 from graphopt.verify import Problem
@@ -137,12 +137,12 @@ def _is_well_formed(graph: fx.Graph) -> bool:
     seen: set[fx.Node] = set()
     names: set[str] = set()
     for node in graph.nodes:
-        if node.graph is not graph or not seen.issuperset(_compat.inputs_of(node)):
+        if node.graph is not graph or not seen.issuperset(graphs.inputs_of(node)):
             return False
         seen.add(node)
         names.add(node.name)
     filed = 0
-    for op, target, nodes in _compat.nodes_by_kind(graph):
+    for op, target, nodes in graphs.nodes_by_kind(graph):
         if op == "call_function":
             fits = callable(target) and all(n.op == op and n.target is target for n in nodes)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import chain, count
 from typing import Any
 
 from torch import fx
@@ -78,11 +79,9 @@ def assign(graph: fx.Graph, split_callback: SplitCallback, affix: str | None = N
 
 def unique_name(wanted: str, taken: set[str]) -> str:
     """Returns `wanted` with dots replaced, and numbered if it is taken."""
-    base = name = wanted.replace(".", "_")
-    number = 0
-    while name in taken:
-        number += 1
-        name = f"{base}_{number}"
+    base = wanted.replace(".", "_")
+    names = chain([base], (f"{base}_{number}" for number in count(1)))
+    name = next(name for name in names if name not in taken)
     taken.add(name)
     return name
 

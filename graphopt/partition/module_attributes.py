@@ -25,7 +25,9 @@ class Attributes:
         """
         target = str(node.target)
         if target not in self._found:
-            self._found[target] = self._look_up(target, node)
+            self._found[target] = self._search(target)
+        if self._found[target] is None:
+            raise PartitionError(f"%{node.name} names {target}, which the module does not have")
         return self._found[target]
 
     def holds_module(self, node: fx.Node) -> bool:
@@ -36,12 +38,6 @@ class Attributes:
         """Returns the module at a path, or None if that is something else."""
         found = self._search(path)
         return found if isinstance(found, nn.Module) else None
-
-    def _look_up(self, target: str, node: fx.Node) -> Any:
-        value = self._search(target)
-        if value is None:
-            raise PartitionError(f"%{node.name} names {target}, which the module does not have")
-        return value
 
     def _search(self, target: str) -> Any:
         path = target.split(".") if target else []

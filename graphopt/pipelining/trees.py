@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from graphopt import _compat
-from graphopt._compat import pipelining as _private
+from graphopt._compat.trees import children_of
 from graphopt.pipelining.microbatch.block_masks import is_block_mask
 
 Key = str | int
@@ -19,8 +19,7 @@ Path = tuple[Key, ...]
 class Container:
     """One level of a nested value: its children by key, and a function to rebuild it."""
 
-    keys: tuple[Key, ...]
-    children: tuple[Any, ...]
+    children: Mapping[Key, Any]
     build: Callable[[Sequence[Any]], Any]
 
 
@@ -32,14 +31,11 @@ def open_container(value: Any) -> Container | None:
     """
     if is_block_mask(value):
         return None
-    children, spec = _private.children(value)
+    children, spec = children_of(value)
     if len(children) == 1 and children[0] is value:
         return _open_dataclass(value)
-    return Container(
-        keys=_keys(value, len(children)),
-        children=tuple(children),
-        build=lambda new: _compat.tree_unflatten(list(new), spec),
-    )
+    by_key = dict(zip(_keys(value, len(children)), children, strict=True))
+    return Container(by_key, lambda new: _compat.tree_unflatten(list(new), spec))
 
 
 def leaves(value: Any, is_leaf: Callable[[Any], bool] = lambda _: False) -> dict[Path, Any]:
@@ -49,7 +45,7 @@ def leaves(value: Any, is_leaf: Callable[[Any], bool] = lambda _: False) -> dict
         return {(): value}
     return {
         (key, *path): leaf
-        for key, child in zip(container.keys, container.children, strict=True)
+        for key, child in container.children.items()
         for path, leaf in leaves(child, is_leaf).items()
     }
 
@@ -60,8 +56,8 @@ def rebuild(value: Any, new_leaves: Mapping[Path, Any], path: Path = ()) -> Any:
         return new_leaves[path]
     container = open_container(value)
     assert container is not None
-    pairs = zip(container.keys, container.children, strict=True)
-    return container.build([rebuild(child, new_leaves, (*path, key)) for key, child in pairs])
+    children = container.children.items()
+    return container.build([rebuild(child, new_leaves, (*path, key)) for key, child in children])
 
 
 def path_name(root: str, path: Path) -> str:
@@ -87,4 +83,4 @@ def _open_dataclass(value: Any) -> Container | None:
             object.__setattr__(result, name, child)
         return result
 
-    return Container(names, tuple(getattr(value, name) for name in names), build)
+    return Container({name: getattr(value, name) for name in names}, build)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import groupby
 from pathlib import PurePath
 from typing import Any
 
@@ -62,20 +63,11 @@ def sections(
         phase: give the calls of this phase only.
     """
     late: Mapping[fx.Node, fx.Node] = graph.late if isinstance(graph, IterGraph) else {}
-    current, rows = "", list[ListingRow]()
-    for node in graph.nodes:
-        if node.op == "output":
-            continue
-        title = title_of(node)
-        if phase is not None and (node.op == "placeholder" or title != phase):
-            continue
-        if title != current and rows:
-            yield current, rows
-            rows = []
-        current = title
-        rows.append(row_of(node, late, shorten))
-    if rows:
-        yield current, rows
+    nodes = (node for node in graph.nodes if node.op != "output")
+    if phase is not None:
+        nodes = (n for n in nodes if n.op != "placeholder" and title_of(n) == phase)
+    for title, group in groupby(nodes, title_of):
+        yield title, [row_of(node, late, shorten) for node in group]
     if phase is None:
         yield "output", list(_output(graph, shorten))
 

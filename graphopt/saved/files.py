@@ -6,12 +6,13 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from graphopt import _compat
 from graphopt.ir.user_files import place, read_bytes, write
@@ -159,18 +160,15 @@ def _encode(graph_module: fx.GraphModule) -> tuple[dict[str, Any], dict[str, tor
 def _decode(
     content: dict[str, Any], tensors: dict[str, torch.Tensor], decoder: type[ValueDecoder]
 ) -> fx.GraphModule:
-    root = nn.Module()
     values = decoder(content["storages"])
     described = {name: values.decode(value) for name, value in content["constants"].items()}
     constants = {**tensors, **described}
-    for target, value in constants.items():
-        _set_constant(root, target, value)
     graph = IterGraph() if content["iterations"] else fx.Graph()
     decode_graph(content["graph"], graph, constants, decoder(content["graph"]["storages"]))
     graph.lint()
     for problem in group_problems(graph):
         raise SavedGraphError(problem.message)
-    loaded = fx.GraphModule(root, graph)
+    loaded = fx.GraphModule(constants, graph)
     if content.get("groups"):
         loaded.meta[GROUPS] = content["groups"]
     if content["applied"]:
@@ -192,17 +190,4 @@ def _fields(record: Any) -> dict[str, Any]:
 def _constants(graph_module: fx.GraphModule) -> Iterator[tuple[str, Any]]:
     targets = dict.fromkeys(str(n.target) for n in graph_module.graph.nodes if n.op == "get_attr")
     for target in targets:
-        value: Any = graph_module
-        for part in target.split("."):
-            value = getattr(value, part)
-        yield target, value
-
-
-def _set_constant(root: nn.Module, target: str, value: Any) -> None:
-    *path, name = target.split(".")
-    holder = root
-    for part in path:
-        if part not in dict(holder.named_children()):
-            holder.add_module(part, nn.Module())
-        holder = holder.get_submodule(part)
-    setattr(holder, name, value)
+        yield target, attrgetter(target)(graph_module)

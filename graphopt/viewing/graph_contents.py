@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from torch import fx
@@ -40,9 +42,9 @@ def contents_of(
         "summary": next(summary(gm.graph)),
         "legend": ", ".join(f"{mark} {meaning}" for mark, meaning in MARKS.items()),
         "nodes": nodes.rows,
-        "phases": nodes.phases.values,
-        "modules": nodes.modules.values,
-        "places": nodes.places.values,
+        "phases": list(nodes.phases),
+        "modules": list(nodes.modules),
+        "places": list(nodes.places),
         "collectives": [
             {"node": nodes.index[slot.message.launch], "cells": list(fact.values())}
             for slot, fact in zip(slots, facts, strict=True)
@@ -56,18 +58,9 @@ def contents_of(
     }
 
 
-class _NumberedTexts:
-    """Repeated texts, each stored once and referred to by number."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
-    def number(self, text: str) -> int:
-        return self._numbers.setdefault(text, len(self._numbers))
-
-    @property
-    def values(self) -> list[str]:
-        return list(self._numbers)
+def _numbers() -> defaultdict[str, int]:
+    """Numbers for repeated texts, each of which is stored once."""
+    return defaultdict(count().__next__)
 
 
 class _Nodes:
@@ -79,11 +72,7 @@ class _Nodes:
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.phases, self.modules, self.places = (
-            _NumberedTexts(),
-            _NumberedTexts(),
-            _NumberedTexts(),
-        )
+        self.phases, self.modules, self.places = _numbers(), _numbers(), _numbers()
         self.index: dict[fx.Node, int] = {}
         self.rows: list[list[Any]] = []
         late = graph.late if isinstance(graph, IterGraph) else {}
@@ -101,9 +90,9 @@ class _Nodes:
             row.text[:_LONGEST],
             row.shape,
             row.size,
-            self.phases.number(title_of(node)),
-            self.modules.number(_module(node)),
-            self.places.number("" if source is None else str(source)),
+            self.phases[title_of(node)],
+            self.modules[_module(node)],
+            self.places["" if source is None else str(source)],
             row.marks,
             "" if made == "capture" else made,
             row.note,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphopt._compat.pipelining import split_block_mask
-from graphopt.pipelining.microbatch.block_masks import batch_size, is_block_mask
+from graphopt.pipelining.microbatch.block_masks import is_block_mask
 from graphopt.pipelining.microbatch.chunk_specs import (
     ChunkSpec,
     Replicated,
@@ -71,23 +71,20 @@ def split_args_kwargs_into_chunks(
         raise ValueError(f"a batch is divided into at least 1 microbatch, not {chunks!r}")
     if not isinstance(args, (tuple, list)):
         raise ValueError(f"args is a {type(args).__name__}; it is a tuple, such as (x,)")
-    named = _args_leaves(args, args_chunk_spec)
-    keyed = _kwargs_leaves(dict(kwargs or {}), kwargs_chunk_spec)
+    given = dict(kwargs or {})
+    named = _leaves_with_dims(
+        args, args_chunk_spec, lambda path: path_name(f"args[{path[0]}]", path[1:])
+    )
+    keyed = _leaves_with_dims(
+        given, kwargs_chunk_spec, lambda path: path_name(str(path[0]), path[1:])
+    )
     count = _number_of_chunks([*named.values(), *keyed.values()], chunks)
     split_args = {path: _split_leaf(leaf, count, mask) for path, leaf in named.items()}
     split_kwargs = {path: _split_leaf(leaf, count, mask) for path, leaf in keyed.items()}
     return (
         [_nth(args, split_args, index) for index in range(count)],
-        [_nth(dict(kwargs or {}), split_kwargs, index) for index in range(count)],
+        [_nth(given, split_kwargs, index) for index in range(count)],
     )
-
-
-def _args_leaves(args: tuple[Any, ...], spec: Any) -> dict[Path, _Leaf]:
-    return _leaves_with_dims(args, spec, lambda path: path_name(f"args[{path[0]}]", path[1:]))
-
-
-def _kwargs_leaves(kwargs: dict[str, Any], spec: Any) -> dict[Path, _Leaf]:
-    return _leaves_with_dims(kwargs, spec, lambda path: path_name(str(path[0]), path[1:]))
 
 
 def _leaves_with_dims(value: Any, spec: Any, name: Callable[[Path], str]) -> dict[Path, _Leaf]:
@@ -106,7 +103,7 @@ def _leaves_with_dims(value: Any, spec: Any, name: Callable[[Path], str]) -> dic
 
 
 def _split_dim(name: str, value: Any, spec: Any) -> int | None:
-    if spec is Replicated or isinstance(spec, Replicated):
+    if isinstance(spec, Replicated):
         return None
     if spec is None:
         return _default_dim(name, value)
@@ -132,7 +129,7 @@ def _block_mask_dim(name: str, mask: Any, dim: int) -> int | None:
         raise ValueError(
             f"{name} is a BlockMask, which is split along dimension 0; its spec says {dim}"
         )
-    return None if batch_size(mask) == 1 else 0
+    return None if mask.kv_num_blocks.shape[0] == 1 else 0  # one entry serves all rows
 
 
 def _default_dim(name: str, value: Any) -> int | None:
@@ -145,7 +142,7 @@ def _default_dim(name: str, value: Any) -> int | None:
             f"{name} is a 1-D tensor of integers and is split along dimension 0. If it holds"
             " offsets, such as cumulative sequence lengths, give it the spec Replicated(); else"
             " TensorChunkSpec(0) says that this is meant",
-            stacklevel=6,
+            stacklevel=5,
         )
     return 0
 

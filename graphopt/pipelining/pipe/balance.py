@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -133,18 +134,17 @@ def cheapest_cuts(
     for stage in range(1, num_stages):
         reached = [math.inf] * count
         origin = [-1] * count
-        window: list[int] = []
-        head = 0
+        window: deque[int] = deque()
         for end in range(stage, count):
             candidate = end - 1
             price = cost[candidate] + across[candidate]
-            while len(window) > head and cost[window[-1]] + across[window[-1]] >= price:
+            while window and cost[window[-1]] + across[window[-1]] >= price:
                 window.pop()
             window.append(candidate)
-            while head < len(window) and total[end + 1] - total[window[head] + 1] > limit:
-                head += 1
-            if head < len(window):
-                origin[end] = window[head]
+            while window and total[end + 1] - total[window[0] + 1] > limit:
+                window.popleft()
+            if window:
+                origin[end] = window[0]
                 reached[end] = cost[origin[end]] + across[origin[end]]
         came_from.append(origin)
         cost = reached

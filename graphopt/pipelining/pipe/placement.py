@@ -64,7 +64,9 @@ def place_state(
     placed = {alias: stage for pairs in reversed(holders.values()) for stage, alias in pairs}
     _place_others(stages, placed, state)
     replicas = [
-        _replica(pairs) for name, pairs in holders.items() if _is_shared(pairs, state, name)
+        _replica(pairs)
+        for name, pairs in holders.items()
+        if state.is_parameter(name) and len(dict(pairs)) > 1
     ]
     return _with_stages_alone(top, stages), replicas
 
@@ -120,13 +122,6 @@ def _place_others(
         state.place(stages[min(tied, default=nearby)], name)
 
 
-def _is_shared(pairs: list[tuple[int, str]], state: ModelTensors, name: str) -> bool:
-    return state.is_parameter(name) and len({stage for stage, _ in pairs}) > 1
-
-
 def _replica(pairs: list[tuple[int, str]]) -> ParameterReplica:
     """The replica of a parameter, with the first of its names in each stage."""
-    first: dict[int, str] = {}
-    for stage, name in pairs:
-        first.setdefault(stage, name)
-    return ParameterReplica(tuple(sorted(first.items())))
+    return ParameterReplica(tuple(sorted(dict(reversed(pairs)).items())))

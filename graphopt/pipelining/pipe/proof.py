@@ -107,9 +107,8 @@ def _composed(module: fx.GraphModule, objects: NamedObjects) -> fx.Graph:
 
 
 def _differing(before: fx.Graph, after: fx.Graph, objects: NamedObjects) -> Iterator[Problem]:
-    yield from call_problems(
-        before, after, lambda graph: ()
-    )  # which terms know, through copies as well
+    # The order is known to terms, through copies as well.
+    yield from call_problems(before, after, lambda graph: ())
     report = check_equivalence(before, after)
     if report.decidable:
         yield from report.problems

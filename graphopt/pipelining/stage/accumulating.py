@@ -68,7 +68,8 @@ def _added(gradient: fx.Node) -> list[fx.Node]:
     """The addition to a gradient and the hooks on the sum, in graph order. A hook may read the
     sum as often as it likes."""
     readers = _backward_readers(gradient)
-    if len(readers) != 1 or not _adds(readers[0], gradient):
+    adds = len(readers) == 1 and is_operator(readers[0].target, "aten::add")
+    if not adds or readers[0].args[0] is not gradient:
         raise GraphOptError(
             f"{input_name(gradient)} is not added up as autograd does it, so that the backwards of"
             " single microbatches cannot be told apart\n"
@@ -84,10 +85,6 @@ def _added(gradient: fx.Node) -> list[fx.Node]:
             "  hint:  change the gradient after the step of the schedule"
         )
     return sorted(_reachable(left[0], lambda node: found.intersection(node.all_input_nodes)))
-
-
-def _adds(node: fx.Node, gradient: fx.Node) -> bool:
-    return is_operator(node.target, "aten::add") and node.args[0] is gradient
 
 
 def _reachable(start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from graphopt import _compat
+from graphopt._compat.tensors import count_hooks_on_sum
 from graphopt.graph_utils import without_autocast
 from graphopt.parallel.data_parallel import broadcast_buffers
 from graphopt.parallel.markers import Group
@@ -62,8 +62,7 @@ def compile_stage(
             " microbatches in flight",
             hint="use lower='inductor'",
         )
-    capture = StageCapture(stage, module, stages, parallel)
-    return CompiledStage(stage, module, microbatch, capture, parallel, stages)
+    return CompiledStage(stage, module, microbatch, parallel, stages)
 
 
 class CompiledStage:
@@ -73,7 +72,6 @@ class CompiledStage:
         stage: its index.
         module: holds its parameters and buffers.
         microbatch: the tensors that the stage receives and sends.
-        capture: captures it.
         parallel: over which ranks gradients are averaged; None: they are not.
         stages: the stages of the compiler, of which each graph goes through those behind passes.
 
@@ -87,14 +85,13 @@ class CompiledStage:
         stage: int,
         module: nn.Module,
         microbatch: Microbatch,
-        capture: StageCapture,
         parallel: DataParallel | None,
         stages: Stages,
     ) -> None:
         self._stage, self._module, self._microbatch = stage, module, microbatch
         self._parallel, self._stages = parallel, stages
-        self._capture = capture
-        self._captured = capture.capture(microbatch)
+        self._capture = StageCapture(stage, module, stages, parallel)
+        self._captured = self._capture.capture(microbatch)
         self._forward = self._backward = StageDivision(self._captured, len(microbatch.received))
         self._owners = self._parameters()
         self._guard = StateGuard(module)
@@ -184,11 +181,9 @@ class CompiledStage:
                 "the gradients of the last step were not completed",
                 hint="a schedule calls perform_reduce_grad() of a stage at the end of each step",
             )
-        self._buffers_due = has_backward and self._broadcasts_buffers()
+        broadcasts = self._parallel is not None and self._parallel.broadcast_buffers
+        self._buffers_due = has_backward and broadcasts
         self._proof = None  # which knows much, and nearly all graphs are made in the first step
-
-    def _broadcasts_buffers(self) -> bool:
-        return self._parallel is not None and self._parallel.broadcast_buffers
 
     def forward(self, inputs: Sequence[torch.Tensor], has_backward: bool) -> tuple[Any, ...]:
         """Runs the forward of one microbatch; returns the tensors that the stage sends."""
@@ -266,7 +261,7 @@ class CompiledStage:
         Raises:
             StageCompileError: a parameter has one.
         """
-        if any(map(_compat.has_hooks_on_sum, self._owners)):
+        if any(map(count_hooks_on_sum, self._owners)):
             raise StageCompileError(
                 self._stage,
                 "a parameter has a hook (register_post_accumulate_grad_hook), which torch does not"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from graphopt.ir.views import is_pure_view
 Names = dict[fx.Node, str]
 
 
-@dataclass
+@dataclass(frozen=True)
 class CrossingValues:
     """The values that one graph of a stage computes and a later one needs.
 
@@ -27,13 +27,8 @@ class CrossingValues:
         kept: the nodes that the earlier graph returns for these values.
     """
 
-    slots: dict[fx.Node, int] = field(default_factory=dict)
-    kept: list[fx.Node] = field(default_factory=list)
-
-    def add(self, value: fx.Node, kept: fx.Node) -> None:
-        """Adds `value`, for which the earlier graph returns `kept`."""
-        self.slots[value] = len(self.slots)
-        self.kept.append(kept)
+    slots: dict[fx.Node, int]
+    kept: list[fx.Node]
 
 
 def closure(roots: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:

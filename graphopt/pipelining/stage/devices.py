@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from graphopt import _compat
 
@@ -18,7 +18,7 @@ def move_to_device(stage: fx.GraphModule, device: torch.device) -> None:
     for module in stage.modules():
         if isinstance(module, fx.GraphModule):
             _retarget(module, device)
-    if not _is_meta(stage):
+    if not any(tensor.is_meta or _compat.is_fake(tensor) for tensor in stage.parameters()):
         stage.to(device)
 
 
@@ -31,7 +31,3 @@ def _retarget(graph_module: fx.GraphModule, device: torch.device) -> None:
             given = node.args, node.kwargs
             node.args, node.kwargs = fx.node.map_aggregate(given, retargeted)
     graph_module.recompile()
-
-
-def _is_meta(module: nn.Module) -> bool:
-    return any(tensor.is_meta or _compat.is_fake(tensor) for tensor in module.parameters())

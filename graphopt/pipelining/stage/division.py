@@ -227,25 +227,25 @@ class StageDivision:
         """The values that `roots` need from the earlier graph and that are not kept in `slots`
         yet."""
         changing = {node for node in self._states if node in self._updated}
-        crossing = CrossingValues()
-        for node in find_crossing(roots, (early - {*self._states}) | changing, slots):
-            crossing.add(node, self._as_it_is(node))
-        return crossing
+        found = list(find_crossing(roots, (early - {*self._states}) | changing, slots))
+        slots_of = {node: slot for slot, node in enumerate(found)}
+        return CrossingValues(slots_of, list(map(self._as_it_is, found)))
 
     def _as_it_is(self, node: fx.Node) -> fx.Node:
         """The value of `node` before any update: itself, or a copy if an update changes it."""
         if node not in self._updated and not is_operator(node.target, "aten::copy_"):
             return node
         if node not in self._copies:
-            anchor = node if node.op == "call_function" else self._last_placeholder()
+            anchor = (
+                node if node.op == "call_function" else self._graph.find_nodes(op="placeholder")[-1]
+            )
             with self._graph.inserting_after(anchor):
                 copy = call_function_with_meta(self._graph, aten.clone.default, (node,), like=node)
-            self._copies[node] = _computed(copy, "forward")
+            for key in (KIND, NAME, RETURNED):  # of the input that it was copied from
+                copy.meta.pop(key, None)
+            set_phase(copy, "forward")
+            self._copies[node] = copy
         return self._copies[node]
-
-    def _last_placeholder(self) -> fx.Node:
-        node: fx.Node = self._graph.find_nodes(op="placeholder")[-1]
-        return node
 
     # ------------------------------------------------------------------------ results
 
@@ -276,11 +276,3 @@ def _runs_early(node: fx.Node) -> bool:
     """True if the forward computes a node that depends on no gradient."""
     phase = phase_of(node)
     return phase == "forward" or (phase != "backward" and is_needed(node))
-
-
-def _computed(node: fx.Node, phase: str) -> fx.Node:
-    """Removes from `node` the metadata of the input that it was copied from."""
-    for key in (KIND, NAME, RETURNED):
-        node.meta.pop(key, None)
-    set_phase(node, phase)
-    return node
