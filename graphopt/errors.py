@@ -22,6 +22,7 @@ class CaptureError(GraphOptError, RuntimeError):
         location: ``file:line  code`` of the user's line, or None when no line is involved.
         hint: what to write instead, or None.
         final: the step cannot be captured in any other way either.
+        heading: the beginning of the message, before the reason.
 
     >>> import graphopt, torch
     >>> def step(model, x):
@@ -31,6 +32,8 @@ class CaptureError(GraphOptError, RuntimeError):
         ...
     graphopt.errors.CaptureError: the step cannot be captured: ...
     """
+
+    heading = "the step cannot be captured"
 
     def __init__(
         self, reason: str, *, location: str | None = None, hint: str | None = None
@@ -42,7 +45,7 @@ class CaptureError(GraphOptError, RuntimeError):
         super().__init__(reason)
 
     def __str__(self) -> str:
-        lines = [f"the step cannot be captured: {self.reason}"]
+        lines = [f"{self.heading}: {self.reason}"]
         if self.location is not None:
             lines.append(f"  from:  {self.location}")
         if self.hint is not None:

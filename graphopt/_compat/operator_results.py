@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -37,6 +38,7 @@ class _NewTensor(NamedTuple):
 _Result: TypeAlias = _GivenTensor | _NewTensor | None
 
 
+@dataclass(eq=False, slots=True)
 class KnownResults:
     """The cached results of an operator for arguments of given kinds.
 
@@ -46,12 +48,9 @@ class KnownResults:
         container: the class that holds several results.
     """
 
-    __slots__ = ("asked", "container", "results")
-
-    def __init__(self) -> None:
-        self.asked = False
-        self.results: list[_Result] | None = None
-        self.container: type | None = None
+    asked: bool = False
+    results: list[_Result] | None = None
+    container: type | None = None
 
 
 @lru_cache(maxsize=1 << 14)

@@ -22,11 +22,8 @@ class ModuleCaptureError(CaptureError):
 
     def __init__(self, module: str, cause: BaseException) -> None:
         first = next((line for line in str(cause).splitlines() if line.strip()), "")
-        self.module = module
+        self.module, self.heading = module, f"{module} cannot be captured whole"
         super().__init__(f"{type(cause).__name__}: {first.strip()}", hint=_HINT)
-
-    def __str__(self) -> str:
-        return f"{self.module} cannot be captured whole: {self.reason}\n  hint:  {self.hint}"
 
 
 class LostGradientError(CaptureError):
@@ -37,14 +34,7 @@ class LostGradientError(CaptureError):
     True
     """
 
-    def __init__(self, reason: str, *, location: str | None, hint: str) -> None:
-        super().__init__(reason, location=location, hint=hint)
-
-    def __str__(self) -> str:
-        lines = [f"stages would compute other gradients than the model: {self.reason}"]
-        if self.location is not None:
-            lines.append(f"  from:  {self.location}")
-        return "\n".join([*lines, f"  hint:  {self.hint}"])
+    heading = "stages would compute other gradients than the model"
 
 
 class StageCompileError(CaptureError):
@@ -60,8 +50,4 @@ class StageCompileError(CaptureError):
 
     def __init__(self, stage: int, reason: str, *, hint: str | None = None) -> None:
         super().__init__(reason, hint=hint)
-        self.stage = stage
-
-    def __str__(self) -> str:
-        text = f"stage {self.stage} cannot be compiled: {self.reason}"
-        return text if self.hint is None else f"{text}\n  hint:  {self.hint}"
+        self.stage, self.heading = stage, f"stage {stage} cannot be compiled"

@@ -137,7 +137,6 @@ def check_module_hooks(module: nn.Module) -> None:
         if _private.module_backward_hooks(child):
             raise LostGradientError(
                 f"the module '{name}' ({type(child).__name__}) has a backward hook",
-                location=None,
                 hint="remove it before the pipe is made, and "
                 "register it on the modules of stages, or " + _OPERATOR_HINT,
             )
