@@ -35,11 +35,9 @@ class CaptureError(GraphOptError, RuntimeError):
 
     heading = "the step cannot be captured"
 
-    def __init__(
-        self, reason: str, *, location: str | None = None, hint: str | None = None
-    ) -> None:
+    def __init__(self, reason: str, *, location: object = None, hint: str | None = None) -> None:
         self.reason = reason
-        self.location = location
+        self.location = None if location is None else str(location)
         self.hint = hint
         self.final = False
         super().__init__(reason)

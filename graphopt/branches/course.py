@@ -9,8 +9,7 @@ whatever graph they stand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from itertools import count
 from typing import Any
 
@@ -105,13 +104,8 @@ class Course:
         Raises:
             NotDecidedError: terms cannot speak of it.
         """
-        with self._ending(outputs):
-            return evaluate_graph(self.graph, terms)
-
-    @contextmanager
-    def _ending(self, outputs: Any) -> Iterator[None]:
         output = self.graph.output(outputs)
         try:
-            yield
+            return evaluate_graph(self.graph, terms)
         finally:
             self.graph.erase_node(output)

@@ -8,7 +8,7 @@ The assumption reads the values, so that they are there, and nothing has overwri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from torch import fx
@@ -47,7 +47,8 @@ def launched_before(executable: fx.Graph, assumption: Assumption, drawn: int) ->
     Raises:
         NotSharedError: a stage has moved effects across it.
     """
-    before = list(_before(in_one(executable), assumption))
+    nodes = in_one(executable).nodes
+    before = list(takewhile(lambda node: node.target is not assumption, nodes))
     if sum(map(draws, before)) != drawn:
         raise NotSharedError("random numbers are drawn elsewhere in the graph that runs")
     if any(is_host_call(n) and not isinstance(n.target, Assumption) for n in before):
@@ -62,7 +63,3 @@ def launched_by(executable: fx.Graph) -> list[str]:
 
 def _launched(nodes: Iterable[fx.Node]) -> list[str]:
     return [launch_of(node).text for node in nodes if is_collective(node)]
-
-
-def _before(graph: fx.Graph, assumption: Assumption) -> Iterator[fx.Node]:
-    return takewhile(lambda node: node.target is not assumption, graph.nodes)

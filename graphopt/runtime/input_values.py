@@ -47,7 +47,7 @@ class InputValues:
         """The inputs that are module tensors and optimizer state."""
         values = [*self._tensors, *self._guards.states]
         for index, holder in self._replaceable:
-            values[index] = holder.base() if isinstance(holder, Storage) else holder.live()
+            values[index] = holder.live()
         return self._windows.put(values)
 
     def of_call(self, call: Call) -> list[Any]:

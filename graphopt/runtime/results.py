@@ -80,8 +80,8 @@ class StepResults:
             attributes=[value(each.recipe) for each in signature.attributes],
             containers=[
                 (
-                    found_in(call.given, call.leaves, each.change.path),
-                    [value(item) for _, item in each.change.items],
+                    found_in(call.given, call.leaves, each.path),
+                    [value(item) for _, item in each.items],
                 )
                 for each in signature.containers
             ],
@@ -118,7 +118,7 @@ class StepResults:
             if is_new:
                 _move_behind(place.holder, placed.behind)
         for given, (container, items) in zip(signature.containers, left.containers, strict=True):
-            make_change(container, given.change, items)
+            make_change(container, given, items)
 
     def _put_into_optimizers(self, call: Call, ran: _GraphRun) -> None:
         """Stores settings of parameter groups, and marks optimizers as stepped."""

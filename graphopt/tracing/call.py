@@ -67,7 +67,10 @@ class Call:
         try:
             self.leaves, self.treespec = _compat.flatten_arguments(args, kwargs)
         except RecursionError:
-            raise _in_itself() from None
+            raise CaptureError(
+                "a list or dictionary among its arguments contains itself",
+                hint="pass what the step needs of it",
+            ) from None
         self.modules: list[int] = []
         self.optimizers: list[int] = []
         self.tensors: list[int] = []
@@ -333,10 +336,3 @@ def _check_module(name: str, module: nn.Module) -> None:
         raise CaptureError(
             f"{name} is a TorchScript module", hint="pass the Python module it was made from"
         )
-
-
-def _in_itself() -> CaptureError:
-    return CaptureError(
-        "a list or dictionary among its arguments contains itself",
-        hint="pass what the step needs of it",
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch.optim import Optimizer
@@ -97,11 +97,13 @@ def capturing() -> Iterator[None]:
     if births_are_noted():
         yield
         return
-    with ExitStack() as stack:
-        for context in (dispatch_keys_kept, _compat.unwatched, _compat.without_fake_mode):
-            stack.enter_context(context())
-        for context in (collector_paused, births_noted):
-            stack.enter_context(context())
+    with (
+        dispatch_keys_kept(),
+        _compat.unwatched(),
+        _compat.without_fake_mode(),
+        collector_paused(),
+        births_noted(),
+    ):
         yield
 
 
@@ -172,7 +174,7 @@ def _attempt(call: Call, communication: MarkedCommunication | None) -> RawTrace 
     if uses_none and not alone and not trained_objects(call.fn, call.leaves):
         raise CaptureError(
             "there is no torch.nn.Module among its arguments, and it reaches none",
-            location=str(definition_of(call.fn)),
+            location=definition_of(call.fn),
             hint="pass the model and the optimizer to the step: step(model, optimizer, batch)",
         )
     return raw
@@ -189,7 +191,7 @@ def prepare(call: Call) -> Inputs:
         for position in call.constants:
             if is_array(call.leaves[position]):
                 what = f"argument {call.names[position]}"
-                raise HostWork.ARRAY.refused(what, str(definition_of(call.fn)))
+                raise HostWork.ARRAY.refused(what, definition_of(call.fn))
         return collect(call)
 
 

@@ -66,13 +66,15 @@ def finish(
     kinds = list(inputs.kinds_and_names())
     specs = _described(graph_module, kinds, placements(inputs, raw.values, parallel))
     _note_uses(graph_module, specs, raw, held)
+    with besides.present():
+        outside = OutsideGuard(raw.outside, _changed_objects(raw))
     made = NewState(shard_made(made.entries, parallel), [*made.attributes, *besides.made])
     return CapturedStep(
         graph_module,
         specs,
         raw.signature,
         inputs,
-        _guard_outside(raw),
+        outside,
         replace(besides, rounds=0),
         made or None,
         parallel,
@@ -87,10 +89,10 @@ def _functional(raw: RawTrace) -> fx.GraphModule:
         CaptureError: the step writes where a graph cannot follow.
     """
     with explained(raw.step):
-        functional = functionalize(raw)
-    forget_unwritten(functional.graph_module, raw.inputs, raw.signature)
-    refuse_shared_updates(raw, functional.updated)
-    return functional.graph_module
+        graph_module, updated = functionalize(raw)
+    forget_unwritten(graph_module, raw.inputs, raw.signature)
+    refuse_shared_updates(raw, updated)
+    return graph_module
 
 
 def _refuse_own_assumptions(
@@ -131,12 +133,6 @@ def _note_uses(
     note_unread_numbers(graph_module, inputs)
     inputs.rebound = list(raw.signature.rebound)
     note_held(graph_module, inputs, held_names(raw), held)
-
-
-def _guard_outside(raw: RawTrace) -> OutsideGuard:
-    """Makes the guard on what the step read outside its arguments."""
-    with raw.besides.present():
-        return OutsideGuard(raw.outside, _changed_objects(raw))
 
 
 def _changed_objects(raw: RawTrace) -> list[Any]:

@@ -61,7 +61,7 @@ def _once_more(call: Call, more: ImplicitInputs) -> ImplicitInputs:
         paths = [each[0] for each in (*more.carried, *more.tensors, *more.objects)]
         raise CaptureError(
             f"each of {_ROUNDS} traces of it finds something else that it works on: {paths[:1]}",
-            location=str(definition_of(call.fn)),
+            location=definition_of(call.fn),
             hint="make what it works on once, outside the step",
         )
     return replace(more, rounds=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -18,7 +19,6 @@ from graphopt.tracing.call import Call
 from graphopt.tracing.effects import torch_generators as rng
 from graphopt.tracing.effects.argument_changes import ContainerChange, GivenContainers
 from graphopt.tracing.effects.callback_view import HostView
-from graphopt.tracing.effects.changed_containers import refuse_changed_containers
 from graphopt.tracing.effects.decisions import Decider
 from graphopt.tracing.effects.state_writes import take_placed
 from graphopt.tracing.effects.written_values import (
@@ -55,14 +55,14 @@ from graphopt.tracing.ranks.collectives import functional_collectives
 from graphopt.tracing.ranks.shared_by_ranks import SharedByRanks
 from graphopt.tracing.ranks.uniformity import own_inputs
 from graphopt.tracing.refusals import impurity
-from graphopt.tracing.refusals.cached_functions import CachedFunctions
-from graphopt.tracing.refusals.calls import RefusedCalls, SubstitutedCalls
+from graphopt.tracing.refusals.cached_functions import cached_function
+from graphopt.tracing.refusals.calls import SubstitutedCalls
 from graphopt.tracing.refusals.host_reads import no_reading
 from graphopt.tracing.refusals.host_writes import no_printing
 from graphopt.tracing.refusals.kept_casts import StepCasts
-from graphopt.tracing.results.collector import ResultCollector, StoredOutside, TraceOutcome
+from graphopt.tracing.results.collector import ResultCollector, TraceOutcome
 from graphopt.tracing.results.recipes import Recipes
-from graphopt.tracing.results.signature import Signature, leaves_of
+from graphopt.tracing.results.signature import PlacedResult, Signature, leaves_of
 from graphopt.tracing.rollback.host_state import HostState
 from graphopt.tracing.rollback.substitute import StandIns, has_left_over, insert
 from graphopt.tracing.rollback.tensor_keys import found_as_keys, identified
@@ -76,7 +76,7 @@ from graphopt.tracing.tensors.attributes_before import AttributesBefore
 from graphopt.tracing.tensors.constants import by_class
 from graphopt.tracing.tensors.obtained import ObtainedValues
 from graphopt.tracing.tensors.rebinding import Rebinding
-from graphopt.tracing.tensors.replaced import ReplacedTensors
+from graphopt.tracing.tensors.replaced import take_replaced
 
 Scene = Iterator[AbstractContextManager[Any]]
 """Contexts, each of which is entered before the next one is made."""
@@ -129,7 +129,6 @@ class StepRun:
         self.outside = record_for(call, places)
         known = {id(call.leaves[position]) for position in (*call.modules, *call.optimizers)}
         self.finder = ImplicitInputFinder(self.outside, known, mode, call.besides)
-        self.caches = CachedFunctions(self.outside)
         self._aliases = Aliases(self._optimizers, inputs)
         self.signature: Signature | None = None
         self.used: dict[str, tuple[int, ...]] = {}
@@ -231,10 +230,8 @@ class StepRun:
 
     def _run(self, traced: StandIns, held: AttributesBefore) -> TraceOutcome:
         args, kwargs = arguments_of(self._call, self._inputs, traced)
-        given = self._view.given = GivenContainers(
-            args, kwargs, self._call.objects, self.outside.refused_change
-        )
-        self.outside.of_call = given.places()
+        given = GivenContainers(args, kwargs, self._call.objects, self.outside.refused_change)
+        self._view.given, self.outside.of_call = given.paths(), given.places()
         optimizers = self._optimizers
         tensors = [entry.tensor for entry in self._inputs.module_tensors]
         self.outside.stand_ins = WeakValueDictionary(
@@ -270,15 +267,15 @@ class StepRun:
                 call = self._call
                 refuse_found_twice(self.outside, call.given, given.changes())
                 self._give(returned)
-                outside = self._left_outside(traced, held)
+                placed = self._left_outside(traced, held)
                 told, changes = self._tell(held, given, returned)
         rebinding.finish()
         if self.made.refused is not None:
             raise self.made.refused
         self._shared.mark()
         flat = _compat.flatten_results(returned, self._stays)
-        self._left = {}
-        return TraceOutcome(*flat, stepped, outside, changes, rebinding, told)
+        made, self._left = self._left, {}
+        return TraceOutcome(*flat, stepped, placed, made, changes, rebinding, told)
 
     def _tell(
         self, held: AttributesBefore, given: GivenContainers, returned: Any
@@ -304,10 +301,10 @@ class StepRun:
             CaptureError: it is work on the host.
         """
         kinds: tuple[Callable[[Any, Sequence[Any]], Any], ...] = (
-            asking(lambda: self.outside.stands_for),
-            *(converting, takes_positions, by_class, self.caches),
+            *(partial(asking, self.outside.stands_for), converting, takes_positions, by_class),
+            partial(cached_function, self.outside),
         )
-        return SubstitutedCalls(RefusedCalls(self.outside.is_outside), kinds)
+        return SubstitutedCalls(self.outside.is_outside, kinds)
 
     # ------------------------------------------------------------------ what it leaves
 
@@ -317,13 +314,12 @@ class StepRun:
         gives(self.outside, _compat.result_parts(returned, self._stays))
         self._view.finish()
 
-    def _left_outside(self, traced: StandIns, held: AttributesBefore) -> StoredOutside:
+    def _left_outside(self, traced: StandIns, held: AttributesBefore) -> list[PlacedResult]:
         """Takes out the values that the step has stored outside its arguments."""
-        made = self._left
         tables = [*held.objects, *(each.table for each in self._call.objects.tables)]
-        placed = take_placed(self.outside, self.finder, traced, tables, made)
-        refuse_changed_containers(self.outside, self.state.puts_back)
-        return StoredOutside(placed, made)
+        placed = take_placed(self.outside, self.finder, traced, tables, self._left)
+        self.outside.refuse_changed(self.state.puts_back)
+        return placed
 
     def _find_owners(self) -> None:
         """Looks for further inputs: modules that own bare tensors, and optimizers whose state the
@@ -355,15 +351,16 @@ class StepRun:
         marked = list(marks.changes())
         counted = held.counted(self.finder)
         modules = [module for _, module in self.modules]
-        known = self._call.besides.replaced
-        replacing = ReplacedTensors(modules, known, self.outside, self.finder, self._alone)
-        replacing.finish(self._inputs, traced)
+        take_replaced(
+            *(modules, self._call.besides.replaced, self.outside, self.finder),
+            *(self._inputs, traced, self._alone),
+        )
         held.note_counted(self.finder)
         rebinding = ran.rebinding
         recipes = Recipes(
             *(self.step, self._inputs, traced, flat, self.made, rebinding.left_storages),
             outside=self.outside,
-            left=ran.outside.made,
+            left=ran.made,
         )
         collector = ResultCollector(
             *(self._call.leaves, self._optimizers, self._inputs),

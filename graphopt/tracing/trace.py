@@ -98,7 +98,7 @@ def _restored(call: Call, inputs: Inputs, communication: MarkedCommunication | N
         check_effects(effects)
     drawn = drawn_from(effects) or drawn
     if drawn is not None:
-        raise HostWork.DRAW.refused(drawn, str(definition_of(call.fn)))
+        raise HostWork.DRAW.refused(drawn, definition_of(call.fn))
     if effects and raw.outside.unrepeated.first is None:
         what, line = effects.first_change(raw.outside, raw.modules)
         raw.outside.unrepeated.add(what, line or definition_of(call.fn))
@@ -233,7 +233,7 @@ def _keeps(run: StepRun, what: str, line: SourceLine | None) -> CaptureError:
         or (None if first is None else not_repeated(*first))
         or CaptureError(
             f"it keeps {what}, which would happen at capture only",
-            location=str(line or definition_of(run.step)),
+            location=line or definition_of(run.step),
             hint="let a function do it that is called in every step: graphopt.callback("
             "history.append, loss); or return it from the step and keep it outside",
         )

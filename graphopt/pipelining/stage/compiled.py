@@ -30,7 +30,6 @@ from graphopt.pipelining.stage.stage_graphs import StageGraph
 from graphopt.pipelining.stage.state_guard import StateGuard
 from graphopt.ranks.meeting import Channel
 from graphopt.stages import Stages, stages_for
-from graphopt.tracing.inputs.entries import Storage
 
 if TYPE_CHECKING:
     from graphopt.iter_graph import IterGraphModule
@@ -221,10 +220,7 @@ class CompiledStage:
 
     def _states(self) -> list[torch.Tensor]:
         """The parameters and buffers in the graphs' order."""
-        return [
-            holder.base() if isinstance(holder, Storage) else holder.live()
-            for holder in self._captured.live.placeholders
-        ]
+        return [holder.live() for holder in self._captured.live.placeholders]
 
     def run_backward(self, kept: list[Any], gradients: Values) -> list[torch.Tensor | None]:
         """Runs the backward of one microbatch, or the part that the schedule asks for.
@@ -351,7 +347,7 @@ class CompiledStage:
         def value(position: int) -> Any:
             if position < states:
                 holder = live.placeholders[position]
-                return holder.base() if isinstance(holder, Storage) else holder.live()
+                return holder.live()
             if position < arguments:
                 return live.gradients[position - states].owner.tensor.grad
             position -= arguments

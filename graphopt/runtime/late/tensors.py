@@ -24,7 +24,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -177,19 +177,13 @@ def is_shared(tensor: torch.Tensor, besides: int = 0) -> bool:
     return uses != storage + besides or storages != alone
 
 
-def names_of_held(
-    named: Sequence[tuple[str, torch.Tensor]], known: Collection[str] = ()
-) -> frozenset[str]:
-    """The names of the tensors that something else holds.
-
-    Args:
-        known: names of those that were found to be held a moment ago.
-    """
+def names_of_held(named: Sequence[tuple[str, torch.Tensor]]) -> frozenset[str]:
+    """The names of the tensors that something else holds."""
     found = _held_now(named)
-    if found <= set(known):
-        return found
-    gc.collect()  # what is garbage holds nothing
-    return _held_now(named)
+    if found:
+        gc.collect()  # what is garbage holds nothing
+        found = _held_now(named)
+    return found
 
 
 def _held_now(named: Sequence[tuple[str, torch.Tensor]]) -> frozenset[str]:

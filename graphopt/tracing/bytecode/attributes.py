@@ -47,8 +47,6 @@ def read_attribute(
         if name == "state" and record.is_outside(value):  # not one that the step has made
             record.optimizers[id(value)] = value
             _refuse_left_over(record, value, path, line)
-        elif name == "param_groups":
-            record.optimizers_read.add(id(value))
     else:
         _of_object(record, value, name, path, line)
 
@@ -66,7 +64,7 @@ def _refuse_left_over(
         raise CaptureError(
             f"it uses {path}, which also holds state of a parameter that is in no group of the"
             " optimizer, and which a trace does not find there",
-            location=str(line),
+            location=line,
             hint="take it out when the parameter goes: optimizer.state.pop(parameter)",
         )
 
@@ -116,9 +114,9 @@ def attribute_place(value: Any, name: str) -> OutsidePlace | None:
     """The place that `value.name = …` writes to, or None if a descriptor handles it."""
     if isinstance(value, type):
         return OutsidePlace("class", value, name)
-    found = _found(type(value), name)
-    if found is not None and _is_data(found[1]):
-        return OutsidePlace("attribute", value, name) if _is_member(found[1]) else None
+    found = next((vars(c)[name] for c in type(value).__mro__ if name in vars(c)), None)
+    if _is_data(found):
+        return OutsidePlace("attribute", value, name) if _is_member(found) else None
     attributes = attributes_of(value)
     return None if attributes is None else OutsidePlace("item", attributes, name)
 
@@ -203,13 +201,6 @@ def _in_classes(
             value = vars(each).get(name, MISSING)
         if value is not MISSING:
             return value
-    return None
-
-
-def _found(owner: type, name: str) -> tuple[type, Any] | None:
-    for each in owner.__mro__:
-        if name in vars(each):
-            return each, vars(each)[name]
     return None
 
 

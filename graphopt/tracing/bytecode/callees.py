@@ -14,24 +14,12 @@ with the names of keyword arguments on top where there are any.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from graphopt._compat.frames import NULL, Operands
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.bytecode.accesses import OutsideAccess
-
-
-class Substitute(Protocol):
-    """Says what an instruction calls in place of a function; None: itself."""
-
-    def __call__(self, callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
-        """The same for a function that is called with some arguments."""
-
-    def of_given(self, function: Any) -> Callable[..., Any] | None:
-        """The same for a function that a function of C is given, and calls with it knows what."""
-
 
 NAMED_CALLS = ("CALL_KW", "CALL_FUNCTION_KW")
 """Calls with names of keywords above all else."""
@@ -61,11 +49,10 @@ class Instruction(Operands):
         self.frame, self.step = frame, step
         self.line = SourceLine(self.code.co_filename, frame.f_lineno, self.code.co_name)
 
-    def takes(self, place: int, other: Any) -> bool:
-        """Replaces an operand on the stack unless `other` is None. Returns whether it does."""
+    def takes(self, place: int, other: Any) -> None:
+        """Replaces an operand on the stack unless `other` is None."""
         if other is not None:
             self.put(place, other)
-        return other is not None
 
     def place_of_callee(self) -> int:
         """The stack position of the callee."""

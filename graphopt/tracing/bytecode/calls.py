@@ -217,7 +217,7 @@ class NativeCalls:
         else:
             record.contents(bound, path, line, name not in _GIVING_ITEMS)
             of_bytes = hasattr(type(bound), "tobytes")
-            if name in _CHANGING or (of_bytes and native.is_changing_arrays(name)):
+            if name in _CHANGING or (of_bytes and name in native.CHANGING_ARRAYS):
                 record.mutated(bound, line)
 
     def _take_out_all(self, table: dict[Any, Any], path: str, line: SourceLine) -> None:
@@ -231,7 +231,7 @@ class NativeCalls:
         """Records a method call on a native object other than a container."""
         self._all([bound], line)
         if native.is_read_only(bound) and native.changes(bound, name):
-            raise HostWork.READ.refused(path, str(users(line)))
+            raise HostWork.READ.refused(path, users(line))
         if native.changes(bound, name):
             self._record.unrepeated.add(path, line)
         elif isinstance(bound, bytearray):
@@ -254,7 +254,7 @@ class NativeCalls:
             else:
                 bound, changes = value, native.is_file(value)
             if native.is_read_only(bound) and record.is_outside(bound):
-                raise HostWork.READ.refused(record.path(bound, "a file"), str(users(line)))
+                raise HostWork.READ.refused(record.path(bound, "a file"), users(line))
             if changes and record.is_outside(bound) and native.is_file(bound):
                 raise HostWork.WRITE.refused(record.path(bound, type(bound).__name__))
             if changes and record.is_outside(bound):

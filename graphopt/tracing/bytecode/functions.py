@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -17,11 +17,11 @@ from typing import Any
 from graphopt._compat import frames
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.bytecode.accesses import is_observed
-from graphopt.tracing.bytecode.callees import Substitute
 from graphopt.tracing.bytecode.calls import NativeCalls
 from graphopt.tracing.interception.replaced_functions import is_in, passing
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import OutsideRecord
+from graphopt.tracing.refusals.calls import SubstitutedCalls
 from graphopt.tracing.scalars.numbers import current_notes
 
 _CALLED = (FunctionType, BuiltinFunctionType, type)
@@ -68,31 +68,21 @@ def is_called_by(callee: Any, args: Sequence[Any]) -> bool:
     return True
 
 
-class GivenFunction:
-    """A wrapper that makes a native function call a function as observed code would.
+def followed(
+    function: Any, line: SourceLine, calls: NativeCalls, substitute: SubstitutedCalls
+) -> Callable[..., Any]:
+    """What a native function is given to call a function as an instruction of the step would.
 
     Args:
-        function: that is given.
         line: which gives it.
-        record, calls, substitute: of the step's instructions.
+        calls, substitute: of the step's instructions.
     """
 
-    def __init__(
-        self,
-        function: Any,
-        line: SourceLine,
-        record: OutsideRecord,
-        calls: NativeCalls,
-        substitute: Substitute,
-    ) -> None:
-        self._function, self._line = function, line
-        self._record, self._calls, self._substitute = record, calls, substitute
-
     @passing
-    def __call__(self, *args: Any) -> Any:
-        """Calls the function as a call instruction of the step would."""
-        function = self._function
+    def call(*args: Any) -> Any:
         if current_notes() is None:  # the trace is over
             return function(*args)
-        self._calls.call(function, args, self._line)
-        return (self._substitute(function, args) or function)(*args)
+        calls.call(function, args, line)
+        return (substitute(function, args) or function)(*args)
+
+    return call

@@ -23,14 +23,15 @@ from graphopt.tracing.bytecode.attributes import (
     read_method,
     read_setting,
 )
-from graphopt.tracing.bytecode.callees import NAMED_CALLS, Instruction, Substitute, instruction_of
+from graphopt.tracing.bytecode.callees import NAMED_CALLS, Instruction, instruction_of
 from graphopt.tracing.bytecode.calls import NativeCalls
-from graphopt.tracing.bytecode.functions import GivenFunction, is_called_by
+from graphopt.tracing.bytecode.functions import followed, is_called_by
 from graphopt.tracing.bytecode.inner_calls import called_within
 from graphopt.tracing.bytecode.native import set_by_c
 from graphopt.tracing.interception.class_questions import ClassProxy, class_in_trace, is_of_trace
 from graphopt.tracing.outside.places import OutsidePlace, is_container, is_read
 from graphopt.tracing.outside.record import OutsideRecord
+from graphopt.tracing.refusals.calls import SubstitutedCalls
 from graphopt.tracing.refusals.host_work import HostWork
 from graphopt.tracing.rollback.nests import leaves_in
 from graphopt.tracing.scalars.host_numbers import is_host_number, plain
@@ -44,7 +45,7 @@ _UNLIKE_NONE = frozenset({list, tuple, dict, set, deque, OrderedDict, defaultdic
 class Instructions:
     """Records the outside accesses of observed functions' instructions."""
 
-    def __init__(self, record: OutsideRecord, substitute: Substitute) -> None:
+    def __init__(self, record: OutsideRecord, substitute: SubstitutedCalls) -> None:
         self._record = record
         self._substitute = substitute
         self._calls = NativeCalls(record)
@@ -66,22 +67,14 @@ class Instructions:
                     self._record.item(counter, key, self._record.path(counter, "Counter"), line)
                     self._calls.store_item(counter, key, line)
 
-    def _stored(
-        self, at: Instruction, place: OutsidePlace | None, owner: Any, path: str | None = None
-    ) -> None:
-        self._calls.store(place, owner, at.line, path)
-
     # ------------------------------------------------------------------ names
 
     def _global(self, at: Instruction) -> None:
-        names, known = at.frame.f_globals, vars(builtins)
-        if at.step.name in names or at.step.name not in known:
-            self._record.read(OutsidePlace("item", names, at.step.name), at.step.name, at.line)
-            return
-        self._record.read(
-            OutsidePlace("has", names, at.step.name), f"{at.step.name} in globals", at.line
-        )
-        self._record.read(OutsidePlace("item", known, at.step.name), at.step.name, at.line)
+        names, name = at.frame.f_globals, at.step.name
+        if name not in names and name in vars(builtins):
+            self._record.read(OutsidePlace("has", names, name), f"{name} in globals", at.line)
+            names = vars(builtins)
+        self._record.read(OutsidePlace("item", names, name), name, at.line)
 
     def _name(self, at: Instruction) -> None:
         if at.step.name not in at.frame.f_locals:
@@ -93,13 +86,13 @@ class Instructions:
             self._record.read(OutsidePlace("cell", cell), at.step.name, at.line)
 
     def _set_global(self, at: Instruction) -> None:
-        names = at.frame.f_globals
-        self._stored(at, OutsidePlace("item", names, at.step.name), names, at.step.name)
+        names, name = at.frame.f_globals, at.step.name
+        self._calls.store(OutsidePlace("item", names, name), names, at.line, name)
 
     def _set_cell(self, at: Instruction) -> None:
         cell = at.variable(at.step.argument)
         if isinstance(cell, CellType):
-            self._stored(at, OutsidePlace("cell", cell), cell, at.step.name)
+            self._calls.store(OutsidePlace("cell", cell), cell, at.line, at.step.name)
 
     # ------------------------------------------------------------------ attributes
 
@@ -128,7 +121,7 @@ class Instructions:
         if owner is not at.top(1):
             at.put(1, owner)
         read_setting(self._record, owner, at.step.name, at.line)
-        self._stored(at, attribute_place(owner, at.step.name), owner)
+        self._calls.store(attribute_place(owner, at.step.name), owner, at.line)
 
     def _import(self, at: Instruction) -> None:
         self._record.read(OutsidePlace("item", sys.modules, at.step.name), at.step.name, at.line)
@@ -168,7 +161,7 @@ class Instructions:
         container = at.top(2)
         key = plain(at.top(1))
         if type(container).__module__ == "numpy" and holds_traced((at.top(1), at.top(3))):
-            raise HostWork.ARRAY.refused("an item that it sets", str(at.line))
+            raise HostWork.ARRAY.refused("an item that it sets", at.line)
         self._record.changes_given(container, at.line)
         if not self._record.is_outside(container):
             return
@@ -212,7 +205,7 @@ class Instructions:
     def _two(self, at: Instruction) -> None:
         is_percent = at.step.name == "%" or at.step.instruction == "BINARY_MODULO"
         if is_percent and isinstance(at.top(2), str) and holds_traced(at.top(1)):
-            raise HostWork.TEXT.refused("a value of the graph", str(at.line))
+            raise HostWork.TEXT.refused("a value of the graph", at.line)
         for place in (1, 2):
             self._read_contents(at.frame, at.top(place), at.line)
 
@@ -326,15 +319,11 @@ class Instructions:
     ) -> Iterator[tuple[int, Any]]:
         """Yields the replacements of functions that a callee is given and calls, by position."""
         if is_called_by(callee, args):
-            yield 0, self._followed(line, args[0])
+            yield 0, followed(args[0], line, self._calls, self._substitute)
         for number in called_within(callee, args):
             other = self._substitute.of_given(args[number])
             if other is not None:
                 yield number, other
-
-    def _followed(self, line: SourceLine, function: Any) -> GivenFunction:
-        """Wraps a function so that its calls are recorded as the step's own."""
-        return GivenFunction(function, line, self._record, self._calls, self._substitute)
 
     def _prepare_call(self, at: Instruction) -> None:
         """Handles `PRECALL` of Python 3.11, which unpacks bound methods."""

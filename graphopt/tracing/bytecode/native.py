@@ -29,7 +29,7 @@ _WRITERS = frozenset(
     {"_csv", "mmap", "_queue", "_socket", "zlib", "_hashlib", "_sqlite3", "_pickle"}
 )
 """Modules of C whose objects are there to be changed."""
-_OF_ARRAYS = frozenset(
+CHANGING_ARRAYS = frozenset(
     {"fill", "put", "itemset", "partition", "resize", "setflags", "setfield", "byteswap", "sort",
      "__setitem__", "fromlist", "frombytes", "fromfile", "fromunicode"}
 )  # fmt: skip
@@ -39,11 +39,6 @@ _OF_PROCESS = frozenset(
     {"write", "putenv", "unsetenv", "chdir", "mkdir", "rmdir", "unlink", "remove", "rename",
      "replace", "setrecursionlimit", "truncate", "ftruncate", "enable", "disable", "freeze"}
 )  # fmt: skip
-
-
-def is_changing_arrays(name: str) -> bool:
-    """True if an array method of that name writes to the array."""
-    return name in _OF_ARRAYS
 
 
 def changes(bound: Any, name: str) -> bool:

@@ -31,13 +31,12 @@ from graphopt.ir.user_frames import frames as frames_around
 from graphopt.ir.user_frames import is_library_file
 from graphopt.tracing.bytecode.accesses import OutsideAccess, is_generated, is_observed, steps_of
 from graphopt.tracing.bytecode.attributes import read_function, read_method
-from graphopt.tracing.bytecode.callees import Substitute
 from graphopt.tracing.bytecode.functions import called_by_torch
 from graphopt.tracing.bytecode.instructions import Instructions
 from graphopt.tracing.functional.values import TracedValues
 from graphopt.tracing.layouts import scratch
 from graphopt.tracing.outside.record import OutsideRecord
-from graphopt.tracing.refusals.calls import refuse_begun
+from graphopt.tracing.refusals.calls import SubstitutedCalls, refuse_begun
 
 _MODULE_CALL = _compat.module_call_code()
 _COUNTING = frozenset({Counter.update.__code__, Counter.subtract.__code__})
@@ -63,7 +62,9 @@ what these do is not the step's."""
 class Observer:
     """Passes the instructions of observed functions on to a record."""
 
-    def __init__(self, record: OutsideRecord, modules: set[int], substitute: Substitute) -> None:
+    def __init__(
+        self, record: OutsideRecord, modules: set[int], substitute: SubstitutedCalls
+    ) -> None:
         self.record = record
         self._instructions = Instructions(record, substitute)
         self._modules = modules

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 from graphopt.errors import CaptureError
@@ -56,19 +57,19 @@ class GivenContainers:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        objects: OpenedObjects | None = None,
-        refused: Callable[[Any], CaptureError] | None = None,
+        objects: OpenedObjects,
+        refused: Callable[[Any], CaptureError],
     ) -> None:
         found, self._refused = containers_in(args, kwargs), refused
         self._before = [(path, container, container.copy()) for path, container in found]
-        self._objects = OpenedObjects() if objects is None else objects
-        for each in self._objects.tables:
+        self._objects = objects
+        for each in objects.tables:
             path = (InObject(each.root), *each.path)
             self._before.append((path, each.table, each.table.copy()))
 
-    def paths(self) -> Iterator[tuple[Any, Path]]:
+    def paths(self) -> list[tuple[Any, Path]]:
         """The containers with their paths in the arguments."""
-        return ((container, path) for path, container, _ in self._before)
+        return [(container, path) for path, container, _ in self._before]
 
     def places(self) -> dict[int, tuple[Any, Path]]:
         """The containers and opened objects by id, with their paths."""
@@ -84,8 +85,7 @@ class GivenContainers:
         """
         for path, container, before in self._before:
             if isinstance(container, list):
-                if len(container) != len(before) or not all(map(_is, container, before)):
-                    assert self._refused is not None, "a step has run"
+                if len(container) != len(before) or not all(map(is_, container, before)):
                     raise self._refused(container)
                 continue
             moved = set(_moved(list(before), list(container)))
@@ -108,10 +108,6 @@ def _moved(before: list[Any], now: list[Any]) -> Iterator[Any]:
             place += 1
         else:
             yield key
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b
 
 
 def found_in(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,8 +69,10 @@ def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
         return
     call = HostCall(fn, tensors, every)
     graphs = {value.graph for value in call.values if isinstance(value, fx.Node)}
+    if len(graphs) > 1:
+        raise ValueError("graphopt.callback is given nodes of several graphs")
     if graphs:
-        _insert(call, list(graphs))
+        insert_call(graphs.pop(), call)
         return
     if every > 1:
         call.place = place_of(sys._getframe(1))
@@ -87,12 +89,6 @@ def record(call: HostCall) -> None:
 
 
 _counts = EagerCounts()
-
-
-def _insert(call: HostCall, graphs: Sequence[fx.Graph]) -> None:
-    if len(graphs) > 1:
-        raise ValueError("graphopt.callback is given nodes of several graphs")
-    insert_call(graphs[0], call)
 
 
 def _refuse_traced(fn: Callable[..., Any]) -> None:

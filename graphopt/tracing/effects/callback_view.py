@@ -21,12 +21,12 @@ from graphopt.host.held import GivenContainer, HeldByFunction
 from graphopt.host.seen import EarlierWrite, StaleValue, UsedPlace
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import current_user_line
-from graphopt.tracing.effects.argument_changes import GivenContainers
 from graphopt.tracing.optimizers.setting_place import SettingPlace
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_value, same
 from graphopt.tracing.outside.reads_behind_callbacks import ReadsBehindCallbacks
 from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.results.signature import Signature
+from graphopt.tracing.rollback.nests import Path
 from graphopt.tracing.rollback.reachable import ReachableObjects, reached_from
 
 Tables = Sequence[tuple[dict[str, Any], dict[str, Any]]]
@@ -39,6 +39,9 @@ class HostView:
     Args:
         tables: attributes of modules, optimizers and other objects among the arguments.
         settings: parameter groups as the step found them, each with its place.
+
+    Attributes:
+        given: lists and dictionaries among the arguments, with their paths.
     """
 
     def __init__(
@@ -50,10 +53,9 @@ class HostView:
     ) -> None:
         self._record, self._tables, self._settings = record, tables, settings
         self._optimizers = optimizers
-        self._calls: list[tuple[HostCall, ReachableObjects]] = []
-        self._lines: list[SourceLine | None] = []
+        self._calls: list[tuple[HostCall, ReachableObjects, SourceLine | None]] = []
         self._groups: list[Any] = []
-        self.given = GivenContainers((), {})
+        self.given: Sequence[tuple[Any, Path]] = ()
 
     # ------------------------------------------------------------------ calls
 
@@ -65,8 +67,7 @@ class HostView:
         call.take_apart(self._is_own_nest)
         with without_overrides():
             reach = reached_from(call.fn, call.constants)
-        self._calls.append((call, reach))
-        self._lines.append(current_user_line())
+        self._calls.append((call, reach, current_user_line()))
         call.held = self._held(call)
         for path, place, before in self._changed():
             value = place.now()
@@ -79,12 +80,12 @@ class HostView:
         """True if a value is a list, dictionary or tuple that the step has made."""
         if type(value) not in (list, dict, tuple):
             return False
-        given = any(each is value for each, _ in self.given.paths())
+        given = any(each is value for each, _ in self.given)
         return not given and not self._record.is_outside(value)
 
     def _held(self, call: HostCall) -> HeldByFunction | None:
         """The step's own values that a callback's function and arguments hold."""
-        given = {id(value): (value, GivenContainer(path)) for value, path in self.given.paths()}
+        given = {id(value): (value, GivenContainer(path)) for value, path in self.given}
         held = HeldByFunction(self._is_used, given)
         for value in (call.fn, *call.constants):
             held.add(value)
@@ -154,9 +155,9 @@ class HostView:
         for setting in signature.settings:
             place = SettingPlace.of(self._optimizers[setting.optimizer], setting.group, setting.key)
             left.append((f"{setting.key!r} of a parameter group", place))
-        changed = [container.change.path for container in signature.containers]
-        for number, (call, reach) in enumerate(self._calls):
-            self._refuse_changed(call, self._lines[number], changed)
+        changed = [container.path for container in signature.containers]
+        for number, (call, reach, line) in enumerate(self._calls):
+            self._refuse_changed(call, line, changed)
             sets = (UsedPlace(place, path, "sets") for path, place in left)
             used = [*self._read_behind(number), *sets]
             call.watched = [each for each in used if self._may_change(reach, each.place)]
@@ -165,8 +166,7 @@ class HostView:
         self._calls.clear()
         self._groups.clear()
         self._record.behind = None
-        self._tables, self._settings = (), ()
-        self.given = GivenContainers((), {})
+        self._tables, self._settings, self.given = (), (), ()
 
     def _pin(self, place: Any) -> None:
         """Requires the object that holds a place to be the same one in each call."""
@@ -188,7 +188,7 @@ class HostView:
             raise CaptureError(
                 "a function given to graphopt.callback holds a list or dictionary among the step's"
                 " arguments, which the step changes as well",
-                location=None if line is None else str(line),
+                location=line,
                 hint="give the function what it needs of it, or let it change another one",
             )
 

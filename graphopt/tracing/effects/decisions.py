@@ -279,7 +279,7 @@ class Decider:
         if self._count == LIMIT:
             raise CaptureError(
                 f"it takes more than {LIMIT} decisions by values of tensors",
-                location=str(line),
+                location=line,
                 hint=WITHOUT_BRANCHES,
             )
 
@@ -311,7 +311,7 @@ def another_on_each_rank(line: Any) -> CaptureError:
     """Builds the error for a decision that may differ between ranks."""
     return OwnDecisionError(
         "it decides by the value of a tensor, which may be another one on each rank",
-        location=str(line),
+        location=line,
         hint=f"{WITHOUT_BRANCHES}; decide by what all ranks have alike, such as the norm of the"
         " averaged gradients, or the value after torch.distributed.all_reduce(value); or decide"
         " outside the step",

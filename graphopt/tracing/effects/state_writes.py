@@ -9,7 +9,7 @@ and globals.
 
 Told from what is written there by the step's instructions (`outside`). What is put there by code
 that is not followed is found later and refused, and so is a list that it changes
-(`changed_containers`).
+(`OutsideRecord.refuse_changed`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from graphopt.tracing.inputs.implicit import ImplicitInputFinder
 from graphopt.tracing.outside.changed_containers import MUTABLE
 from graphopt.tracing.outside.places import LISTS, MISSING, OutsidePlace, attributes_of, same
 from graphopt.tracing.outside.record import OutsideRecord, WrittenPlace
-from graphopt.tracing.outside.unrepeated import LeftPlace
 from graphopt.tracing.results.signature import Constant, PlacedResult
 from graphopt.tracing.rollback.reachable import is_shared
 from graphopt.tracing.rollback.substitute import StandIns
@@ -175,8 +174,8 @@ def _leave(record: OutsideRecord, written: WrittenPlace, value: Any) -> None:
     elif not _is_traced(value):
         place = written.place
         record.unrepeated.add(written.path, written.line)
-        told_of = is_plain(value) and place.is_written and not record.is_told(place)
-        record.unrepeated.left.append(LeftPlace(written.path, place, written.line, told_of))
+        if is_plain(value) and place.is_written and not record.is_told(place):
+            record.unrepeated.left.append((written.path, place))
 
 
 def _is_left_alone(written: WrittenPlace) -> bool:

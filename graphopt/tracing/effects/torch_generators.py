@@ -136,26 +136,25 @@ def _seeded() -> CaptureError:
 def traced_generators() -> Iterator[None]:
     """While active, generator states are read and restored by operators of the graph."""
 
-    def get_cpu() -> torch.Tensor:
-        return torch.ops.graphopt.get_rng_state(torch.device("cpu"))  # type: ignore[no-any-return]
-
-    def set_cpu(state: torch.Tensor) -> None:
-        torch.ops.graphopt.set_rng_state(state, torch.device("cpu"))
-
-    def get_cuda(device: Any = "cuda") -> torch.Tensor:
-        return torch.ops.graphopt.get_rng_state(torch.device(device))  # type: ignore[no-any-return]
-
-    def set_cuda(state: torch.Tensor, device: Any = "cuda") -> None:
-        torch.ops.graphopt.set_rng_state(state, torch.device(device))
-
     changes: list[tuple[Any, str, Any]] = []
     for module in (torch, torch.random):
-        changes.append((module, "get_rng_state", get_cpu))
-        changes.append((module, "set_rng_state", set_cpu))
+        changes += _of_states(module, "cpu")
         changes.append((module, "manual_seed", _refuse_manual_seed))
         changes.append((module, "seed", _refuse_seed))
     if torch.cuda.is_available():
-        changes.append((torch.cuda, "get_rng_state", get_cuda))
-        changes.append((torch.cuda, "set_rng_state", set_cuda))
+        changes += _of_states(torch.cuda, "cuda")
     with replaced(*changes, *selecting_as_in_eager(_OPERATORS)):
         yield
+
+
+def _of_states(module: Any, kind: str) -> Iterator[tuple[Any, str, Any]]:
+    """A module's functions of generator states, with what stands for them."""
+
+    def get(device: Any = kind) -> torch.Tensor:
+        return torch.ops.graphopt.get_rng_state(torch.device(device))  # type: ignore[no-any-return]
+
+    def put(state: torch.Tensor, device: Any = kind) -> None:
+        torch.ops.graphopt.set_rng_state(state, torch.device(device))
+
+    yield module, "get_rng_state", get
+    yield module, "set_rng_state", put

@@ -16,17 +16,13 @@ from graphopt.tracing.effects.argument_changes import ContainerChange
 from graphopt.tracing.outside.places import OutsidePlace, is_value
 from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.results.signature import Constant, FromCall
-from graphopt.tracing.rollback.nests import parts
+from graphopt.tracing.rollback.nests import leaves_in
 from graphopt.tracing.scalars.numbers import SYMBOLIC
 from graphopt.tracing.tensors.attributes import AttributeChange
 
 
 def written_value(
-    record: OutsideRecord,
-    value: Any,
-    made: MadeAnew | None = None,
-    within: frozenset[int] = frozenset(),
-    of_call: bool = True,
+    record: OutsideRecord, value: Any, made: MadeAnew, within: frozenset[int] = frozenset()
 ) -> Any:
     """The recipe of a stored value: a constant, an object from before the step, a traced value, or
     a nest of these. None for other values, as a nest that contains itself.
@@ -34,27 +30,25 @@ def written_value(
     Args:
         made: objects and containers that are made anew. One that stands there already is the same
             in all its places.
-        of_call: lists, dictionaries and objects among the arguments are those of each call, and not
-            made anew.
     """
     if isinstance(value, SYMBOLIC) or _compat.is_fake(value):
         return value
     if is_value(value) or isinstance(value, weakref.ref):
         return Constant(value)
-    if of_call and id(value) in record.of_call:
+    if id(value) in record.of_call:  # which are those of each call
         return FromCall(record.of_call[id(value)][1])
     if record.is_outside(value):
         record.pin(value)
         return Constant(value)
-    if made is not None and id(value) in made:
+    if id(value) in made:
         return made[id(value)].nest
     nest = None if id(value) in within else _compat.open_nest(value)
     if nest is None:
         return None
     inner, filled = nest
-    items = [written_value(record, each, made, within | {id(value)}, of_call) for each in inner]
+    items = [written_value(record, each, made, within | {id(value)}) for each in inner]
     new = None if any(item is None for item in items) else filled(items)
-    if new is not None and made is not None and not isinstance(value, tuple):
+    if new is not None and not isinstance(value, tuple):
         made[id(value)] = MadeNest(value, new)
     return new
 
@@ -84,7 +78,7 @@ def attribute_told(
     nest = written_value(record, after, made)
     if nest is not None:
         return change._replace(after=nest, is_told=True)
-    inner = (each for each in parts(after, _is_nest) if not _is_nest(each))
+    inner = leaves_in(after, _is_nest)
     objects = (each for each in inner if not is_value(each) and not _is_traced(each))
     location = record.location_of(OutsidePlace("item", change.table, change.key))
     raise refused_object(next(objects, after), change.name, location)

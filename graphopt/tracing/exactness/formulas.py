@@ -31,12 +31,15 @@ _NAMESPACE = "graphopt_eager"
 _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 
-def _define(name: str, arguments: str, rerun: Callable[..., Tensor]) -> Any:
+def _define(
+    name: str, arguments: str, rerun: Callable[..., Tensor], *, takes_dtype: bool = False
+) -> Any:
     """Defines an operator that returns the gradient of `rerun`'s result with respect to the
     argument at `position`.
 
     Args:
-        rerun: what gives the result, of these arguments and of its dtype.
+        rerun: what gives the result, of these arguments.
+        takes_dtype: it is told the dtype of the result as well.
     """
     _library.define(f"{name}(Tensor gradient, {arguments}, int position) -> Tensor")
 
@@ -44,7 +47,7 @@ def _define(name: str, arguments: str, rerun: Callable[..., Tensor]) -> Any:
         *given, position = args
         with differentiating():
             leaf = given[position] = given[position].detach().requires_grad_()
-            result = rerun(*given, dtype=gradient.dtype)
+            result = rerun(*given, **({"dtype": gradient.dtype} if takes_dtype else {}))
             found: Tensor = torch.autograd.grad(result, leaf, gradient)[0]
         return found
 
@@ -65,27 +68,12 @@ def _prod(x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype) -> Tens
     return torch.prod(x, dim, keepdim, dtype=dtype)
 
 
-def _cumprod(x: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return torch.cumprod(x, dim, dtype=dtype)
-
-
-def _filled(value: Tensor, mask: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+def _filled(value: Tensor, mask: Tensor, gradient: Tensor) -> Tensor:
     return gradient.masked_fill(mask, value)  # whose own values do not matter
 
 
-def _selected(x: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+def _selected(x: Tensor, name: str) -> Tensor:
     return getattr(torch, name)(x)  # type: ignore[no-any-return]
-
-
-def _reflected(
-    a: Tensor, tau: Tensor, other: Tensor, left: bool, transpose: bool, dtype: torch.dtype
-) -> Tensor:
-    return torch.ormqr(a, tau, other, left, transpose)
-
-
-def _householder(a: Tensor, tau: Tensor, dtype: torch.dtype) -> Tensor:
-    product: Tensor = torch.linalg.householder_product(a, tau)
-    return product
 
 
 def _cross_entropy(
@@ -94,7 +82,6 @@ def _cross_entropy(
     weight: Tensor | None,
     of_positive: Tensor | None,
     reduction: int,
-    dtype: torch.dtype,
 ) -> Tensor:
     return functional.binary_cross_entropy_with_logits(
         logits, target, weight, reduction=_REDUCTIONS[reduction], pos_weight=of_positive
@@ -103,14 +90,16 @@ def _cross_entropy(
 
 _REDUCTIONS = ("none", "mean", "sum")
 
-PROD = _define("prod", "Tensor x, int? dim, bool keepdim", _prod)
-CUMPROD = _define("cumprod", "Tensor x, int dim", _cumprod)
+PROD = _define("prod", "Tensor x, int? dim, bool keepdim", _prod, takes_dtype=True)
+CUMPROD = _define("cumprod", "Tensor x, int dim", torch.cumprod, takes_dtype=True)
 MASKED_FILL = _define("masked_fill", "Tensor value, Tensor mask, Tensor filled", _filled)
 SELECTED = _define("selected", "Tensor x, str name", _selected)
 ORMQR = _define(
-    "ormqr", "Tensor a, Tensor tau, Tensor other, bool left, bool transpose", _reflected
+    "ormqr", "Tensor a, Tensor tau, Tensor other, bool left, bool transpose", torch.ormqr
 )
-HOUSEHOLDER = _define("householder_product", "Tensor a, Tensor tau", _householder)
+HOUSEHOLDER = _define(
+    "householder_product", "Tensor a, Tensor tau", torch.linalg.householder_product
+)
 CROSS_ENTROPY = _define(
     "binary_cross_entropy_with_logits",
     "Tensor logits, Tensor target, Tensor? weight, Tensor? of_positive, int reduction",
@@ -232,7 +221,7 @@ def as_in_eager() -> Iterator[None]:
     @contextmanager
     def around(functions: Iterable[Any]) -> Iterator[None]:
         handles = []
-        for function in _behind(functions):
+        for function in functions_behind(functions):
             again = _FORMULAS.get(function.name().rstrip("0123456789"))
             if again is not None:
                 handles.append(function.register_prehook(unpacked.begin))
@@ -275,7 +264,7 @@ class _UnpackedTensors:
         return unpack_once
 
 
-def _behind(functions: Iterable[Any]) -> list[Any]:
+def functions_behind(functions: Iterable[Any]) -> list[Any]:
     """Returns all autograd functions reachable by a backward."""
     known: dict[Any, None] = {}
     waiting = list(functions)

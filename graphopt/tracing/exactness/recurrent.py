@@ -13,7 +13,7 @@ here the operator does.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location
+from graphopt.tracing.exactness.formulas import functions_behind
 
 KERNELS = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 """Functions of torch that run a whole recurrent layer, packed or not."""
@@ -85,14 +86,8 @@ def _packed_by_onednn() -> bool:
         found = torch.lstm(
             rows, torch.ones(1, dtype=torch.int64), (state, state), weights, *settings
         )
-        kinds = {type(each).__name__ for each in _behind(found[0].grad_fn)}
+        kinds = {type(each).__name__ for each in functions_behind([found[0].grad_fn])}
     return any(kind.startswith("Mkldnn") for kind in kinds)
-
-
-def _behind(function: Any) -> Iterator[Any]:
-    yield function
-    for further, _ in function.next_functions if function is not None else ():
-        yield from _behind(further)
 
 
 def refused(function: Any) -> CaptureError:

@@ -11,7 +11,6 @@ import keyword
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -59,20 +58,13 @@ from graphopt.tracing.trace import RawTrace
 aten = torch.ops.aten
 
 
-@dataclass
-class FunctionalGraph:
-    """A graph in the captured dialect, before its placeholders are named.
+def functionalize(raw: RawTrace) -> tuple[fx.GraphModule, list[int]]:
+    """Rewrites a raw trace functionally, in the output convention of the captured dialect.
 
-    Attributes:
-        updated: positions of the placeholders that the step updates.
+    Returns:
+        A graph in the captured dialect, before its placeholders are named, and the positions of
+        the placeholders that the step updates.
     """
-
-    graph_module: fx.GraphModule
-    updated: list[int]
-
-
-def functionalize(raw: RawTrace) -> FunctionalGraph:
-    """Rewrites a raw trace functionally, in the output convention of the captured dialect."""
     _drop_profiling(raw.graph_module.graph)
     drop_idle_restores(raw.graph_module.graph)
     updated: list[int] = []
@@ -110,7 +102,7 @@ def functionalize(raw: RawTrace) -> FunctionalGraph:
     note_order(graph, get_outputs(graph).updates)
     graph.lint()
     graph_module.recompile()
-    return FunctionalGraph(graph_module, updated)
+    return graph_module, updated
 
 
 def _tag_arithmetic(graph: fx.Graph) -> None:
@@ -122,18 +114,16 @@ def _tag_arithmetic(graph: fx.Graph) -> None:
                 node.meta.update(some_of(source, *OF_TRACE))
 
 
-def _is_profiling(node: fx.Node) -> bool:
-    return is_operator(
-        node.target,
-        "profiler::_record_function_enter_new",
-        "profiler::_record_function_exit",
-        "profiler::_record_function_enter",
-    )
+_PROFILING = (
+    "profiler::_record_function_enter_new",
+    "profiler::_record_function_exit",
+    "profiler::_record_function_enter",
+)
 
 
 def _drop_profiling(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
-        if _is_profiling(node):
+        if is_operator(node.target, *_PROFILING):
             graph.erase_node(node)
 
 

@@ -31,13 +31,11 @@ from graphopt.tracing.functional.rewriting import (
     refuse_unusual_writes,
     with_strides,
 )
-from graphopt.tracing.functional.whole_writes import WholeWrites
+from graphopt.tracing.functional.whole_writes import OF_NUMBERS, WholeWrites
 from graphopt.tracing.scalars import numbers
-from graphopt.tracing.scalars.functions import GIVING_INTEGERS, PYTHON_FUNCTIONS
+from graphopt.tracing.scalars.functions import GIVING_INTEGERS
 
 aten = torch.ops.aten
-
-_OF_NUMBERS = frozenset(numbers.ARITHMETIC) | PYTHON_FUNCTIONS
 
 
 class CopiedNode(NamedTuple):
@@ -233,7 +231,7 @@ class RawGraphRunner(fx.Interpreter):
                 return _compat.record_known(target, args, traced)
             integer = isinstance(traced, torch.SymInt)  # else a known number
             return (_compat.record_integer if integer else _compat.record_number)(target, args)
-        if target in _OF_NUMBERS and any(isinstance(a, torch.SymFloat) for a in args):
+        if target in OF_NUMBERS and any(isinstance(a, torch.SymFloat) for a in args):
             number = numbers.record(target, *args)
             if number is not NotImplemented:  # as of what torch has recorded itself: round(x, None)
                 return number

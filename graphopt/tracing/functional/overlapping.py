@@ -43,7 +43,7 @@ def refuse_overlapping(node: fx.Node) -> None:
     if reason is not None:
         raise CaptureError(
             f"it writes to a tensor of which it reads another part ({node.target}), {reason}",
-            location=str(source_line(node)),
+            location=source_line(node),
             hint="read a copy: tensor.clone()",
         )
 

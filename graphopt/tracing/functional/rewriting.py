@@ -37,7 +37,7 @@ def explained_at(node: fx.Node) -> Iterator[None]:
         first = str(error).strip().split("\n", 1)[0]
         raise CaptureError(
             f"torch cannot write {node.target} without changing its argument: {first}",
-            location=str(source_line(node)),
+            location=source_line(node),
             hint="use the operator that returns a new tensor",
         ) from error
 
@@ -69,7 +69,7 @@ def expanded_write(node: fx.Node) -> CaptureError:
     memory."""
     return CaptureError(
         f"it writes to an expanded tensor, elements of which share memory ({node.target})",
-        location=str(source_line(node)),
+        location=source_line(node),
         hint="write to a copy: tensor.clone()",
     )
 
@@ -92,7 +92,7 @@ def _refuse_entries_in_order(node: fx.Node) -> None:
             if item != of_other and (changes or other_changes) and overlap(one, other):
                 raise CaptureError(
                     f"{node.target} changes a tensor that stands in its lists twice",
-                    location=str(source_line(node)),
+                    location=source_line(node),
                     hint="let it stand there once: each parameter with a gradient of its own"
                     " (gradient.clone()), and once in its optimizer; or go from tensor to tensor:"
                     " foreach=False, which optimizers and clip_grad_norm_ take",
@@ -110,7 +110,7 @@ def _refuse_given_twice(node: fx.Node) -> None:
         if given.count(target) > 1 or any(overlap(changed, other) for other in shown):
             raise CaptureError(
                 f"{node.target} writes to a tensor that it is given a second time",
-                location=str(source_line(node)),
+                location=source_line(node),
                 hint="give it a copy in the other place: tensor.clone()",
             )
 
@@ -134,7 +134,7 @@ def _refuse_reshaped_input(node: fx.Node) -> None:
     if isinstance(source, fx.Node) and source.op == "placeholder" and not same_kind(source, node):
         raise CaptureError(
             f"it changes the shape or strides of an input in place ({node.target})",
-            location=str(source_line(node)),
+            location=source_line(node),
             hint="use the operator that returns a view, such as x.t() in place of x.t_()",
         )
 

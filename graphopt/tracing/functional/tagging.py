@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import fx, nn
@@ -13,6 +13,7 @@ from graphopt.ir.inplace import CALLABLE
 from graphopt.ir.metadata import MODULES, SOURCE, set_phase, set_provenance, set_sent_names
 from graphopt.ir.user_frames import current_modules, current_user_line
 from graphopt.tracing.exactness.recurrent import recorded
+from graphopt.tracing.interception.replaced_functions import assigned
 
 
 class Tagger:
@@ -35,25 +36,14 @@ class Tagger:
         self._names = module_names
         self._forward: dict[int, dict[str, Any]] = {}
 
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
+    def during(self, phase: str) -> AbstractContextManager[None]:
         """A context in which created nodes belong to a phase."""
-        before, self.phase = self.phase, phase
-        try:
-            yield
-        finally:
-            self.phase = before
+        return assigned(self, phase=phase)
 
-    @contextmanager
-    def sending(self, *names: str) -> Iterator[None]:
+    def sending(self, *names: str) -> AbstractContextManager[None]:
         """A context in which created nodes belong to the communication of the named parameters or
         buffers."""
-        before, self.sends = self.sends, names
-        try:
-            with self.during("communication"):
-                yield
-        finally:
-            self.sends = before
+        return assigned(self, phase="communication", sends=names)
 
     def tag(self, node: fx.Node) -> None:
         """Records the origin of a new node."""

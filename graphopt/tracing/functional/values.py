@@ -16,10 +16,9 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import is_collective, is_operator, without_autocast
 from graphopt.host import HostCall
-from graphopt.host.decisions.assumptions import decides_behind_scheduler
 from graphopt.ir.generators import generators_used
 from graphopt.ir.operators import draws, is_marker
-from graphopt.ir.user_frames import current_location, current_user_line
+from graphopt.ir.user_frames import current_location
 from graphopt.parallel.sharding import is_dtensor
 from graphopt.tracing.ranks.uniformity import depends_on, reached_by
 
@@ -34,37 +33,20 @@ class TracedValues:
         self._generators: dict[torch.Generator, torch.Tensor] = {}
         self._copied = _compat.CopiedGenerator()
         self._done = self._taken = 0
-        self._unread: set[Any] = set()
-        self._draws_unread = False
 
     def of(self, wanted: Any) -> Any:
-        """Returns the value of a node.
-
-        Raises:
-            CaptureError: it depends on a setting that a scheduler of the step has changed.
-        """
+        """Returns the value of a node."""
         if not isinstance(wanted, fx.Node):
             return wanted
         self._compute()
-        if wanted in self._unread:
-            raise decides_behind_scheduler(current_user_line())
         return self._values[wanted]
-
-    def _is_unread(self, node: fx.Node) -> bool:
-        """True if a node depends on a setting that a scheduler of the step has changed."""
-        after = self._draws_unread and draws(node)
-        if not after and not depends_on(node, self._unread):
-            return False
-        self._unread |= reached_by(node)
-        self._draws_unread |= draws(node)
-        return True
 
     def _compute(self) -> None:
         aside = (self._generators_aside(), self._copied)
         with _compat.without_modes(), torch.no_grad(), without_autocast(), aside[0], aside[1]:
             nodes = list(self._tracer.graph.nodes)
             for node in nodes[self._done :]:
-                self._values[node] = None if self._is_unread(node) else self.computed(node)
+                self._values[node] = self.computed(node)
             self._done = len(nodes)
 
     def computed(self, node: fx.Node) -> Any:
@@ -146,10 +128,6 @@ class ValuesBeforeCollectives(TracedValues):
         self._compute()
         return wanted in self._of_rows
 
-    def _is_unread(self, node: fx.Node) -> bool:
-        self.launched |= is_collective(node) or is_marker(node)
-        return super()._is_unread(node)
-
     def _is_left_out(self, node: fx.Node) -> bool:
         """True if a node depends on sharded rows, or draws random numbers after one that does."""
         if node.op == "placeholder":
@@ -164,9 +142,10 @@ class ValuesBeforeCollectives(TracedValues):
         return found
 
     def computed(self, node: fx.Node) -> Any:
+        communicates = is_collective(node) or is_marker(node)
+        self.launched |= communicates
         if self._is_left_out(node):
             return None
-        communicates = is_collective(node) or is_marker(node)
         if communicates or depends_on(node, self._unknown):
             self._unknown |= reached_by(node)
         return self._of_own(node) if communicates else super().computed(node)

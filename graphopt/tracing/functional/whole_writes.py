@@ -165,7 +165,8 @@ def _values(args: Any) -> Any:
     return fx.map_arg(args, known_value)
 
 
-_OF_NUMBERS = frozenset(numbers.ARITHMETIC) | PYTHON_FUNCTIONS | {operator.pow}
+OF_NUMBERS = frozenset(numbers.ARITHMETIC) | PYTHON_FUNCTIONS
+"""Functions that nodes of numbers call."""
 
 
 def is_functional(node: fx.Node) -> bool:
@@ -177,7 +178,7 @@ def is_functional(node: fx.Node) -> bool:
         return False
     if not is_sized(known_value(node)) or _has_integers(node):
         return False
-    if node.target in _OF_NUMBERS:
+    if node.target in OF_NUMBERS:
         return isinstance(known_value(node), torch.SymFloat)
     if not written_as_it_is(node.target) or is_operator(node.target, *spectra.OPERATORS):
         return False

@@ -47,12 +47,8 @@ from graphopt.tracing.scalars.tuples import TupleTable, is_tensor, leaves_of
 from graphopt.tracing.tensors.lost_history import accumulates, marks_of
 
 
-def collect(call: Call, known: Inputs | None = None) -> Inputs:
-    """Finds every input of `call`. Touches nothing.
-
-    Args:
-        known: those of the call before, found a moment ago.
-    """
+def collect(call: Call) -> Inputs:
+    """Finds every input of `call`. Touches nothing."""
     tensors = module_tensors(call)
     gradients = [
         GradientInput(entry, f"{entry.fqn}.grad") for entry in tensors if has_gradient(entry.tensor)
@@ -78,14 +74,14 @@ def collect(call: Call, known: Inputs | None = None) -> Inputs:
     inputs.answers.extend(call.decided)
     inputs.sizes = call.sizes
     refuse_overlaps(inputs.kinds_and_names(), inputs.live_values(call))
-    inputs.held = _held(inputs, call, frozenset() if known is None else known.found_held)
+    inputs.held = _held(inputs, call)
     return inputs
 
 
-def _held(inputs: Inputs, call: Call, known: frozenset[str]) -> frozenset[str]:
+def _held(inputs: Inputs, call: Call) -> frozenset[str]:
     named = [(entry.fqn, entry.tensor) for entry in inputs.module_tensors]
     named += [(state.fqn, state.read(call)) for state in inputs.states]
-    found = inputs.found_held = names_of_held(named, known)
+    found = names_of_held(named)
     return found if any(entry.fqn not in found for entry in inputs.parameters) else frozenset()
 
 

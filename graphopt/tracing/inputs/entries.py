@@ -66,6 +66,11 @@ class ModuleTensor:
         """True if one of the dictionaries (given by id) holds the tensor."""
         return any(id(table) in tables for table, _ in self.slots)
 
+    @property
+    def members(self) -> list[ModuleTensor]:
+        """The tensor alone; see `Storage`."""
+        return [self]
+
     def live(self) -> torch.Tensor:
         """The current tensor: a plain attribute may hold another one of the same kind."""
         if not self.rebindable:
@@ -83,7 +88,7 @@ class Storage:
     fqn: str
     members: list[ModuleTensor]
 
-    def base(self) -> torch.Tensor:
+    def live(self) -> torch.Tensor:
         """The whole storage as a 1-D tensor of the members' dtype."""
         first = alias_of(self.members[0].live())
         storage = first.untyped_storage()
@@ -202,7 +207,6 @@ class Inputs:
             leaves them; no inputs of their own.
         held: names of what others may use without being seen (`graphopt.runtime.late.tensors`);
             none where that is so of all parameters, as while a variable holds a checkpoint.
-        found_held: the same without exception.
         argument_gradients: positions of arguments that have a `.grad` when the step begins.
         unread: which of `hyperparameters` nothing depends on.
     """
@@ -215,7 +219,6 @@ class Inputs:
     user: list[int]
     names: Mapping[int, str] = field(default_factory=dict)
     held: frozenset[str] = frozenset()
-    found_held: frozenset[str] = frozenset()
     conditions: Conditions = field(default_factory=Conditions)
     rebound: list[int] = field(default_factory=list)
     aliases: list[tuple[StateTensor, ModuleTensor]] = field(default_factory=list)
@@ -262,7 +265,7 @@ class Inputs:
     def live_values(self, call: Call) -> list[torch.Tensor]:
         """The current tensors of modules and optimizers, to call the graph with."""
         values = [
-            holder.base() if isinstance(holder, Storage) else holder.tensor
+            holder.live() if isinstance(holder, Storage) else holder.tensor
             for holder in self.placeholders
         ]
         values += [state.read(call) for state in self.states]

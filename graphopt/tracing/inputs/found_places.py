@@ -80,13 +80,9 @@ def _is_in_one_place(record: OutsideRecord, value: Any) -> bool:
 
 
 def _holder(record: OutsideRecord, holder: Any) -> Callable[[], Any]:
-    owner = None if isinstance(holder, CellType) else record.owner(holder)
-    if owner is None:
-        return lambda: holder
-    try:
-        return weakref.ref(owner)
-    except TypeError:  # of some kinds there are no weak references
-        return lambda: owner
+    """Gives the object whose attribute table a holder is, or the holder itself."""
+    is_part = not isinstance(holder, CellType) and record.owner(holder) is not None
+    return record.owners[id(holder)] if is_part else lambda: holder
 
 
 def changing(captured: Iterable[Sequence[FoundPlace]]) -> ImplicitInputs:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import current_location, current_user_line
 from graphopt.tracing.bytecode.attributes import read_attribute
+from graphopt.tracing.optimizers.new_state import NewState
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.tensors.classes import WITH_GRADIENTS, check_class, special_class
@@ -82,7 +83,7 @@ class ImplicitInputs:
     unfollowed: CaptureError | None = None
     as_traced: str = ""
     carried: list[CarriedPlace] = field(default_factory=list)
-    made: list[tuple[dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
+    made: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     rounds: int = 0
     found_twice: frozenset[Hashable] = frozenset()
     replaced: frozenset[Hashable] = frozenset()
@@ -115,17 +116,9 @@ class ImplicitInputs:
             self.replaced | other.replaced,
         )
 
-    @contextmanager
-    def present(self) -> Iterator[None]:
+    def present(self) -> AbstractContextManager[None]:
         """While active, attributes hold the tensors that the first call stores in them."""
-        before = [(attributes, name, attributes[name]) for attributes, name, _ in self.made]
-        try:
-            for attributes, name, tensor in self.made:
-                attributes[name] = tensor
-            yield
-        finally:
-            for attributes, name, value in before:
-                attributes[name] = value
+        return NewState([], self.made).present()
 
 
 NOTHING = ImplicitInputs()

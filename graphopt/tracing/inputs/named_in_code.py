@@ -21,7 +21,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from graphopt import _compat
 from graphopt.ir.user_frames import is_library_file
 from graphopt.tracing.inputs.implicit import EarlierInputs
-from graphopt.tracing.outside.places import MISSING
+from graphopt.tracing.outside.places import MISSING, OutsidePlace, attributes_of
 
 _DEEPEST = 8
 _MOST_CODES = 400
@@ -101,7 +101,7 @@ class _CodeSearch:
                     variables = {value.__code__.co_varnames[0]: owner, **variables}
             elif isinstance(value, partial):
                 value = value.func
-            elif isinstance(value, type) or _is_of_torch(value):
+            elif isinstance(value, (type, nn.Module, Optimizer, torch.Tensor)):
                 return
             else:
                 value, path = _attribute(value, "__call__"), f"{path}.__call__"
@@ -137,36 +137,24 @@ class _CodeSearch:
             if _is_plain(value):
                 self.tensors.append((path, value))
         elif read.items:
-            for key, item in _items(value):
+            items = value[:_MOST_ITEMS] if type(value) in (list, tuple) else ()
+            for key, item in enumerate(items):
                 if isinstance(item, (nn.Module, Optimizer)):
-                    self.objects.append((f"{path}[{key!r}]", weakref.ref(item)))
+                    self.objects.append((f"{path}[{key}]", weakref.ref(item)))
         elif callable(value):
             self.call(found, {}, depth - 1)
 
 
 def _cells(function: FunctionType) -> dict[str, _NamedValue]:
-    found = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            found[name] = _NamedValue(name, cell.cell_contents)
-        except ValueError:  # nothing is in it yet
-            continue
-    return found
-
-
-def _items(value: Any) -> list[tuple[Any, Any]]:
-    if type(value) in (list, tuple):
-        return list(enumerate(value[:_MOST_ITEMS]))
-    return []
+    """The variables of a function's closure that have a value."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    found = {name: OutsidePlace("cell", cell).now() for name, cell in cells}
+    return {name: _NamedValue(name, v) for name, v in found.items() if v is not MISSING}
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     usual = type(tensor) in (torch.Tensor, nn.Parameter)
     return usual and tensor.is_leaf and tensor.layout is torch.strided
-
-
-def _is_of_torch(value: Any) -> bool:
-    return isinstance(value, (nn.Module, Optimizer, torch.Tensor))
 
 
 def _followed(
@@ -187,72 +175,26 @@ def _followed(
 
 def _attribute(value: Any, name: str) -> Any:
     """Reads a stored attribute, without properties and `__getattr__`."""
-    if value is MISSING:
-        return MISSING
-    if isinstance(value, ModuleType):
-        return vars(value).get(name, MISSING)
-    if isinstance(value, type):
-        return _of_class(value, value, name)
-    for each in _tables(value):
-        if name in each:
-            return each[name]
-    return _of_class(type(value), value, name)
-
-
-def _tables(value: Any) -> list[dict[str, Any]]:
-    """The dictionaries that hold an object's attributes."""
-    try:
-        table = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return []
-    tables = [table] if type(table) is dict else []
-    return [*tables, *_compat.own_tables(value)] if isinstance(value, nn.Module) else tables
-
-
-def _of_class(kind: type, owner: Any, name: str) -> Any:
-    for base in kind.__mro__:
-        if name in vars(base):
-            found = vars(base)[name]
-            if isinstance(found, FunctionType):
-                return found if owner is kind else MethodType(found, owner)
-            if isinstance(found, (staticmethod, classmethod)):
-                is_bound = isinstance(found, classmethod)
-                return MethodType(found.__func__, kind) if is_bound else found.__func__
-            return found if not hasattr(type(found), "__get__") else MISSING
-    return MISSING
+    if not isinstance(value, type):
+        tables = _compat.own_tables(value) if isinstance(value, nn.Module) else ()
+        for table in (attributes_of(value) or {}, *tables):
+            if name in table:
+                return table[name]
+    kind = value if isinstance(value, type) else type(value)
+    found = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), MISSING)
+    if isinstance(found, classmethod):
+        return MethodType(found.__func__, kind)
+    if isinstance(found, (FunctionType, staticmethod)):
+        return found.__get__(None if value is kind else value, kind)
+    return MISSING if hasattr(type(found), "__get__") else found
 
 
 @lru_cache(maxsize=1024)
 def _reads(code: CodeType) -> tuple[_CodeRead, ...]:
     """The reads that each execution of a code object makes, as far as known."""
-    return tuple(dict.fromkeys(_reads_of(list(_executed(code)))))
-
-
-def _executed(code: CodeType) -> Iterator[dis.Instruction]:
-    """Yields the instructions that no condition skips."""
-    until = -1
-    for instruction in dis.get_instructions(code):
-        end, is_condition = _jump(instruction)
-        inside = instruction.offset < until
-        if is_condition or inside:  # the end of a branch jumps over the other one
-            until = max(until, end)
-        if not inside:
-            yield instruction
-
-
-def _jump(instruction: dis.Instruction) -> tuple[int, bool]:
-    """The target of a forward jump, else -1, and True if it is conditional."""
-    name = instruction.opname
-    jumps = instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs
-    if not jumps or instruction.argval <= instruction.offset:
-        return -1, False
-    is_condition = "IF" in name
-    return instruction.argval if is_condition or name == "JUMP_FORWARD" else -1, is_condition
-
-
-def _reads_of(instructions: list[dis.Instruction]) -> Iterator[_CodeRead]:
+    found: dict[_CodeRead, None] = {}
     current: _CodeRead | None = None
-    for instruction in instructions:
+    for instruction in _executed(code):
         name, argument = instruction.opname, instruction.argval
         if name in ("CACHE", "EXTENDED_ARG", "PUSH_NULL"):
             continue
@@ -260,15 +202,26 @@ def _reads_of(instructions: list[dis.Instruction]) -> Iterator[_CodeRead]:
             current = current._replace(attributes=(*current.attributes, argument))
             continue
         if current is not None:
-            yield current._replace(items=name == "GET_ITER")
-        current = _variable(name, argument)
-    if current is not None:
-        yield current
+            found[current._replace(items=name == "GET_ITER")] = None
+        is_variable = name.startswith(_VARIABLES) and not name.startswith("LOAD_FAST_LOAD")
+        is_global = name in ("LOAD_GLOBAL", "LOAD_NAME")
+        current = _CodeRead(argument, is_global, (), False) if is_variable else None
+    return tuple(found)
 
 
-def _variable(instruction: str, argument: Any) -> _CodeRead | None:
-    if not instruction.startswith("LOAD_") or instruction.startswith("LOAD_FAST_LOAD"):
-        return None
-    if not instruction.startswith(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FAST")):
-        return None
-    return _CodeRead(argument, instruction in ("LOAD_GLOBAL", "LOAD_NAME"), (), False)
+_VARIABLES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FAST")
+
+
+def _executed(code: CodeType) -> Iterator[dis.Instruction]:
+    """Yields the instructions that no condition skips."""
+    until = -1
+    for instruction in dis.get_instructions(code):
+        name, inside = instruction.opname, instruction.offset < until
+        goes_on = instruction.opcode in _JUMPS and instruction.argval > instruction.offset
+        if goes_on and ("IF" in name or (inside and name == "JUMP_FORWARD")):
+            until = max(until, instruction.argval)  # the end of a branch jumps over the other one
+        if not inside:
+            yield instruction
+
+
+_JUMPS = frozenset({*dis.hasjrel, *dis.hasjabs})

@@ -29,7 +29,7 @@ def refuse_shared_updates(raw: RawTrace, updated: list[int]) -> None:
         if kind == "user_input" and keys.count(keys[position]) > 1:
             raise CaptureError(
                 f"it updates argument {name}, which shares storage with another input",
-                location=str(definition_of(raw.step)),
+                location=definition_of(raw.step),
                 hint="pass a copy (tensor.clone()), or do not update it in place",
             )
 
@@ -109,8 +109,7 @@ def note_returned(graph_module: fx.GraphModule, inputs: Inputs, signature: Signa
             node.meta[RETURNED] = True
     owners: dict[int, fx.Node] = {}
     for node, holder in zip(placeholders, inputs.placeholders, strict=False):
-        members = holder.members if isinstance(holder, Storage) else [holder]
-        owners.update((id(member), node) for member in members)
+        owners.update((id(member), node) for member in holder.members)
     for recipe in signature.recipes():
         live = recipe.of if isinstance(recipe, View) else recipe
         if not isinstance(live, Live):

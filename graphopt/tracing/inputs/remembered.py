@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from graphopt.tracing.call import Call, SizesKept
-from graphopt.tracing.inputs.entries import Inputs, Storage
+from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.inputs.implicit import EarlierInputs, ImplicitInputs, tensors_of
 from graphopt.tracing.inputs.named_in_code import named_in
 
@@ -123,8 +123,7 @@ def idle_in(
     used: set[int] = set()
     nodes = iter(graph.find_nodes(op="placeholder"))
     for holder, node in zip(inputs.placeholders, nodes, strict=False):
-        members = holder.members if isinstance(holder, Storage) else [holder]
-        used.update(id(member.tensor) for member in members if node.users)
+        used.update(id(member.tensor) for member in holder.members if node.users)
     of_state = {s.optimizer for s, node in zip(inputs.states, nodes, strict=False) if node.users}
     modules = [call.leaves[position] for position in call.modules]
     of_modules = {id(tensor) for module in modules for tensor in module.parameters()}

@@ -10,7 +10,8 @@ What stands for a tensor or a number in a trace is of another class.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,18 +31,6 @@ from graphopt.tracing.scalars.numbers import (
 
 STANDING_FOR: dict[type, Any] = {ReadFloat: 0.0, ReadInt: 0, TakenInt: 0, ReadBool: False}
 """Classes of numbers that were read, each with a number of the class that it stands for."""
-
-
-def class_of(tensor: torch.Tensor, stands_for: Mapping[int, torch.Tensor]) -> type:
-    """The class of a traced tensor in eager code.
-
-    Args:
-        stands_for: the tensors that have stand-ins, by the ids of these.
-    """
-    found = stands_for.get(id(tensor))
-    if found is not None:
-        return type(found)
-    return torch.nn.Parameter if isinstance(tensor, torch.nn.Parameter) else torch.Tensor
 
 
 def class_of_number(value: Any) -> type:
@@ -92,9 +81,16 @@ def is_of_trace(value: Any) -> bool:
 
 
 def class_in_trace(value: Any, stands_for: Mapping[int, torch.Tensor]) -> type:
-    """The class of a traced tensor or number in eager code."""
-    is_tensor = isinstance(value, torch.Tensor)
-    return class_of(value, stands_for) if is_tensor else class_of_number(value)
+    """The class of a traced tensor or number in eager code.
+
+    Args:
+        stands_for: the tensors that have stand-ins, by the ids of these.
+    """
+    if not isinstance(value, torch.Tensor):
+        return class_of_number(value)
+    if id(value) in stands_for:
+        return type(stands_for[id(value)])
+    return torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else torch.Tensor
 
 
 class ClassProxy:
@@ -107,19 +103,11 @@ class ClassProxy:
         return object.__getattribute__(self, "_kind")
 
 
-def asking(
-    originals: Callable[[], Mapping[int, torch.Tensor]],
-) -> Callable[[Any, Sequence[Any]], Any]:
-    """Returns a function that replaces `type` and `hasattr` for traced values; it returns None for
-    other calls."""
-
-    def asked(callee: Any, args: Sequence[Any]) -> Any:
-        if callee is hasattr and len(args) == 2 and is_of_trace(args[0]):
-            return has_attribute
-        if callee is not type or len(args) != 1:
-            return None
-        if _compat.is_fake(args[0]) or is_of_trace(args[0]):
-            return lambda value: class_in_trace(value, originals())
-        return None
-
-    return asked
+def asking(stands_for: Mapping[int, torch.Tensor], callee: Any, args: Sequence[Any]) -> Any:
+    """The function to call in place of `type` and `hasattr` for traced values; None for other
+    calls."""
+    if callee is hasattr and len(args) == 2 and is_of_trace(args[0]):
+        return has_attribute
+    if callee is type and len(args) == 1 and (_compat.is_fake(args[0]) or is_of_trace(args[0])):
+        return partial(class_in_trace, stands_for=stands_for)
+    return None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
+from graphopt.tracing.rollback.nests import with_leaves
 from graphopt.tracing.scalars.host_numbers import is_host_number
 from graphopt.tracing.scalars.numbers import TakenInt
 from graphopt.tracing.scalars.positions import placed
@@ -33,7 +35,7 @@ def concrete(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dic
     """Replaces numbers known before the call by plain ones where a torch function needs integers or
     numpy floats; all of them for a user's operator."""
     if _is_of_program(function):
-        return _plain(args), _plain(kwargs)
+        return with_leaves(args, _plain), with_leaves(kwargs, _plain)
     if not _any_special((args, kwargs)):
         return args, kwargs
     args, kwargs = placed(function, args, kwargs)
@@ -42,8 +44,8 @@ def concrete(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dic
     name = getattr(function, "__name__", "").removeprefix("_foreach_").strip("_")
     if name in _ON_NUMBERS and _all_floating((args, kwargs)):
         return args, kwargs
-    taken = name not in _NEVER_SIZES
-    return _concrete(args, taken), _concrete(kwargs, taken)
+    change = partial(_concrete, name not in _NEVER_SIZES)
+    return with_leaves(args, change), with_leaves(kwargs, change)
 
 
 def _is_of_program(function: Any) -> bool:
@@ -52,14 +54,8 @@ def _is_of_program(function: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Replaces all numbers that are known before the call by plain ones."""
-    if is_host_number(value):
-        return value.exactly()
-    if type(value) in (list, tuple):
-        return type(value)(map(_plain, value))
-    if type(value) is dict:
-        return {key: _plain(item) for key, item in value.items()}
-    return value
+    """The plain number for one that is known before the call; other values unchanged."""
+    return value.exactly() if is_host_number(value) else value
 
 
 def _any_special(value: Any) -> bool:
@@ -84,8 +80,8 @@ def _all_floating(value: Any) -> bool:
     return True
 
 
-def _concrete(value: Any, taken: bool) -> Any:
-    """Replaces traced integers (and numpy floats) by plain numbers.
+def _concrete(taken: bool, value: Any) -> Any:
+    """The plain number for a traced integer or numpy float; other values unchanged.
 
     Args:
         taken: whether integers that were taken from tensors are replaced as well.
@@ -94,10 +90,4 @@ def _concrete(value: Any, taken: bool) -> Any:
         return int(value) if taken else value
     if is_host_number(value):
         return value if type(value.value) is float else value.exactly()
-    if type(value) in (list, tuple):
-        return type(value)(_concrete(item, taken) for item in value)
-    if isinstance(value, dict):
-        return {key: _concrete(item, taken) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_concrete(bound, taken) for bound in (value.start, value.stop, value.step)))
     return value

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -40,13 +39,14 @@ from graphopt.tracing.exactness import (
 from graphopt.tracing.functional.tagging import Tagger
 from graphopt.tracing.inputs.implicit import ImplicitInputFinder
 from graphopt.tracing.interception.concrete import concrete
-from graphopt.tracing.interception.replaced_functions import replaced
+from graphopt.tracing.interception.replaced_functions import assigned, replaced
 from graphopt.tracing.layouts import sparse
 from graphopt.tracing.layouts.packed import Packing
 from graphopt.tracing.optimizers import first_gradients
 from graphopt.tracing.ranks.shared_by_ranks import SharedByRanks
 from graphopt.tracing.refusals.host_work import HostWork
 from graphopt.tracing.refusals.unknown_features import MEMORY, refuse_unknown_call
+from graphopt.tracing.rollback.nests import with_leaves
 from graphopt.tracing.rollback.substitute import StandIns
 from graphopt.tracing.rollback.tensor_keys import own_equality
 from graphopt.tracing.scalars import numbers, selecting
@@ -151,15 +151,11 @@ class Redirect(TorchFunctionMode):
         if not self._is_out:
             yield
             return
-        before, self._is_out, self._is_back = self._is_back, False, True
-        try:
-            with self:
-                yield
-        finally:
-            self._is_out, self._is_back = True, before
+        with assigned(self, _is_out=False, _is_back=True), self:
+            yield
 
     def _prepared(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        args, kwargs = self._stand_ins(args), self._stand_ins(kwargs)
+        args, kwargs = (with_leaves(each, self._stand_in_at) for each in (args, kwargs))
         constants.forget_mixed(self._tracer, args, kwargs)
         args, kwargs = concrete(func, args, kwargs)
         if constants.writes(func) and self._tagger.phase == "optimizer":
@@ -177,16 +173,12 @@ class Redirect(TorchFunctionMode):
             check_anomalies()
             if not self._is_out and not self._is_back:
                 self._shared.begin_backward()
-            before, self._is_out = self._is_out, True
-            try:
-                with self._tagger.during("backward"):
-                    return func(*args, **kwargs)
-            finally:
-                self._is_out = before
+            with assigned(self, _is_out=True), self._tagger.during("backward"):
+                return func(*args, **kwargs)
         elif func in (torch.Tensor.item, torch.Tensor.tolist):
             return numbers.as_read(func(*args, **kwargs))
         elif func in _TRUTHS and args[0].numel() == 1 and not _compat.is_transformed(args[0]):
-            return bool(numbers.as_read(args[0].item()))
+            return numbers.truth(args[0])
         elif func in _INTEGERS and _is_number(args[0]):
             return operator.index(numbers.as_read(args[0].item()))
         elif (grown := self._rebinding.grown(func, args, kwargs)) is not None:
@@ -196,9 +188,9 @@ class Redirect(TorchFunctionMode):
         elif func is torch.Tensor.detach_ and self._is_input(args[0]):
             return args[0]  # it has no history, and may be a view where the real one is none
         elif func in _DRAWING_WITHIN and any(map(numbers.is_float_read, (*args, *kwargs.values()))):
-            args, kwargs = self._with_plain((args, kwargs))
+            args, kwargs = with_leaves((args, kwargs), self._plain)
         elif func is torch.Tensor.__contains__:
-            return bool(numbers.as_read((args[0] == args[1]).any().item()))
+            return numbers.truth((args[0] == args[1]).any())
         elif func in _FROM_NUMBERS and _is_of_numbers(args):
             return constants.from_numbers(*args, **kwargs)
         elif func in _COMPARISONS:
@@ -208,9 +200,11 @@ class Redirect(TorchFunctionMode):
         elif averages.takes(func, args, kwargs):
             return averages.call_with_symbol(self._tracer, func, args, kwargs)
         elif spectra.gives_values_alone(func, args, kwargs):
-            return self._rewritten(spectra.without_vectors, spectra.alone(func), args, kwargs)
+            with assigned(self._tagger, rewritten=spectra.without_vectors):
+                return spectra.alone(func)(*args, **kwargs)
         elif smoothing.is_weighted(func, args, kwargs):
-            return self._rewritten(smoothing.left_out, func, args, kwargs)
+            with assigned(self._tagger, rewritten=smoothing.left_out):
+                return func(*args, **kwargs)
         elif (by_numbers := ctc.mean_by_numbers(func, args, kwargs)) is not None:
             return by_numbers()
         elif fast_path.packs(func):
@@ -232,38 +226,16 @@ class Redirect(TorchFunctionMode):
             return self._made.text(_TEXTS[func], args)
         return func(*args, **kwargs)
 
-    def _rewritten(
-        self, rewrite: Callable[[fx.Node], None], func: Any, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        """Calls a function and rewrites its new nodes to those of eager code."""
-        before, self._tagger.rewritten = self._tagger.rewritten, rewrite
-        try:
-            return func(*args, **kwargs)
-        finally:
-            self._tagger.rewritten = before
-
     def _is_input(self, tensor: torch.Tensor) -> bool:
         stand_ins = self._traced.by_id.values()
         return not tensor.requires_grad and any(each is tensor for each in stand_ins)
 
-    def _with_plain(self, value: Any) -> Any:
-        """Arguments with plain floats in place of traced ones; the graph is specialized on them."""
-        if type(value) in (list, tuple):
-            return type(value)(map(self._with_plain, value))
-        if type(value) is dict:
-            return {key: self._with_plain(each) for key, each in value.items()}
+    def _plain(self, value: Any) -> Any:
+        """A plain float in place of a traced one; the graph is specialized on it."""
         return self._made.decide(value, float) if numbers.is_float_read(value) else value
 
-    def _stand_ins(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._stand_in(value)
-        if type(value) is list or type(value) is tuple:
-            return type(value)([self._stand_ins(item) for item in value])
-        if type(value) is dict:
-            return {key: self._stand_ins(item) for key, item in value.items()}
-        if type(value) is slice:
-            return slice(*map(self._stand_ins, (value.start, value.stop, value.step)))
-        return value
+    def _stand_in_at(self, value: Any) -> Any:
+        return self._stand_in(value) if isinstance(value, torch.Tensor) else value
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         if _compat.is_fake(tensor) and id(tensor) not in self._traced.by_id:
@@ -308,4 +280,4 @@ def _all_alike(compare: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """`torch.equal` and `torch.allclose` as a traced elementwise comparison."""
     if compare is torch.eq and args[0].shape != args[1].shape:
         return False
-    return bool(numbers.as_read(compare(*args, **kwargs).all().item()))
+    return numbers.truth(compare(*args, **kwargs).all())

@@ -26,11 +26,8 @@ _replaced: dict[int, Any] = {}
 
 def original(function: Any) -> Any:
     """The original of a replaced function; any other value unchanged."""
-    return (
-        getattr(function, "stands_for", function)
-        if isinstance(function, FunctionType)
-        else function
-    )
+    is_function = isinstance(function, FunctionType)
+    return getattr(function, "stands_for", function) if is_function else function
 
 
 def replacement(function: Any) -> Callable[..., Any] | None:
@@ -72,6 +69,17 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
         _replaced.update(known)
         for each in stand_ins:
             each.end()
+
+
+@contextmanager
+def assigned(owner: Any, **attributes: Any) -> Iterator[None]:
+    """While active, an object has these attributes."""
+    before = {name: getattr(owner, name) for name in attributes}
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        vars(owner).update(before)
 
 
 def _first(function: Any) -> Any:

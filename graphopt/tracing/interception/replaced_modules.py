@@ -42,7 +42,7 @@ class RegisteredTensors:
         written = record.unrepeated.written_at(vars(self._module))
         return CaptureError(
             f"{what} {self._name or 'the model'}",
-            location=None if written is None else str(written[1]),
+            location=written and written[1],
             hint="do that outside the step; a module that is made for one call may be a variable",
         )
 

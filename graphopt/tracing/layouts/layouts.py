@@ -19,6 +19,11 @@ class Layout(NamedTuple):
     device: torch.device
 
     @property
+    def is_floating(self) -> bool:
+        """True if the tensor has real or complex numbers, no integers."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    @property
     def span(self) -> int:
         """The number of storage elements from the first to the last."""
         if 0 in self.shape:

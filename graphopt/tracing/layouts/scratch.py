@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -45,12 +46,16 @@ Call = tuple[Any, ContainerLayout, ContainerLayout]
 """Operator, positional and keyword arguments."""
 
 
-def true_results(call: Call, expected: Any, elementwise: bool) -> Any | None:
-    """Returns the layouts of the real kernel's results for a described call.
+@lru_cache(maxsize=1 << 14)
+def true_results(
+    call: Call, expected: Any, elementwise: bool, settings: tuple[Any, ...]
+) -> Any | None:
+    """Returns the layouts of the real kernel's results for a described call, cached forever.
 
     Args:
         expected: what the shape rule says.
         elementwise: sizes have no meaning but that equal ones are broadcast against each other.
+        settings: the global settings that may decide which kernel runs.
 
     Returns:
         The same nest as `expected`; None where no kernel could be run.
@@ -95,7 +100,8 @@ def _true_results_at(
         return None
     if sizes and not known and not _agrees(shrunk, expected, sizes):
         return None
-    found = _run(shrunk)
+    # Of values of two kinds, since the kernel may refuse one.
+    found = next(filter(None, (called(shrunk, fill) for fill in (halves, identities))), None)
     return None if found is None else _enlarged(found, expected, sizes)
 
 
@@ -166,16 +172,6 @@ def _enlarged(found: Any, expected: Any, sizes: Mapping[int, int]) -> Any | None
     return map_layouts(expected, lambda leaf: next(supply))
 
 
-def _run(call: Call) -> Any | None:
-    """Runs the real kernel on values of two kinds, since it may refuse one, and describes its
-    results."""
-    for fill in (halves, identities):
-        found = called(call, fill)
-        if found is not None:
-            return found
-    return None
-
-
 def called(
     call: Call,
     make: Callable[[Layout], torch.Tensor],
@@ -208,8 +204,7 @@ def _empty(layout: Layout) -> torch.Tensor:
 
 def halves(layout: Layout) -> torch.Tensor:
     """Returns a tensor of 0.5 (a valid probability), or of integers 0 (a valid index)."""
-    floating = layout.dtype.is_floating_point or layout.dtype.is_complex
-    return _fill(_empty(layout), 0.5 if floating else 0)
+    return _fill(_empty(layout), 0.5 if layout.is_floating else 0)
 
 
 def identities(layout: Layout) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
 
@@ -25,12 +26,13 @@ _LARGEST_AT_ONCE = 1 << 20
 """The most elements of results for which a kernel is run instead of a shape rule."""
 
 
-def small_results(call: Call, elementwise: bool) -> Any | None:
+@lru_cache(maxsize=1 << 14)
+def small_results(call: Call, elementwise: bool, settings: tuple[Any, ...]) -> Any | None:
     """Returns the real kernel's result layouts if all tensors are small and on the CPU, without any
-    shape rule.
+    shape rule; cached forever.
 
     Args:
-        elementwise: as in `true_results`.
+        elementwise, settings: as in `true_results`.
 
     Returns:
         None where that is not so, where the kernel takes no such values, or where a result is no

@@ -14,6 +14,7 @@ from torch import fx
 from graphopt.errors import CaptureError
 from graphopt.graph_utils import is_operator
 from graphopt.ir.metadata import source_line
+from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import current_user_line
 
 _OF_ENTRIES = frozenset(
@@ -31,7 +32,7 @@ def refuse_entries(function: Any, args: Any) -> None:
     if getattr(function, "__name__", "") not in _OF_ENTRIES:
         return
     if any(isinstance(arg, torch.Tensor) and arg.layout != torch.strided for arg in args):
-        raise _refusal(str(current_user_line()))
+        raise _refusal(current_user_line())
 
 
 def refuse_counts(graph: fx.Graph) -> None:
@@ -42,11 +43,10 @@ def refuse_counts(graph: fx.Graph) -> None:
     """
     for node in graph.nodes:
         if is_operator(node.target, *_COUNTING):
-            line = source_line(node)
-            raise _refusal(None if line is None else str(line))
+            raise _refusal(source_line(node))
 
 
-def _refusal(location: str | None) -> CaptureError:
+def _refusal(location: SourceLine | None) -> CaptureError:
     return CaptureError(
         "it looks at the entries of a sparse tensor, whose number depends on values",
         location=location,

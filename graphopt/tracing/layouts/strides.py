@@ -18,10 +18,9 @@ from graphopt.graph_utils import is_pointwise, tensors_in
 from graphopt.ir.operators import row
 from graphopt.ir.writing_operators import NAMESPACE
 from graphopt.tracing.exactness import fast_path, recurrent
-from graphopt.tracing.layouts import scratch
-from graphopt.tracing.layouts import small_runs as small
 from graphopt.tracing.layouts.layouts import ContainerLayout, Layout, described, layouts, leaves
-from graphopt.tracing.layouts.scratch import Call
+from graphopt.tracing.layouts.scratch import true_results
+from graphopt.tracing.layouts.small_runs import small_results
 
 _LIKE_ELEMENTWISE = frozenset(
     f"aten::{name}"
@@ -59,16 +58,16 @@ def corrected(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         return recurrent.distinct(result)
     if not _is_checked(func) or _is_plain(func, args, kwargs):
         return result
-    if func in _VIEWS and not {0, 1}.intersection(filter(_is_plain_number, result.shape)):
+    if func in _VIEWS and not any(type(n) is int and n < 2 for n in result.shape):
         return result
     try:
         call = (func, described(tuple(args)), described(dict(kwargs)))
         expected = described(result)
     except TypeError:
         return result
-    if func.namespace != "aten" and not all(_is_harmless(one) for one in layouts(*call[1:])):
-        return result
-    found = _true_results(call, expected, _settings())
+    if func.namespace != "aten" and not all(one.is_floating for one in layouts(*call[1:])):
+        return result  # other values may be positions in memory
+    found = true_results(call, expected, _is_elementwise(func), _settings())
     if found is None or found == expected:
         return result
     if func in _VIEWS:
@@ -92,7 +91,7 @@ def known(mode: Any, func: Any, args: Any, kwargs: Any) -> Any | None:
         return None
     try:
         call = (func, described(tuple(args)), described(dict(kwargs)))
-        found = _small_results(call, _settings())
+        found = small_results(call, _is_elementwise(func), _settings())
     except TypeError:
         return None
     return None if found is None else _made(mode, found)
@@ -115,10 +114,6 @@ def _made(mode: Any, found: Any) -> Any:
         return found.value
     meta = torch.empty_strided(found.shape, found.strides, dtype=found.dtype, device="meta")
     return _compat.fake_like(mode, meta, found.device)
-
-
-def _is_plain_number(size: object) -> bool:
-    return type(size) is int
 
 
 @lru_cache(maxsize=4096)
@@ -180,12 +175,6 @@ def _is_vector(value: torch.Tensor) -> bool:
     return value.dim() == 1 and value.numel() > 1 and value.is_contiguous()
 
 
-def _is_harmless(layout: Layout) -> bool:
-    """True if a custom kernel may be given any values: integers, which may be positions in memory,
-    may not."""
-    return layout.dtype.is_floating_point or layout.dtype.is_complex
-
-
 @lru_cache(maxsize=4096)
 def _is_elementwise(func: Any) -> bool:
     return is_pointwise(func) or _compat.operator_name(func) in _LIKE_ELEMENTWISE
@@ -199,19 +188,6 @@ def _settings() -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
     )
-
-
-@lru_cache(maxsize=1 << 14)
-def _true_results(call: Call, expected: Any, settings: tuple[Any, ...]) -> Any | None:
-    """Returns the layouts of the kernel's results, cached forever by the described call."""
-    del settings  # they are part of the question, and hold while it is answered
-    return scratch.true_results(call, expected, _is_elementwise(call[0]))
-
-
-@lru_cache(maxsize=1 << 14)
-def _small_results(call: Call, settings: tuple[Any, ...]) -> Any | None:
-    del settings
-    return small.small_results(call, _is_elementwise(call[0]))
 
 
 def _with_layouts(result: Any, found: Any) -> Any:

@@ -110,7 +110,7 @@ def _branches_explained(optimizer: Optimizer) -> Iterator[None]:
         line = user_line_of(error)
         raise CaptureError(
             f"{type(optimizer).__name__}.step() takes the values of tensors for plain numbers",
-            location=None if line is None else str(line),
+            location=line,
             hint="use an optimizer that computes with tensors, such as AdamW, Adam, SGD, Adagrad,"
             " RMSprop, NAdam, RAdam, Adamax, Adadelta or Rprop",
         ) from error

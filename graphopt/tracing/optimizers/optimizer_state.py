@@ -8,7 +8,7 @@ state[parameter]["Q"][0]         in a list, tuple or dictionary of one of these
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,15 +75,6 @@ def value_at(entries: dict[Any, Any], key: Any) -> Any:
 def is_nest(value: Any) -> bool:
     """True if a value is a container that may hold state tensors."""
     return type(value) in _NESTS
-
-
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Rebuilds a nested value with `change` applied to each leaf."""
-    if type(value) is dict:
-        return {key: mapped(item, change) for key, item in value.items()}
-    if type(value) in _NESTS:
-        return type(value)(mapped(item, change) for item in value)
-    return change(value)
 
 
 def same_nest(a: Any, b: Any) -> bool:

@@ -92,6 +92,6 @@ class TracedScaling:
 def _not_updated(what: str, line: SourceLine | None) -> CaptureError:
     return CaptureError(
         f"it uses a GradScaler that {what}",
-        location=None if line is None else str(line),
+        location=line,
         hint="call scaler.unscale_(), step() and update() in one step, update() as the last",
     )

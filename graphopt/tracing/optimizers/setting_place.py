@@ -16,14 +16,9 @@ from graphopt.tracing.scalars.numbers import SCHEDULED, SYMBOLIC
 def may_be_left(key: str, value: Any) -> bool:
     """True if a step may store a value in a setting: a number, a flag, or a tuple of numbers that
     are inputs."""
-    if is_tuple_of(key, value):
+    if key in SCHEDULED and type(value) is tuple:  # such as `betas`
         return all(map(_is_one, value))
     return is_switch(value) or _is_one(value)
-
-
-def is_tuple_of(key: str, value: Any) -> bool:
-    """True if a value is a tuple of numbers, such as `betas`, whose setting is an input."""
-    return key in SCHEDULED and type(value) is tuple
 
 
 def _is_one(value: Any) -> bool:

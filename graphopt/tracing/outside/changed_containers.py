@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -59,7 +59,6 @@ class ContainerChanges(KnownObjects):
         rewritten: arrays and the like that it has written to, and dictionaries whose keys it has
             taken out or moved, by id, and where.
         repeated: tables, by id, in which each call leaves what the step leaves there.
-        repeated: tables, by id, in which each call leaves what the step leaves there.
     """
 
     def __init__(self, own: Iterable[dict[str, Any]]) -> None:
@@ -79,7 +78,7 @@ class ContainerChanges(KnownObjects):
             return
         path = self.path(container, type(container).__name__)
         if is_bytes(container) and bytes_in(container) > PUT_BACK:
-            raise HostWork.CHANGE.refused(f"{path} outside its arguments", str(users(line)))
+            raise HostWork.CHANGE.refused(f"{path} outside its arguments", users(line))
         self.unrepeated.note(container, path, line)
         if key not in self._mutated:
             self._mutated[key] = _copied(container)
@@ -94,7 +93,7 @@ class ContainerChanges(KnownObjects):
     def refused_change(self, container: Any) -> CaptureError:
         """Builds the error for a step that changes a list among its arguments."""
         _, line = self.unrepeated.written_at(container) or ("", None)
-        return HostWork.CHANGE.error("a list among its arguments", str(line) if line else None)
+        return HostWork.CHANGE.error("a list among its arguments", line)
 
     def changes_given(self, container: Any, line: SourceLine) -> None:
         """Records that the step may change a list among its arguments."""
@@ -110,15 +109,6 @@ class ContainerChanges(KnownObjects):
         """Records that the step empties a container, whose later items are the step's own."""
         if self.is_outside(container):
             self._emptied.add(id(container))
-
-    def changed_containers(self) -> Iterator[ChangedContainer]:
-        """Yields the lists, queues and sets that the step has changed so far."""
-        yield from self._changes.values()
-
-    def take_changed(self) -> list[ChangedContainer]:
-        """Takes over the changed containers that no call changes again by itself."""
-        changed, self._changes = self._changes, {}
-        return [each for key, each in changed.items() if key not in self.repeated]
 
 
 def _copied(container: Any) -> Any:

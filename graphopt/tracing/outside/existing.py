@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from itertools import chain, repeat
 from typing import Any
 
+from graphopt.host.context import while_set
 from graphopt.runtime.memory import BEFORE_AGEING, count_all_as_old
 
 _callbacks = threading.RLock()
@@ -106,12 +107,8 @@ _births: ContextVar[CreationTimes | None] = ContextVar("births", default=None)
 def births_noted() -> Iterator[None]:
     """While active, one capture records when objects are created."""
     births = CreationTimes()
-    token = _births.set(births)
-    try:
-        with births.noted():
-            yield
-    finally:
-        _births.reset(token)
+    with while_set(_births, births), births.noted():
+        yield
 
 
 def births_are_noted() -> bool:

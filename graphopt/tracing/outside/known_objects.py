@@ -38,6 +38,7 @@ class KnownObjects:
         stand_ins: of tensors of modules, by the ids of these.
         storages: of the stand-ins.
         compared: where it asks whether a tensor is one that has a stand-in.
+        owners: by the id of what is found only as a part of an object, what gives that object.
     """
 
     def __init__(self, own: Iterable[dict[str, Any]]) -> None:
@@ -45,7 +46,7 @@ class KnownObjects:
         self._existing = existing_now()
         self._namespaces = {id(vars(module)) for module in list(sys.modules.values())}
         self._paths: dict[int, tuple[Any, str]] = {}
-        self._owners: dict[int, Callable[[], Any]] = {}
+        self.owners: dict[int, Callable[[], Any]] = {}
         self._pinned: dict[int, Any] = {}
         self.given = GivenObjects()
         self.of_call: Mapping[int, tuple[Any, Path]] = {}
@@ -124,15 +125,15 @@ class KnownObjects:
         """Records that `holder` (such as an object's `__dict__`) is found only through `owner`."""
         if holder is owner:  # a dictionary that is its own `__dict__`
             return
-        if id(holder) not in self._owners:
+        if id(holder) not in self.owners:
             try:
-                self._owners[id(holder)] = weakref.ref(owner)
+                self.owners[id(holder)] = weakref.ref(owner)
             except TypeError:  # of some kinds there are no weak references
-                self._owners[id(holder)] = lambda: owner
+                self.owners[id(holder)] = lambda: owner
 
     def owner(self, holder: Any) -> Any:
         """The object that `holder` is a part of, or None."""
-        reference = self._owners.get(id(holder))
+        reference = self.owners.get(id(holder))
         return None if reference is None else reference()
 
     def pin(self, value: Any) -> None:

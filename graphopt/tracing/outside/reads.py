@@ -206,7 +206,7 @@ class OutsideReads(ContainerChanges):
         """Raises the refusal of an iterator again, if the step has caught it."""
         if self.advanced is not None:
             path, line = self.advanced
-            raise HostWork.ITERATOR.refused(path, str(line))
+            raise HostWork.ITERATOR.refused(path, line)
 
     def _made(self, place: OutsidePlace, value: Any, path: str, line: SourceLine) -> OutsideRead:
         if self.stands_for and place.kind in ("keys", "whole") and isinstance(value, _SEVERAL):

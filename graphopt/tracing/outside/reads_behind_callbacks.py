@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 from collections import Counter
 from collections.abc import Hashable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from graphopt.ir.source import SourceLine
 
@@ -28,12 +28,8 @@ _PROGRAM = (
 """Parts of the program, which nobody changes as it runs."""
 
 
-class ReadPlace(NamedTuple):
-    """A place that the step reads, with its path for messages and the source line."""
-
-    place: Any
-    path: str
-    line: SourceLine
+ReadPlace = tuple[Any, str, SourceLine]
+"""A place that the step reads, with its path for messages and the source line."""
 
 
 class ReadsBehindCallbacks:
@@ -62,7 +58,7 @@ class ReadsBehindCallbacks:
         for number in range(len(self._read) - 1, since - 1, -1):
             if identity in self._read[number]:
                 return
-            self._read[number][identity] = ReadPlace(place, path, line)
+            self._read[number][identity] = place, path, line
 
     def _last_written(self, identity: Any) -> int:
         """The number of the first callback after the step's last write to a place."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -58,7 +58,6 @@ class OutsideRecord(OutsideReads):
     Attributes:
         times_written: how often the step has written to a place, by its identity.
         optimizers: whose state the step uses, by id.
-        optimizers_read: ids of those whose parameter groups it reads.
         left_over: ids of those whose state also holds that of parameters in none of their groups.
     """
 
@@ -72,7 +71,6 @@ class OutsideRecord(OutsideReads):
         self._told = told
         self._places: dict[tuple[Any, ...], WrittenPlace] = {}
         self.optimizers: dict[int, Any] = {}
-        self.optimizers_read: set[int] = set()
         self.left_over: frozenset[int] = frozenset()
         self.modules: dict[int, tuple[str, torch.nn.Module]] = {}
         self.functions_of_torch: set[types.CodeType] = set()
@@ -176,6 +174,31 @@ class OutsideRecord(OutsideReads):
         """
         path, place = self.path(container, type(container).__name__), _contents(container)
         self.holds(place, place.now() if left is None else left, path, line)
+
+    def refuse_changed(self, puts_back: Callable[[Any], bool]) -> None:
+        """Records a refusal for each container outside that the step leaves with other items.
+
+            history.append(loss.item())      would happen at capture only
+            stack.append(x); stack.pop()     leaves the very items that were there before
+
+        Args:
+            puts_back: whether an object is as it was when the trace is over. One that other threads
+                may be changing is not.
+        """
+        for container, line in self.rewritten.values():
+            if not puts_back(container):
+                self.unrepeated.refuse(self.path(container, type(container).__name__), line)
+        for each in self._changes.values():
+            known = self.unrepeated.written_at(each.container)
+            if id(each.container) in self.repeated or known is None:
+                continue
+            if each.is_as_before:
+                self.holds_contents(each.container, each.line)  # of another it may leave less
+            elif puts_back(each.container):
+                self.unrepeated.add(*known)
+            else:
+                each.put_back()
+                self.unrepeated.refuse(*known)
 
     def _path_of(self, place: OutsidePlace, owner: Any) -> str:
         if owner is None or (place.kind == "item" and not isinstance(place.key, str)):

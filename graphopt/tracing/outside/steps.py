@@ -13,7 +13,6 @@ from graphopt.errors import CaptureError
 from graphopt.guards.outside import shown
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.bytecode.attributes import read_method
-from graphopt.tracing.bytecode.callees import Substitute
 from graphopt.tracing.bytecode.observe import Observer, observed
 from graphopt.tracing.call import Call
 from graphopt.tracing.effects.argument_changes import ContainerChange
@@ -22,6 +21,7 @@ from graphopt.tracing.outside.changed_containers import MUTABLE
 from graphopt.tracing.outside.held import is_object
 from graphopt.tracing.outside.places import OutsidePlace, OutsideRead, is_container
 from graphopt.tracing.outside.record import OutsideRecord
+from graphopt.tracing.refusals.calls import SubstitutedCalls
 from graphopt.tracing.refusals.failures import definition_of
 from graphopt.tracing.refusals.host_work import HostWork
 from graphopt.tracing.results.signature import Constant, Recipe
@@ -51,7 +51,9 @@ def record_for(call: Call, inputs: Iterable[OutsidePlace]) -> OutsideRecord:
 
 
 @contextmanager
-def observed_step(call: Call, record: OutsideRecord, substitute: Substitute) -> Iterator[None]:
+def observed_step(
+    call: Call, record: OutsideRecord, substitute: SubstitutedCalls
+) -> Iterator[None]:
     """While active, outside reads of the step go into `record`.
 
     Args:
@@ -95,7 +97,7 @@ def observed_step(call: Call, record: OutsideRecord, substitute: Substitute) -> 
         raise CaptureError(
             "it asks whether a tensor of the model is one that it holds elsewhere (by `is`),"
             " which cannot be answered while another one stands for it",
-            location=str(record.compared),
+            location=record.compared,
             hint="compare names (model.named_parameters()) or id()",
         )
     record.refuse_advanced()
@@ -112,11 +114,11 @@ def gives(record: OutsideRecord, returned: Iterable[Any]) -> None:
             record.pin(value)
 
 
-def unchanged(record: OutsideRecord) -> OutsideRecord:
-    """Returns the record of a step that does not change the outside state it reads; else raises.
+def refuse_changed_reads(record: OutsideRecord) -> None:
+    """Refuses a step that changes the outside state it reads.
 
     Raises:
-        CaptureError: it does not; naming the line that reads.
+        CaptureError: naming the line that reads.
         MoreInputs: it changes a bool, a text or None, which each call may do.
     """
     if record.changed is not None:
@@ -127,7 +129,6 @@ def unchanged(record: OutsideRecord) -> OutsideRecord:
             raise MoreInputs(ImplicitInputs(carried=[place]))
         _refuse(record, read, now)
     refuse_unrepeated(record)
-    return record
 
 
 def refuse_unrepeated(record: OutsideRecord) -> None:
@@ -138,9 +139,7 @@ def refuse_unrepeated(record: OutsideRecord) -> None:
 
 def not_repeated(what: str, line: SourceLine | None) -> CaptureError:
     """Builds the error for a change that later calls would not repeat."""
-    return HostWork.CHANGE.error(
-        f"{what} outside its arguments", None if line is None else str(line)
-    )
+    return HostWork.CHANGE.error(f"{what} outside its arguments", line)
 
 
 def _is_flag(value: Any) -> bool:
@@ -156,14 +155,9 @@ def _refuse(record: OutsideRecord, read: OutsideRead, now: Any) -> None:
     raise CaptureError(
         f"it reads {read.path} outside its arguments and changes it{became}, which would happen at"
         " capture only",
-        location=str(read.line),
+        location=read.line,
         hint=_HINT,
     )
-
-
-def nest_parts(value: Any) -> Iterator[Any]:
-    """Yields a value and everything nested in it."""
-    return parts(value, lambda each: isinstance(each, (dict, list, tuple)))
 
 
 def refuse_found_twice(
@@ -199,6 +193,6 @@ def pin_left(record: OutsideRecord, recipes: Iterable[Recipe]) -> None:
     """Requires the outside containers that the step stores in module attributes to be the same in
     each call."""
     values = [recipe.value for recipe in recipes if isinstance(recipe, Constant)]
-    for each in nest_parts(values):
+    for each in parts(values, lambda each: isinstance(each, (dict, list, tuple))):
         if is_container(each) and record.is_outside(each):
             record.pin(each)

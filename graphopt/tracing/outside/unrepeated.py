@@ -9,26 +9,12 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from typing import Any, NamedTuple
+from typing import Any
 
 from graphopt import _compat
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import current_user_line, frames, is_library_file
 from graphopt.tracing.outside.places import OutsidePlace
-
-
-class LeftPlace(NamedTuple):
-    """A place in which a trace leaves another value.
-
-    Attributes:
-        path: as a message calls it.
-        may_be_told: the value is a plain one, which each call may put there.
-    """
-
-    path: str
-    place: OutsidePlace
-    line: SourceLine | None
-    may_be_told: bool
 
 
 class UnrepeatedChanges:
@@ -40,7 +26,7 @@ class UnrepeatedChanges:
         once: no other trace changes that again.
         remembering: the code of functions with caches (`functools.lru_cache`) that the step calls.
         variables: context variables that the step has set and not set back, with where.
-        left: places in which it leaves values that none of the traces has made for each call.
+        left: places in which it leaves plain values that each call may put there, with their paths.
     """
 
     def __init__(self) -> None:
@@ -49,7 +35,7 @@ class UnrepeatedChanges:
         self.once = False
         self.remembering: set[types.CodeType] = set()
         self.variables: dict[Any, tuple[str, SourceLine]] = {}
-        self.left: list[LeftPlace] = []
+        self.left: list[tuple[str, OutsidePlace]] = []
         self._lines: dict[int, tuple[str, SourceLine]] = {}
         self._locks: dict[int, tuple[Any, bool, str, SourceLine]] = {}
 

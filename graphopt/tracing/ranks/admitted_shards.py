@@ -3,14 +3,15 @@ shards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from graphopt.host.context import while_set
 from graphopt.parallel.sharding import is_dtensor, mesh_of
 
 Axes = Sequence[dist.ProcessGroup]
@@ -18,15 +19,10 @@ Axes = Sequence[dist.ProcessGroup]
 _admitted: ContextVar[Axes] = ContextVar("_admitted", default=())
 
 
-@contextmanager
-def admitted(groups: Axes) -> Iterator[None]:
+def admitted(groups: Axes) -> AbstractContextManager[None]:
     """While active, inputs may be sharded by rows over the last group, and replicated over the
     others."""
-    token = _admitted.set(groups)
-    try:
-        yield
-    finally:
-        _admitted.reset(token)
+    return while_set(_admitted, groups)
 
 
 def is_admitted(tensor: torch.Tensor) -> bool:

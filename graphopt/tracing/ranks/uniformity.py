@@ -13,19 +13,19 @@ decision is looked at once more.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from graphopt import _compat
-from graphopt.graph_utils import get_outputs, is_collective, is_copy, is_operator
+from graphopt.graph_utils import get_outputs, is_collective, is_copy, is_operator, written
 from graphopt.host.decisions.assumptions import Assumption
 from graphopt.ir.metadata import known_value, storages_of
 from graphopt.ir.operators import draws, is_marker, operator_of
 from graphopt.parallel.markers import Group
-from graphopt.tracing.inputs.entries import Inputs, ModuleTensor, Storage
+from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.inputs.implicit import NamedModules
 from graphopt.tracing.results.signature import Signature
 
@@ -48,15 +48,9 @@ def own_inputs(inputs: Inputs, modules: NamedModules, *, broadcast: bool) -> lis
     own = [kind not in alike for kind, _ in inputs.kinds_and_names()]
     registered = {id(_compat.own_buffers(module)) for _, module in modules}
     for position, holder in enumerate(inputs.placeholders if broadcast else ()):
-        members = holder.members if isinstance(holder, Storage) else [holder]
-        if all(member.kind != "buffer" or _is_in(registered, member) for member in members):
+        if all(each.kind != "buffer" or each.is_in(registered) for each in holder.members):
             own[position] = False
     return own
-
-
-def _is_in(tables: Set[int], entry: ModuleTensor) -> bool:
-    """True if a tensor is in one of several dictionaries by id."""
-    return any(id(owner) in tables for owner, _ in entry.slots)
 
 
 def is_alike(graph: fx.Graph, wanted: fx.Node, own: Sequence[bool], group: Group) -> bool:
@@ -104,14 +98,11 @@ def _buffers(inputs: Inputs, signature: Signature) -> Iterator[tuple[int, bool]]
     replaced |= {(id(left.place.holder), left.place.key) for left in signature.placed}
     rebound = {id(inputs.module_tensors[position]) for position in signature.rebound}
     for position, holder in enumerate(inputs.placeholders):
-        members = holder.members if isinstance(holder, Storage) else [holder]
-        buffers = [member for member in members if member.kind == "buffer"]
+        buffers = [member for member in holder.members if member.kind == "buffer"]
         if buffers:
             places = {(id(owner), name) for each in buffers for owner, name in each.slots}
-            yield (
-                position,
-                not (places.isdisjoint(replaced) and rebound.isdisjoint(map(id, buffers))),
-            )
+            stays = places.isdisjoint(replaced) and rebound.isdisjoint(map(id, buffers))
+            yield position, not stays
 
 
 def own_values(
@@ -169,7 +160,7 @@ def depends_on(node: fx.Node, values: Set[Any]) -> bool:
 
 def reached_by(node: fx.Node) -> set[Any]:
     """A node with everything that it writes, and the memory that these share."""
-    return _marks(node).union(*map(_marks, _written(node)))
+    return _marks(node).union(*map(_marks, written(node)))
 
 
 def _note_check(check: fx.Node, scaled: Sequence[fx.Node], noted: fx.Node, own: set[Any]) -> None:
@@ -207,15 +198,3 @@ def _of_all(node: fx.Node, ranks: Set[int]) -> bool:
 def _marks(node: fx.Node) -> set[Any]:
     """A node, and the memory of its value."""
     return {node, *storages_of(node)}
-
-
-def _written(node: fx.Node) -> Iterable[fx.Node]:
-    """The arguments that an operator writes."""
-    if not isinstance(node.target, _compat.OpOverload):
-        return
-    for position, argument in enumerate(_compat.schema_of(node.target).arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = node.args[position] if position < len(node.args) else None
-        given = node.kwargs.get(argument.name, given)
-        yield from (leaf for leaf in _compat.tree_leaves(given) if isinstance(leaf, fx.Node))

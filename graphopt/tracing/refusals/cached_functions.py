@@ -19,20 +19,13 @@ from graphopt.ir.user_frames import current_location
 from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.scalars.numbers import SYMBOLIC
 
-_WRAPPER = functools._lru_cache_wrapper
 
-
-class CachedFunctions:
-    """Checks the cached functions that a traced step calls."""
-
-    def __init__(self, record: OutsideRecord) -> None:
-        self._record = record
-
-    def __call__(self, callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
-        """The checked form of a cached function; None for other callees."""
-        if type(callee) is not _WRAPPER or not self._record.is_outside(callee):
-            return None
-        return partial(_called, callee)
+def cached_function(
+    record: OutsideRecord, callee: Any, args: Sequence[Any]
+) -> Callable[..., Any] | None:
+    """The checked form of a cached function outside the step; None for other callees."""
+    cached = type(callee) is functools._lru_cache_wrapper and record.is_outside(callee)
+    return partial(_called, callee) if cached else None
 
 
 def _called(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,38 +21,6 @@ from graphopt.tracing.refusals.unknown_features import refuse_unknown_call
 from graphopt.tracing.rollback.generators import draw_of
 
 
-class RefusedCalls:
-    """Checks each call that the step's own code makes.
-
-    Args:
-        is_outside: whether an object was there before the step.
-    """
-
-    def __init__(self, is_outside: Callable[[Any], bool]) -> None:
-        self._is_outside = is_outside
-
-    def __call__(self, callee: Any, args: Sequence[Any]) -> None:
-        """Refuses a call that does host work.
-
-        Args:
-            args: positional values, the object of a method first, and those of keywords.
-        """
-        callee = original(callee)
-        refuse_unknown_call(callee, args)
-        refuse_switched(callee)
-        refuse_seeding(callee, args)
-        drawn = draw_of(callee, args, self._is_outside)
-        if drawn is not None:
-            raise HostWork.DRAW.refused(drawn)
-        written = written_by(callee, args)
-        if written is not None:
-            kind, what = written
-            raise kind.refused(what)
-        read = read_by(callee, args)
-        if read is not None:
-            raise HostWork.READ.refused(read)
-
-
 def refuse_begun(frame: FrameType, is_outside: Callable[[Any], bool]) -> None:
     """Refuses the start of a library function that steps a scheduler, or takes values from an
     outside loader or iterator."""
@@ -71,14 +39,16 @@ class SubstitutedCalls:
     are refused before, under whatever name the step has the function.
 
     Args:
-        refuse: refuses calls.
+        is_outside: whether an object was there before the step.
         kinds: each says it of some functions; the first counts that does not say None.
     """
 
     def __init__(
-        self, refuse: RefusedCalls, kinds: Sequence[Callable[[Any, Sequence[Any]], Any]]
+        self,
+        is_outside: Callable[[Any], bool],
+        kinds: Sequence[Callable[[Any, Sequence[Any]], Any]],
     ) -> None:
-        self._refuse, self._kinds = refuse, kinds
+        self._is_outside, self._kinds = is_outside, kinds
 
     def __call__(self, callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
         """What is called in place of a function with some arguments; None: itself."""
@@ -99,3 +69,24 @@ class SubstitutedCalls:
             return replacement(function)
         other = self.of_given(inner.function)
         return None if other is None else inner.around(other)
+
+    def _refuse(self, callee: Any, args: Sequence[Any]) -> None:
+        """Refuses a call that does host work.
+
+        Args:
+            args: positional values, the object of a method first, and those of keywords.
+        """
+        callee = original(callee)
+        refuse_unknown_call(callee, args)
+        refuse_switched(callee)
+        refuse_seeding(callee, args)
+        drawn = draw_of(callee, args, self._is_outside)
+        if drawn is not None:
+            raise HostWork.DRAW.refused(drawn)
+        written = written_by(callee, args)
+        if written is not None:
+            kind, what = written
+            raise kind.refused(what)
+        read = read_by(callee, args)
+        if read is not None:
+            raise HostWork.READ.refused(read)

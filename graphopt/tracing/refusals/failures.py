@@ -22,11 +22,15 @@ _VALUE = (
 )
 _PICKLED = HostWork.WRITE.said("torch.save, pickle, of tensors or numbers")
 
+_DEVICES = (
+    "it mixes tensors of different devices",
+    "move the batch to the model's device first: batch.to(device)",
+)
+_NUMBERS = ("ReadFloat", "ReadInt", "ReadBool")
+
 _ADVICE: tuple[tuple[str, str, str | None], ...] = (
     ("is not JSON serializable", *HostWork.TEXT.said("a value of the graph")),
-    ("ReadFloat", "it takes the value of a tensor for a plain number", _VALUE),
-    ("ReadInt", "it takes the value of a tensor for a plain number", _VALUE),
-    ("ReadBool", "it takes the value of a tensor for a plain number", _VALUE),
+    *((kind, "it takes the value of a tensor for a plain number", _VALUE) for kind in _NUMBERS),
     (
         "does not require grad and does not have a grad_fn",
         "backward was called on a value that needs no gradient",
@@ -38,16 +42,8 @@ _ADVICE: tuple[tuple[str, str, str | None], ...] = (
         "do so once, outside the step; to compute in another dtype, cast what the module is given,"
         " use autocast, or call torch.nn.functional with weight.to(dtype)",
     ),
-    (
-        "Unhandled FakeTensor Device Propagation",
-        "it mixes tensors of different devices",
-        "move the batch to the model's device first: batch.to(device)",
-    ),
-    (
-        "Expected all tensors to be on the same device",
-        "it mixes tensors of different devices",
-        "move the batch to the model's device first: batch.to(device)",
-    ),
+    ("Unhandled FakeTensor Device Propagation", *_DEVICES),
+    ("Expected all tensors to be on the same device", *_DEVICES),
     (
         "Please convert all Tensors to FakeTensors first",
         "it uses a tensor from outside its arguments, which would be baked in as a constant",
@@ -164,48 +160,46 @@ def definition_of(step: Callable[..., Any]) -> SourceLine | None:
 
 
 def _explain(error: Exception, step: Callable[..., Any]) -> CaptureError:
-    location = _location(error, step)
-    text = str(error)
+    reason, cure = _cause(error, str(error))
+    return CaptureError(reason, location=_location(error, step), hint=cure)
+
+
+def _cause(error: Exception, text: str) -> tuple[str, str | None]:
+    """The reason why no capture follows what has raised an exception, and the cure."""
     unknown = unknown_feature(error)
     if unknown is not None:
-        reason, hint = unknown
-        return CaptureError(reason, location=location, hint=hint)
+        return unknown
     if isinstance(error, KeyError) and any(isinstance(x, torch.Tensor) for x in error.args):
-        return CaptureError(
+        return (
             "it looks for a parameter in a dictionary of its own, whose keys are parameters",
-            location=location,
-            hint="let the keys be names, as in dict(model.named_parameters())",
+            "let the keys be names, as in dict(model.named_parameters())",
         )
     if any(fragment in text for fragment in _SIZES):
-        return CaptureError(
+        return (
             "the size of a tensor depends on values (boolean-mask indexing, nonzero, a length that"
             " is drawn, or the like), and what is computed from it needs the size",
-            location=location,
-            hint="keep the size: torch.where(mask, x, 0), or a mean as (x * mask).sum() /"
+            "keep the size: torch.where(mask, x, 0), or a mean as (x * mask).sum() /"
             " mask.sum(); or index outside the step, and pass the result; and pass a length that is"
             " drawn at random",
         )
     if isinstance(error, _compat.data_dependent_errors()):
-        return CaptureError(
+        return (
             "Python code depends on the value of a tensor",
-            location=location,
-            hint="take the number with tensor.item(), where float or int is called by another"
+            "take the number with tensor.item(), where float or int is called by another"
             " function or in a library; use tensor operations (torch.where, torch.clamp, …); log"
             " values with graphopt.callback(function, tensor), or return them from the step",
         )
     if isinstance(error, _compat.unsupported_operator_errors()):
-        return CaptureError(
+        return (
             f"an operator has no shape rule (meta kernel): {_first_line(text)}",
-            location=location,
-            hint="register one with torch.library.register_fake, or use another operator",
+            "register one with torch.library.register_fake, or use another operator",
         )
     for fragment, reason, advice in _ADVICE:
         if fragment in text:
-            return CaptureError(reason, location=location, hint=advice)
-    return CaptureError(
+            return reason, advice
+    return (
         f"it raised {type(error).__name__}: {_first_line(text)}",
-        location=location,
-        hint="run the step once without graphopt: if that fails as well, the error is in the step;"
+        "run the step once without graphopt: if that fails as well, the error is in the step;"
         " if not, no capture knows what this line does: move it out of the step, or let the step"
         ' run as it is, graphopt.compile(step, fallback="eager")',
     )

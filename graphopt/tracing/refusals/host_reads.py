@@ -103,7 +103,7 @@ def no_reading() -> Iterator[None]:
         def call(*args: Any, **options: Any) -> Any:
             line = line_of(sys._getframe(1))
             if line is not None:
-                raise work.refused(said, str(line))
+                raise work.refused(said, line)
             return function(*args, **options)
 
         return call

@@ -14,7 +14,7 @@ from enum import Enum
 
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import own_location
-from graphopt.tracing.scalars.numbers import current_notes
+from graphopt.tracing.scalars.numbers import refused
 
 _RETURN = "return the value, and do this behind the call"
 _BEFORE = "do this before the call, and pass the result as an argument"
@@ -90,17 +90,15 @@ class HostWork(Enum):
         reason, cure = self.value
         return f"it {reason.format(what)}, which would happen at capture only", cure.format()
 
-    def error(self, what: str, location: str | None) -> CaptureError:
+    def error(self, what: str, location: object) -> CaptureError:
         """The `CaptureError` for this kind of work, with its source line."""
         reason, cure = self.said(what)
         return CaptureError(reason, location=location, hint=cure)
 
-    def refused(self, what: str = "", location: str | None = None) -> CaptureError:
+    def refused(self, what: str = "", location: object = None) -> CaptureError:
         """The `CaptureError`, which refuses the step even if it is caught.
 
         Args:
             location: by default the line that runs.
         """
-        error = self.error(what, location or own_location())
-        notes = current_notes()
-        return error if notes is None else notes.refuse(error)
+        return refused(self.error(what, location or own_location()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location, current_user_line
-from graphopt.tracing.rollback.contents import TABLE
+from graphopt.tracing.rollback.contents import containers_kept
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def no_other_optimizers(
         find: takes note of another one. Returns whether it may become one of them.
         made_here: whether the step has made one itself, whose code is traced as any other.
     """
-    idle: dict[Optimizer, _IdleOptimizer] = {}
+    idle: dict[Optimizer, AbstractContextManager[None]] = {}
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(optimizer is other for other in known) or made_here(optimizer):
@@ -39,34 +39,29 @@ def no_other_optimizers(
                 hint="pass the optimizer to the step: step(model, optimizer, batch)",
             )
         if optimizer not in idle:
-            idle[optimizer] = _IdleOptimizer(optimizer)
+            idle[optimizer] = _idle(optimizer)
+            idle[optimizer].__enter__()
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer in idle:
-            idle.pop(optimizer).end()
+            idle.pop(optimizer).__exit__(None, None, None)
 
     try:
         with _compat.hooks_around_steps(before, after):
             yield
     finally:
         for each in idle.values():  # whose step has raised
-            each.end()
+            each.__exit__(None, None, None)
 
 
-class _IdleOptimizer:
-    """An optimizer emptied of parameters until `end`, so that its steps do nothing."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        tables = [vars(optimizer), *optimizer.param_groups, optimizer.state]
-        tables += [entries for entries in optimizer.state.values() if isinstance(entries, dict)]
-        self._before = [(table, TABLE.read(table)) for table in tables]
+@contextmanager
+def _idle(optimizer: Optimizer) -> Iterator[None]:
+    """While active, an optimizer has no parameters, so that its steps do nothing."""
+    tables = [vars(optimizer), *optimizer.param_groups, optimizer.state]
+    with containers_kept([*tables, *optimizer.state.values()]):
         for group in optimizer.param_groups:
             group["params"] = []
-
-    def end(self) -> None:
-        """Restores the optimizer."""
-        for table, before in self._before:
-            TABLE.write(table, before)
+        yield
 
 
 def taken_for_a_number() -> CaptureError:
@@ -74,7 +69,7 @@ def taken_for_a_number() -> CaptureError:
     return CaptureError(
         "a number that an optimizer's settings or counts decide (such as its learning rate) is"
         " taken for a plain number, which would happen at capture only",
-        location=str(current_user_line()),
+        location=current_user_line(),
         hint="let a function do it that is called in every step, graphopt.callback(print, rate), or"
         " do it outside the step; to compute with it, take it as it is, without float() or int()",
     )

@@ -18,7 +18,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location, own_location
 from graphopt.tracing.interception.replaced_functions import is_in, replaced
-from graphopt.tracing.scalars.numbers import current_notes
+from graphopt.tracing.scalars.numbers import refused
 
 
 def refuse_kept_casts() -> None:
@@ -43,9 +43,8 @@ def refuse_switched(callee: Any) -> None:
     Raises:
         CaptureError: it does.
     """
-    notes = current_notes()
-    if notes is not None and is_in(callee, _SWITCHES):
-        raise notes.refuse(
+    if is_in(callee, _SWITCHES):
+        raise refused(
             CaptureError(
                 f"it switches autocast by torch.{callee.__name__}(), without a region at whose end"
                 " the casts of weights that autocast keeps are dropped",
@@ -97,16 +96,17 @@ class StepCasts:
     def _note(self) -> None:
         """Records that the step enters a caching region; refuses it if a region around the call
         keeps the cache longer."""
-        self.kept, notes = True, current_notes()
-        if self._around and notes is not None:
-            error = CaptureError(
-                "it enters autocast, and is called in another autocast region, which keeps the"
-                " casts of weights until it is left, even after a step has updated them",
-                location=own_location(),
-                hint="leave the region around the call, also where it has enabled=False; or give"
-                " both cache_enabled=False",
+        self.kept = True
+        if self._around:
+            refused(
+                CaptureError(
+                    "it enters autocast, and is called in another autocast region, which keeps the"
+                    " casts of weights until it is left, even after a step has updated them",
+                    location=own_location(),
+                    hint="leave the region around the call, also where it has enabled=False; or"
+                    " give both cache_enabled=False",
+                )
             )
-            notes.refuse(error)
 
 
 def _is_on() -> bool:

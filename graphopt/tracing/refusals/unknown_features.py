@@ -251,6 +251,6 @@ def refuse_unseen_results(graph: fx.Graph) -> None:
             users = filter(None, map(source_line, node.users))
             raise CaptureError(
                 "it uses a tensor that it has computed where no trace sees it, as in a thread",
-                location=str(next(users, None) or "") or None,
+                location=next(users, None),
                 hint="compute it in the thread of the step; or before the call, and pass it",
             )

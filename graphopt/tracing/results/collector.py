@@ -30,7 +30,6 @@ from graphopt.tracing.results.recipes import Recipes
 from graphopt.tracing.results.signature import (
     AttributeResult,
     Constant,
-    ContainerResult,
     GradientResult,
     PlacedResult,
     Recipe,
@@ -45,25 +44,14 @@ from graphopt.tracing.tensors.lost_history import check_history, is_computed
 from graphopt.tracing.tensors.rebinding import Rebinding
 
 
-class StoredOutside(NamedTuple):
-    """The values that a traced step has stored outside its arguments.
-
-    Attributes:
-        placed: the values in attributes, dictionaries and variables.
-        made: what the step has made of all of that.
-    """
-
-    placed: list[PlacedResult]
-    made: MadeAnew
-
-
 class TraceOutcome(NamedTuple):
     """The outcome of tracing a step once: what it returned, and what it changed.
 
     Attributes:
         returned, spec: what it returned, the leaves and how they are nested.
         stepped: the optimizers that it stepped.
-        outside: the values that it has stored outside its arguments.
+        placed: the values that it has stored outside its arguments.
+        made: what it has made of all that it leaves.
         given: the changes of lists and dictionaries among its arguments.
         rebinding: the assignments to `.data`.
         told: what it has left in attributes, with objects of which is told what they are.
@@ -72,7 +60,8 @@ class TraceOutcome(NamedTuple):
     returned: list[Any]
     spec: Any
     stepped: list[int]
-    outside: StoredOutside
+    placed: list[PlacedResult]
+    made: MadeAnew
     given: list[ContainerChange]
     rebinding: Rebinding
     told: list[AttributeChange]
@@ -112,7 +101,7 @@ class ResultCollector:
             attributes: those of modules, optimizers and other objects that are others now.
             counted: settings of parameter groups that are, each behind its place.
         """
-        recipes, outside = self.recipes, ran.outside
+        recipes = self.recipes
         outputs = [recipes.of(leaf, "what the step returns") for leaf in ran.returned]
         return Signature(
             output_spec=ran.spec,
@@ -123,7 +112,7 @@ class ResultCollector:
             dropped_gradients=sorted(self._dropped),
             states=list(self._states()),
             attributes=self.attributes(attributes),
-            placed=[self._placed(each) for each in outside.placed],
+            placed=[self._placed(each) for each in ran.placed],
             settings=[
                 SettingResult(
                     index,
@@ -135,7 +124,7 @@ class ResultCollector:
                 )
                 for index, group, key, value in counted
             ],
-            containers=[ContainerResult(self._given(change)) for change in ran.given],
+            containers=[self._given(change) for change in ran.given],
             flags=dict(self._flags()),
             flags_of_parameters=dict(self._flags_of_parameters()),
         )

@@ -62,8 +62,7 @@ class Recipes:
         left: MadeAnew,
     ) -> None:
         self._is_outside, self._of_call, self._left = outside.is_outside, outside.of_call, left
-        self._step, self._inputs, self._traced, self._made = step, inputs, traced, made
-        self._left_storages = left_storages
+        self._step, self._made, self._left_storages = step, made, left_storages
         self.results: list[Any] = []
         self._nests: dict[int, tuple[Any, Recipe]] = {}
         self.numbers: set[int] = set()
@@ -74,11 +73,8 @@ class Recipes:
             if tensor.numel()
         }
         self._offsets = {Live(None, i): _bytes_before(t) for i, t in enumerate(flat)}
-        self._of_model: set[Any] = set()
-        self._stand_ins = {Live(None, i): tensor for i, tensor in enumerate(flat)}
         for index, entry in enumerate(inputs.module_tensors):
-            stand_in = self._stand_ins[Live(index, None)] = traced.by_id[id(entry.tensor)]
-            self._of_model.add(_compat.storage_key(stand_in))
+            stand_in = traced.by_id[id(entry.tensor)]
             self._live[id(stand_in)] = self._live[id(entry.tensor)] = Live(index, None)
 
     def of(self, value: Any, what: str) -> Recipe:
@@ -128,7 +124,7 @@ class Recipes:
         if _compat.storage_key(tensor) in self._left_storages:
             raise CaptureError(
                 "it keeps what a parameter was before `.data = …`",
-                location=str(self._made.line_of(tensor) or definition_of(self._step)),
+                location=self._made.line_of(tensor) or definition_of(self._step),
                 hint="keep a copy: tensor.clone()",
             )
         base = self._storages.get(_compat.storage_key(tensor)) if tensor.numel() else None
@@ -140,9 +136,8 @@ class Recipes:
 
     def of_attribute(self, change: AttributeChange) -> Recipe:
         """The recipe of an attribute's new value."""
-        if change.is_told:
-            return self.of_nest(change.after)
-        _refuse_counter(change)
+        if not change.is_told:
+            _refuse_counter(change)
         return self.of_nest(change.after)
 
     def of_nest(self, value: Any) -> Recipe:
@@ -167,9 +162,7 @@ class Recipes:
         """The recipe of a leaf of a nested value."""
         if isinstance(leaf, (torch.Tensor, *SYMBOLIC)):
             return self.of(leaf, "what it leaves outside its arguments")
-        if isinstance(leaf, Constant):
-            return leaf
-        if not (is_value(leaf) or self._is_outside(leaf)):
+        if not self._is_outside(leaf):
             raise refused_object(leaf, "an attribute of a tensor", None)
         return Constant(leaf)
 

@@ -137,13 +137,6 @@ class StateResult:
 
 
 @dataclass(frozen=True)
-class ContainerResult:
-    """A change to a list or dictionary among the arguments; the items of `change` are recipes."""
-
-    change: ContainerChange
-
-
-@dataclass(frozen=True)
 class SettingResult:
     """A parameter group's setting that the step has changed."""
 
@@ -193,7 +186,7 @@ class Signature:
         user_results: the number of the graph's results that belong to the return value.
         stepped: optimizers whose `step` ran.
         settings: the changed settings of parameter groups.
-        containers: lists and dictionaries among the arguments that it changes.
+        containers: changes of dictionaries among the arguments, whose items are recipes.
         placed: the values that the step stores outside its arguments.
         rebound: module tensors that get other storage in each call, with what the step has written
             to the storage that they had, None where it has not; see `tensors.rebinding`.
@@ -215,7 +208,7 @@ class Signature:
     dead_gradients: list[int] = field(default_factory=list)
     dropped_gradients: list[int] = field(default_factory=list)
     settings: list[SettingResult] = field(default_factory=list)
-    containers: list[ContainerResult] = field(default_factory=list)
+    containers: list[ContainerChange] = field(default_factory=list)
     placed: list[PlacedResult] = field(default_factory=list)
     rebound: dict[int, Computed | None] = field(default_factory=dict)
     data: dict[int, Computed] = field(default_factory=dict)
@@ -232,7 +225,7 @@ class Signature:
         yield from (setting.recipe for setting in self.settings)
         yield from (leaf for each in self.placed for leaf in leaves_of(each.recipe))
         for container in self.containers:
-            yield from (leaf for _, item in container.change.items for leaf in leaves_of(item))
+            yield from (leaf for _, item in container.items for leaf in leaves_of(item))
 
     def numbers_inputs(self) -> bool:
         """True if a recipe refers to an input by its number among all placeholders."""

@@ -7,42 +7,42 @@ the builtin classes are called as such, so that no code of a user's subclass run
 from __future__ import annotations
 
 import array
-import itertools
-import random
-import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import is_
+from operator import eq, is_
 from types import CellType
 from typing import Any
 
 import torch
 
 from graphopt.guards.values import same_constant
+from graphopt.tracing.rollback.generators import read_state, same_states, write_state
 
 _MISSING: Any = object()
 
 
 @dataclass(frozen=True)
 class ObjectKind:
-    """The functions that read, compare and restore objects of one kind.
+    """The functions that read, restore and compare objects of one kind.
 
     Attributes:
         read: returns an object's content, in a form that later changes do not touch.
-        same: tells whether an object still holds the content that was read.
         write: makes an object hold what was read.
+        same: tells whether two contents are one.
     """
 
     read: Callable[[Any], Any]
-    same: Callable[[Any, Any], bool]
     write: Callable[[Any, Any], None]
+    same: Callable[[Any, Any], bool]
 
 
-def _identical(now: Iterable[Any], before: Iterable[Any]) -> bool:
-    """True if two iterables of one length hold the same objects, or equal numbers and strings."""
-    pairs = itertools.tee(zip(now, before, strict=True))
-    return all(itertools.starmap(is_, pairs[0])) or all(itertools.starmap(same_constant, pairs[1]))
+def _identical(now: Sequence[Any], before: Sequence[Any]) -> bool:
+    """True if two sequences hold the same objects, or equal numbers and strings."""
+    if len(now) != len(before):
+        return False
+    return all(map(is_, now, before)) or all(map(same_constant, now, before))
 
 
 def _read_table(table: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
@@ -50,12 +50,8 @@ def _read_table(table: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
     return list(kind.keys(table)), list(kind.values(table))
 
 
-def _same_table(table: dict[Any, Any], before: tuple[list[Any], list[Any]]) -> bool:
-    keys, values = before
-    if len(keys) != dict.__len__(table):
-        return False
-    now = _read_table(table)
-    return _identical(now[0], keys) and _identical(now[1], values)
+def _same_tables(now: tuple[list[Any], list[Any]], before: tuple[list[Any], list[Any]]) -> bool:
+    return all(map(_identical, now, before))
 
 
 def _write_table(table: dict[Any, Any], content: tuple[list[Any], list[Any]]) -> None:
@@ -65,27 +61,14 @@ def _write_table(table: dict[Any, Any], content: tuple[list[Any], list[Any]]) ->
         kind.__setitem__(table, key, value)
 
 
-def _same_items(now: list[Any] | deque[Any], before: list[Any]) -> bool:
-    kind: Any = list if isinstance(now, list) else deque
-    return kind.__len__(now) == len(before) and _identical(kind.__iter__(now), before)
+def _filling(kind: Any, fill: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """A function that writes items to a container of this kind in place of what is in it."""
 
+    def write(container: Any, items: Iterable[Any]) -> None:
+        kind.clear(container)
+        fill(container, items)
 
-def _write_list(now: list[Any], content: list[Any]) -> None:
-    list.__setitem__(now, slice(None), content)
-
-
-def _write_queue(now: deque[Any], content: list[Any]) -> None:
-    deque.clear(now)
-    deque.extend(now, content)
-
-
-def _same_set(now: set[Any], before: frozenset[Any]) -> bool:
-    return set.__len__(now) == len(before) and set.__eq__(now, before) is True
-
-
-def _write_set(now: set[Any], content: frozenset[Any]) -> None:
-    set.clear(now)
-    set.update(now, content)
+    return write
 
 
 def _read_cell(cell: CellType) -> Any:
@@ -93,10 +76,6 @@ def _read_cell(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # empty: the variable has no value yet
         return _MISSING
-
-
-def _same_cell(cell: CellType, before: Any) -> bool:
-    return same_constant(_read_cell(cell), before)
 
 
 def _write_cell(cell: CellType, content: Any) -> None:
@@ -132,10 +111,6 @@ def _read_names(some: NamespacePart) -> list[Any]:
     return [some.get(name, _MISSING) for name in some.names]
 
 
-def _same_names(some: NamespacePart, before: list[Any]) -> bool:
-    return _identical(_read_names(some), before)
-
-
 def _write_names(some: NamespacePart, content: list[Any]) -> None:
     for name, now, value in zip(some.names, _read_names(some), content, strict=True):
         if now is value:
@@ -146,11 +121,7 @@ def _write_names(some: NamespacePart, content: list[Any]) -> None:
             some.set(name, value)
 
 
-def _same_bytes(now: bytearray, before: bytes) -> bool:
-    return now == before
-
-
-def _write_bytes(now: bytearray, content: bytes) -> None:
+def _write_slice(now: Any, content: Any) -> None:
     now[:] = content
 
 
@@ -158,42 +129,12 @@ def _write_numbers(now: array.array[Any], content: tuple[str, bytes]) -> None:
     now[:] = array.array(*content)
 
 
-def _same_array(now: Any, before: Any) -> bool:
+def _same_arrays(now: Any, before: Any) -> bool:
     return (now.dtype, now.tobytes()) == (before.dtype, before.tobytes())
 
 
 def _write_array(now: Any, content: Any) -> None:
     now[...] = content
-
-
-def _read_generator(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if hasattr(generator, "get_state"):
-        return generator.get_state()
-    return getattr(generator, "bit_generator", generator).state
-
-
-def _same_generator(generator: Any, before: Any) -> bool:
-    return bool(_comparable(_read_generator(generator)) == _comparable(before))
-
-
-def _write_generator(generator: Any, content: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(content)
-    elif hasattr(generator, "set_state"):
-        generator.set_state(content)
-    else:
-        getattr(generator, "bit_generator", generator).state = content
-
-
-def _comparable(state: Any) -> Any:
-    """A generator's state without arrays, so that it can be compared."""
-    if isinstance(state, dict):
-        return {key: _comparable(value) for key, value in state.items()}
-    if isinstance(state, tuple):
-        return tuple(map(_comparable, state))
-    return state.tolist() if hasattr(state, "tolist") else state
 
 
 def _read_modes(_: Any) -> tuple[Any, ...]:
@@ -206,10 +147,6 @@ def _read_modes(_: Any) -> tuple[Any, ...]:
     )
 
 
-def _same_modes(_: Any, before: tuple[Any, ...]) -> bool:
-    return _read_modes(None) == before
-
-
 def _write_modes(_: Any, content: tuple[Any, ...]) -> None:
     gradients, dtype, deterministic, warn_only, *autocast = content
     torch.set_grad_enabled(gradients)
@@ -220,38 +157,30 @@ def _write_modes(_: Any, content: tuple[Any, ...]) -> None:
         torch.set_autocast_dtype(device, precision)
 
 
-TABLE = ObjectKind(_read_table, _same_table, _write_table)
-LIST = ObjectKind(list.copy, _same_items, _write_list)
-QUEUE = ObjectKind(list, _same_items, _write_queue)
-SET = ObjectKind(frozenset, _same_set, _write_set)
-CELL = ObjectKind(_read_cell, _same_cell, _write_cell)
-NAMES = ObjectKind(_read_names, _same_names, _write_names)
-BYTES = ObjectKind(bytes, _same_bytes, _write_bytes)
-NUMBERS = ObjectKind(
-    lambda numbers: (numbers.typecode, numbers.tobytes()),
-    lambda now, before: (now.typecode, now.tobytes()) == before,
-    _write_numbers,
-)
-ARRAY = ObjectKind(lambda array: array.copy(), _same_array, _write_array)
-GENERATOR = ObjectKind(_read_generator, _same_generator, _write_generator)
-MODES = ObjectKind(_read_modes, _same_modes, _write_modes)
+TABLE = ObjectKind(_read_table, _write_table, _same_tables)
+LIST = ObjectKind(list.copy, _filling(list, list.extend), _identical)
+QUEUE = ObjectKind(list, _filling(deque, deque.extend), _identical)
+SET = ObjectKind(frozenset, _filling(set, set.update), eq)
+CELL = ObjectKind(_read_cell, _write_cell, same_constant)
+NAMES = ObjectKind(_read_names, _write_names, _identical)
+BYTES = ObjectKind(bytes, _write_slice, eq)
+NUMBERS = ObjectKind(lambda n: (n.typecode, n.tobytes()), _write_numbers, eq)
+ARRAY = ObjectKind(lambda array: array.copy(), _write_array, _same_arrays)
+GENERATOR = ObjectKind(read_state, write_state, same_states)
+MODES = ObjectKind(_read_modes, _write_modes, eq)
 
 
-def may_be_shared(value: object) -> bool:
-    """True if a value is a generator of Python or numpy. Other threads may draw from it as well,
-    and then its state does not tell who has drawn."""
-    return is_generator(value) and not isinstance(value, torch.Generator)
+@contextmanager
+def containers_kept(containers: Iterable[Any]) -> Iterator[None]:
+    """While active, changes to the dictionaries and lists among these are temporary."""
+    known = [(TABLE if isinstance(c, dict) else LIST, c) for c in containers if _is_kept(c)]
+    before = [(kind, container, kind.read(container)) for kind, container in known]
+    try:
+        yield
+    finally:
+        for kind, container, content in before:
+            kind.write(container, content)
 
 
-def is_generator(value: object) -> bool:
-    """True if a value is a random number generator whose state can be read, other than torch's
-    default one, which a trace leaves alone."""
-    if isinstance(value, random.SystemRandom) or value is torch.random.default_generator:
-        return False
-    if isinstance(value, (random.Random, torch.Generator)):
-        return True
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return False
-    drawing = numpy.random
-    return isinstance(value, (drawing.Generator, drawing.RandomState, drawing.BitGenerator))
+def _is_kept(container: object) -> bool:
+    return isinstance(container, (dict, list))

@@ -29,32 +29,44 @@ def _kinds() -> tuple[type, ...]:
     return (random.Random, numpy.RandomState, numpy.Generator, numpy.BitGenerator)
 
 
+def is_generator(value: object) -> bool:
+    """True if a value is a random number generator whose state can be read, other than torch's
+    default one, which a trace leaves alone."""
+    if isinstance(value, random.SystemRandom) or value is torch.random.default_generator:
+        return False
+    return isinstance(value, (torch.Generator, *_kinds()))
+
+
+def may_be_shared(value: object) -> bool:
+    """True if a value is a generator of Python or numpy. Other threads may draw from it as well,
+    and then its state does not tell who has drawn."""
+    return is_generator(value) and not isinstance(value, torch.Generator)
+
+
 def read_state(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
-    return generator.get_state(legacy=False)
+        return generator.get_state()
+    if hasattr(generator, "get_state"):
+        return generator.get_state(legacy=False)
+    return getattr(generator, "bit_generator", generator).state
 
 
 def write_state(generator: Any, state: Any) -> None:
     if isinstance(generator, random.Random):
         generator.setstate(state)
-    elif isinstance(generator, torch.Generator):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    else:
+    elif hasattr(generator, "set_state"):
         generator.set_state(state)
+    else:
+        getattr(generator, "bit_generator", generator).state = state
 
 
-def differs(one: Any, other: Any) -> bool:
-    """True if two states of a generator lead to different draws."""
-    return bool(_comparable(one) != _comparable(other))
-
-
-def _comparable(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _comparable(value) for key, value in state.items()}
-    return state.tobytes() if hasattr(state, "tobytes") else state
+def same_states(one: Any, other: Any) -> bool:
+    """True if two states of a generator lead to the same draws."""
+    if isinstance(one, dict):
+        return all(same_states(value, other[key]) for key, value in one.items())
+    return bool(one.tolist() == other.tolist() if hasattr(one, "tolist") else one == other)
 
 
 class GeneratorStates:
@@ -69,7 +81,7 @@ class GeneratorStates:
         may have been other threads."""
         if self._shared or other_threads_run():
             return None
-        drawn = (each for each, state in self._states if differs(read_state(each), state))
+        drawn = (each for each, state in self._states if not same_states(read_state(each), state))
         return next(map(said, drawn), None)
 
 
@@ -162,7 +174,7 @@ def draw_of(callee: Any, args: Sequence[Any], is_outside: Callable[[Any], bool])
     if generator is not None:
         told = any(generator is each for each in global_generators()) or is_outside(generator)
         return f"{said(generator)}.{name}()" if told else None
-    if _makes_generator(callee, name) and (not args or args[0] is None):
+    if _makes_generator(callee) and (not args or args[0] is None):
         return f"{name}() without a seed"
     module = getattr(callee, "__module__", None)
     drawing = module == "secrets" or (module == "uuid" and name in ("uuid1", "uuid4"))
@@ -187,7 +199,7 @@ def _generator_of(callee: Any, name: str, args: Sequence[Any]) -> Any:
     return None if made_of or getattr(numpy, name, None) is not callee else global_generators()[1]
 
 
-def _makes_generator(callee: Any, name: str) -> bool:
+def _makes_generator(callee: Any) -> bool:
     numpy = sys.modules.get("numpy.random")
     if isinstance(callee, type):
         kinds = _kinds() if numpy is None else (*_kinds(), numpy.SeedSequence)

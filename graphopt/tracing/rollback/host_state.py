@@ -7,7 +7,7 @@ graph, would happen at capture only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +16,11 @@ from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
 from graphopt.tracing.inputs.implicit import CarriedPlace, ImplicitInputs, MoreInputs, NamedModules
 from graphopt.tracing.outside.record import OutsideRecord
-from graphopt.tracing.outside.steps import unchanged
+from graphopt.tracing.outside.steps import refuse_changed_reads
 from graphopt.tracing.rollback import contents
 from graphopt.tracing.rollback.contents import NamespacePart, ObjectKind
-from graphopt.tracing.rollback.nests import parts
+from graphopt.tracing.rollback.generators import may_be_shared
+from graphopt.tracing.rollback.nests import leaves_in
 from graphopt.tracing.rollback.reachable import reachable
 from graphopt.tracing.scalars.numbers import SYMBOLIC
 
@@ -83,16 +84,16 @@ class HostState:
     def restore(self) -> OutsideChanges:
         """Restores everything that the trace changed, and returns the changes. Generators from
         which other threads may have drawn meanwhile are left as they are."""
-        changes = {
-            index: ObjectChange(kind, holder, before, kind.read(holder))
-            for index, (kind, holder, before) in enumerate(self._held)
-            if not kind.same(holder, before)
-        }
+        changes = [
+            ObjectChange(kind, holder, before, now)
+            for kind, holder, before in self._held
+            if not kind.same(now := kind.read(holder), before)
+        ]
         shared = self._shared or other_threads_run()
-        for change in changes.values():
-            if not (shared and contents.may_be_shared(change.changed)):
+        for change in changes:
+            if not (shared and may_be_shared(change.changed)):
                 change.kind.write(change.changed, change.before)
-        return OutsideChanges([*changes.values()], shared)
+        return OutsideChanges(changes, shared)
 
 
 def check_effects(effects: OutsideChanges) -> None:
@@ -108,7 +109,7 @@ def check_effects(effects: OutsideChanges) -> None:
                 " deterministic algorithms)",
                 hint="set it outside the step, or for a part of the step by a context manager",
             )
-        if any(isinstance(value, SYMBOLIC) for value in _flat(change.after)):
+        if any(isinstance(value, SYMBOLIC) for value in leaves_in(change.after, _is_nest)):
             raise CaptureError(
                 "it keeps the value of a tensor outside its return value, which would happen at"
                 " capture only",
@@ -124,13 +125,10 @@ def refuse_left(record: OutsideRecord) -> None:
         MoreInputs: it is a plain value, where the step has read another one: each call is to put it
             there.
     """
-    left = record.unrepeated.left
-    places = [
-        CarriedPlace(each.path, each.place, counted=True) for each in left if each.may_be_told
-    ]
+    places = [CarriedPlace(*each, counted=True) for each in record.unrepeated.left]
     if places:
         raise MoreInputs(ImplicitInputs(carried=places))
-    unchanged(record)
+    refuse_changed_reads(record)
 
 
 def drawn_from(effects: OutsideChanges) -> str | None:
@@ -139,14 +137,9 @@ def drawn_from(effects: OutsideChanges) -> str | None:
     for change in effects.changes:
         if change.kind is contents.GENERATOR:
             name = f"{type(change.changed).__module__}.{type(change.changed).__qualname__}"
-            perhaps = effects.shared and contents.may_be_shared(change.changed)
+            perhaps = effects.shared and may_be_shared(change.changed)
             return f"{name}, which it holds, unless another thread did" if perhaps else name
     return None
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    """The leaves of a nested value, which may be deep and contain itself."""
-    return (each for each in parts(value, _is_nest) if not _is_nest(each))
 
 
 def _is_nest(value: Any) -> bool:

@@ -30,13 +30,26 @@ def parts(value: Any, is_nest: Callable[[Any], bool]) -> Iterator[Any]:
             pending.extend(each.values() if isinstance(each, dict) else each)
 
 
-def leaves_in(value: Any) -> Iterator[Any]:
-    """Yields the leaves of nested lists, tuples and dictionaries."""
-    return (each for each in parts(value, _is_plain_nest) if not _is_plain_nest(each))
+def with_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of nested lists, tuples, dictionaries and slices with `change` applied to each
+    leaf."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind([with_leaves(item, change) for item in value])
+    if kind is dict:
+        return {key: with_leaves(item, change) for key, item in value.items()}
+    if kind is slice:
+        return slice(*(with_leaves(b, change) for b in (value.start, value.stop, value.step)))
+    return change(value)
 
 
 def _is_plain_nest(value: Any) -> bool:
     return type(value) in _NESTS
+
+
+def leaves_in(value: Any, is_nest: Callable[[Any], bool] = _is_plain_nest) -> Iterator[Any]:
+    """Yields the leaves of nested values, by default of lists, tuples and dictionaries."""
+    return (each for each in parts(value, is_nest) if not is_nest(each))
 
 
 def containers_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Any]]:

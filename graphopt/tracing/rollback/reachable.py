@@ -39,6 +39,7 @@ from graphopt.ir.user_frames import is_installed, is_library_file
 from graphopt.tracing.outside.changed_containers import PUT_BACK
 from graphopt.tracing.rollback import contents
 from graphopt.tracing.rollback.contents import NamespacePart, ObjectKind
+from graphopt.tracing.rollback.generators import is_generator
 
 _LIMIT = 200_000
 _LARGE = 10_000
@@ -79,16 +80,17 @@ Found = tuple[ObjectKind, Any]
 
 
 class _ReachableSearch:
-    """One search for reachable objects. `keep` holds what has been seen, so that no `id` is used
-    twice; `bound` methods lead to their objects."""
+    """One search for the objects that `step` can reach. `keep` holds what has been seen, so that no
+    `id` is used twice; `bound` methods lead to their objects."""
 
-    def __init__(self, namespace: dict[str, Any]) -> None:
-        self.namespace = namespace
+    def __init__(self, step: Any, arguments: Iterable[object], bound: bool = False) -> None:
+        self.namespace = getattr(_function_of(step), "__globals__", {})
         self.seen: set[int] = set()
         self.keep: list[object] = []
         self.pending: deque[object] = deque()
         self.slots: dict[type, tuple[str, ...]] = {}
-        self.bound = False
+        self.bound = bound
+        self.add([step, *arguments])
 
     def add(self, values: Iterable[object]) -> None:
         self.pending.extend(value for value in values if type(value) not in _ATOMIC)
@@ -204,16 +206,13 @@ def reachable(step: Any, arguments: Iterable[object]) -> Iterator[Found]:
     The modes of torch come first, as one object.
     """
     yield contents.MODES, None
-    search = _ReachableSearch(getattr(_function_of(step), "__globals__", {}))
-    search.add([step, *arguments])
-    yield from search.run()
+    yield from _ReachableSearch(step, arguments).run()
 
 
 def trained_objects(step: Any, arguments: Iterable[object]) -> list[nn.Module | Optimizer]:
     """The optimizers that `step` can reach, and the outermost modules whose parameters they
     update; without optimizers, all modules that get gradients."""
-    search = _ReachableSearch(getattr(_function_of(step), "__globals__", {}))
-    search.add([step, *arguments])
+    search = _ReachableSearch(step, arguments)
     for _ in search.run():
         pass
     optimizers = [value for value in search.keep if isinstance(value, Optimizer)]
@@ -264,9 +263,7 @@ class ReachableObjects:
 
 def reached_from(function: Any, arguments: Iterable[object]) -> ReachableObjects:
     """Everything that `function` can reach from its closure, arguments and globals."""
-    search = _ReachableSearch(getattr(_function_of(function), "__globals__", {}))
-    search.bound = True
-    search.add([function, *arguments])
+    search = _ReachableSearch(function, arguments, bound=True)
     held = {id(value) for _, value in search.run()}
     return ReachableObjects(None if search.pending else search.seen | held, search.keep)
 
@@ -302,7 +299,7 @@ def _kind_of(value: object) -> ObjectKind | None:
         return contents.CELL
     if isinstance(value, (dict, list, set, deque, bytearray)):
         return next(kind for base, kind in _CONTAINERS.items() if isinstance(value, base))
-    if contents.is_generator(value):
+    if is_generator(value):
         return contents.GENERATOR
     return contents.ARRAY if _is_array(value) else None
 
@@ -369,13 +366,10 @@ def _function_in(attribute: Any) -> Any:
 
 
 def _attributes_of(kind: type) -> NamespacePart:
-    def get(name: str, missing: Any) -> Any:
-        return vars(kind).get(name, missing)
-
     return NamespacePart(
         kind,
         tuple(n for n, v in vars(kind).items() if _is_value(n, v)),
-        get,
+        vars(kind).get,
         partial(type.__setattr__, kind),
         partial(type.__delattr__, kind),
     )
@@ -400,11 +394,8 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 
 def _slots_in(value: Any, names: tuple[str, ...]) -> NamespacePart:
-    def get(name: str, missing: Any) -> Any:
-        return getattr(value, name, missing)
-
     write, drop = partial(object.__setattr__, value), partial(object.__delattr__, value)
-    return NamespacePart(value, names, get, write, drop)
+    return NamespacePart(value, names, partial(getattr, value), write, drop)
 
 
 def is_shared(attributes: dict[str, Any]) -> bool:

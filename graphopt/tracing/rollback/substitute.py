@@ -29,7 +29,6 @@ from graphopt.tracing.inputs.implicit import CarriedPlace, NamedModules
 from graphopt.tracing.optimizers.optimizer_state import (
     entries_at,
     is_nest,
-    mapped,
     of_none,
     tensors_of,
     write,
@@ -37,7 +36,9 @@ from graphopt.tracing.optimizers.optimizer_state import (
 from graphopt.tracing.optimizers.setting_place import may_be_left
 from graphopt.tracing.optimizers.watched_state import WatchedState
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
+from graphopt.tracing.rollback.contents import containers_kept
 from graphopt.tracing.rollback.generators import undisturbed
+from graphopt.tracing.rollback.nests import with_leaves
 from graphopt.tracing.scalars.tuples import with_leaf
 
 
@@ -78,22 +79,17 @@ def preserved(
         opened: dictionaries and lists in objects among the arguments.
         carried: places outside the arguments.
     """
-    tables: list[dict[str, Any]] = []
-    lists = list(opened)
+    containers = list(opened)
     for _, module in modules:
-        tables += [vars(module), *_compat.own_tables(module)]
-        lists.append(_compat.weights_of_layers(module))
+        containers += [vars(module), *_compat.own_tables(module)]
+        containers.append(_compat.weights_of_layers(module))
     for optimizer in optimizers:
-        tables += [vars(optimizer), *optimizer.param_groups]
+        containers += [vars(optimizer), *optimizer.param_groups]
     for value in others:
         attributes = getattr(value, "__dict__", None)
         if type(value).__module__ != "builtins" and isinstance(attributes, dict):
-            tables.append(attributes)
-    tables += [table for table in opened if isinstance(table, dict)]
-    with ExitStack() as stack:
-        stack.enter_context(undisturbed())
-        stack.enter_context(tables_kept(tables))
-        stack.enter_context(lists_kept(lists))
+            containers.append(attributes)
+    with undisturbed(), containers_kept(containers), ExitStack() as stack:
         for each in carried:
             if each.place.is_written:
                 stack.callback(_put_back, each.place, each.place.now())
@@ -104,29 +100,6 @@ def _put_back(place: OutsidePlace, value: Any) -> None:
     """Restores an item; those of an emptied list are restored later, all at once."""
     if place.now() is not MISSING or not isinstance(place.holder, list):
         place.write(value)
-
-
-@contextmanager
-def tables_kept(tables: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """While active, changes to these dictionaries are temporary."""
-    before = [(table, dict(table)) for table in tables]
-    try:
-        yield
-    finally:
-        for table, entries in before:
-            table.clear()
-            table.update(entries)
-
-
-@contextmanager
-def lists_kept(containers: Iterable[Any]) -> Iterator[None]:
-    """While active, changes to these lists are temporary."""
-    before = [(each, list(each)) for each in containers if isinstance(each, list)]
-    try:
-        yield
-    finally:
-        for each, items in before:
-            each[:] = items
 
 
 def insert(optimizers: Sequence[Optimizer], inputs: Inputs, traced: StandIns) -> None:
@@ -183,7 +156,7 @@ def _insert_into_optimizer(
             dict.__setitem__(group, number.key, tuple(parts))
     traced.states.append(
         {
-            traced_key(key): {k: mapped(v, lambda leaf: leaf) for k, v in entries_at(of).items()}
+            traced_key(key): {k: with_leaves(v, lambda v: v) for k, v in entries_at(of).items()}
             for key, of in state.items()
         }
     )
@@ -220,7 +193,7 @@ def _stand_ins_in(key: Any, value: Any, traced: StandIns) -> Any:
         return traced.by_id.get(id(value), value)
     if next(tensors_of(key, value), None) is None:
         return value
-    return mapped(value, lambda leaf: traced.by_id.get(id(leaf), leaf))
+    return with_leaves(value, lambda leaf: traced.by_id.get(id(leaf), leaf))
 
 
 class _Settings(dict[str, Any]):

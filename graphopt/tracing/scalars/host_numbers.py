@@ -15,7 +15,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,7 +38,6 @@ from graphopt.tracing.scalars.functions import (
 )
 from graphopt.tracing.scalars.numbers import (
     COMPARISONS,
-    NumberListener,
     TracedFloat,
     as_read,
     compared,
@@ -48,6 +47,9 @@ from graphopt.tracing.scalars.numbers import (
     record,
     reflected,
 )
+
+if TYPE_CHECKING:
+    from graphopt.tracing.tensors.obtained import ObtainedValues
 
 EXACT = 2**53
 """Integers below are numbers in float64 themselves."""
@@ -75,7 +77,7 @@ class HostNumber(TracedFloat):
         value: Any,
         expression: Any,
         conditions: Conditions,
-        notes: NumberListener,
+        notes: ObtainedValues,
     ) -> None:
         torch.SymFloat.__init__(self, symbolic.node)
         self.value = value
@@ -198,14 +200,14 @@ class ScheduledFloat(HostNumber):
         value: Any,
         index: int,
         conditions: Conditions,
-        notes: NumberListener,
+        notes: ObtainedValues,
     ) -> None:
         HostNumber.__init__(self, symbolic, value, Leaf(index), conditions, notes)
         self.tensor = tensor
 
 
 def stand_in_of_number(
-    tensor: torch.Tensor, value: Any, index: int, conditions: Conditions, notes: NumberListener
+    tensor: torch.Tensor, value: Any, index: int, conditions: Conditions, notes: ObtainedValues
 ) -> HostNumber:
     """The stand-in of a number, given its graph input.
 

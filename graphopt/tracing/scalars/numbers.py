@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from graphopt.tracing.scalars.functions import (
     numpy_float64,
     of_numpy,
 )
+
+if TYPE_CHECKING:
+    from graphopt.tracing.tensors.obtained import ObtainedValues
 
 SCHEDULED = ("lr", "betas", "momentum", "weight_decay")
 """Settings of a parameter group that schedulers change; all others are guarded by value."""
@@ -151,50 +154,26 @@ def may_be_of_numpy(value: Any) -> bool:
     return isinstance(value, torch.SymFloat) and "of_numpy" in vars(value)
 
 
-class NumberListener(Protocol):
-    """A protocol for the receiver of events about a step's traced numbers.
-
-    Attributes:
-        positions: numbers that are known before the graph runs, as positions.
-    """
-
-    positions: Any
-
-    def add_number(self, number: Any) -> None:
-        """Records that the step obtains a number."""
-
-    def hand_out(self, numbers: Iterable[int], text: bool) -> None:
-        """Records that the step takes the plain number, or its text, computed from these inputs."""
-
-    def decide(self, number: Any, kind: type) -> Any:
-        """The number in this call, on which the graph is then specialized."""
-
-    def text(self, function: Callable[..., str], args: tuple[Any, ...]) -> str:
-        """The text that a function makes of a traced value, for which the step is refused."""
-
-    def array(self, what: str) -> CaptureError:
-        """Builds the error for a numpy array of traced values."""
-
-    def refuse(self, error: CaptureError) -> CaptureError:
-        """Refuses the step even if it catches the error, as `logging` does."""
+_made: ContextVar[ObtainedValues | None] = ContextVar("made", default=None)
 
 
-_made: ContextVar[NumberListener | None] = ContextVar("made", default=None)
-
-
-def current_notes() -> NumberListener | None:
+def current_notes() -> ObtainedValues | None:
     """The listener for events about traced numbers in this thread; None outside a trace."""
     return _made.get()
 
 
-def noting(made: NumberListener) -> AbstractContextManager[None]:
+def noting(made: ObtainedValues) -> AbstractContextManager[None]:
     """While active, `made` receives the events of traced numbers."""
     return while_set(_made, made)
 
 
 def refusal(reason: str, hint: str) -> CaptureError:
+    """The error that refuses the step at the line that runs, even if the step catches it."""
+    return refused(CaptureError(reason, location=current_location(), hint=hint))
+
+
+def refused(error: CaptureError) -> CaptureError:
     """Refuses the step even if it catches the error; returns that error."""
-    error = CaptureError(reason, location=current_location(), hint=hint)
     made = _made.get()
     return error if made is None else made.refuse(error)
 

@@ -70,28 +70,19 @@ class Positions:
         node = _compat.node_of(self._tracer, position)
         assert node is not None
         node.meta[SIZED] = True
-        order = len(self._numbers)
-        self._numbers[symbol] = number.value
-        self._questions.add(symbol, order, False)
-        asked = _PositionQuestion(self._questions, self._numbers, symbol, order)
-        self._conditions.add(Condition(asked, number.expression, None, True))
+        order, numbers, questions = len(self._numbers), self._numbers, self._questions
+        numbers[symbol] = number.value
+        questions.add(symbol, order, False)
+
+        def hold(value: Any, _: None) -> bool:
+            """True if the guards on the symbol hold for a number."""
+            if type(value) is not int:
+                return False
+            numbers[symbol] = value
+            return questions.hold(order, numbers)
+
+        self._conditions.add(Condition(hold, number.expression, None, True))
         return position
-
-
-class _PositionQuestion:
-    """A guard on a position's symbol, as a test of its number."""
-
-    def __init__(
-        self, questions: AnsweredQuestions, numbers: dict[Any, int], symbol: Any, order: int
-    ) -> None:
-        self._questions, self._numbers = questions, numbers
-        self._symbol, self._order = symbol, order
-
-    def __call__(self, number: Any, other: None) -> bool:
-        if type(number) is not int:
-            return False
-        self._numbers[self._symbol] = number
-        return self._questions.hold(self._order, self._numbers)
 
 
 def takes_positions(callee: Any, args: Sequence[Any]) -> Callable[..., Any] | None:

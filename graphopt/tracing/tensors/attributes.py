@@ -19,7 +19,8 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.tracing.inputs.entries import Inputs
 from graphopt.tracing.outside.places import MISSING
-from graphopt.tracing.rollback.substitute import StandIns, tables_kept
+from graphopt.tracing.rollback.contents import containers_kept
+from graphopt.tracing.rollback.substitute import StandIns
 
 
 class AttributeChange(NamedTuple):
@@ -38,7 +39,7 @@ def marks_kept(inputs: Inputs) -> AbstractContextManager[None]:
     """Restores the attributes of parameters and buffers afterwards."""
     tensors = [entry.tensor for entry in inputs.module_tensors]
     tables = [vars(tensor) for tensor in tensors if not _compat.is_fake(tensor)]
-    return tables_kept(filter(None, tables))
+    return containers_kept(filter(None, tables))
 
 
 class StandInAttributes:

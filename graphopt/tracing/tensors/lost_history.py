@@ -19,7 +19,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.errors import CaptureError
-from graphopt.ir.user_frames import current_user_line
+from graphopt.ir.user_frames import current_location
 from graphopt.tracing.tensors.classes import WITH_GRADIENTS
 
 _left: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -137,8 +137,7 @@ class _MarkComputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        line = current_user_line()
-        location = None if line is None else str(line)
+        location = current_location()
         if not ctx.left:
             raise CaptureError(
                 "a backward goes through a tensor that was computed with gradients outside the"

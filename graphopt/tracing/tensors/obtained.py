@@ -90,16 +90,11 @@ class ObtainedValues:
     def kept_number(self, known: set[int]) -> tuple[SourceLine | None] | None:
         """The source line of the first obtained number that something still holds, except
         `known`, or None."""
-        for generation in (None, 1, 2):
-            if generation is not None:
-                gc.collect(generation)
-            alive = ((reference(), line) for reference, line in self._numbers)
-            lines = [
-                line for number, line in alive if number is not None and id(number) not in known
-            ]
-            if not lines:
-                return None
-        return (lines[0],)
+        numbers = self._numbers
+        lines = _after_collections(
+            lambda: [line for each, line in numbers if _is_alive(each(), known)]
+        )
+        return (lines[0],) if lines else None
 
     def line_of(self, value: object) -> SourceLine | None:
         """The source line at which the step got a tensor or number."""
@@ -117,12 +112,12 @@ class ObtainedValues:
     def kept(self, known: set[int]) -> tuple[list[int], SourceLine | None] | None:
         """Shape and source line of the first obtained tensor that a Python object still holds.
         Those in `known` (by id), and those that only autograd holds (in C++), do not count."""
-        for generation in (None, 1, 2):  # what the trace has made is young
-            if generation is not None:
-                gc.collect(generation)
-            tensors = self._alive(known)
-            if not tensors:
-                return None
+        references = self._references
+        tensors: list[Any] = _after_collections(
+            lambda: [t for t in (each() for each, _ in references) if _is_alive(t, known)]
+        )
+        if not tensors:
+            return None
         with frozen_objects_seen():
             return self._first_held(tensors)
 
@@ -138,13 +133,19 @@ class ObtainedValues:
                 return list(one[0].shape), line
         return None
 
-    def _alive(self, known: set[int]) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
-        for reference, _ in self._references:
-            tensor = reference()
-            if tensor is not None and id(tensor) not in known:
-                found.append(tensor)
-        return found
+
+def _after_collections(find: Callable[[], list[Any]]) -> list[Any]:
+    """What is still found when garbage has gone: that of the trace is young."""
+    found = find()
+    for generation in (1, 2):
+        if found:
+            gc.collect(generation)
+            found = find()
+    return found
+
+
+def _is_alive(value: Any, known: set[int]) -> bool:
+    return value is not None and id(value) not in known
 
 
 def _holders(tensors: list[torch.Tensor]) -> list[object]:

@@ -21,68 +21,61 @@ from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.rollback.substitute import StandIns
 
 
-class ReplacedTensors:
-    """Finds them when the step is over.
+def take_replaced(
+    modules: Sequence[nn.Module],
+    known: Set[Hashable],
+    record: OutsideRecord,
+    finder: ImplicitInputFinder,
+    inputs: Inputs,
+    traced: StandIns,
+    alone: bool,
+) -> None:
+    """Makes buffers that the step has replaced inputs that may be another tensor in each call.
 
     Args:
         modules: of the step.
         known: places, by their identities, whose buffers are known to be replaced.
         alone: no other rank runs the same step.
+
+    Raises:
+        CaptureError: a tensor is replaced that has to stay.
     """
+    attributes = {id(vars(module)) for module in modules}
+    buffers = {id(_compat.own_buffers(module)) for module in modules}
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        known: Set[Hashable],
-        record: OutsideRecord,
-        finder: ImplicitInputFinder,
-        alone: bool,
-    ) -> None:
-        self._known, self._record, self._finder, self._alone = known, record, finder, alone
-        self._attributes = {id(vars(module)) for module in modules}
-        self._holders = {id(_compat.own_parameters(each)): vars(each) for each in modules}
-        self._buffers = {id(_compat.own_buffers(module)) for module in modules}
-
-    def finish(self, inputs: Inputs, traced: StandIns) -> None:
-        """Makes replaced buffers inputs that may be another tensor in each call.
-
-        Raises:
-            CaptureError: a tensor is replaced that has to stay.
-        """
-        for entry in inputs.module_tensors:
-            stand_in = traced.by_id[id(entry.tensor)]
-            for owner, key in entry.slots:
-                value = owner.get(key)
-                if value is stand_in or entry.rebindable or self._is_put(owner, key):
-                    continue
-                if entry.kind == "parameter":
-                    raise self._replaced_parameter(entry, owner)
-                if not self._alone:
-                    raise CaptureError(
-                        f"it replaces {entry.fqn}, which other ranks have as well, by another"
-                        " object",
-                        hint="update it in place: with torch.no_grad(): buffer.copy_(new)",
-                    )
-                owner[key] = stand_in  # for this trace; the next one has the place as an input
-
-    def _replaced_parameter(self, entry: ModuleTensor, owner: Any) -> CaptureError:
-        """Builds the error for a step that replaces a parameter."""
-        written = self._record.unrepeated.written_at(self._holders.get(id(owner)))
-        return CaptureError(
-            f"it replaces the parameter {entry.fqn} by another object",
-            location=None if written is None else str(written[1]),
-            hint="update it in place: with torch.no_grad(): parameter.copy_(new)",
-        )
-
-    def _is_put(self, owner: Any, key: str) -> bool:
+    def is_put(owner: Any, key: str) -> bool:
         """True if each call stores another tensor in a place: an attribute, or a buffer that is an
         input already."""
-        if not self._alone:
-            return False
-        if id(owner) in self._attributes:
-            return True
+        if not alone or id(owner) in attributes:
+            return alone
         identity = OutsidePlace("item", owner, key).identity
-        if id(owner) in self._buffers and identity not in self._known:
-            self._finder.found.replaced |= {identity}
-            return False
-        return id(owner) in self._buffers
+        if id(owner) in buffers and identity not in known:
+            finder.found.replaced |= {identity}
+        return id(owner) in buffers and identity in known
+
+    for entry in inputs.module_tensors:
+        stand_in = traced.by_id[id(entry.tensor)]
+        for owner, key in entry.slots:
+            if owner.get(key) is stand_in or entry.rebindable or is_put(owner, key):
+                continue
+            if entry.kind == "parameter":
+                raise _replaced_parameter(entry, owner, modules, record)
+            if not alone:
+                raise CaptureError(
+                    f"it replaces {entry.fqn}, which other ranks have as well, by another object",
+                    hint="update it in place: with torch.no_grad(): buffer.copy_(new)",
+                )
+            owner[key] = stand_in  # for this trace; the next one has the place as an input
+
+
+def _replaced_parameter(
+    entry: ModuleTensor, owner: Any, modules: Sequence[nn.Module], record: OutsideRecord
+) -> CaptureError:
+    """Builds the error for a step that replaces a parameter."""
+    holder = next((vars(m) for m in modules if _compat.own_parameters(m) is owner), None)
+    written = record.unrepeated.written_at(holder)
+    return CaptureError(
+        f"it replaces the parameter {entry.fqn} by another object",
+        location=written and written[1],
+        hint="update it in place: with torch.no_grad(): parameter.copy_(new)",
+    )
