@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 from dataclasses import dataclass
+from types import FrameType
 
 
 @dataclass(frozen=True)
@@ -13,6 +14,11 @@ class SourceLine:
     file: str
     line: int
     function: str
+
+    @classmethod
+    def of(cls, frame: FrameType) -> SourceLine:
+        """The line that a frame is at."""
+        return cls(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
     @property
     def code(self) -> str:

@@ -12,11 +12,10 @@ from torch import fx
 from graphopt.guards.outside import OutsideGuard
 from graphopt.ir.placement import Placement, set_placement
 from graphopt.parallel import Manual
-from graphopt.parallel.markers import Group
 from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.effects.decisions import another_on_each_rank
 from graphopt.tracing.functional.functionalization import functionalize, name_placeholders
-from graphopt.tracing.inputs.entries import Inputs, InputSpec, Kind, PlacedNumber
+from graphopt.tracing.inputs.entries import InputSpec, Kind, PlacedNumber
 from graphopt.tracing.inputs.found_places import found_places
 from graphopt.tracing.inputs.notes import (
     forget_unwritten,
@@ -32,7 +31,6 @@ from graphopt.tracing.ranks.reduction import MarkedCommunication
 from graphopt.tracing.ranks.shards import placements, shard_made
 from graphopt.tracing.ranks.uniformity import first_own, own_inputs
 from graphopt.tracing.refusals.failures import explained
-from graphopt.tracing.results.signature import Signature
 from graphopt.tracing.rollback.host_state import refuse_left
 from graphopt.tracing.trace import RawTrace
 
@@ -53,6 +51,7 @@ def finish(
 
     Raises:
         CaptureError: the step leaves something on the host.
+        OwnDecisionError: it decides by values that may differ between ranks.
     """
     refuse_left(raw.outside)
     inputs, besides = raw.inputs, raw.besides
@@ -62,7 +61,9 @@ def finish(
     graph_module = _functional(raw)
     if communication is not None:
         own = own_inputs(inputs, raw.modules, broadcast=communication.parallel.broadcast)
-        _refuse_own_assumptions(graph_module.graph, inputs, own, raw.signature, communication.group)
+        assumed = first_own(graph_module.graph, inputs, own, raw.signature, communication.group)
+        if assumed is not None:  # on values that may differ between ranks
+            raise another_on_each_rank(assumed.line)
     kinds = list(inputs.kinds_and_names())
     specs = _described(graph_module, kinds, placements(inputs, raw.values, parallel))
     _note_uses(graph_module, specs, raw, held)
@@ -93,19 +94,6 @@ def _functional(raw: RawTrace) -> fx.GraphModule:
     forget_unwritten(graph_module, raw.inputs, raw.signature)
     refuse_shared_updates(raw, updated)
     return graph_module
-
-
-def _refuse_own_assumptions(
-    graph: fx.Graph, inputs: Inputs, own: Sequence[bool], signature: Signature, group: Group
-) -> None:
-    """Refuses assumptions on values that may differ between ranks.
-
-    Raises:
-        OwnDecisionError: it assumes some.
-    """
-    assumed = first_own(graph, inputs, own, signature, group)
-    if assumed is not None:
-        raise another_on_each_rank(assumed.line)
 
 
 def _described(

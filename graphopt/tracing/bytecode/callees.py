@@ -47,7 +47,7 @@ class Instruction(Operands):
     def __init__(self, frame: FrameType, step: OutsideAccess) -> None:
         super().__init__(frame, step.offset)
         self.frame, self.step = frame, step
-        self.line = SourceLine(self.code.co_filename, frame.f_lineno, self.code.co_name)
+        self.line = SourceLine.of(frame)
 
     def takes(self, place: int, other: Any) -> None:
         """Replaces an operand on the stack unless `other` is None."""

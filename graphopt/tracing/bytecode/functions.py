@@ -42,8 +42,7 @@ def called_by_torch(record: OutsideRecord, frame: FrameType) -> None:
             namespace, path = vars(value), f"{name}.{attribute}"
             name, value = attribute, namespace.get(attribute)
         if isinstance(value, _CALLED):
-            line = SourceLine(code.co_filename, frame.f_lineno, code.co_name)
-            record.read(OutsidePlace("item", namespace, name), path, line)
+            record.read(OutsidePlace("item", namespace, name), path, SourceLine.of(frame))
 
 
 @lru_cache(maxsize=4096)

@@ -57,7 +57,7 @@ class Instructions:
 
     def counts(self, frame: FrameType) -> None:
         """Records that a function starts which adds its second argument to its first, in place."""
-        line = SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        line = SourceLine.of(frame)
         counter, *added = (frame.f_locals[n] for n in frame.f_code.co_varnames[:2])
         self._record.mutated(counter, line)
         for value in added:

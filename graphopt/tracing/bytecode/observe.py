@@ -149,12 +149,12 @@ class Observer:
             path = self.record.path(module, type(module).__name__)
             for name, child in module.named_modules(prefix=path):
                 self.record.modules.setdefault(id(child), (name, child))
-                read_method(self.record, type(child), "forward", _line(sys._getframe(2)))
+                read_method(self.record, type(child), "forward", SourceLine.of(sys._getframe(2)))
 
     def _function(self, frame: FrameType) -> None:
         """Records the identity, defaults and origin of the function that starts."""
         function = frames.Operands(frame, -1).function
-        line = _line(frame)
+        line = SourceLine.of(frame)
         if isinstance(function, FunctionType):
             read_function(self.record, function, line)
         code = frame.f_code
@@ -185,11 +185,6 @@ def _is_generic(code: CodeType) -> bool:
     """True if a function acts for its caller: a library's, or one that a dataclass generated."""
     generated = code.co_filename.startswith("<str") and code.co_name.startswith("__")
     return generated or is_library_file(code.co_filename)
-
-
-def _line(frame: FrameType) -> SourceLine:
-    code = frame.f_code
-    return SourceLine(code.co_filename, frame.f_lineno, code.co_name)
 
 
 @contextmanager

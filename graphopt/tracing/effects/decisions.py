@@ -37,7 +37,7 @@ from graphopt.tracing.call import SizesKept
 from graphopt.tracing.functional.constant_values import ConstantValues
 from graphopt.tracing.functional.values import TracedValues, ValuesBeforeCollectives
 from graphopt.tracing.inputs.entries import Inputs
-from graphopt.tracing.ranks.uniformity import is_alike
+from graphopt.tracing.ranks.uniformity import own_values
 
 SIZED = "sized"
 """The key of a node's metadata that says that its sizes were given."""
@@ -54,7 +54,7 @@ class Decider:
         inputs: keep the answers.
         mode: in which the trace computes.
         values: of the inputs in this call, which decide.
-        own: inputs that may have other values on other ranks; see `alike.own_inputs`.
+        own: inputs that may have other values on other ranks; see `uniformity.own_inputs`.
         alone: no other rank runs the same step.
         group: the ranks that average gradients; None where none do. A rank then goes on with the
             graph of another branch by itself, whatever it has launched
@@ -107,10 +107,11 @@ class Decider:
         return self._group is not None and self._own_so_far
 
     def _is_alike(self, number: Any) -> bool:
+        """True if a number is the same on all ranks, given the inputs that may differ."""
         node, group = _compat.node_of(self._tracer, number), self._group
         if node is None or group is None:
             return True
-        return is_alike(self._tracer.graph, node, self._own, group)
+        return node not in own_values(self._tracer.graph, self._own, group, node)
 
     @property
     def may_know(self) -> bool:

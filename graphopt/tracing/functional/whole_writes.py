@@ -145,7 +145,9 @@ def functional_form(node: fx.Node) -> Callable[..., Any] | None:
     listed = name.startswith("aten::_foreach_")
     if listed and rounds_a_list_in_place(target, map(known_value, _entries(node.args[0]))):
         return None
-    special = None if listed else inplace.functional_form(target, _values(node.args))
+    special = (
+        None if listed else inplace.functional_form(target, fx.map_arg(node.args, known_value))
+    )
     if special is not None or listed or torch.Tag.pointwise in target.tags:
         return special or _overload(name.removeprefix("aten::").removesuffix("_"), target)
     return None
@@ -159,10 +161,6 @@ def _overload(name: str, like: Any) -> Callable[..., Any] | None:
 
 def _entries(listed: Any) -> Sequence[fx.Node]:
     return listed if isinstance(listed, (list, tuple)) else ()
-
-
-def _values(args: Any) -> Any:
-    return fx.map_arg(args, known_value)
 
 
 OF_NUMBERS = frozenset(numbers.ARITHMETIC) | PYTHON_FUNCTIONS

@@ -4,7 +4,7 @@
 
 They are taken apart as lists and dictionaries are: tensors, arrays and numbers in them are inputs,
 found by their path in each call, and what the step leaves in them each call leaves in its own. What
-else the step reads of them is found again by the guard of what it reads outside (`outside.guard`),
+else the step reads of them is found again by the guard of what it reads outside (`guards.outside`),
 which gets to the object by a place in a list that holds those of the call.
 """
 

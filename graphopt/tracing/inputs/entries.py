@@ -201,7 +201,7 @@ class Inputs:
         guessed: the position of the last answer that may be taken back, if one may.
         sizes: what is made of sizes that depend on values.
         meets_sizes: a trace has met such a size.
-        asked: a library has asked whether it is traced; see `asked`.
+        asked: a library has asked whether it is traced; see `tracing_questions`.
         rebound: `module_tensors` that get other storage in each call; see `rebinding`.
         aliases: entries of optimizer state that are the memory of a module tensor, as `rebinding`
             leaves them; no inputs of their own.

@@ -65,8 +65,8 @@ class ImplicitInputs:
             constants.
         whole_objects: objects among the arguments are not taken apart.
         unfollowed: why it was refused with objects of each call, where there are none.
-        as_traced: libraries that ask find out that they are traced (see `asked`), since the step
-            is refused otherwise, for this reason.
+        as_traced: libraries that ask find out that they are traced (see `tracing_questions`), since
+            the step is refused otherwise, for this reason.
         carried: places in which the step finds a tensor or a number, and leaves another one.
         made: attributes that the first call gives tensors, which are among `tensors`: of which
             object, name, tensor.

@@ -48,7 +48,7 @@ Call = tuple[Any, ContainerLayout, ContainerLayout]
 
 @lru_cache(maxsize=1 << 14)
 def true_results(
-    call: Call, expected: Any, elementwise: bool, settings: tuple[Any, ...]
+    call: Call, expected: Any, elementwise: bool, settings: tuple[Any, ...] = ()
 ) -> Any | None:
     """Returns the layouts of the real kernel's results for a described call, cached forever.
 

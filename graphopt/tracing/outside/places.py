@@ -219,15 +219,8 @@ _BASES = (collections.OrderedDict, dict, list, collections.deque)
 def _write_cell(holder: CellType, key: Any, value: Any) -> None:
     if value is not MISSING:
         holder.cell_contents = value
-    elif _cell_is_full(holder):
-        del holder.cell_contents
-
-
-def _cell_is_full(holder: CellType) -> bool:
-    try:
-        return holder.cell_contents is not MISSING
-    except ValueError:
-        return False
+    else:
+        del holder.cell_contents  # nothing happens where there is no value
 
 
 def _write_attribute(holder: Any, key: str, value: Any) -> None:

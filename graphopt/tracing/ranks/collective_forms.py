@@ -52,8 +52,8 @@ def all_reduce_coalesced(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    return _finish(tensors, _reduced(flat, op, _compat.group_or_default(group)), async_op)
+    launched = _reduced(_joined(tensors), op, _compat.group_or_default(group))
+    return _finish(tensors, launched, async_op)
 
 
 def reduce(

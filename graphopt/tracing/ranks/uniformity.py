@@ -53,11 +53,6 @@ def own_inputs(inputs: Inputs, modules: NamedModules, *, broadcast: bool) -> lis
     return own
 
 
-def is_alike(graph: fx.Graph, wanted: fx.Node, own: Sequence[bool], group: Group) -> bool:
-    """True if a traced node has the same value on all ranks, given the inputs that may differ."""
-    return wanted not in own_values(graph, own, group, wanted)
-
-
 def first_own(
     graph: fx.Graph, inputs: Inputs, own: Sequence[bool], signature: Signature, group: Group
 ) -> Assumption | None:

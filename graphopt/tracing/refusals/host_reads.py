@@ -139,7 +139,7 @@ def asking_line(frame: FrameType) -> SourceLine | None:
             return None
         if not is_library_file(file):
             if not is_installed(file):
-                return SourceLine(file, each.f_lineno, each.f_code.co_name)
+                return SourceLine.of(each)
         elif _is_infrastructure(file):
             return None
     return None

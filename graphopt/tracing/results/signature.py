@@ -195,7 +195,7 @@ class Signature:
         flags_of_parameters: `requires_grad` of module tensors that get another, by their number.
         dead_gradients: module tensors whose gradient is dropped before anyone reads it.
         dropped_gradients: module tensors whose gradient is no input, and dropped if there is one.
-        keeps_casts: whether the step enters autocast; see `casts`.
+        keeps_casts: whether the step enters autocast; see `kept_casts`.
     """
 
     output_spec: Any

@@ -81,8 +81,8 @@ def _read_cell(cell: CellType) -> Any:
 def _write_cell(cell: CellType, content: Any) -> None:
     if content is not _MISSING:
         cell.cell_contents = content
-    elif _read_cell(cell) is not _MISSING:
-        del cell.cell_contents
+    else:
+        del cell.cell_contents  # nothing happens where there is no value
 
 
 @dataclass(frozen=True)

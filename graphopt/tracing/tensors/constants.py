@@ -17,9 +17,7 @@ from graphopt.errors import CaptureError
 from graphopt.graph_utils import is_dense
 from graphopt.ir.user_frames import current_location
 from graphopt.tracing.optimizers.optimizer_state import entries_at
-from graphopt.tracing.scalars.numbers import TracedFloat
-
-_SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)
+from graphopt.tracing.scalars.numbers import SYMBOLIC, TracedFloat
 
 
 def holds_read(value: Any) -> bool:
@@ -28,7 +26,7 @@ def holds_read(value: Any) -> bool:
         return any(map(holds_read, value))
     if issubclass(type(value), TracedFloat):
         return not isinstance(value, int)  # integers that are known before a call are constants
-    return issubclass(type(value), _SYMBOLIC)
+    return issubclass(type(value), SYMBOLIC)
 
 
 def holds_tensors(value: Any) -> bool:
