@@ -18,11 +18,13 @@ from graphopt.runtime.captured_graphs import CapturedGraphs
 from graphopt.runtime.eager import Fallback
 
 if TYPE_CHECKING:
+    from graphopt.cost import CostModel
     from graphopt.iter_graph import IterGraphModule
     from graphopt.lowering.compiler import Options
     from graphopt.lowering.subgraph import LoweredSubgraph
     from graphopt.manager import PassManager, Report
     from graphopt.parallel import Parallel
+    from graphopt.schedule import Timeline
     from graphopt.stages.auto import AutoPipeline
     from graphopt.tracing import CapturedStep
 
@@ -195,6 +197,19 @@ class TrainStep:
         from graphopt.manager import records_of
 
         return records_of(self.graph_module)
+
+    def timeline(self, cost_model: CostModel | None = None) -> Timeline:
+        """Predict the timeline of the latest call's graph, as `graphopt.simulate` does.
+
+        Args:
+            cost_model: None: presets by the devices in the graph.
+
+        Raises:
+            GraphOptError: the step has not been called, or runs eagerly.
+        """
+        from graphopt.schedule import simulate
+
+        return simulate(self.graph_module, cost_model)
 
     def _repr_html_(self) -> str:
         if not self._entries:

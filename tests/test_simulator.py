@@ -407,3 +407,13 @@ def test_as_inductor_counts(case: str, pipeline: str, monkeypatch: pytest.Monkey
     inputs = ("placeholder", "get_attr")
     profile = memory.build_memory_profile(gm.graph, lambda node: node.op not in inputs)
     assert step_peak_bytes(gm.graph) == pytest.approx(max(profile) - profile[0], rel=0.02)
+
+
+def test_the_timeline_of_a_step_is_that_of_its_latest_graph() -> None:
+    step = graphopt.compile(lambda model, x: model(x))
+    with pytest.raises(graphopt.GraphOptError, match="not been called"):
+        step.timeline()
+    step(torch.nn.Linear(4, 4), torch.ones(2, 4))
+    costs = graphopt.cost.CostModel.preset(device="cpu", network="ethernet")
+    predicted = graphopt.simulate(step.graph_module, costs)
+    assert step.timeline(costs).step_seconds == predicted.step_seconds > 0
