@@ -189,9 +189,10 @@ class OutsideRecord(OutsideReads):
             if not puts_back(container):
                 self.unrepeated.refuse(self.path(container, type(container).__name__), line)
         for each in self._changes.values():
-            known = self.unrepeated.written_at(each.container)
-            if id(each.container) in self.repeated or known is None:
+            if id(each.container) in self.repeated:
                 continue
+            known = self.unrepeated.written_at(each.container)
+            assert known is not None, "noted when it was changed"
             if each.is_as_before:
                 self.holds_contents(each.container, each.line)  # of another it may leave less
             elif puts_back(each.container):
