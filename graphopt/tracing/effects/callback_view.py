@@ -21,9 +21,9 @@ from graphopt.host.held import GivenContainer, HeldByFunction
 from graphopt.host.seen import EarlierWrite, StaleValue, UsedPlace
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import current_user_line
+from graphopt.tracing.effects.reads_behind_callbacks import ReadsBehindCallbacks
 from graphopt.tracing.optimizers.setting_place import SettingPlace
 from graphopt.tracing.outside.places import MISSING, OutsidePlace, is_value, same
-from graphopt.tracing.outside.reads_behind_callbacks import ReadsBehindCallbacks
 from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.results.signature import Signature
 from graphopt.tracing.rollback.nests import Path

@@ -26,6 +26,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.guards.values import is_plain
+from graphopt.tracing.effects.tuples import is_tensor, leaves_of
 from graphopt.tracing.effects.written_values import MadeAnew, refused_object, written_value
 from graphopt.tracing.inputs.entries import is_exact, may_be_input
 from graphopt.tracing.inputs.implicit import ImplicitInputFinder
@@ -36,7 +37,6 @@ from graphopt.tracing.results.signature import Constant, PlacedResult
 from graphopt.tracing.rollback.reachable import is_shared
 from graphopt.tracing.rollback.substitute import StandIns
 from graphopt.tracing.scalars.numbers import SYMBOLIC
-from graphopt.tracing.scalars.tuples import is_tensor, leaves_of
 
 
 def take_placed(

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from graphopt.tracing.effects.tuples import TupleTable, is_tensor_or_plain, leaves_of
 from graphopt.tracing.outside.held import is_plain_class
 from graphopt.tracing.outside.places import OutsidePlace, attributes_of
 from graphopt.tracing.scalars.host_numbers import EXACT
-from graphopt.tracing.scalars.tuples import TupleTable, is_tensor_or_plain, leaves_of
 from graphopt.tracing.tensors.classes import special_class
 
 _TABLES = frozenset({dict, OrderedDict, defaultdict})

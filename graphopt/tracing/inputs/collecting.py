@@ -15,6 +15,7 @@ from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.runtime.late.tensors import names_of_held
 from graphopt.tracing.call import Call, has_gradient
+from graphopt.tracing.effects.tuples import TupleTable, is_tensor, leaves_of
 from graphopt.tracing.inputs.entries import (
     ArgumentNumber,
     GradientInput,
@@ -43,7 +44,6 @@ from graphopt.tracing.optimizers.optimizer_state import (
 from graphopt.tracing.outside.places import OutsidePlace, place_in
 from graphopt.tracing.outside.record import OutsideRecord
 from graphopt.tracing.scalars.numbers import SCHEDULED
-from graphopt.tracing.scalars.tuples import TupleTable, is_tensor, leaves_of
 from graphopt.tracing.tensors.lost_history import accumulates, marks_of
 
 

@@ -17,12 +17,12 @@ from graphopt._compat.tensor_classes import alias_of
 from graphopt.host.decisions.assumptions import Answer
 from graphopt.ir.placement import Placement
 from graphopt.tracing.call import Call, SizesKept
+from graphopt.tracing.effects.tuples import leaves_of
 from graphopt.tracing.optimizers import optimizer_state
 from graphopt.tracing.optimizers.optimizer_state import NonParameterKey
 from graphopt.tracing.outside.places import OutsidePlace
 from graphopt.tracing.scalars.expressions import Conditions
 from graphopt.tracing.scalars.host_numbers import EXACT, is_of_numpy
-from graphopt.tracing.scalars.tuples import leaves_of
 
 Kind = Literal["parameter", "buffer", "optimizer_state", "gradient", "hyperparameter", "user_input"]
 

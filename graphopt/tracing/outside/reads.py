@@ -13,6 +13,7 @@ import torch
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.source import SourceLine
+from graphopt.tracing.effects.reads_behind_callbacks import ReadsBehindCallbacks
 from graphopt.tracing.outside.changed_containers import PUT_BACK, ContainerChanges
 from graphopt.tracing.outside.places import (
     MISSING,
@@ -24,7 +25,6 @@ from graphopt.tracing.outside.places import (
     is_value,
     key_text,
 )
-from graphopt.tracing.outside.reads_behind_callbacks import ReadsBehindCallbacks
 from graphopt.tracing.refusals.host_work import HostWork
 from graphopt.tracing.scalars.host_numbers import is_host_number
 from graphopt.tracing.scalars.numbers import SYMBOLIC, refusal

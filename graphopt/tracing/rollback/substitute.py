@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location
+from graphopt.tracing.effects.tuples import with_leaf
 from graphopt.tracing.inputs.entries import (
     ArgumentNumber,
     Inputs,
@@ -39,7 +40,6 @@ from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.rollback.contents import containers_kept
 from graphopt.tracing.rollback.generators import undisturbed
 from graphopt.tracing.rollback.nests import with_leaves
-from graphopt.tracing.scalars.tuples import with_leaf
 
 
 @dataclass
