@@ -213,7 +213,8 @@ def test_closure() -> None:
 
 
 def test_step_hooks_of_the_optimizer() -> None:
-    """Hooks that stay within tensors are part of the step."""
+    """Hooks that stay within tensors are part of the step. They may look at its state: a graph of
+    its own makes that."""
 
     def halve(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
@@ -225,7 +226,7 @@ def test_step_hooks_of_the_optimizer() -> None:
         built.optimizer.register_step_pre_hook(halve)
         return built
 
-    run(build)
+    run(build, captures=2)
 
 
 def test_checkpointed_model_with_fused_adam() -> None:
