@@ -236,6 +236,21 @@ def test_numbers_are_those_of_the_call() -> None:
     assert entry.guards.numbers_of(bound[1])[-1] == 5.5
 
 
+def test_a_function_with_a_closure_variable_that_has_no_value() -> None:
+    def doubled(x: torch.Tensor, deep: bool = False) -> torch.Tensor:
+        return later(x) if deep else x * 2
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return doubled(x)
+
+    if doubled.__closure__ is None:
+        later = step
+    compiled = graphopt.compile(step)
+    for _ in range(2):
+        assert torch.equal(compiled(torch.ones(2)), step(torch.ones(2)))
+    assert len(compiled.captures) == 1
+
+
 def test_an_attribute_that_is_computed_when_read_is_compared_by_value() -> None:
     def helper(x: torch.Tensor, scale: float) -> torch.Tensor:
         return x * scale

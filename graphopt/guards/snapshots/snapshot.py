@@ -283,8 +283,11 @@ def _is_code(value: object, left: int = _NESTED_FUNCTIONS) -> bool:
     if module is None or vars(module) is not value.__globals__ or not left:
         return False
     parts = [value.__defaults__, *(value.__kwdefaults__ or {}).values(), *vars(value).values()]
-    parts += [cell.cell_contents for cell in value.__closure__ or ()]
-    return all(_is_code(part, left - 1) for part in parts)
+    cells = value.__closure__ or ()
+    contents = gc.get_referents(*cells)
+    if len(contents) < len(cells):  # an empty one may come to hold anything
+        return False
+    return all(_is_code(part, left - 1) for part in (*parts, *contents))
 
 
 def _bodies(table: dict[str, Any]) -> list[Any]:
