@@ -171,7 +171,8 @@ def prepared(
         except Exception as error:
             if name not in _OPTIONAL:
                 raise
-            logger.warning("%s: %s", _OPTIONAL[name], type(error).__name__)
+            said = next(iter(str(error).splitlines()), type(error).__name__)
+            logger.warning("%s: %s", _OPTIONAL[name], said)
             continue
         made[name] = variant
         needed = max(needed, before - memory_left(device) + variant.peak_bytes)
