@@ -38,6 +38,7 @@ from graphopt.cost.operators import Measurement, machine_name
 from graphopt.cost.roofline import is_free, updates_in_place
 from graphopt.errors import SpmdMismatchError
 from graphopt.graph_utils import find_nodes, is_collective
+from graphopt.optim import get_all_fused_optimizer_blocks, split_fused_optimizer
 from graphs import inputs_of, training_step
 
 aten = torch.ops.aten
@@ -196,7 +197,9 @@ def test_whether_ranks_share_a_machine_is_asked_of_the_launcher(
     [
         CostModel.preset("h100", "nvlink"),
         CostModel(
-            OperatorTable({"aten.mm.default()": 0.5}, "here", DEVICES["a100"]),
+            OperatorTable(
+                {"aten.mm.default()": 0.5}, "here", DEVICES["a100"], {"aten.mm.default": 2.0}
+            ),
             CollectiveTable({("all_reduce", 2): ((1, 0.5), (2, 0.75))}, overhead=0.25),
             slowdown=0.1,
         ),
@@ -341,6 +344,33 @@ def test_measured_runs_change_no_input_and_measure_every_call(optimizer: str) ->
     )
     found = OperatorTable(measurement.medians(), "here")
     assert not found.lacks(gm.graph)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw, fused", "adamw, foreach", "sgd, fused"])
+def test_a_divided_optimizer_costs_what_the_whole_one_was_measured_at(optimizer: str) -> None:
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 100))
+    made = OPTIMIZERS[optimizer](list(model.parameters()))
+    step(model, made, torch.ones(2, 300))
+    module = graphopt.IterGraphModule(
+        graphopt.capture(step, model, made, torch.ones(2, 300)).graph_module
+    )
+    measurement = Measurement(module, example_inputs(module))
+    measurement.run()
+    table = OperatorTable(
+        measurement.medians(), "here", DEVICES["cpu"], measurement.scales(DEVICES["cpu"])
+    )
+    (block,) = get_all_fused_optimizer_blocks(module)
+    whole = sum(map(table, block.optim.nodes))
+    parts = split_fused_optimizer(module, block, block.optim.grads[:2])
+    assert table.lacks(module.graph)
+    assert sum(map(table, [n for p in parts for n in p.optim.nodes])) == pytest.approx(
+        whole, rel=0.1
+    )
 
 
 def calibrated(rank: int, folder: str) -> list[str]:

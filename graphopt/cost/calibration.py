@@ -215,11 +215,14 @@ def _measured(
     measurement = Measurement(graph_module, inputs)
     for _ in range(_RUNS):
         measurement.run()
-    seconds = {} if kept is None else dict(_operators(kept).seconds)
-    seconds |= measurement.medians()
     slowdown = 0.0 if shared is None else _slowdown(measurement.run, shared, table)
     fallback = DEVICES["cpu" if device.type == "cpu" else "h100"]
-    operators = OperatorTable(seconds, machine_name(device), fallback)
+    operators = OperatorTable({}, machine_name(device), fallback)
+    if kept is not None:
+        operators.seconds |= _operators(kept).seconds
+        operators.scales |= _operators(kept).scales
+    operators.seconds |= measurement.medians()
+    operators.scales |= measurement.scales(fallback)
     return CostModel(operators, table, slowdown)
 
 

@@ -27,7 +27,7 @@ from graphopt.ir.metadata import known_value
 from graphopt.ir.user_files import place, read_text, write
 
 _FORMAT = "graphopt costs"
-_VERSION = 4
+_VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,7 @@ def _encode_compute(compute: Callable[[fx.Node], float]) -> dict[str, Any]:
             "machine": compute.machine,
             "seconds": compute.seconds,
             "device": compute.fallback.name,
+            "scales": compute.scales,
         }
     raise CostTableError(f"{compute!r} cannot be saved: only presets and measured tables can")
 
@@ -193,8 +194,11 @@ def _decode_compute(content: dict[str, Any]) -> RooflineCost | OperatorTable:
     device = DEVICES[content["device"]]
     if "seconds" not in content:
         return RooflineCost(device)
-    seconds = {str(key): float(value) for key, value in content["seconds"].items()}
-    return OperatorTable(seconds, str(content["machine"]), device)
+    seconds, scales = (
+        {str(key): float(value) for key, value in content[table].items()}
+        for table in ("seconds", "scales")
+    )
+    return OperatorTable(seconds, str(content["machine"]), device, scales)
 
 
 def _encode_communication(communication: Callable[[Collective], Transfer]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import hashlib
 import platform
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,12 +62,16 @@ def _described(value: object) -> str:
 
 @dataclass
 class OperatorTable:
-    """Measured seconds of operators, with a roofline for those not measured.
+    """Measured seconds of operators, with a roofline for calls that were not measured.
+
+    A pass may divide a measured call, such as an optimizer's, into calls of other shapes: the
+    roofline of these is scaled by what other calls of the operator take.
 
     Attributes:
         seconds: by `operator_key`.
         machine: where they were measured (`machine_name`).
         fallback: device of the roofline.
+        scales: measured seconds over those of the roofline, by operator.
 
     >>> from graphopt.cost import OperatorTable
     >>> OperatorTable({}, machine="this one").lacks(gm.graph)
@@ -76,6 +81,7 @@ class OperatorTable:
     seconds: dict[str, float]
     machine: str
     fallback: Device = DEVICES["cpu"]
+    scales: dict[str, float] = field(default_factory=dict)
     _roofline: RooflineCost = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -85,7 +91,9 @@ class OperatorTable:
         if is_free(node):
             return 0.0
         known = self.seconds.get(operator_key(node))
-        return self._roofline(node) if known is None else known
+        if known is not None:
+            return known
+        return self._roofline(node) * self.scales.get(str(node.target), 1.0)
 
     def lacks(self, graph: fx.Graph) -> bool:
         """True if some call of a graph was not measured."""
@@ -129,12 +137,24 @@ class Measurement:
         """Returns the median seconds of each kind of call."""
         return {key: statistics.median(seconds) for key, seconds in self._timing.found.items()}
 
+    def scales(self, device: Device) -> dict[str, float]:
+        """Returns the seconds of each operator over those of the device's roofline."""
+        roofline = RooflineCost(device)
+        measured: defaultdict[str, float] = defaultdict(float)
+        predicted: defaultdict[str, float] = defaultdict(float)
+        for key, seconds in self.medians().items():
+            node = self._timing.nodes[key]
+            measured[str(node.target)] += seconds
+            predicted[str(node.target)] += roofline(node)
+        return {name: measured[name] / predicted[name] for name in measured if predicted[name]}
+
 
 class _Timing(fx.Interpreter):
     def __init__(self, graph_module: fx.GraphModule) -> None:
         super().__init__(graph_module)
         self.found: dict[str, list[float]] = {}
         self.total = 0.0
+        self.nodes: dict[str, fx.Node] = {}
         self._keys: dict[fx.Node, str] = {}
         self._received: dict[fx.Node, Any] = {}
         copies = graph_module.graph.find_nodes(
@@ -153,6 +173,7 @@ class _Timing(fx.Interpreter):
             return super().run_node(n)
         if n not in self._keys:
             self._keys[n] = operator_key(n)
+            self.nodes[self._keys[n]] = n
         call, result = self._prepared(n)
         _synchronize(n)
         start = time.perf_counter()
