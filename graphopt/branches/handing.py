@@ -14,8 +14,7 @@ from itertools import takewhile
 from torch import fx
 
 from graphopt.branches.continuation import NotSharedError
-from graphopt.host import is_host_call
-from graphopt.host.decisions.assumptions import Assumption, hand_out
+from graphopt.host.decisions.assumptions import Assumption, calls_function, hand_out
 from graphopt.ir.operators import draws, is_collective
 from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.verify.checks.launches import launch_of
@@ -51,7 +50,7 @@ def launched_before(executable: fx.Graph, assumption: Assumption, drawn: int) ->
     before = list(takewhile(lambda node: node.target is not assumption, nodes))
     if sum(map(draws, before)) != drawn:
         raise NotSharedError("random numbers are drawn elsewhere in the graph that runs")
-    if any(is_host_call(n) and not isinstance(n.target, Assumption) for n in before):
+    if any(map(calls_function, before)):
         raise NotSharedError("a function of the program's is called before the decision")
     return _launched(before)
 

@@ -85,7 +85,7 @@ class HostCall:
         self.found: list[EarlierWrite] = []
         self.watched: list[UsedPlace] = []
         self.held: HeldByFunction | None = None
-        self._modes = GradientModes.now()
+        self._modes = GradientModes()
 
     def _taken_apart(self, argument: Any) -> tuple[Any, list[Any]]:
         """Flattens an argument and marks values of the graph; one without any stays whole."""

@@ -1,10 +1,11 @@
-"""Facts about users' functions: a stable name, and parts by which copies of two traces compare."""
+"""Facts about users' functions: a stable name, and what they hold."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,29 +32,18 @@ def name_of(fn: Callable[..., Any]) -> str:
     return name if code is None else f"{name}:{code.co_firstlineno}"
 
 
-def parts_of(fn: Any) -> tuple[object, list[Any]] | None:
-    """The code of a function, equal whenever it is defined again, and the values it holds; None for
-    other objects, except tuples."""
+def parts_of(fn: Any) -> list[Any] | None:
+    """The values that a function holds; None for other objects, except tuples."""
     if isinstance(fn, types.FunctionType):
-        cells = [_content(cell) for cell in fn.__closure__ or ()]
-        named = sorted((fn.__kwdefaults__ or {}).items())
-        return fn.__code__, [*cells, *(fn.__defaults__ or ()), *(value for _, value in named)]
+        named = (fn.__kwdefaults__ or {}).values()
+        return [*gc.get_referents(*(fn.__closure__ or ())), *(fn.__defaults__ or ()), *named]
     if isinstance(fn, types.MethodType):
-        return "method", [fn.__func__, fn.__self__]
+        return [fn.__self__, fn.__func__]
     if isinstance(fn, types.BuiltinMethodType):
-        return fn.__name__, [fn.__self__]
+        return [fn.__self__]
     if isinstance(fn, functools.partial):
-        named = sorted(fn.keywords.items())
-        names = tuple(name for name, _ in named)
-        return names, [fn.func, *fn.args, *(value for _, value in named)]
-    return (type(fn), list(fn)) if type(fn) is tuple else None
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing has been assigned yet
-        return None
+        return [fn.func, *fn.args, *fn.keywords.values()]
+    return list(fn) if type(fn) is tuple else None
 
 
 def traced_in(fn: Any, depth: int = _DEPTH) -> Iterator[Any]:
@@ -61,8 +51,7 @@ def traced_in(fn: Any, depth: int = _DEPTH) -> Iterator[Any]:
     if _compat.is_fake(fn) or isinstance(fn, _NUMBERS):
         yield fn
         return
-    parts = parts_of(fn)
-    held = [] if parts is None else parts[1]
+    held: Sequence[Any] = parts_of(fn) or ()
     if type(fn) in (list, set, dict):
         held = list(fn.values()) if type(fn) is dict else list(fn)
     if depth:

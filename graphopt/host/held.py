@@ -12,14 +12,16 @@ given as arguments, of which each call of the function gets its own.
 from __future__ import annotations
 
 import functools
+import gc
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import BuiltinMethodType, CellType, FunctionType, MethodType
+from types import BuiltinMethodType, CellType, FunctionType
 from typing import Any
 
 from graphopt._compat.frames import stored_cells
+from graphopt._compat.identity import identities
 from graphopt.errors import CaptureError, GraphOptError
-from graphopt.host.functions import is_constant
+from graphopt.host.functions import is_constant, parts_of
 from graphopt.ir.user_frames import current_location
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
@@ -67,45 +69,32 @@ class HeldByFunction:
         self._seen[id(value)] = value
         if id(value) in self._given:
             self.of_trace[id(value)] = self._given[id(value)]
-        elif self._is_outside(value):
+        elif self._is_outside(value) or is_constant(value):
             return
-        elif type(value) is tuple:
-            for each in value:
-                self.add(each)
-        elif not is_constant(value) and not self._add_parts(value):
-            raise _refusal(f"holds a {type(value).__name__} that the step has made")
-
-    def _add_parts(self, value: Any) -> bool:
-        """Records what a function holds; False if `value` is not a function."""
-        if isinstance(value, FunctionType):
-            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                self._add_cell(value, name, cell)
-            for each in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
-                if id(each) in self._given:
-                    raise _refusal("has an argument of the step as a default")
-                self.add(each)
-        elif isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self.add(part)
-        elif isinstance(value, (BuiltinMethodType, MethodType)):
-            self.add(value.__self__)
-            if isinstance(value, MethodType):
-                self.add(value.__func__)
+        elif isinstance(value, FunctionType):
+            self._add_function(value)
         else:
-            return False
-        return True
+            parts = parts_of(value)
+            if parts is None:
+                raise _refusal(f"holds a {type(value).__name__} that the step has made")
+            for part in parts:
+                self.add(part)
 
-    def _add_cell(self, function: FunctionType, name: str, cell: CellType) -> None:
-        if self._is_outside(cell):
-            return
-        if name in stored_cells(function.__code__):
-            raise _refusal(f"sets the variable {name} of the step")
-        try:
-            content = cell.cell_contents
-        except ValueError:  # nothing has been assigned yet
-            return
-        self._cells[id(cell)] = cell, content
-        self.add(content)
+    def _add_function(self, function: FunctionType) -> None:
+        """Records what a function that the step has made holds."""
+        code = function.__code__
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if self._is_outside(cell):
+                continue
+            if name in stored_cells(code):
+                raise _refusal(f"sets the variable {name} of the step")
+            for content in gc.get_referents(cell):  # none where nothing has been assigned yet
+                self._cells[id(cell)] = cell, content
+                self.add(content)
+        for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            if id(each) in self._given:
+                raise _refusal("has an argument of the step as a default")
+            self.add(each)
 
     def finish(self) -> None:
         """Drops references to the trace after everything has been added."""
@@ -176,11 +165,9 @@ def refuse_changed_containers(made: Sequence[tuple[Any, Any]]) -> None:
 
 
 def _holds_same(one: Any, other: Any) -> bool:
-    """True if two containers of one kind hold the same objects."""
-    if len(one) != len(other) or isinstance(one, set):
-        return len(one) == len(other) and bool(one == other)
+    """True if two containers of one kind hold the same objects, or two sets equal ones."""
+    if isinstance(one, set):
+        return bool(one == other)
     if isinstance(one, dict):
-        return all(a is b for a, b in zip(one, other, strict=True)) and all(
-            one[key] is other[key] for key in one
-        )
-    return all(a is b for a, b in zip(one, other, strict=True))
+        one, other = ([*each, *each.values()] for each in (one, other))
+    return identities(one) == identities(other)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx.node import has_side_effect
@@ -23,61 +23,12 @@ from torch.overrides import TorchFunctionMode
 from graphopt import _compat
 from graphopt.errors import GraphOptError
 from graphopt.host.context import while_set
-from graphopt.host.held import HeldByFunction, containers_in, refuse_changed_containers
-from graphopt.host.seen import EarlierWrite, UsedPlace, refuse_changed, set_before
+from graphopt.host.held import containers_in, refuse_changed_containers
+from graphopt.host.seen import refuse_changed, set_before
 
-
-class VotesOnErrors(Protocol):
-    """A protocol for the ranks' votes on callback errors; see `graphopt.host.votes`."""
-
-    def say(self, step: int, error: BaseException | None) -> None:
-        """Tells all ranks that this rank goes on, or the error that stops it."""
-
-    def hear(self) -> None:
-        """Waits for the last vote of all ranks; raises if a rank stops."""
-
-
-class UsedElsewhere(Protocol):
-    """A protocol to ask which parameters other ranks use; see `graphopt.ranks.unused`."""
-
-    def used_anywhere(self, positions: Sequence[int]) -> tuple[int, ...]:
-        """A 1 for each given parameter that some rank uses, else 0; called after collectives."""
-
-    def over(self) -> None:
-        """Ends a call whose gradients were averaged on all ranks."""
-
-
-class RankQuestions(Protocol):
-    """A protocol for votes within a call; see `graphopt.ranks.rank_votes`."""
-
-    def hear_all(self, step: int) -> None:
-        """Votes that this rank goes on; raises if another does not."""
-
-    def end(self, step: int) -> int | None:
-        """Votes that this rank does not go on."""
-
-
-class VoteTimes(Protocol):
-    """A protocol for the points of a call at which ranks vote; see `graphopt.host.votes`."""
-
-    @property
-    def before_updates(self) -> bool: ...
-    @property
-    def at_end(self) -> bool: ...
-    @property
-    def alone(self) -> bool: ...
-
-
-class CalledFunction(Protocol):
-    """A protocol for one host call; see `graphopt.host.HostCall`."""
-
-    fn: Callable[..., Any]
-    last: bool
-    found: list[EarlierWrite]
-    watched: list[UsedPlace]
-    held: HeldByFunction | None
-
-    def made_anew(self, arguments: Sequence[Any]) -> list[Any]: ...
+if TYPE_CHECKING:
+    from graphopt.host import HostCall
+    from graphopt.runtime.agreement.agreed import RankAgreement
 
 
 class _NoState(TorchFunctionMode):
@@ -128,11 +79,8 @@ class CallbackRun:
         storages: finds the storages that the step updates, by `_compat.storage_key`.
         rank: this process's among several; None where it is alone.
         step: which call of the step it is, counted from 1.
-        votes: how ranks agree that nothing was raised; None where they do not.
-        agreement: when they do.
+        agreed: how ranks vote and ask one another in the call; None where they do not.
         given: positional and keyword arguments of the step.
-        unused: which parameters other ranks use; None where ranks share none.
-        questions: how ranks ask one another; None where they do not.
     """
 
     def __init__(
@@ -140,34 +88,29 @@ class CallbackRun:
         storages: Callable[[], frozenset[int]],
         rank: int | None,
         step: int = 0,
-        votes: VotesOnErrors | None = None,
-        agreement: VoteTimes | None = None,
+        agreed: RankAgreement | None = None,
         given: Any = ((), {}),
-        unused: UsedElsewhere | None = None,
-        questions: RankQuestions | None = None,
     ) -> None:
-        self._questions = questions
-        self._given, self._unused = given, unused
         self._storages, self._rank, self._step = storages, rank, step
-        self._votes, self._agreement = votes, agreement
+        self._agreed, self._given = agreed, given
         self._known: frozenset[int] | None = None
         self._failure: BaseException | None = None
         self._last = False
-        self._goes_on = self._agreed = False
+        self._goes_on = self._has_voted = False
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def call(self, host_call: CalledFunction, arguments: Sequence[Any]) -> None:
+    def call(self, host_call: HostCall, arguments: Sequence[Any]) -> None:
         """Runs one host callback with these arguments, unless an earlier one has failed."""
         if self._failure is not None:  # eager code would not have come here
             return
         try:
             self._call(host_call, arguments)
         except BaseException as error:
-            if not host_call.last and self._votes is None:
+            if not host_call.last and self._agreed is None:
                 raise
             self._failure, self._last = error, host_call.last
 
-    def _call(self, host_call: CalledFunction, arguments: Sequence[Any]) -> None:
+    def _call(self, host_call: HostCall, arguments: Sequence[Any]) -> None:
         before, fn = [each.place.now() for each in host_call.watched], host_call.fn
         if host_call.held:
             fn, arguments = host_call.held.prepared(fn, arguments, self._given)
@@ -189,7 +132,7 @@ class CallbackRun:
 
     def used_anywhere(self, positions: Sequence[int]) -> tuple[int, ...] | None:
         """The given parameters that other ranks use in this call, as 0 or 1; None without ranks."""
-        return None if self._unused is None else self._unused.used_anywhere(positions)
+        return None if self._agreed is None else self._agreed.unused.used_anywhere(positions)
 
     def all_go_on(self) -> None:
         """Waits until all ranks have a graph for this call's own decisions.
@@ -198,21 +141,21 @@ class CallbackRun:
             SpmdMismatchError: one has none.
         """
         self._goes_on = True
-        if self._questions is not None:
+        if self._agreed is not None and self._agreed.questions is not None:
             with self._put_back_on_error():
-                self._questions.hear_all(self._step)
+                self._agreed.questions.hear_all(self._step)
 
     def agree(self) -> None:
         """Raises a callback's error, from this rank or another, before state is updated."""
-        if self._votes is None:
+        if self._agreed is None:
             return
-        self._agreed = True
+        self._has_voted = True
         failure = None if self._last else self._failure
         with self._put_back_on_error():
-            self._votes.say(self._step, failure)
+            self._agreed.votes.say(self._step, failure)
             if failure is not None:
                 raise failure
-            self._votes.hear()
+            self._agreed.votes.hear()
 
     def keep(self, state: torch.Tensor) -> None:
         """Keeps the present value of state that is put back if the ranks end the step."""
@@ -233,31 +176,33 @@ class CallbackRun:
 
     def hear(self) -> None:
         """Raises the error of another rank's callback at the end of the last call."""
-        if self._votes is not None:
-            self._votes.hear()
+        if self._agreed is not None:
+            self._agreed.votes.hear()
 
     def say(self) -> None:
         """Votes on how this call ended on this rank, before its results are stored."""
-        if self._votes is not None and self._agreement is not None and self._agreement.at_end:
-            self._votes.say(self._step, self._failure)
+        if self._agreed is not None and self._agreed.agreement.at_end:
+            self._agreed.votes.say(self._step, self._failure)
 
     def say_failed(self, error: BaseException) -> None:
         """Tells the other ranks of an error after the last launch, so that they end the step at
         their next vote. Where they have none before its end, their call is over."""
-        due = self._agreement
-        if due is not None and due.alone and not self._goes_on and self._questions is not None:
+        if self._agreed is None:
+            return
+        due, questions = self._agreed.agreement, self._agreed.questions
+        if due.alone and not self._goes_on and questions is not None:
             self._put_back()
             with suppress(GraphOptError):  # the error is what counts
-                self._questions.end(self._step)
+                questions.end(self._step)
             return
-        before_updates = due is not None and due.before_updates and not self._agreed
-        if due is not None and self._votes is not None and (before_updates or due.at_end):
+        before_updates = due.before_updates and not self._has_voted
+        if before_updates or due.at_end:
             with suppress(GraphOptError):
-                self._votes.say(self._step, error)
+                self._agreed.votes.say(self._step, error)
         if before_updates:
             self._put_back()
-        elif self._unused is not None:
-            self._unused.over()
+        else:
+            self._agreed.unused.over()
 
     def end(self) -> None:
         """Raises the error of a callback at the end of the step."""

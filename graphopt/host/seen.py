@@ -15,29 +15,25 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from graphopt.errors import GraphOptError
 from graphopt.host.context import while_set
 from graphopt.ir.same_values import same_value
 
-
-class ProgramView(Protocol):
-    """A protocol for a trace that tracks which state callbacks may read."""
-
-    def note(self, call: Any) -> None:
-        """Records that the step calls a host callback."""
+if TYPE_CHECKING:
+    from graphopt.tracing.effects.callback_view import HostView
 
 
-_view: ContextVar[ProgramView | None] = ContextVar("view", default=None)
+_view: ContextVar[HostView | None] = ContextVar("view", default=None)
 
 
-def current_view() -> ProgramView | None:
-    """The `ProgramView` of the running trace."""
+def current_view() -> HostView | None:
+    """The `HostView` of the running trace."""
     return _view.get()
 
 
-def viewed_by(view: ProgramView) -> AbstractContextManager[None]:
+def viewed_by(view: HostView) -> AbstractContextManager[None]:
     """While active, `view` is told of recorded callbacks."""
     return while_set(_view, view)
 

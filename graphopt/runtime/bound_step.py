@@ -259,12 +259,8 @@ class BoundStep:
 
     def _host_run(self, flat: list[Any], step: int, call: Call) -> CallbackRun:
         rank = _compat.rank_among_several()
-        votes, agreement = (
-            (self.agreed.votes, self.agreed.agreement) if self.agreed else (None,) * 2
-        )
         storages = partial(self._inputs.updated_storages, flat)
-        asked = (self.agreed.unused, self.agreed.questions) if self.agreed else ()
-        return CallbackRun(storages, rank, step, votes, agreement, call.given, *asked)
+        return CallbackRun(storages, rank, step, self.agreed, call.given)
 
     def _raise_explained(
         self,

@@ -22,11 +22,8 @@ from typing import Any, cast
 from torch import fx
 
 from graphopt import _compat
-from graphopt.errors import AssumptionFailedError, CaptureError
-from graphopt.graph_utils import is_random
+from graphopt.errors import AssumptionFailedError
 from graphopt.host import HostCall, is_host_call
-from graphopt.ir.metadata import source_line
-from graphopt.ir.source import SourceLine
 
 Answer = bool | int | tuple[int, ...] | tuple[tuple[int, int], ...]
 
@@ -110,51 +107,25 @@ def assumption_number(graph: fx.Graph, index: int) -> tuple[fx.Node, Assumption]
     raise LookupError(f"the graph has no assumption {index}")
 
 
+def calls_function(node: fx.Node) -> bool:
+    """True if a node calls a user's function, and is no assumption."""
+    return is_host_call(node) and not isinstance(node.target, Assumption)
+
+
 def _count(node: fx.Node) -> int:
     return node.target.count if isinstance(node.target, Assumption) else 0
 
 
 def hold_updates(graph: fx.Graph, states: Sequence[fx.Node]) -> None:
     """Makes assumptions read all inputs that the graph updates, and moves host calls behind the
-    last assumption, so that a failed step has no effects.
-
-    Raises:
-        CaptureError: an assumption, or a random number, depends on what such a function changes.
-    """
+    last assumption, so that a failed step has no effects."""
     found = assumptions(graph)
     for node in found:
         node.args = (*node.args[: _count(node)], *states)
-    if not found:
-        return
-    for node in reversed(_waiting(graph, found[-1])):
-        found[-1].append(node)
-
-
-def _waiting(graph: fx.Graph, last: fx.Node) -> list[fx.Node]:
-    """Host calls before the last assumption, and nodes computed from settings that are read behind
-    these."""
-    waiting: dict[fx.Node, None] = {}
-    for node in graph.nodes:
-        told = is_host_call(node) and not isinstance(node.target, Assumption)
-        depends = not waiting.keys().isdisjoint(node.all_input_nodes)
-        if depends and (isinstance(node.target, Assumption) or is_random(node)):
-            raise decides_behind_scheduler(source_line(node))
-        if told or depends:
-            waiting[node] = None
-        if node is last:
-            break
-    return list(waiting)
-
-
-def decides_behind_scheduler(line: SourceLine | None) -> CaptureError:
-    """Builds the error for a step that decides by values computed with learning rates of a
-    scheduler that has already stepped in it."""
-    return CaptureError(
-        "it decides, or draws random numbers, by values that an optimizer has computed with rates"
-        " of a scheduler that the step steps before it",
-        location=None if line is None else str(line),
-        hint="step the scheduler behind the optimizer, or outside the step",
-    )
+    if found:
+        calls = [n for n in graph.nodes if n < found[-1] and calls_function(n)]
+        for node in reversed(calls):
+            found[-1].append(node)
 
 
 def without_handed_out(node: fx.Node) -> tuple[Any, ...]:
