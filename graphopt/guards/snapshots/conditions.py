@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable
 from itertools import chain
-from operator import contains, getitem, itemgetter
+from operator import contains, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,16 @@ References = list[Callable[[], Any]]
 _MATCHES = 3
 """The number of remembered states of the same tensors, such as with and without an update in
 flight."""
+
+
+class Referred(NamedTuple):
+    """An object that should be in a place, and that the snapshot does not keep alive.
+
+    Attributes:
+        get: a weak reference to it.
+    """
+
+    get: Callable[[], Any]
 
 
 class Read(NamedTuple):
@@ -52,7 +62,7 @@ def all_found(reads: list[Read]) -> Check:
 def _items(containers: list[Any], keys: list[Any], values: list[Any]) -> Read:
     """Reads items of containers: all of one in one call."""
     of: dict[int, tuple[Any, list[Any], list[Any]]] = {}
-    for container, key, value in zip(containers, keys, values, strict=True):
+    for container, key, value in zip(containers, keys, _objects(values), strict=True):
         _, its_keys, its_values = of.setdefault(id(container), (container, [], []))
         # Of a single key there would be no tuple.
         its_keys += [key] if its_keys else [key, key]
@@ -87,60 +97,47 @@ def _modules(tables: list[dict[str, Any]], bodies: list[list[Any]]) -> Read:
 
 
 def _attributes(owners: list[Any], names: list[str], values: list[Any]) -> Read:
-    return Read(lambda: map(getattr, owners, names), identities(values))
+    return Read(lambda: map(getattr, owners, names), identities(_objects(values)))
 
 
 def _attributes_of_held(holders: References, names: list[str], values: list[Any]) -> Read:
-    return Read(lambda: map(getattr, _targets(holders), names), identities(values))
+    known = identities(_objects(values))
+    return Read(lambda: map(getattr, _targets(holders), names), known)
 
 
 def _classes(holders: References, kinds: list[type]) -> Read:
     return Read(lambda: map(type, _targets(holders)), identities(kinds))
 
 
-def _items_referred(containers: list[Any], keys: list[Any], references: References) -> Read:
-    return _referred(lambda: map(getitem, containers, keys), references)
-
-
-def _attributes_referred(owners: list[Any], names: list[str], references: References) -> Read:
-    return _referred(lambda: map(getattr, owners, names), references)
-
-
-def _attributes_of_held_referred(
-    holders: References, names: list[str], references: References
-) -> Read:
-    return _referred(lambda: map(getattr, _targets(holders), names), references)
-
-
-def _referred(now: Callable[[], Iterable[Any]], references: References) -> Read:
-    """Reads objects that others refer to weakly, and what these refer to."""
+def _alive(references: References) -> Read:
+    """Reads what weak references refer to."""
     targets = _targets(references)
-    known = None if any(target is None for target in targets) else 2 * identities(targets)
-    return Read(lambda: chain(now(), _targets(references)), known)
+    known = None if any(target is None for target in targets) else identities(targets)
+    return Read(lambda: _targets(references), known)
 
 
 def _targets(references: References) -> list[Any]:
     return [reference() for reference in references]
 
 
+def _objects(values: list[Any]) -> list[Any]:
+    """Returns the objects themselves that values are or refer to."""
+    return [value.get() if type(value) is Referred else value for value in values]
+
+
 def _empty(containers: list[Any]) -> Check:
     return lambda: not any(containers)
 
 
-def _of_length(containers: list[Any], lengths: list[int]) -> Check:
-    return lambda: list(map(len, containers)) == lengths
+def _giving(function: Callable[..., Any]) -> Callable[..., Check]:
+    """Makes a function that makes checks that `function` gives what is in the last column for what
+    is in the others."""
 
+    def check(*columns: list[Any]) -> Check:
+        *given, expected = columns
+        return lambda: list(map(function, *given)) == expected
 
-def _with_keys(tables: list[dict[Any, Any]], keys: list[tuple[Any, ...]]) -> Check:
-    return lambda: list(map(tuple, tables)) == keys
-
-
-def _asked(containers: list[Any], keys: list[Any], there: list[bool]) -> Check:
-    return lambda: list(map(contains, containers, keys)) == there
-
-
-def _hooked(tensors: list[torch.Tensor], hooks: list[tuple[int, ...]]) -> Check:
-    return lambda: list(map(_compat.hooks_of, tensors)) == hooks
+    return check
 
 
 def _of_kinds(tensors: list[torch.Tensor], *columns: list[Any]) -> Check:
@@ -172,22 +169,20 @@ READS: dict[str, Callable[..., Read]] = {
     "items": _lists,
     "modules": _modules,
     "item": _items,
-    "item referred to": _items_referred,
     "class": _classes,
     "attribute of": _attributes,
-    "attribute of, referred to": _attributes_referred,
     "attribute": _attributes_of_held,
-    "attribute referred to": _attributes_of_held_referred,
+    "alive": _alive,
 }
 """For each kind of places the function that reads many of them."""
 
 CHECKS: dict[str, Callable[..., Check]] = {
     "empty": _empty,
-    "length": _of_length,
-    "keys": _with_keys,
-    "key": _asked,
+    "length": _giving(len),
+    "keys": _giving(tuple),
+    "key": _giving(contains),
     "kind": _of_kinds,
-    "hooks": _hooked,
+    "hooks": _giving(_compat.hooks_of),
     "check": _custom,
 }
 """For each other kind of conditions the function that makes a check of many of them."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
+from graphopt.guards.snapshots.conditions import Referred
 from graphopt.guards.snapshots.snapshot import StateSnapshot
 from graphopt.tracing.outside.held import GuardedPlace
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
@@ -31,12 +32,6 @@ def _described(entry: GuardedPlace, holder: Any, snapshot: StateSnapshot) -> boo
     """Adds an entry to a snapshot. Returns False if a snapshot cannot express it."""
     if type(holder) in _FIXED:
         return True
-    if entry.kind in ("item", "class"):
-        return _item_described(entry, holder, snapshot)
-    if entry.kind == "attribute":
-        return _attribute_described(entry, snapshot)
-    if entry.kind == "cell":
-        return _cell_described(entry, holder, snapshot)
     if entry.kind == "has":
         snapshot.has_key(holder, entry.key, bool(entry.value))
     elif entry.kind == "size":
@@ -46,62 +41,32 @@ def _described(entry: GuardedPlace, holder: Any, snapshot: StateSnapshot) -> boo
     elif entry.kind == "type":
         snapshot.has_class(entry.holder.get, entry.expected())
     else:
-        return False
+        return _object_described(entry, holder, snapshot)
     return True
 
 
-def _item_described(entry: GuardedPlace, holder: Any, snapshot: StateSnapshot) -> bool:
-    table = vars(holder) if entry.kind == "class" else holder
-    held, expected = entry.held, entry.expected()
+def _object_described(entry: GuardedPlace, holder: Any, snapshot: StateSnapshot) -> bool:
+    """Adds to a snapshot which object is in a place, or that there is none."""
+    kind, key, held, expected = entry.kind, entry.key, entry.held, entry.expected()
+    table = vars(holder) if kind == "class" else holder
     if expected is MISSING:
-        if isinstance(holder, list):
-            return False
-        snapshot.has_key(table, entry.key, False)
-    elif _is_part(entry) or (entry.kind == "item" and type(holder) not in _PLAIN):
+        is_absent = kind in ("item", "class") and not isinstance(holder, list)
+        if is_absent:
+            snapshot.has_key(table, key, False)
+        return is_absent
+    if held is not None and held.owner is not None:  # reached through another guarded object
         return False
-    elif held is not None and held.weak:
-        snapshot.has_referred(table, entry.key, entry.reference)
+    value = expected if held is None or not held.weak else Referred(entry.reference)
+    if kind == "class" or (kind == "item" and type(holder) in _PLAIN):
+        snapshot.has(table, key, value)
+    elif kind == "cell":
+        snapshot.has_attribute_of(holder, "cell_contents", value)
+    elif kind != "attribute" or OutsidePlace(kind, holder, key).now() is not expected:
+        return False  # a new object at each read, of which only the value compares
+    elif entry.holder.weak:
+        snapshot.has_attribute(entry.holder.reference, key, value)
+    elif entry.holder.owner is None:
+        snapshot.has_attribute_of(holder, key, value)
     else:
-        snapshot.has(table, entry.key, expected)
-    return True
-
-
-def _attribute_described(entry: GuardedPlace, snapshot: StateSnapshot) -> bool:
-    held = entry.held
-    if _is_part(entry) or _is_computed(entry):
         return False
-    if not entry.holder.weak:
-        if entry.holder.owner is not None:
-            return False
-        owner = entry.holder.get()
-        if held is not None and held.weak:
-            snapshot.has_attribute_of_referred(owner, entry.key, entry.reference)
-        else:
-            snapshot.has_attribute_of(owner, entry.key, entry.expected())
-    elif held is not None and held.weak:
-        snapshot.has_attribute_referred(entry.holder.reference, entry.key, entry.reference)
-    else:
-        snapshot.has_attribute(entry.holder.reference, entry.key, entry.expected())
     return True
-
-
-def _cell_described(entry: GuardedPlace, holder: Any, snapshot: StateSnapshot) -> bool:
-    held, expected = entry.held, entry.expected()
-    if expected is MISSING or _is_part(entry):
-        return False
-    if held is not None and held.weak:
-        snapshot.has_cell_referred(holder, entry.reference)
-    else:
-        snapshot.has_cell(holder, expected)
-    return True
-
-
-def _is_computed(entry: GuardedPlace) -> bool:
-    """True if an attribute gives a new object at each read, so that only its value compares."""
-    holder = entry.holder.get()
-    return OutsidePlace(entry.kind, holder, entry.key).now() is not entry.expected()
-
-
-def _is_part(entry: GuardedPlace) -> bool:
-    """True if the object at a place is reached through another guarded object."""
-    return entry.held is not None and entry.held.owner is not None

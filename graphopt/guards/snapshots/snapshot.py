@@ -20,8 +20,9 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sized
+from contextlib import suppress
 from itertools import chain
-from types import CellType, CodeType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from graphopt._compat.memory_words import (
     size_word,
     version_word,
 )
-from graphopt.guards.snapshots.conditions import CHECKS, READS, Check, all_found
+from graphopt.guards.snapshots.conditions import CHECKS, READS, Check, Referred, all_found
 from graphopt.guards.snapshots.known_words import KnownWords
 from graphopt.guards.values import is_plain, kinds_of
 
@@ -74,7 +75,7 @@ class StateSnapshot:
         self._words, self._all, self._rest = None, [], []
         for rows in self._rows.values():
             rows.clear()
-        self.also(_never)
+        self.also(lambda: False)
         if self._joined is not None:
             self._joined.forget()
 
@@ -131,25 +132,23 @@ class StateSnapshot:
         self._rows[kind].append((facts, found, kept))
 
     def has(self, container: Any, key: Any, value: object) -> None:
-        """Adds a condition: `value` is at `key`."""
-        self._add("item", container, key, value, words=[version_word(container)])
+        """Adds a condition: `value`, or what it refers to, is at `key`."""
+        words = [version_word(container)]
+        self._add("item", container, key, value, words=words)
+        self._lives(value, words)
 
     def has_object(self, container: Container, key: Any, value: object) -> None:
         """Adds a condition: `value` is at `key`. It is kept alive only if it is plain or not weakly
         referable."""
         if not is_plain(value):
-            try:
-                self.has_referred(container, key, weakref.ref(value))
-            except TypeError:
-                pass
-            else:
-                return
+            with suppress(TypeError):
+                value = Referred(weakref.ref(value))
         self.has(container, key, value)
 
-    def has_referred(self, container: Any, key: Any, reference: Callable[[], Any]) -> None:
-        """Adds a condition: the target of `reference` is at `key`."""
-        words = [version_word(container)]
-        self._add("item referred to", container, key, reference, words=words)
+    def _lives(self, value: object, words: Iterable[int | None] = ()) -> None:
+        """Adds a condition: what `value` refers to is still there."""
+        if isinstance(value, Referred):
+            self._add("alive", value.get, words=words)
 
     def has_key(self, container: Any, key: Any, there: bool) -> None:
         """Adds a condition: `key` is present, or absent."""
@@ -159,37 +158,19 @@ class StateSnapshot:
         """Adds a condition: the object that `holder` returns has exactly this class."""
         self._add("class", holder, kind)
 
-    def has_cell(self, cell: CellType, value: object) -> None:
-        """Adds a condition: a closure variable holds `value`."""
-        self._add("attribute of", cell, "cell_contents", value, words=[content_word(cell)])
-
-    def has_cell_referred(self, cell: CellType, reference: Callable[[], Any]) -> None:
-        """Adds a condition: a closure variable holds the target of `reference`."""
-        self.has_attribute_of_referred(cell, "cell_contents", reference)
-
     def has_attribute_of(self, owner: object, name: str, value: object) -> None:
-        """Adds a condition: an object without weak references has `value` as an attribute."""
-        self._add("attribute of", owner, name, value)
-
-    def has_attribute_of_referred(
-        self, owner: object, name: str, reference: Callable[[], Any]
-    ) -> None:
-        """Adds a condition: an object without weak references has the target of `reference` as an
-        attribute."""
-        self._add("attribute of, referred to", owner, name, reference)
+        """Adds a condition: an object without weak references, such as a closure variable, has
+        `value`, or what it refers to, as an attribute."""
+        self._add("attribute of", owner, name, value, words=[content_word(owner)])
+        self._lives(value)
 
     def has_attribute(self, holder: Callable[[], Any], name: str, value: object) -> None:
-        """Adds a condition: the object that `holder` returns has `value` as an attribute."""
-        words, kept = _words_of_function(holder(), name, value)
+        """Adds a condition: the object that `holder` returns has `value`, or what it refers to, as
+        an attribute."""
+        now = value.get() if isinstance(value, Referred) else value
+        words, kept = _words_of_function(holder(), name, now)
         self._add("attribute", holder, name, value, words=words, kept=kept)
-
-    def has_attribute_referred(
-        self, holder: Callable[[], Any], name: str, reference: Callable[[], Any]
-    ) -> None:
-        """Adds a condition: the object that `holder` returns has the target of `reference` as an
-        attribute."""
-        words, kept = _words_of_function(holder(), name, reference())
-        self._add("attribute referred to", holder, name, reference, words=words, kept=kept)
+        self._lives(value, words)
 
     def also(self, check: Callable[[], bool]) -> None:
         """Adds a custom condition."""
@@ -301,10 +282,6 @@ def _are_collected(table: dict[str, Any], bodies: list[Any]) -> bool:
     """True if `gc.get_referents` finds this of the modules, and nothing else."""
     found = gc.get_referents(*table.values())
     return identities(found) == identities(bodies) and all(body is not None for body in bodies)
-
-
-def _never() -> bool:
-    return False
 
 
 def body_of(module: nn.Module | None) -> Body:
