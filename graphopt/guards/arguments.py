@@ -50,6 +50,7 @@ class ArgumentGuards:
         numbers = (n for n in inputs.hyperparameters if isinstance(n, ArgumentNumber))
         self._found_anew = {number.position for number in numbers}
         self._found_anew.update(others)
+        self._found_anew.update(call.objects.roots)
         user = set(inputs.user)
         self._user = [
             (p, tensor_kind(call.leaves[p]), gradient_kind(call.leaves[p])) for p in inputs.user
@@ -61,7 +62,6 @@ class ArgumentGuards:
         self._shared = [(p, entries[id(call.leaves[p])]) for p in call.tensors if p not in user]
         self._aliases = _aliases(call, tensors.storages())
         self._objects = call.objects.structure
-        self._found_anew.update(call.objects.roots)
         self._constants = [
             None if p in self._found_anew else call.leaves[p] for p in call.constants
         ]

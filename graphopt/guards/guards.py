@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from graphopt import _compat
@@ -51,8 +50,7 @@ class Guards:
     ) -> None:
         self._mode = mode
         self.besides, self.inputs = call.besides, inputs
-        self._outside, self._slot = outside, call.slot
-        self._slot.clear()
+        self._outside = outside
         self._environment, self._keeps_casts = environment(), signature.keeps_casts
         assigned, placed = _assigned(signature), _placed(inputs)
         moving = {
@@ -87,7 +85,7 @@ class Guards:
         self._numbers = NumberGuards(call, inputs)
         self._states = StateGuards(call, inputs, self._tensors)
         together: list[HasSnapshot] = [self._modules, *self._optimizers, self._states]
-        if outside is not None and not call.objects.roots:
+        if outside is not None:
             together += [outside, outside.modules]
         self._together = JoinedSnapshots(together)
 
@@ -156,10 +154,6 @@ class Guards:
             if reason is not None:
                 yield reason
 
-    def same_structure(self, call: Call) -> bool:
-        """True if arguments of the same sorts stand at the same positions."""
-        return self._arguments.same_structure(call.using(self.besides) or call)
-
     def local_mismatch(self, call: Call, known: Collection[object] = ()) -> str | None:
         """Describes the first changed fact that may differ on this rank alone, or returns None.
 
@@ -173,31 +167,12 @@ class Guards:
         yield self._arguments.constant_mismatch(call)
         outside = self._outside
         if outside is not None and not (outside in known and outside.modules in known):
-            yield self._changed_outside(call)
+            yield next(outside.mismatches(call.leaves), None)
         yield self._states.mismatch(call, self._states in known)
         yield self._tensors.gradient_mismatch()
         yield self._numbers.mismatch(call)
         yield self._tensors.mismatch(call)
         yield self._arguments.identity_mismatch(call)
-
-    def _changed_outside(self, call: Call) -> str | None:
-        """Describes the first change outside the arguments, or in objects of the call that are
-        captured attribute by attribute, or returns None."""
-        assert self._outside is not None
-        if not call.objects.roots:
-            return next(self._outside.mismatches(call.leaves), None)
-        with self._taken_apart(call):
-            return next(self._outside.mismatches(call.leaves), None)
-
-    @contextmanager
-    def _taken_apart(self, call: Call) -> Iterator[None]:
-        """A context in which the call's attribute-wise captured objects are where guards look for
-        them."""
-        call.fill(self._slot)
-        try:
-            yield
-        finally:
-            self._slot.clear()
 
     def shape_mismatch(self, call: Call) -> str | None:
         """Describes the first tensor argument of another kind than captured, or returns None."""
@@ -206,11 +181,8 @@ class Guards:
     def counted_for(self, call: Call) -> list[CarriedPlace]:
         """Returns the places where the step increments a counter, if the call has the same
         objects."""
-        return [e for e in self.besides.carried if e.counted] if self._are_same(call) else []
-
-    def _are_same(self, call: Call) -> bool:
-        """True if a call has the same objects as arguments."""
-        return self._arguments.same_objects(call.using(self.besides) or call)
+        same = self._arguments.same_objects(call.using(self.besides) or call)
+        return [each for each in self.besides.carried if each.counted and same]
 
     def numbers_of(self, call: Call) -> list[Any]:
         """Returns the hyperparameters of a call that fits, in order."""
@@ -243,8 +215,6 @@ def _placed(inputs: Inputs) -> dict[int, set[str]]:
     graph."""
     placed: dict[int, set[str]] = {}
     numbers = (each for each in inputs.hyperparameters if isinstance(each, PlacedNumber))
-    places = [each.place for each in numbers]
-    for place in places:
-        if place.is_item:
-            placed.setdefault(id(place.holder), set()).add(place.key)
+    for place in (each.place for each in numbers if each.place.is_item):
+        placed.setdefault(id(place.holder), set()).add(place.key)
     return placed

@@ -84,7 +84,7 @@ class ModuleGuard:
         self.name = name or "the model"
         self.attributes = vars(module)
         self.training = module.training
-        self.hooks = tuple(tuple(self.attributes[table]) for table in _HOOKS)
+        self.hooks = self._hooks()
         self.children = [(key, body_of(m)) for key, m in _compat.own_modules(module).items()]
         self.tensors = [
             (
@@ -98,12 +98,7 @@ class ModuleGuard:
             )
             for table in (_compat.own_parameters(module), _compat.own_buffers(module))
         ]
-        self.submodules = list(_compat.own_modules(module))
-        self.gradients = [
-            (p.requires_grad, _compat.hooks_of(p))
-            for p in _compat.own_parameters(module).values()
-            if p is not None
-        ]
+        self.hooks_of_gradients = self._hooks_of_gradients()
         self.others = [
             (key, value, None if id(value) in filled or key in _OF_HOOKS else items(value))
             for key, value in self.attributes.items()
@@ -118,8 +113,8 @@ class ModuleGuard:
         if attributes["training"] is not self.training:
             return f"{self.name}.training became {attributes['training']}"
         modules = attributes["_modules"]
-        if len(modules) != len(self.submodules):
-            return self._registered(modules.keys() ^ set(self.submodules))
+        if len(modules) != len(self.children):
+            return self._registered(modules.keys() ^ {key for key, _ in self.children})
         for key, child in self.children:
             if key not in modules or not is_body(modules[key], child):
                 return f"submodule {self.name}.{key} was replaced"
@@ -132,12 +127,8 @@ class ModuleGuard:
                     return f"{self.name}.{key} was replaced{change(kind, now)}"
                 if tensor is not None and tensor_kind(tensor) != kind:
                     return f"{self.name}.{key}{change(kind, tensor)}"
-        parameters = (p for p in self.tensors[0][0].values() if p is not None)
-        for (flag, hooks), parameter in zip(self.gradients, parameters, strict=True):
-            if parameter.requires_grad is not flag:
-                return f"requires_grad changed in {self.name}"
-            if _compat.hooks_of(parameter) != hooks:
-                return f"gradient hooks of {self.name} changed"
+        if self._hooks_of_gradients() != self.hooks_of_gradients:
+            return f"gradient hooks of {self.name} changed"
         for key, value, contents in self.others:
             now = attributes.get(key, _MISSING)
             if now is not value and not same_constant(now, value):
@@ -146,7 +137,7 @@ class ModuleGuard:
                 return f"the contents of {self.name}.{key} changed"
         if len(attributes) != self.count:
             return f"attributes of {self.name} were added or removed"
-        if tuple(tuple(attributes[table]) for table in _HOOKS) != self.hooks:
+        if self._hooks() != self.hooks:
             return f"hooks of {self.name} changed"
         return None
 
@@ -167,6 +158,14 @@ class ModuleGuard:
         for key, _, contents in self.others:
             if contents is not None:
                 snapshot.has_items(attributes[key])
+
+    def _hooks(self) -> list[tuple[Any, ...]]:
+        return [tuple(self.attributes[table]) for table in _HOOKS]
+
+    def _hooks_of_gradients(self) -> list[tuple[int, ...]]:
+        """Returns the keys of the hooks of each parameter."""
+        parameters = self.attributes["_parameters"].values()
+        return [() if each is None else _compat.hooks_of(each) for each in parameters]
 
     def _registered(self, names: set[str]) -> str:
         listed = ", ".join(f"{self.name}.{name}" for name in sorted(names))

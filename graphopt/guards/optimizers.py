@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from operator import is_
 from typing import Any
 
@@ -50,7 +51,7 @@ class OptimizerGuard:
         self._passed_over = _OF_OPTIMIZERS.union(passed_over)
         self.attributes = self._attributes(optimizer)
         self.groups = [
-            (list(group["params"]), _settings(group, counts)) for group in optimizer.param_groups
+            (list(group["params"]), _expected(group, counts)) for group in optimizer.param_groups
         ]
         self._see(optimizer)
 
@@ -81,7 +82,7 @@ class OptimizerGuard:
             live = group["params"]
             if len(live) != len(params) or not all(map(is_, live, params)):
                 return f"the members of {self.name}.param_groups[{index}] changed"
-            now = _settings(group, self.counts)
+            now = _expected(group, self.counts)
             if now != settings:
                 key = _first_difference(now, settings)
                 return f"{self.name}.param_groups[{index}][{key!r}] became {group.get(key)!r}"
@@ -107,17 +108,15 @@ class OptimizerGuard:
         self.unchanged.has_items(optimizer.param_groups)
         for group in optimizer.param_groups:
             self._see_group(group)
-        self._varying_values = self._varying_now()
-        self._kinds = self._kinds_of(self._varying_values)
+        self._values = self._varying_now()
+        self._kinds = self._kinds_of(self._values)
 
     def _see_group(self, group: dict[str, Any]) -> None:
         self.unchanged.has_size(group)
         self.unchanged.has(group, "params", group["params"])
         self.unchanged.has_items(group["params"])
-        for key, value in group.items():
-            if key == "params" or key in _OF_SCHEDULERS:
-                continue
-            if _varies(key, value, self.counts):
+        for key, value, varies in _settings(group, self.counts):
+            if varies:
                 self._varying.append((group, key))
             else:
                 self.unchanged.has_object(group, key, value)
@@ -128,17 +127,14 @@ class OptimizerGuard:
         if reference() is not optimizer or type(optimizer) is not self.type:
             return False
         try:
-            return vars(optimizer) is attributes and self._same_kinds()
+            now = self._varying_now()
         except KeyError:
             return False
-
-    def _same_kinds(self) -> bool:
-        now = self._varying_now()
-        if not all(map(is_, now, self._varying_values)):
+        if not all(map(is_, now, self._values)):
             if self._kinds_of(now) != self._kinds:
                 return False
-            self._varying_values = now
-        return True
+            self._values = now
+        return vars(optimizer) is attributes
 
     def _varying_now(self) -> list[Any]:
         return [group[key] for group, key in self._varying]
@@ -151,77 +147,56 @@ _NUMBER = object()
 """A placeholder that stands for any number."""
 
 
-class _ByValue:
-    """A setting that is compared by value."""
+class _Expected:
+    """A value to compare others with: plain ones by value, others by identity. These are kept alive
+    only if weak references to them are impossible."""
 
     def __init__(self, value: Any) -> None:
-        self._value = value
+        self._plain = is_plain(value)
+        self._get: Callable[[], Any] = lambda: value
+        if not self._plain:
+            with suppress(TypeError):
+                self._get = weakref.ref(value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByValue) and same_constant(self._value, other._value)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class _Reference:
-    """An object that is compared by identity, kept alive only if weak references to it are
-    impossible."""
-
-    def __init__(self, value: Any) -> None:
-        self._get: Callable[[], Any]
-        try:
-            self._get = weakref.ref(value)
-        except TypeError:
-            self._get = lambda: value
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Reference):
-            return NotImplemented
-        mine = self._get()
-        return mine is not None and mine is other._get()
+        if not isinstance(other, _Expected) or self._plain is not other._plain:
+            return False
+        value = self._get()
+        return (self._plain or value is not None) and same_constant(value, other._get())
 
     __hash__ = None  # type: ignore[assignment]
 
 
 def _identity(value: Any) -> Any:
     """Returns the key by which a value is compared; for hooks, their contents."""
-    if is_plain(value):
-        return _ByValue(value)
     if isinstance(value, dict):
-        return [*value.keys(), *map(_Reference, value.values())]
-    function = getattr(value, "__func__", value)
-    if function is value:
-        return _Reference(value)
-    return _Reference(function), _Reference(value.__self__)
+        return [*value.keys(), *map(_Expected, value.values())]
+    if hasattr(value, "__func__"):  # a method, which is made anew when it is read
+        return _Expected(value.__func__), _Expected(value.__self__)
+    return _Expected(value)
 
 
 def _first_difference(a: dict[str, Any], b: dict[str, Any]) -> str:
     return next(k for k in (*a, *b) if k not in a or k not in b or a[k] != b[k])
 
 
-def _of(value: Any) -> _ByValue | _Reference:
-    return _ByValue(value) if is_plain(value) else _Reference(value)
-
-
-def _settings(group: dict[str, Any], counts: frozenset[str]) -> dict[str, Any]:
-    """Returns the group settings that the graph is specialized on; scheduled numbers by type only.
+def _settings(group: dict[str, Any], counts: frozenset[str]) -> Iterator[tuple[str, Any, bool]]:
+    """Yields the settings of a group, each with if a graph is specialized only on its type.
 
     Bookkeeping of schedulers (`initial_lr`, `max_lr`, …) is not read by optimizers.
     """
-    found: dict[str, Any] = {}
     for key, value in group.items():
-        if key == "params" or key in _OF_SCHEDULERS:
-            continue
-        if _varies(key, value, counts):
-            found[key] = _kind(key, value)
-        else:
-            found[key] = _of(value)
-    return found
+        if key != "params" and key not in _OF_SCHEDULERS:
+            yield key, value, key in SCHEDULED or (key in counts and is_number(value))
 
 
-def _varies(key: str, value: Any, counts: frozenset[str]) -> bool:
-    """True if a graph is specialized only on the type of a setting."""
-    return key in SCHEDULED or (key in counts and is_number(value))
+def _expected(group: dict[str, Any], counts: frozenset[str]) -> dict[str, Any]:
+    """Returns the group settings that the graph is specialized on; scheduled numbers by type
+    only."""
+    return {
+        key: _kind(key, value) if varies else _Expected(value)
+        for key, value, varies in _settings(group, counts)
+    }
 
 
 def _kind(key: str, value: Any) -> Any:
@@ -233,6 +208,4 @@ def _kind(key: str, value: Any) -> Any:
 def _scheduled(value: Any) -> Any:
     """Returns the key of a scheduled setting: the type for numbers, which are inputs, else the
     value."""
-    if is_number(value):
-        return _NUMBER
-    return _of(value)
+    return _NUMBER if is_number(value) else _Expected(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class OutsideGuard:
         self._entries: list[GuardedPlace] = []
         self._followed: set[GuardedObject] = set()
         self._places: StateSnapshot | None = None
-        entries = _Entries(record, _TellsOfLostObject(self))
+        entries = _Entries(record, _telling(self, OutsideGuard.lost))
         self._entries = entries.found
         self._changed = {entries.held(each).root for each in changed}
         self._given = record.given
@@ -54,7 +54,7 @@ class OutsideGuard:
         self._followed = {entry.held for entry in self._entries if entry.held is not None}
         modules = self._unfollowed(record)
         self._owners = [
-            weakref.ref(module, _TellsOfLostModule(self, f"{name} is gone"))
+            weakref.ref(module, _telling(self, partial(_drop, f"{name} is gone")))
             for name, module in modules
         ]
         self.modules = ModuleGuards(
@@ -62,6 +62,7 @@ class OutsideGuard:
             for name, each in modules
         )
         self._places = prepared(self._entries)
+        self._given.clear()
 
     def _unfollowed(self, record: OutsideRecord) -> list[tuple[str, torch.nn.Module]]:
         """Returns the guarded modules that no equal module may replace."""
@@ -109,18 +110,9 @@ class OutsideGuard:
         if self._gone is not None:
             yield self._gone
             return
-        if not self.given:
-            yield from self._mismatches()
-            return
-        with self._called_with(leaves):
-            yield from self._mismatches()
-
-    @contextmanager
-    def _called_with(self, leaves: Sequence[Any]) -> Iterator[None]:
-        """A context in which a call's arguments are where the guard looks for them."""
         self._given.update((position, leaves[position]) for position in self.given)
         try:
-            yield
+            yield from self._mismatches()
         finally:
             self._given.clear()
 
@@ -167,28 +159,22 @@ class OutsideGuard:
         self.modules.forget()
 
 
-class _TellsOfLostModule:
-    """A weak-reference callback that tells a guard that a needed module is gone."""
+def _drop(reason: str, guard: OutsideGuard, gone: Any) -> None:
+    guard.drop(reason)
 
-    def __init__(self, guard: OutsideGuard, reason: str) -> None:
-        self._guard, self._reason = weakref.ref(guard), reason
 
-    def __call__(self, reference: weakref.ref[Any]) -> None:
-        guard = self._guard()
+def _telling(
+    guard: OutsideGuard, act: Callable[[OutsideGuard, Any], None]
+) -> Callable[[Any], None]:
+    """Makes a function that tells a guard of what is gone, as long as the guard itself is there."""
+    reference = weakref.ref(guard)
+
+    def told(gone: Any) -> None:
+        guard = reference()
         if guard is not None and guard.alive:
-            guard.drop(self._reason)
+            act(guard, gone)
 
-
-class _TellsOfLostObject:
-    """A weak-reference callback that tells a guard that a guarded object is gone."""
-
-    def __init__(self, guard: OutsideGuard) -> None:
-        self._guard = weakref.ref(guard)
-
-    def __call__(self, held: GuardedObject) -> None:
-        guard = self._guard()
-        if guard is not None and guard.alive:
-            guard.lost(held)
+    return told
 
 
 class _Entries:
@@ -208,7 +194,9 @@ class _Entries:
         self.found = [
             each
             for each in found
-            if each.holder.get() is not record.given or (each.held and each.held.followed)
+            if each.holder.get() is not record.given
+            or each.key in record.given.opened
+            or (each.held and each.held.followed)
         ]
 
     def _entry(self, read: OutsideRead) -> GuardedPlace:

@@ -46,7 +46,6 @@ class Call:
         constants: positions in `leaves` of everything else.
         repeats: positions of modules and optimizers that stand at an earlier position, too.
         objects: the objects among them that are taken apart; what is in these follows in `leaves`.
-        slot: holds these while a guard looks at them.
         besides: what the step uses besides its arguments; the objects follow them in `leaves`.
         decided: answers to its first decisions by value, where they are known.
         decides_alone: each decision may go another way on each rank.
@@ -97,7 +96,6 @@ class Call:
             self.leaves.append(field.value)
         self._own = len(self.leaves)
         self._opened = self.tensors, self.constants
-        self.slot: list[Any] = []
         self.besides = NOTHING
         self.decided: tuple[Answer, ...] = ()
         self.sizes = SizesKept.UNKNOWN
@@ -197,10 +195,6 @@ class Call:
     def fields(self) -> Iterator[tuple[int, GivenField]]:
         """The fields of opened objects, with their positions in `leaves`."""
         return zip(count(self._given), self.objects.fields, strict=False)
-
-    def fill(self, slot: list[Any]) -> None:
-        """Stores the opened objects where guards look for them."""
-        slot[:] = [self.leaves[position] for position in self.objects.roots]
 
     def optimizer_objects(self) -> list[Optimizer]:
         """The optimizers among the arguments, in order."""

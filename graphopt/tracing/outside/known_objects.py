@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -21,7 +21,13 @@ from graphopt.tracing.rollback.nests import Path
 
 
 class GivenObjects(dict[int, Any]):
-    """Objects among the arguments of a call, by position."""
+    """Objects among the arguments of a call, by position.
+
+    Attributes:
+        opened: the positions of those that are taken apart.
+    """
+
+    opened: Collection[int] = ()
 
 
 class KnownObjects:

@@ -74,17 +74,14 @@ def observed_step(
         record.reached(module, name or "the model")
     for name, leaf in zip(call.names, call.leaves, strict=True):
         record.reached(leaf, name)
-    call.fill(call.slot)
     defined = definition_of(call.fn) or line
-    for index, position in enumerate(call.objects.roots):
-        record.read(OutsidePlace("item", call.slot, index), call.names[position], defined)
-    for position in call.constants:
-        leaf = call.leaves[position]
-        if position in call.objects.roots or not (is_object(leaf)):
-            continue
-        record.given[position] = call.leaves[position]
-        place = OutsidePlace("item", record.given, position)
-        record.read(place, f"argument {call.names[position]}", defined)
+    opened = record.given.opened = call.objects.roots
+    for position in (*opened, *(p for p in call.constants if p not in opened)):
+        leaf, name = call.leaves[position], call.names[position]
+        if position in opened or is_object(leaf):
+            record.given[position] = leaf
+            place = OutsidePlace("item", record.given, position)
+            record.read(place, name if position in opened else f"argument {name}", defined)
     record.reached(call.fn, getattr(call.fn, "__name__", "the step"))
     record.reached(getattr(call.fn, "__self__", None), "self")
     observer = Observer(record, set(map(id, modules)), substitute)
