@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from graphopt.branches.drawn_generators import DrawnGenerators
+from graphopt.branches.drawn_generators import DrawnStates, drawn_generators
 from graphopt.ir.families import METADATA_ONLY, SAME_ELEMENTS, SPLITS, collective_kind
 from graphopt.ir.generators import generators_used
 from graphopt.ir.inplace import INPLACE
@@ -343,9 +343,8 @@ def test_a_graph_puts_back_what_it_draws_from() -> None:
     drawn = s.call(torch.ops.aten.bernoulli.default, x, generator=None)
     gm = s.step([drawn])
     drawn.kwargs = {"generator": cast(Any, own)}
-    generators = DrawnGenerators(gm.graph)
-    states = generators.states()
-    assert len(states) == 2
+    states = DrawnStates(drawn_generators(gm.graph))
+    assert len(states.generators) == 2
     before, _ = own.get_state(), own.seed()
-    generators.restore(states)
+    states.restore()
     assert torch.equal(own.get_state(), before)

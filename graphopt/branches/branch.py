@@ -29,7 +29,7 @@ from graphopt.branches.continuation import (
     continuation_of,
     from_the_beginning,
 )
-from graphopt.branches.drawn_generators import DrawnGenerators
+from graphopt.branches.drawn_generators import DrawnStates
 from graphopt.branches.handing import handing_out, launched_before, launched_by
 from graphopt.branches.sent_collectives import SentBefore
 from graphopt.host.decisions.assumptions import assumption_number
@@ -173,21 +173,16 @@ class ResumePoint:
         index: the index of the assumption.
         flat: its inputs.
         handed_out: the values that it has computed.
-        generators: from which it has drawn, and which are put back then.
+        drawn: the generators from which it has drawn, as they were then.
         sent: the results of its collectives, where other ranks have gone on.
-        drawn: the states of the generators before the call.
     """
 
     branch: Branch
     index: int
     flat: list[Any]
     handed_out: Sequence[Any]
-    generators: DrawnGenerators
+    drawn: DrawnStates
     sent: SentBefore = field(default_factory=dict)
-    drawn: list[torch.Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.drawn = self.generators.states()
 
     def begun(self, other: Branch, flat: Callable[[], Sequence[Any]]) -> ResumedCall | None:
         """The continuation of the call in another branch, or None if there is none.

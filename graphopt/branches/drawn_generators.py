@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -11,43 +11,33 @@ from graphopt import _compat
 from graphopt.ir.generators import generators_used
 from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import draws
+from graphopt.verify.checks.module_constants import attribute
 
 
-class DrawnGenerators:
-    """The generators that the nodes of a graph draw from.
+class DrawnStates:
+    """The states of random number generators when this is made.
 
-    Args:
-        graph: None: there are none.
+    Attributes:
+        generators: all of them, each once.
     """
 
-    def __init__(self, graph: fx.Graph | None) -> None:
-        nodes = [] if graph is None else [node for node in graph.nodes if draws(node)]
-        given = (generators_used([_given(node), known_value(node)]) for node in nodes)
-        found = dict.fromkeys(generator for each in given for generator in each)
-        self._generators = list(found)
+    def __init__(self, generators: Iterable[torch.Generator]) -> None:
+        self.generators = list(dict.fromkeys(generators))
+        self._states = [generator.get_state() for generator in self.generators]
 
-    def joined(self, others: DrawnGenerators) -> DrawnGenerators:
-        """The union of these generators and others."""
-        found = DrawnGenerators(None)
-        found._generators = list(dict.fromkeys([*self._generators, *others._generators]))
-        return found
-
-    def states(self) -> list[torch.Tensor]:
-        """The current states of the generators."""
-        return [generator.get_state() for generator in self._generators]
-
-    def restore(self, states: list[torch.Tensor]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
+    def restore(self) -> None:
+        for generator, state in zip(self.generators, self._states, strict=True):
             generator.set_state(state)
 
 
-def _given(node: fx.Node) -> list[Any]:
-    """The arguments of a node that are not nodes."""
+def drawn_generators(graph: fx.Graph) -> list[torch.Generator]:
+    """Returns the generators that the nodes of a graph draw from."""
+    used = (generators_used(_values(node)) for node in graph.nodes if draws(node))
+    return list(dict.fromkeys(generator for each in used for generator in each))
+
+
+def _values(node: fx.Node) -> list[object]:
+    """The value of a node, and its arguments that are known."""
     leaves = _compat.tree_leaves((list(node.args), dict(node.kwargs)))
-    return [_constant(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
-
-
-def _constant(node: fx.Node) -> Any:
-    if node.op != "get_attr":
-        return None
-    return getattr(node.graph.owning_module, str(node.target), None)
+    constants = [n for n in node.all_input_nodes if n.op == "get_attr"]
+    return [known_value(node), leaves, [attribute(n.graph.owning_module, n) for n in constants]]

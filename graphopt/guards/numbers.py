@@ -9,7 +9,7 @@ from typing import Any
 
 from graphopt.tracing.call import Call
 from graphopt.tracing.inputs.entries import ArgumentNumber, Inputs
-from graphopt.tracing.scalars.expressions import Condition, first_leaf
+from graphopt.tracing.scalars.expressions import first_leaf
 from graphopt.tracing.scalars.host_numbers import EXACT
 
 _UNCHANGEABLE = frozenset({int, float, bool, complex})
@@ -46,21 +46,14 @@ class NumberGuards:
                 continue
             if type(value) is not kind or (kind is int and abs(value) >= EXACT):
                 return f"{_called(number)} became {value!r}"
-        reason = self._changed_answer(values)
-        if reason is None and all(type(value) in _UNCHANGEABLE for value in values):
-            self._fitting = values
-        return reason
-
-    def _changed_answer(self, values: list[Any]) -> str | None:
-        """Describes the first number of which a condition no longer holds, or returns None."""
         broken = self._inputs.conditions.broken(values)
-        return None if broken is None else self._said(broken, values)
-
-    def _said(self, broken: Condition, values: list[Any]) -> str:
-        index = first_leaf(broken.left)
-        index = first_leaf(broken.right) if index is None else index
-        assert index is not None
-        return f"{_called(self._inputs.hyperparameters[index])} became {values[index]!r}"
+        if broken is not None:
+            leaves = map(first_leaf, (broken.left, broken.right))
+            index = next(leaf for leaf in leaves if leaf is not None)
+            return f"{_called(numbers[index])} became {values[index]!r}"
+        if all(type(value) in _UNCHANGEABLE for value in values):
+            self._fitting = values
+        return None
 
 
 def _are_floats(value: object, kind: type) -> bool:

@@ -36,11 +36,8 @@ _NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 """Numbers that a graph computes, while it is traced."""
 
 
-class _ValueOfGraph:
-    """A placeholder among the arguments of a `HostCall` for a value of the graph."""
-
-
-_VALUE_OF_GRAPH = _ValueOfGraph()
+_VALUE_OF_GRAPH = object()
+"""A placeholder among the arguments of a `HostCall` for a value of the graph."""
 
 
 class HostCall:
@@ -108,18 +105,14 @@ class HostCall:
         values, self.values = self.values, []
         return values
 
-    @property
-    def constants(self) -> list[Any]:
-        """The arguments' leaves that are not values of the graph."""
-        return [
-            leaf for _, leaves in self._arguments for leaf in leaves if leaf is not _VALUE_OF_GRAPH
-        ]
+    def constants_in(self, *, rebuilt: bool = False) -> list[Any]:
+        """The arguments' leaves that are not values of the graph.
 
-    @property
-    def parts_of_nests(self) -> list[Any]:
-        """The constants in arguments that each call rebuilds."""
-        nests = [leaves for spec, leaves in self._arguments if spec is not None]
-        return [leaf for leaves in nests for leaf in leaves if leaf is not _VALUE_OF_GRAPH]
+        Args:
+            rebuilt: only those in arguments that each call rebuilds.
+        """
+        leaves = (ls for spec, ls in self._arguments if spec is not None or not rebuilt)
+        return [leaf for each in leaves for leaf in each if leaf is not _VALUE_OF_GRAPH]
 
     def __call__(self, *values: Any) -> Any:
         """Calls the function with private copies of `values`.

@@ -16,7 +16,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from types import CodeType, FrameType
-from weakref import WeakKeyDictionary
 
 from graphopt.ir.user_frames import is_library_file
 
@@ -63,15 +62,3 @@ class TimesReached:
             place += _outside(sys._getframe(1), _FUNCTIONS - len(place))
         self._reached[place] += 1
         return self._reached[place] % every == 0
-
-
-class EagerCounts:
-    """The counts of callbacks in eager code, kept as long as the calling code."""
-
-    def __init__(self) -> None:
-        # The code that calls knows the code that is called, and lives no longer.
-        self._known: WeakKeyDictionary[CodeType, TimesReached] = WeakKeyDictionary()
-
-    def of(self, place: Place) -> TimesReached:
-        """The counts that a place in the program belongs to."""
-        return self._known.setdefault(place[-1][0], TimesReached())

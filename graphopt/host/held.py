@@ -15,6 +15,7 @@ import functools
 import gc
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import getitem
 from types import BuiltinMethodType, CellType, FunctionType
 from typing import Any
 
@@ -28,33 +29,23 @@ _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _NESTS = (*_CONTAINERS, tuple)
 
 
-class GivenContainer:
-    """A list or dictionary among the step's arguments, as a path into a call's arguments."""
-
-    def __init__(self, path: Sequence[Any]) -> None:
-        self.path = tuple(path)
-
-    def made(self, given: Any) -> Any:
-        """The container of a call with the arguments `given`."""
-        for key in self.path:
-            given = given[key]
-        return given
-
-
 class HeldByFunction:
     """The step's own objects that a callback holds: closure variables with their values, and
     containers among the step's arguments.
 
     Args:
         is_outside: whether an object was there before the step: each call needs this very one.
-        given: the containers among the arguments of the trace, by id.
+        given: the containers among the arguments of the trace, by id, with their paths.
+
+    Attributes:
+        of_trace: those of them that it holds.
     """
 
     def __init__(
-        self, is_outside: Callable[[Any], bool], given: Mapping[int, tuple[Any, GivenContainer]]
+        self, is_outside: Callable[[Any], bool], given: Mapping[int, tuple[Any, Sequence[Any]]]
     ) -> None:
         self._is_outside, self._given = is_outside, given
-        self.of_trace: dict[int, tuple[Any, GivenContainer]] = {}
+        self.of_trace: dict[int, tuple[Any, Sequence[Any]]] = {}
         self._cells: dict[int, tuple[CellType, Any]] = {}
         self._seen: dict[int, Any] = {}
 
@@ -115,7 +106,7 @@ class HeldByFunction:
     def _now(self, value: Any, given: Any) -> Any:
         """The object of this call that replaces one that the function holds."""
         if id(value) in self.of_trace:
-            return self.of_trace[id(value)][1].made(given)
+            return functools.reduce(getitem, self.of_trace[id(value)][1], given)
         if isinstance(value, BuiltinMethodType) and id(value.__self__) in self.of_trace:
             return getattr(self._now(value.__self__, given), value.__name__)
         if isinstance(value, functools.partial):

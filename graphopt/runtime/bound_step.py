@@ -15,7 +15,7 @@ import torch
 from graphopt import _compat
 from graphopt._compat.tensor_classes import without_torch_function
 from graphopt.branches.branch import Branch, ResumedCall, ResumePoint
-from graphopt.branches.drawn_generators import DrawnGenerators
+from graphopt.branches.drawn_generators import DrawnStates, drawn_generators
 from graphopt.branches.sent_collectives import CollectiveResults, SentBefore
 from graphopt.errors import AssumptionFailedError, GraphOptError
 from graphopt.graph_utils import without_autocast
@@ -89,7 +89,7 @@ class BoundStep:
         self.answers = tuple(captured.live.answers)
         self.uniform = uniform_answers(module.graph)
         self.tries = BranchFailures()
-        self._generators = DrawnGenerators(module.graph if self.answers else None)
+        self._generators = drawn_generators(module.graph) if self.answers else []
         self._inputs = InputValues(captured, guards)
         self._lock = threading.RLock()
         self._running = False
@@ -145,7 +145,7 @@ class BoundStep:
             state, self.captured.state = self.captured.state, None
             host = self._host_run(flat, step, call)
             self._running = True
-            generators, drawn = self._before_drawing(begun)
+            drawn = self._before_drawing(begun)
             notes = sent or self._unused or self._notes_launches
             noting = CollectiveResults(sent or {}) if notes else nullcontext()
             branch, there = (begun.branch, begun.there) if begun else (self.branch, [])
@@ -155,9 +155,10 @@ class BoundStep:
                 host.say()
             except AssumptionFailedError as error:
                 put_back(moved)
-                self._left = ResumePoint(branch, error.index, flat, error.handed_out, generators)
+                now = DrawnStates(drawn.generators)
+                self._left = ResumePoint(branch, error.index, flat, error.handed_out, now)
                 self._note_failure(error, noting)
-                generators.restore(drawn)
+                drawn.restore()
                 self.captured.state = state
                 raise
             except BaseException as error:
@@ -201,16 +202,13 @@ class BoundStep:
         """The current inputs of the graph, in order."""
         return self._late.own(self._inputs.of_state()) + self._inputs.of_call(call)
 
-    def _before_drawing(
-        self, begun: ResumedCall | None
-    ) -> tuple[DrawnGenerators, list[torch.Tensor]]:
-        """The states, before the call, of the generators that the call draws from."""
+    def _before_drawing(self, begun: ResumedCall | None) -> DrawnStates:
+        """The generators that the call draws from, as they were before it."""
         if begun is None:
-            return self._generators, self._generators.states()
-        generators = self._generators.joined(begun.left.generators)
-        before = generators.states()
-        begun.left.generators.restore(begun.left.drawn)
-        return generators, before
+            return DrawnStates(self._generators)
+        before = DrawnStates([*self._generators, *begun.left.drawn.generators])
+        begun.left.drawn.restore()
+        return before
 
     def leave(self, step: int, sent: SentBefore, number: int | None = None) -> int | None:
         """Leaves a call whose graph the other ranks run, and joins their collectives until they

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -12,7 +14,7 @@ from torch import fx
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.host import HostCall, insert_call
-from graphopt.host.counts import EagerCounts, place_of
+from graphopt.host.counts import TimesReached, place_of
 from graphopt.host.functions import traced_in
 from graphopt.host.seen import current_view
 from graphopt.ir.user_frames import current_location, is_around_step
@@ -76,7 +78,7 @@ def callback(fn: Callable[..., Any], *tensors: Any, every: int = 1) -> None:
         return
     if every > 1:
         call.place = place_of(sys._getframe(1))
-        call.counts = _counts.of(call.place)
+        call.counts = _counts.setdefault(call.place[-1][0], TimesReached())
     call(*call.take_values())
 
 
@@ -88,7 +90,9 @@ def record(call: HostCall) -> None:
     call(*map(_detached, call.take_values()))
 
 
-_counts = EagerCounts()
+_counts: WeakKeyDictionary[CodeType, TimesReached] = WeakKeyDictionary()
+"""The counts of callbacks in eager code, kept as long as the calling code: it knows the code that
+is called, and lives no longer."""
 
 
 def _refuse_traced(fn: Callable[..., Any]) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from graphopt._compat.own_tracing import without_overrides
 from graphopt.errors import CaptureError
 from graphopt.host import HostCall
-from graphopt.host.held import GivenContainer, HeldByFunction
+from graphopt.host.held import HeldByFunction
 from graphopt.host.seen import EarlierWrite, StaleValue, UsedPlace
 from graphopt.ir.source import SourceLine
 from graphopt.ir.user_frames import current_user_line
@@ -66,7 +66,7 @@ class HostView:
         self._record.behind.calls()
         call.take_apart(self._is_own_nest)
         with without_overrides():
-            reach = reached_from(call.fn, call.constants)
+            reach = reached_from(call.fn, call.constants_in())
         self._calls.append((call, reach, current_user_line()))
         call.held = self._held(call)
         for path, place, before in self._changed():
@@ -85,11 +85,11 @@ class HostView:
 
     def _held(self, call: HostCall) -> HeldByFunction | None:
         """The step's own values that a callback's function and arguments hold."""
-        given = {id(value): (value, GivenContainer(path)) for value, path in self.given}
+        given = {id(value): (value, path) for value, path in self.given}
         held = HeldByFunction(self._is_used, given)
-        for value in (call.fn, *call.constants):
+        for value in (call.fn, *call.constants_in()):
             held.add(value)
-        for part in call.parts_of_nests:
+        for part in call.constants_in(rebuilt=True):
             self._record.pin(part)
         held.finish()
         return held or None
@@ -183,8 +183,8 @@ class HostView:
     def _refuse_changed(
         self, call: HostCall, line: SourceLine | None, changed: Sequence[Sequence[Any]]
     ) -> None:
-        held = [given for _, given in call.held.of_trace.values()] if call.held else []
-        if any(each.path == tuple(path)[: len(each.path)] for each in held for path in changed):
+        held = [tuple(path) for _, path in call.held.of_trace.values()] if call.held else []
+        if any(each == tuple(path)[: len(each)] for each in held for path in changed):
             raise CaptureError(
                 "a function given to graphopt.callback holds a list or dictionary among the step's"
                 " arguments, which the step changes as well",
