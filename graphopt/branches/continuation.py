@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,13 +12,7 @@ from torch import fx
 
 from graphopt.branches.course import Course, CourseNames
 from graphopt.branches.cut import GraphCut, handed_out, in_order
-from graphopt.graph_utils import (
-    call_function_with_meta,
-    get_output,
-    get_outputs,
-    is_operator,
-    set_outputs,
-)
+from graphopt.graph_utils import call_function_with_meta, get_output, get_outputs, is_operator
 from graphopt.host import is_host_call
 from graphopt.host.decisions.assumptions import without_handed_out
 from graphopt.ir.effects import Effects
@@ -170,9 +164,7 @@ class _ContinuationBuilder:
             self._names[node] = name
         self._graph.owning_module = self._root
         values = {node: course.add_input(node, name) for node, name in self._names.items()}
-        nodes = course.run(self._graph.nodes, values)
-        outputs = fx.node.map_arg(get_output(self._graph).args[0], nodes.__getitem__)
-        found = course.evaluated(self._terms, outputs)
+        found, nodes = course.evaluated_with(self._graph, values, self._terms)
         given = dict(found.made)
         return found, {node: given.get(copy) for node, copy in nodes.items()}
 
@@ -227,9 +219,8 @@ class _ContinuationBuilder:
         """Proves that the computed part followed by the rest equals the other branch's graph."""
         graph = found.module.graph
         course, values = found.begins(graph)
-        nodes = course.run(graph.nodes, values)
-        outputs = fx.node.map_arg(get_output(graph).args[0], nodes.__getitem__)
-        problems = list(differences(self._terms, whole, course.evaluated(self._terms, outputs)))
+        now, _ = course.evaluated_with(graph, values, self._terms)
+        problems = list(differences(self._terms, whole, now))
         if problems:
             raise NotSharedError("\n".join(map(str, problems)))
 
@@ -269,18 +260,13 @@ def _own_outputs(graph: IterGraph) -> None:
     """Clones outputs that share storage with values computed before."""
     is_carried, outputs = _of_carried(graph), get_outputs(graph)
     leaving = [n for n in (*outputs.results, *outputs.carried) if isinstance(n, fx.Node)]
-    shared = [node for node in leaving if is_carried(node)]
+    shared, output = [node for node in leaving if is_carried(node)], get_output(graph)
     if len(set(shared)) < len(shared):
         raise NotSharedError("the other branch returns one tensor twice")
-    with graph.inserting_before(get_output(graph)):
-        owned = {node: _clone(graph, node) for node in shared}
-    set_outputs(
-        graph,
-        outputs._replace(
-            results=list(_replaced(outputs.results, owned)),
-            carried=list(_replaced(outputs.carried, owned)),
-        ),
-    )
+    for node in shared:
+        with graph.inserting_before(output):
+            clone = _clone(graph, node)
+        node.replace_all_uses_with(clone, delete_user_cb=lambda user: user is output)
 
 
 def _clone(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -289,8 +275,3 @@ def _clone(graph: fx.Graph, node: fx.Node) -> fx.Node:
     if fake_value(found).stride() != fake_value(node).stride():
         raise NotSharedError(f"%{node.name}, which is returned, has other strides as a copy")
     return found
-
-
-def _replaced(values: list[Any], owned: Mapping[fx.Node, fx.Node]) -> Iterator[Any]:
-    for value in values:
-        yield owned.get(value, value) if isinstance(value, fx.Node) else value

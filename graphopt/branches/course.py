@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 
 from graphopt import _compat
+from graphopt.graph_utils import get_output
 from graphopt.host import is_host_call
 from graphopt.ir.metadata import known_value, set_value
 from graphopt.verify.checks.module_constants import attribute, same_object
@@ -94,6 +95,14 @@ class Course:
                 assert isinstance(owner, fx.GraphModule)
                 found[node].target = self.names.of_constant(attribute(owner, node))
         return found
+
+    def evaluated_with(
+        self, graph: fx.Graph, values: Mapping[fx.Node, fx.Node], terms: Terms
+    ) -> tuple[Evaluation, dict[fx.Node, fx.Node]]:
+        """Appends a whole graph as `run` does, and evaluates the course with its outputs."""
+        nodes = self.run(graph.nodes, values)
+        outputs = fx.node.map_arg(get_output(graph).args[0], nodes.__getitem__)
+        return self.evaluated(terms, outputs), nodes
 
     def evaluated(self, terms: Terms, outputs: Any = ((), (), ())) -> Evaluation:
         """Evaluates the course symbolically.
