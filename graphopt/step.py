@@ -6,16 +6,13 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from graphopt import _compat
 from graphopt.errors import GraphOptError
-from graphopt.runtime.agreement.communication import Communication
-from graphopt.runtime.captured_graphs import CapturedGraphs
-from graphopt.runtime.eager import Fallback
 
 if TYPE_CHECKING:
     from graphopt.cost import CostModel
@@ -78,12 +75,8 @@ class TrainStep:
         self._graph_html = graph_html
         stages = stages_for(pipeline, lower, verify)
         stages.manager.check_order()
-        self._entries = CapturedGraphs(self._name, max_graphs)
-        self._fallback = Fallback(self._name, fallback)
-        self._communication = Communication(fn, parallel)
-        self._calls = Calls(
-            *(self._name, stages, self._entries, self._fallback, self._communication)
-        )
+        self._calls = Calls(fn, self._name, stages, parallel, fallback, max_graphs)
+        self._entries, self._communication = self._calls.entries, self._calls.communication
 
     def __repr__(self) -> str:
         return f"TrainStep({self._name}, {len(self.captures)} graphs)"
@@ -97,11 +90,9 @@ class TrainStep:
         self._calls.reset()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from graphopt.tracing.call import Call
-
         if _compat.is_traced():  # by the step that calls it, whose graph has it
             return self._fn(*args, **kwargs)
-        return self._calls.run(Call(self._fn, args, kwargs))
+        return self._calls.run(args, kwargs)
 
     def __del__(self) -> None:
         entries = vars(self).get("_entries")  # not there where __init__ raised
@@ -128,11 +119,9 @@ class TrainStep:
         """
         self._entries.flush()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """While active, gradients stay local to the rank and accumulate, as DDP's `no_sync`."""
-        with self._communication.no_sync():
-            yield
+        return self._communication.no_sync()
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
@@ -173,10 +162,9 @@ class TrainStep:
         Raises:
             GraphOptError: the step has not been called, or runs eagerly.
         """
-        if self._fallback.active:
-            raise GraphOptError(
-                f"there is no graph: the step runs eagerly\n{self._fallback.reason}"
-            )
+        fallback = self._calls.fallback
+        if fallback.active:
+            raise GraphOptError(f"there is no graph: the step runs eagerly\n{fallback.reason}")
         if not self._entries:
             raise GraphOptError("the step has not been called yet, so there is no graph")
         return self._entries[0].module

@@ -230,7 +230,7 @@ def _exchange_functions(trouble: Trouble) -> None:
         setattr(holder, name, failing)
 
     exchange(_traces, "trace_from_state", "trace 1")
-    exchange(_joint, "finish", "trace 2")
+    exchange(_traces, "finish", "trace 2")
     exchange(_joint.JointCapture, "join", "agreed")
 
 

@@ -248,9 +248,9 @@ def test_one_call_of_another_branch_does_not_make_the_next_one_fail() -> None:
     def failed(*calls: Tensor) -> list[bool]:
         found = []
         for x in calls:
-            before = {entry: entry.failures for entry in step._entries}
+            before = {entry: entry.tries.failures for entry in step._entries}
             step(model, optimizer, x)
-            found.append(any(entry.failures > was for entry, was in before.items()))
+            found.append(any(entry.tries.failures > was for entry, was in before.items()))
         return found
 
     assert failed(good, bad, good, good) == [False, True, False, False]

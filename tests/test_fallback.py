@@ -205,7 +205,7 @@ def one_rank_refuses(rank: int) -> tuple[list[Tensor], str]:
         return by_value(model, optimizer, x) if rank else plain(model, optimizer, x)
 
     step = graphopt.compile(function, fallback="eager")
-    return trained(step, seeded(net, rank), rank)[4:], step._fallback.reason
+    return trained(step, seeded(net, rank), rank)[4:], step._calls.fallback.reason
 
 
 def test_all_ranks_fall_back_together(two_ranks: Pool) -> None:

@@ -140,12 +140,12 @@ def trained(
     called = []
     failed = []
     for x in batches(calls):
-        before = {entry: entry.failures for entry in run._entries} if compiled else {}
+        before = {entry: entry.tries.failures for entry in run._entries} if compiled else {}
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             result = run(model, optimizer, x)
         called.append(Counter(e.name for e in profile.events() if e.name in PRODUCTS))
         left += [result, *left_by(model, optimizer)]
-        failed.append(any(entry.failures > was for entry, was in before.items()))
+        failed.append(any(entry.tries.failures > was for entry, was in before.items()))
     return left, called, failed
 
 

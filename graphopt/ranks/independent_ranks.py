@@ -18,7 +18,6 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import find_nodes, is_collective
-from graphopt.host.decisions.assumptions import assumptions
 from graphopt.ir.metadata import keep_launch
 from graphopt.parallel import OverRanks, Parallel
 
@@ -38,13 +37,6 @@ def groups_apart(graph: fx.Graph, parallel: Parallel) -> frozenset[str]:
     return frozenset(
         name for name in names if not together.issuperset(_compat.ranks_of_group(name) or ())
     )
-
-
-def launched_apart(graph: fx.Graph, groups: frozenset[str]) -> bool:
-    """True if a collective of these process groups is launched before the last assumption."""
-    last = assumptions(graph)[-1:] if groups else []
-    launches = find_nodes(graph, is_collective) if last else []
-    return any(str(node.args[-1]) in groups and node < last[0] for node in launches)
 
 
 def keep_launches(graph: fx.Graph, groups: frozenset[str]) -> None:

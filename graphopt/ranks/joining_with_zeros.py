@@ -17,16 +17,21 @@ from torch import fx
 
 from graphopt import _compat
 from graphopt.graph_utils import find_nodes, is_collective
+from graphopt.host.decisions.assumptions import assumptions
 from graphopt.host.votes import decides_alone
 from graphopt.ir.metadata import known_value
 from graphopt.ir.operators import argument
 
 
-def sends_before_own(graph: fx.Graph) -> bool:
-    """True if a collective is launched before a decision by a value of one rank alone."""
-    launches = find_nodes(graph, is_collective)
-    own = [node for node in graph.nodes if decides_alone(node.target)]
-    return bool(launches and own) and launches[0] < own[-1]
+def launches_before_decisions(graph: fx.Graph, apart: frozenset[str]) -> bool:
+    """True if a collective is launched before a decision by a value of one rank alone, or one of
+    the process groups `apart` before any decision."""
+    decided = assumptions(graph)
+    own = [node for node in decided if decides_alone(node.target)]
+    return any(
+        any(launch < node for node in (decided if str(launch.args[-1]) in apart else own)[-1:])
+        for launch in find_nodes(graph, is_collective)
+    )
 
 
 def join_with_zeros(

@@ -3,7 +3,7 @@
 All ranks of a group come to a *meeting* together. It has rounds; in each of them every rank says
 something and learns what all the others said:
 
-    with channel.meeting() as meeting:
+    with Meeting(channel) as meeting:
         everyone = meeting.exchange({"used": […]})     # round 1
         everyone = meeting.exchange({"plan": […]})     # round 2
 
@@ -60,18 +60,15 @@ class Channel:
     topic: str
     timeout: float
 
-    def meeting(self) -> Meeting:
-        """Starts the next meeting: a context manager, to be entered once."""
-        return Meeting(self)
-
     def exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """Exchanges values in a meeting of one round; see `Meeting.exchange`."""
-        with self.meeting() as meeting:
+        with Meeting(self) as meeting:
             return meeting.exchange(mine)
 
 
 class Meeting:
-    """One agreement of all ranks of a group, in rounds, through their store."""
+    """One agreement of all ranks of a group, in rounds, through their store: a context manager, to
+    be entered once."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel

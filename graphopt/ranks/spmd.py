@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence, Set
+from itertools import zip_longest
 from operator import attrgetter
 
 import torch
@@ -21,7 +22,7 @@ from graphopt.graph_utils import is_collective
 from graphopt.host.decisions.assumptions import Assumption
 from graphopt.ir.metadata import fake_value, known_value, source_line
 from graphopt.ir.operators import calls_of
-from graphopt.ranks.meeting import Channel
+from graphopt.ranks.meeting import Channel, Meeting
 
 _UNIFORM = "a decision by a value that all ranks have alike"
 _TAKE_THE_DECISION = (
@@ -175,7 +176,7 @@ def check_spmd(
     """
     found = _compat.group_or_default(group)
     ranks = frozenset(dist.get_process_group_ranks(found))
-    with Channel(found, "check_spmd", timeout).meeting() as meeting:
+    with Meeting(Channel(found, "check_spmd", timeout)) as meeting:
         graph = graph_module.graph
         mine = {"plan": collective_plan(graph, ranks), "lines": plan_lines(graph)}
         everyone = meeting.exchange(mine)
@@ -198,26 +199,20 @@ def check_same(
         lines: the user's line for each of them.
     """
     for rank, theirs in enumerate(everyone):
-        for index in range(max(len(theirs), len(everyone[0]))):
-            expected, found = (
-                _entry(entries, index, "nothing") for entries in (everyone[0], theirs)
-            )
+        pairs = zip_longest(everyone[0], theirs, fillvalue="nothing")
+        for index, (expected, found) in enumerate(pairs):
             if expected == found:
                 continue
-            places = ["", ""]
-            if lines is not None:
-                places = [_entry(lines[each], index, "") for each in (0, rank)]
-            first, second = (f"\n           from: {place}" if place else "" for place in places)
+            places = [lines[each][index : index + 1] if lines else () for each in (0, rank)]
+            first, second = (
+                "".join(f"\n           from: {line}" for line in place if line) for place in places
+            )
             decides = _UNIFORM in (expected, found)
             raise SpmdMismatchError(
                 f"rank {rank} has other {what} than rank 0, first at number {index}:\n"
                 f"  rank 0:  {expected}{first}\n  rank {rank}:  {found}{second}\n"
                 f"  hint:  {_TAKE_THE_DECISION if decides else hint}"
             )
-
-
-def _entry(entries: Sequence[str], index: int, missing: str) -> str:
-    return entries[index] if index < len(entries) else missing
 
 
 def merged_order(everyone: Sequence[Sequence[str]]) -> tuple[str, ...]:

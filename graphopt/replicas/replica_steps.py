@@ -40,10 +40,8 @@ class ReplicatedStep:
         module = self._module
         if not isinstance(module, IterGraphModule) or not module.graph.late:
             return self._lockstep.run(module, inputs)
-        if self._flight is None:
-            returned = self._lockstep.run(self._graph("setup"), inputs)
-        else:
-            returned = self._lockstep.run(self._graph("main"), self._with_flight(inputs))
+        graph = self._graph("setup" if self._flight is None else "main")
+        returned = self._lockstep.run(graph, self._with_flight(inputs))
         kept = sum(carried_index(node) is not None for node in self._graph("main").graph.nodes)
         self._flight = [list(carried[len(carried) - kept :]) for _, _, carried in returned]
         self._state = inputs
@@ -61,8 +59,8 @@ class ReplicatedStep:
             self._flight = None
 
     def _with_flight(self, inputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        assert self._flight is not None
-        return [[*values, *carried] for values, carried in zip(inputs, self._flight, strict=True)]
+        flight = self._flight or [[] for _ in inputs]
+        return [[*values, *carried] for values, carried in zip(inputs, flight, strict=True)]
 
     def _graph(self, name: str) -> fx.GraphModule:
         if name not in self._derived:

@@ -27,10 +27,10 @@ from graphopt.host.running import CallbackRun, running
 from graphopt.iter_graph import IterGraphModule
 from graphopt.ranks.failed_runs import explained, group_names, sending_explained
 from graphopt.ranks.failure_reports import check_usable, withdraw
-from graphopt.ranks.independent_ranks import launched_apart
-from graphopt.ranks.joining_with_zeros import join_with_zeros, sends_before_own
+from graphopt.ranks.joining_with_zeros import join_with_zeros, launches_before_decisions
 from graphopt.runtime.agreement.agreed import RankAgreement
 from graphopt.runtime.input_values import InputValues
+from graphopt.runtime.late.tensors import settle
 from graphopt.runtime.late.updates import LateUpdates
 from graphopt.runtime.recaptures import RecaptureCause
 from graphopt.runtime.results import StepResults
@@ -56,14 +56,13 @@ class BoundStep:
     """A callable captured step, with the guards under which it holds.
 
     Args:
-        captured: the captured step.
-        module: its graph after all passes, finalized.
+        captured: the captured step, with its graph after all passes, finalized.
         guards: the conditions under which it may be used.
         agreed: the ranks' agreement on the graph; None without communication.
+        cause: the reason why it was captured besides others; None for the first.
         number: counts the captures of a step.
 
     Attributes:
-        cause: the reason why it was captured besides others; None for the first.
         branch: its graph as it runs.
         groups: names of the process groups that it communicates in.
         apart: those of them whose other ranks go on where a call begins once more.
@@ -75,17 +74,16 @@ class BoundStep:
     def __init__(
         self,
         captured: CapturedStep,
-        module: IterGraphModule,
         guards: Guards,
         agreed: RankAgreement | None,
+        cause: RecaptureCause | None,
         number: int,
     ) -> None:
-        self.captured = captured
-        self.branch = Branch(module)
-        self.guards = guards
-        self.agreed = agreed
-        self.number = number
-        self.cause: RecaptureCause | None = None
+        module = captured.graph_module
+        assert isinstance(module, IterGraphModule)
+        self.captured, self.branch = captured, Branch(module)
+        self.guards, self.agreed = guards, agreed
+        self.cause, self.number = cause, number
         self.answers = tuple(captured.live.answers)
         self.uniform = uniform_answers(module.graph)
         self.tries = BranchFailures()
@@ -95,21 +93,16 @@ class BoundStep:
         self._running = False
         self.groups = group_names(module.graph)
         self.apart = captured.apart
-        self._notes_launches = launched_apart(module.graph, self.apart) or sends_before_own(
-            module.graph
-        )
+        self._notes_launches = launches_before_decisions(module.graph, self.apart)
         self._step = 0
         self._unused = unused(module.graph)
         self._left: ResumePoint | None = None
         self._moved = SeparatedStorages(captured)
         self._results = StepResults(captured)
-        reference = weakref.ref(self)
-        self._late = LateUpdates(captured, module, guards, lambda: _finish_unasked(reference))
-
-    @property
-    def failures(self) -> int:
-        """The number of consecutive calls that took another branch."""
-        return self.tries.failures
+        finish = weakref.WeakMethod(self._finish_unasked)
+        self._late = LateUpdates(
+            captured, module, guards, lambda: (asked := finish()) is None or asked()
+        )
 
     @property
     def module(self) -> IterGraphModule:
@@ -137,11 +130,11 @@ class BoundStep:
         """
         with self._lock:  # other threads that use late tensors wait until the step is over
             self._hear()
-            leave = self._late.may_be_left(self.flush, known=not self.answers)
+            leave = self._late.may_be_left(self.flush)
             with without_torch_function():
                 moved = self._moved.move()
                 flat = self.values(call)
-            self._late.settle_others(flat)
+            settle(flat, besides=self._late)
             state, self.captured.state = self.captured.state, None
             host = self._host_run(flat, step, call)
             self._running = True
@@ -167,7 +160,9 @@ class BoundStep:
             finally:
                 self._running = False
                 self._late.watch()
-            self._note_success(step)
+            self._step, self.tries.failures = step, 0
+            if self.agreed is not None:
+                self.agreed.unused.over()
             with without_torch_function():
                 if state is not None:
                     state.put()
@@ -192,11 +187,6 @@ class BoundStep:
         error.handed_out = ()
         if not error.alone:
             self.tries.failures += 1
-
-    def _note_success(self, step: int) -> None:
-        self._step, self.tries.failures = step, 0
-        if self.agreed is not None:
-            self.agreed.unused.over()
 
     def values(self, call: Call) -> list[Any]:
         """The current inputs of the graph, in order."""
@@ -289,7 +279,6 @@ class BoundStep:
                 raise
             finally:
                 self._running = False
-                self._late.release()
 
     @property
     def needs_all_ranks(self) -> bool:
@@ -308,7 +297,7 @@ class BoundStep:
         """Drops late work that is in flight."""
         self._late.drop()
 
-    def finish_unasked(self) -> bool:
+    def _finish_unasked(self) -> bool:
         """Flushes when somebody reads state, without waiting for other ranks.
 
         Returns:
@@ -322,8 +311,3 @@ class BoundStep:
             )
         self.flush()
         return not self.module.in_flight
-
-
-def _finish_unasked(reference: weakref.ref[BoundStep]) -> bool:
-    step = reference()
-    return step is None or step.finish_unasked()

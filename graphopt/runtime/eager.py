@@ -5,26 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
+from graphopt import _compat
 from graphopt.errors import CaptureError, GraphOptError, PipelineSyntaxError, SpmdMismatchError
 from graphopt.parallel import DataParallel, OverRanks, Parallel
-
-if TYPE_CHECKING:
-    from graphopt.tracing.call import Call
-    from graphopt.tracing.inputs.implicit import ImplicitInputs
+from graphopt.runtime.agreement.communication import Communication
+from graphopt.runtime.agreement.eager_averages import Averages, averaged_by_fsdp
+from graphopt.tracing.call import Call
+from graphopt.tracing.inputs.implicit import ImplicitInputs
+from graphopt.tracing.rollback.reachable import trained_objects
 
 logger = logging.getLogger("graphopt")
 
 OFF = "GRAPHOPT_OFF"
-
-Join = Callable[["Call", DataParallel], "list[nn.Module]"]
-"""Makes all ranks start from the same values, once for each module; gives those that all have."""
 
 
 class Fallback:
@@ -33,16 +30,17 @@ class Fallback:
     Args:
         name: the name of the step, for messages.
         mode: None, or ``"eager"``: a step that cannot be captured runs eagerly.
+        communication: that of the step.
 
     Raises:
         ValueError: there is no such mode.
         PipelineSyntaxError: `GRAPHOPT_OFF` is neither 0 nor 1.
     """
 
-    def __init__(self, name: str, mode: str | None) -> None:
+    def __init__(self, name: str, mode: str | None, communication: Communication) -> None:
         if mode not in (None, "eager"):
             raise ValueError(f"fallback={mode!r}: None or 'eager' is expected")
-        self._name, self._mode = name, mode
+        self._name, self._mode, self._communication = name, mode, communication
         self._off = _is_off()
         self.refusal: GraphOptError | None = None
         self._trained: ImplicitInputs | None = None
@@ -86,11 +84,10 @@ class Fallback:
         """Lets the next call be captured, unless capture is turned off."""
         self.refusal = None
 
-    def run(self, call: Call, parallel: Parallel, sync: bool, step: int, join: Join) -> Any:
+    def run(self, call: Call, step: int) -> Any:
         """Runs the function with DDP's averages; its results have no autograd history.
 
         Args:
-            sync: whether gradients are averaged.
             step: the number of the step's call, counted from 1.
 
         Raises:
@@ -98,33 +95,37 @@ class Fallback:
             CollectiveError: another rank has failed.
             SpmdMismatchError: other ranks have other modules that are trained.
         """
-        from graphopt._compat import tree_map
-
         args, kwargs = call.rebuild(call.leaves)
-        averaging: Any = nullcontext()
-        if isinstance(parallel, OverRanks) and not _communicates_itself(call):
-            if not isinstance(parallel, DataParallel):
-                raise CaptureError(
-                    f"it runs eagerly, and what {type(parallel).__name__} does to a graph is not"
-                    " done then",
-                    hint="let it be captured: GRAPHOPT_OFF=0, and no fallback",
-                )
-            if not self._can_average(call, parallel):
-                raise CaptureError(
-                    "it runs eagerly, and has and reaches no module or optimizer whose gradients"
-                    " the ranks could average",
-                    hint="pass the model and the optimizer to the step",
-                )
-            call = self._with_trained(call)
-            shared = join(call, parallel)
-            averaging = _averaging(call, parallel, sync, step, shared)
-        with averaging:
-            returned = call.fn(*args, **kwargs)
-        return tree_map(_without_history, returned)
+        with self._communication.failures_told(step) as parallel:
+            averaging: Any = nullcontext()
+            if isinstance(parallel, OverRanks) and not averaged_by_fsdp(call):
+                averaging = self._averaging(call, parallel, step)
+            with averaging:
+                returned = call.fn(*args, **kwargs)
+            return _compat.tree_map(_without_history, returned)
+
+    def _averaging(self, call: Call, parallel: OverRanks, step: int) -> Any:
+        if not isinstance(parallel, DataParallel):
+            raise CaptureError(
+                f"it runs eagerly, and what {type(parallel).__name__} does to a graph is not done"
+                " then",
+                hint="let it be captured: GRAPHOPT_OFF=0, and no fallback",
+            )
+        if not self._can_average(call, parallel):
+            raise CaptureError(
+                "it runs eagerly, and has and reaches no module or optimizer whose gradients the"
+                " ranks could average",
+                hint="pass the model and the optimizer to the step",
+            )
+        call, group = self._with_trained(call), parallel.everyone
+        shared = self._communication.joint.join_eagerly(call, parallel)
+        if not self._communication.averaging or group.size() == 1:
+            return nullcontext()
+        return Averages(call, group, step, shared).active(parallel.broadcast_buffers)
 
     def _can_average(self, call: Call, parallel: Parallel) -> bool:
         """True if a step may run eagerly: on one rank, or if its gradients can be averaged."""
-        if not isinstance(parallel, OverRanks) or _communicates_itself(call):
+        if not isinstance(parallel, OverRanks) or averaged_by_fsdp(call):
             return True
         found = isinstance(parallel, DataParallel) and self._with_trained(call)
         return bool(found and (found.modules or found.optimizers))
@@ -132,9 +133,6 @@ class Fallback:
     def _with_trained(self, call: Call) -> Call:
         """The call with the modules and optimizers of the step's closure, if its arguments have
         none."""
-        from graphopt.tracing.inputs.implicit import ImplicitInputs
-        from graphopt.tracing.rollback.reachable import trained_objects
-
         if call.modules or call.optimizers:
             return call
         found = None if self._trained is None else call.using(self._trained)
@@ -144,24 +142,6 @@ class Fallback:
             self._trained = ImplicitInputs(named)
             found = call.using(self._trained)
         return found or call
-
-
-def _averaging(
-    call: Call, parallel: DataParallel, sync: bool, step: int, shared: list[nn.Module]
-) -> Any:
-    from graphopt.runtime.agreement.eager_averages import Averages
-
-    group = parallel.everyone
-    if not sync or group.size() == 1:
-        return nullcontext()
-    return Averages(call, group, step, shared).active(parallel.broadcast_buffers)
-
-
-def _communicates_itself(call: Call) -> bool:
-    """True if FSDP averages everything that a step trains, and broadcasts initial values."""
-    from graphopt.runtime.agreement.eager_averages import averaged_by_fsdp
-
-    return averaged_by_fsdp(call)
 
 
 def _without_history(value: Any) -> Any:

@@ -31,14 +31,10 @@ class InputValues:
         self._tensors: list[Any] = [
             None if isinstance(holder, Storage) else holder.tensor for holder in holders
         ]
-        dead = {id(inputs.module_tensors[i]) for i in captured.signature.dead_gradients}
-        if inputs.answers:  # a failed step must leave them
-            dead = set()
-        self._dropped = [
-            inputs.module_tensors[index]
-            for index in captured.signature.dropped_gradients
-            if not inputs.answers
-        ]
+        signature, tensors = captured.signature, inputs.module_tensors
+        fails = bool(inputs.answers)  # and must leave all gradients then
+        dead = set() if fails else {id(tensors[index]) for index in signature.dead_gradients}
+        self._dropped = [] if fails else [tensors[index] for index in signature.dropped_gradients]
         self._gradients = [(g.owner, id(g.owner) in dead) for g in inputs.gradients]
         self._windows = ShardWindows(captured.inputs, captured.parallel)
         self._numbers: dict[int, tuple[Any, torch.Tensor]] = {}

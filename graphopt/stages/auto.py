@@ -28,7 +28,7 @@ from graphopt.comm import get_all_comm_blocks
 from graphopt.errors import FileError, MissingFileError
 from graphopt.ir.user_files import place, read_text, write
 from graphopt.iter_graph import IterGraphModule
-from graphopt.ranks.meeting import Channel
+from graphopt.ranks.meeting import Channel, Meeting
 from graphopt.ranks.spmd import launches_digest
 from graphopt.stages.pipelines import pipeline_with
 
@@ -94,7 +94,7 @@ class AutoPipeline:
         found = fastest(graph_module, costs) if first else None
         if first:
             self._keep(key, found)
-        with channel.meeting() as meeting:
+        with Meeting(channel) as meeting:
             said = meeting.exchange({"plan": found}, patient=True)[0]["plan"]
         logger.info("auto: %s", said)
         return dict(said)

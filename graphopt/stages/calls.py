@@ -6,6 +6,7 @@ find the graph, else capture it  ──▶  run it  ──▶  where an assumpti
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -14,14 +15,14 @@ from graphopt._compat.threads import no_trace_elsewhere
 from graphopt.branches.branch import ResumedCall
 from graphopt.branches.sent_collectives import SentBefore
 from graphopt.errors import AssumptionFailedError, CaptureError
-from graphopt.runtime.agreement.agreed import NotAsAgreedError, OtherRanks
+from graphopt.parallel import Parallel
+from graphopt.runtime.agreement.agreed import NotAsAgreedError, OneVote, OtherRanks
 from graphopt.runtime.agreement.communication import Communication
-from graphopt.runtime.binding import Binding
 from graphopt.runtime.bound_step import BoundStep, BranchFailures
 from graphopt.runtime.captured_graphs import CapturedGraphs
 from graphopt.runtime.eager import Fallback
 from graphopt.runtime.memory import keep_memory_of
-from graphopt.runtime.recaptures import RecaptureCause, Recaptures
+from graphopt.runtime.recaptures import RecaptureCause
 from graphopt.stages.compiling import Stages
 from graphopt.stages.other_branch import OtherBranch, graph_of_all
 from graphopt.tracing.call import Call
@@ -31,6 +32,11 @@ from graphopt.tracing.rollback.generators import undisturbed
 class Calls:
     """Runs the calls of one step.
 
+    Args:
+        fn: the step.
+        name: its name, for messages.
+        parallel, fallback, max_graphs: as of `graphopt.compile`.
+
     Attributes:
         number: the number of the running call.
         captured: the number of graphs captured so far.
@@ -38,15 +44,17 @@ class Calls:
 
     def __init__(
         self,
+        fn: Callable[..., Any],
         name: str,
         stages: Stages,
-        entries: CapturedGraphs,
-        fallback: Fallback,
-        communication: Communication,
+        parallel: Parallel | None,
+        fallback: str | None,
+        max_graphs: int,
     ) -> None:
-        self.stages, self.entries, self.communication = stages, entries, communication
-        self._fallback, self._binding, self._recaptures = fallback, Binding(), Recaptures(name)
-        self._name, self.number, self.captured = name, 0, 0
+        self._fn, self.stages, self.entries = fn, stages, CapturedGraphs(name, max_graphs)
+        self.communication = Communication(fn, parallel)
+        self.fallback = Fallback(name, fallback, self.communication)
+        self.number = self.captured = 0
         self.turns = 0
         """The number of branches that the call under way has left."""
         self._retried: BranchFailures | None = None
@@ -54,27 +62,25 @@ class Calls:
     def reset(self) -> None:
         """Drops everything learned from former calls."""
         self.entries.finish()
-        self.entries.forget()
-        self._recaptures = Recaptures(self._name)
-        self._fallback.forget()
+        self.fallback.forget()
         self.stages = self.stages.anew()
         self.captured = 0
-        self._binding.forget()
         self.communication.forget()
         self._retried = None
 
-    def run(self, call: Call) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the next call, and returns what the step returns."""
+        call = Call(self._fn, args, kwargs)
         self.number += 1
         self.turns = 0
-        if self._fallback.active:
-            return self.run_eagerly(call)
-        if self._is_watched():
-            return self.run_eagerly(call)
+        if self.fallback.active or self._is_watched():
+            return self.fallback.run(call, self.number)
         try:
             with _compat.named_in_profile("graphopt.step"):
                 entry = self._found_or_captured(call)
-                return self.run_eagerly(call) if entry is None else self.run_graph(entry, call)
+                if entry is None:
+                    return self.fallback.run(call, self.number)
+                return self.run_graph(entry, call)
         except BaseException:
             self.entries.forget_waiting()
             raise
@@ -86,7 +92,7 @@ class Calls:
         if watching is None or _compat.rank_among_several() is not None:
             return False
         self.entries.flush()
-        self._fallback.warn_of(watching.what)
+        self.fallback.warn_of(watching.what)
         return True
 
     def _found_or_captured(self, call: Call) -> BoundStep | None:
@@ -98,22 +104,23 @@ class Calls:
             entry = self.known(call) if self.communication.shard(call) else None
         if entry is None:
             self.entries.land()
-            communication = self.communication
-            vote = communication.vote(call, communication.mode(), self.number)
-            entry = self._captured_at_begin(call, OtherRanks(vote=vote))
+            entry = self._captured_at_begin(call)
         elif entry.agreed is not None and not entry.agreed.holds_for_all(self.number):
             self.entries.land()
             entry = self.captured_or_refused(call, None, OtherRanks(anew=True))
         return entry
 
-    def _captured_at_begin(self, call: Call, others: OtherRanks) -> BoundStep | None:
+    def _captured_at_begin(self, call: Call) -> BoundStep | None:
         """Captures a call for which this rank has no graph, though other ranks may have one. If
         it cannot join their collectives, it leaves the call."""
-        elsewhere = [] if others.vote else self.communication.run_elsewhere(call)
+        joint, mode = self.communication.joint, self.communication.mode()
+        questions = joint.asking(call, mode)
+        vote = None if questions is None else OneVote(questions, self.number)
+        elsewhere = [] if vote else joint.run_elsewhere(call, mode)
         alike = (e for e in self.entries if any(e.agreed is agreed for agreed in elsewhere))
         entry = next(alike, None)
         if entry is None:
-            return self.captured_or_refused(call, None, others)
+            return self.captured_or_refused(call, None, OtherRanks(vote=vote))
         try:
             return self.captured_or_refused(call, None, OtherRanks(alone=True, agreed=entry.agreed))
         except BaseException as error:
@@ -146,7 +153,7 @@ class Calls:
             return result
         result = OtherBranch(self, entry, call, failed).run()
         if not failed.alone:
-            self._retried = entry.tries if entry.failures == 1 else None
+            self._retried = entry.tries if entry.tries.failures == 1 else None
         return result
 
     def captured_or_refused(
@@ -163,17 +170,16 @@ class Calls:
             try:
                 return self._capture(call, branch, others)
             except BaseException as error:
-                alone = communication.alone or others.launched
-                if not self._fallback.take(error, call, parallel, alone):
+                alone = communication.joint.alone or others.launched
+                if not self.fallback.take(error, call, parallel, alone):
                     raise
-            self.entries.forget()
+            self.entries.clear()
             return None
 
     def _capture(self, call: Call, branch: RecaptureCause | None, others: OtherRanks) -> BoundStep:
         """Captures a call, runs all stages on it, and keeps the graph."""
         mode = self.communication.mode()
-        guards = [entry.guards for entry in self.entries]
-        cause = self._recaptures.cause(call, mode, branch, guards)
+        cause = self.entries.cause(call, mode, branch)
         call = self.entries.with_counted(call, cause)
         ways = self.communication.ways(call, mode, others)
         try:
@@ -187,20 +193,11 @@ class Calls:
         call = call.using(captured.besides) or call
         keep_memory_of(captured.graph_module.graph)
         self.captured += 1
-        entry = self._binding.bound(call, mode, captured, agreed, self.captured)
-        entry.cause = cause
-        self.entries.add(entry)
+        entry = self.entries.bind(call, mode, captured, agreed, cause, self.captured)
         for position in call.modules:
             end = weakref.finalize(call.leaves[position], _forget_dead, weakref.ref(self))
             end.atexit = False
         return entry
-
-    def run_eagerly(self, call: Call) -> Any:
-        """Runs a call eagerly, with DDP's averages."""
-        communication, step = self.communication, self.number
-        with communication.failures_told(step) as parallel:
-            averaging, join = communication.averaging, communication.join
-            return self._fallback.run(call, parallel, averaging, step, join)
 
 
 def _forget_dead(reference: weakref.ref[Calls]) -> None:
@@ -208,4 +205,4 @@ def _forget_dead(reference: weakref.ref[Calls]) -> None:
     calls = reference()
     if calls is not None:
         calls.entries.drop_unusable()
-        calls.communication.forget_dead()
+        calls.communication.joint.forget_dead()

@@ -6,8 +6,6 @@ ranks that have to take it together agree on it first.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from graphopt.branches.other_launches import warn_of_other_launches
@@ -15,7 +13,7 @@ from graphopt.branches.sent_collectives import SentBefore
 from graphopt.branches.sharing import begun, learn
 from graphopt.errors import AssumptionFailedError, SpmdMismatchError
 from graphopt.host.decisions.used import UsedParameters
-from graphopt.runtime.agreement.agreed import NoGraphAloneError, OtherRanks
+from graphopt.runtime.agreement.agreed import NoGraphAloneError, OneVote, OtherRanks
 from graphopt.runtime.bound_step import BoundStep
 from graphopt.runtime.recaptures import RecaptureCause
 from graphopt.tracing.call import Call
@@ -67,7 +65,7 @@ class OtherBranch:
                 other = graph_of_all(calls, entry, call, self._cause, left.sent, error)
                 left.sent = {}
         if other is None:
-            return calls.run_eagerly(call)
+            return calls.fallback.run(call, calls.number)
         result = calls.run_graph(other, call, going_on, left.sent)
         if going_on is None and not apart and calls.stages.hands_out:
             learn(left, entry, other, calls.stages.make_ready)
@@ -109,12 +107,12 @@ class OtherBranch:
             warn_of_other_launches(entry, other, failed)
         return other
 
-    def _vote(self) -> Callable[[int], bool] | None:
+    def _vote(self) -> OneVote | None:
         """The vote of all ranks on having the same graph, or None if there is none."""
         agreed = self._entry.agreed
         if agreed is None or self._failed.alone:
             return None
-        return functools.partial(agreed.votes.alike, step=self._calls.number)
+        return OneVote(agreed.votes, self._calls.number)
 
 
 def graph_of_all(

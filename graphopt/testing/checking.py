@@ -188,11 +188,17 @@ class StepUnderTest:
         def run_untouched(experiment: Experiment) -> Values:
             return self._run(untouched, iterations, prepared_by, experiment)
 
-        def run_rewritten(experiment: Experiment) -> Values:
-            return _run_rewritten(rewritten, experiment.make(), iterations, pass_)
+        def run_rewritten(graph: fx.GraphModule, experiment: Experiment) -> Values:
+            try:
+                return run(graph, experiment.make(), iterations)
+            except Exception as error:
+                raise AssertionError(
+                    f"the graph that {pass_.name} leaves fails when it runs:"
+                    f" {type(error).__name__}: {error}"
+                ) from error
 
         first = as_given(self._inputs)
-        expected, actual = run_untouched(first), run_rewritten(first)
+        expected, actual = run_untouched(first), run_rewritten(rewritten, first)
         if expected.keys() != actual.keys():
             raise AssertionError(
                 f"{pass_.name} changes what the graph returns: {list(actual)} instead of"
@@ -205,9 +211,7 @@ class StepUnderTest:
                 untouched,
                 rewritten,
                 lambda graph, experiment: run(graph, experiment.make(), iterations),
-                lambda graph, experiment: _run_rewritten(
-                    graph, experiment.make(), iterations, pass_
-                ),
+                run_rewritten,
                 run_untouched,
             )
             problems = numeric_problems(experiments, expected, run_untouched, graphs)
@@ -250,18 +254,6 @@ def _differences(expected: Values, actual: Values) -> Iterator[tuple[str, str]]:
         problem = difference(actual[where], value)
         if problem is not None:
             yield where, problem
-
-
-def _run_rewritten(
-    rewritten: fx.GraphModule, inputs: Sequence[Any], iterations: int, pass_: Pass
-) -> Values:
-    try:
-        return run(rewritten, inputs, iterations)
-    except Exception as error:
-        raise AssertionError(
-            f"the graph that {pass_.name} leaves fails when it runs:"
-            f" {type(error).__name__}: {error}"
-        ) from error
 
 
 def _factor_hint(expected: Values, actual: Values) -> str:

@@ -30,6 +30,27 @@ Plans = dict[str, list[str]]
 """Every collective of each graph that is derived from a step, one line each."""
 
 
+class OneVote:
+    """A vote of all ranks on having a graph for a call, which each of them casts once.
+
+    Args:
+        step: the number of the step function's call, counted from 1.
+
+    Attributes:
+        is_cast: whether this rank has.
+    """
+
+    def __init__(self, votes: Votes | RankVotes, step: int) -> None:
+        self._votes, self._step = votes, step
+        self.is_cast = False
+
+    def __call__(self, number: int) -> bool:
+        """Tells the other ranks for which agreement (`RankAgreement.number`) this rank has a graph,
+        0 for none; returns whether all have one for the same."""
+        self.is_cast = True
+        return self._votes.alike(number, self._step)
+
+
 @dataclass(frozen=True)
 class OtherRanks:
     """The state of the other ranks while this rank needs another graph for a call.
@@ -38,8 +59,7 @@ class OtherRanks:
         alone: true if they have gone on with the call, and cannot come to agree.
         agreed: the agreement of the graphs that they run then.
         at: the user's line that makes this rank need another one, for messages.
-        vote: they need one as well. Tells them for which agreement (`RankAgreement.number`) this
-            rank has a graph, 0 for none; returns whether all have one for the same.
+        vote: they need one as well, and vote on it.
         anew: they come to agree anew.
         launched: some have joined collectives of this call, in which its function cannot run from
             the beginning.
@@ -48,25 +68,9 @@ class OtherRanks:
     alone: bool = False
     agreed: RankAgreement | None = None
     at: str = ""
-    vote: Callable[[int], bool] | None = None
+    vote: OneVote | None = None
     anew: bool = False
     launched: bool = False
-
-
-class OneVote:
-    """A call of `OtherRanks.vote` that is made at most once.
-
-    Attributes:
-        is_cast: whether it has been.
-    """
-
-    def __init__(self, vote: Callable[[int], bool]) -> None:
-        self._vote = vote
-        self.is_cast = False
-
-    def __call__(self, number: int) -> bool:
-        self.is_cast = True
-        return self._vote(number)
 
 
 class NotAsAgreedError(Exception):
@@ -186,6 +190,7 @@ class CallCapture:
 
     Args:
         lasts: see `capture_call`.
+        checked: refuses a captured call by `NotAsAgreedError`.
 
     Attributes:
         agreement: when in each call the ranks say whether a function has raised.
@@ -195,8 +200,13 @@ class CallCapture:
     agreement = Agreement()
     agreed: RankAgreement | None = None
 
-    def __init__(self, *, lasts: bool = True) -> None:
-        self._lasts = lasts
+    def __init__(
+        self,
+        *,
+        lasts: bool = True,
+        checked: Callable[[Call, CapturedStep], CapturedStep] | None = None,
+    ) -> None:
+        self._lasts, self._checked = lasts, checked
 
     def __enter__(self) -> CallCapture:
         return self
@@ -206,8 +216,8 @@ class CallCapture:
 
     def capture(self, call: Call) -> CapturedStep:
         """Captures the call, with the communication that the ranks agree on."""
-        call = with_remembered(call)
-        return capture_call(call, lasts=self._lasts)
+        captured = capture_call(with_remembered(call), lasts=self._lasts)
+        return captured if self._checked is None else self._checked(call, captured)
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
         """Checks that all ranks have the same plan of collectives, before anything is compiled.

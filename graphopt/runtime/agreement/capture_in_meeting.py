@@ -9,30 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from graphopt.errors import CaptureError
 from graphopt.guards.guards import Guards
 from graphopt.host.votes import Agreement, Votes
 from graphopt.manager import records_of
 from graphopt.parallel import OverRanks
 from graphopt.ranks.buffer_groups import make_group_of_buffers
-from graphopt.ranks.meeting import Channel
+from graphopt.ranks.meeting import Channel, Meeting
 from graphopt.ranks.rank_votes import RankVotes
 from graphopt.ranks.spmd import check_same, check_same_plans, merged_order, plan_lines
 from graphopt.ranks.unused import UnusedParameters
-from graphopt.runtime.agreement.agreed import CallCapture, RankAgreement, averages_in, plans_of
+from graphopt.runtime.agreement.agreed import CallCapture, RankAgreement
 from graphopt.runtime.agreement.joint_names import JointNames
 from graphopt.runtime.agreement.joint_traces import (
+    JointTrace,
     decisions,
-    first_joint_trace,
     left_out,
     outcomes,
-    trace_in_order,
     trained,
 )
 from graphopt.tracing.call import Call
-from graphopt.tracing.captured_dialect import finish
 from graphopt.tracing.captured_step import CapturedStep
-from graphopt.tracing.inputs.implicit import MoreInputs
 from graphopt.tracing.inputs.notes import held_names
 from graphopt.tracing.inputs.remembered import with_remembered
 from graphopt.tracing.ranks.reduction import (
@@ -43,7 +39,6 @@ from graphopt.tracing.ranks.reduction import (
     differ_within_modules,
     roots_of_parameters,
 )
-from graphopt.tracing.retries import retried
 from graphopt.tracing.trace import RawTrace
 
 if TYPE_CHECKING:
@@ -53,7 +48,7 @@ if TYPE_CHECKING:
 _COMPARED = ("plans", "history", "decided", "lines")
 
 
-class CaptureInMeeting(CallCapture):
+class CaptureInMeeting(JointTrace):
     """Captures a call in a meeting of all ranks.
 
     Args:
@@ -74,14 +69,14 @@ class CaptureInMeeting(CallCapture):
         earlier: Sequence[RankAgreement],
         votes: Votes,
     ) -> None:
-        super().__init__()
-        self._joint, self._call, self._parallel = joint, call, parallel
-        self._sync, self._mode, self._earlier, self._votes = sync, mode, earlier, votes
+        super().__init__(parallel)
+        self._joint, self._call, self._sync = joint, call, sync
+        self._mode, self._earlier, self._votes = mode, earlier, votes
 
     def __enter__(self) -> CallCapture:
         self._votes.hear()
         group = self._parallel.everyone
-        self._meeting = Channel(group, self._joint.topic, self._parallel.timeout).meeting()
+        self._meeting = Meeting(Channel(group, self._joint.topic, self._parallel.timeout))
         self._meeting.__enter__()
         return self
 
@@ -95,26 +90,15 @@ class CaptureInMeeting(CallCapture):
         call = with_remembered(call)
         call = self._joint.prepared(call) if self._sync else call
         self._separate_buffers(call)
-        beforehand = True
         while captured is None:
-            call, raw, made = first_joint_trace(
-                call, self._communication(None), beforehand=beforehand
-            )
+            call, raw, made = self.first_trace(call, self._communication(None))
             if self._shard(call):
                 continue
             communication = self._communication(self._meet(call, raw))
             if self._sync and self._joint.uneven and not call.decides_alone:
                 call = call.deciding_alone()
                 continue
-            try:
-                with made.present():
-                    found = trace_in_order(call, raw, made, communication, self._order)
-                    beforehand = found is not None
-                    if found is not None:
-                        self._averages = averages_in(found[0].graph_module.graph, self._order)
-                        captured = finish(*found, communication, self._held)
-            except (MoreInputs, CaptureError) as error:
-                call = retried(call, raw.inputs, error)
+            call, captured = self.finished(call, raw, made, communication, self._order, self._held)
             everyone = self._meeting.exchange({"complete": captured is not None})
             if not all(theirs["complete"] for theirs in everyone):
                 captured = None
@@ -146,8 +130,7 @@ class CaptureInMeeting(CallCapture):
             "sync": [f"averaging {self._sync}"],
             "tensors": names.tensors,
             "besides": names.besides,
-            "used": names.told(raw.used),
-            "rounds": list(raw.used.values()),
+            "used": list(zip(names.told(raw.used), raw.used.values(), strict=True)),
             "held": names.told(sorted(held_names(raw))),
             "uniform": uniform,
             "alone": alone,
@@ -157,18 +140,19 @@ class CaptureInMeeting(CallCapture):
         check_same("communication mode", [theirs["sync"] for theirs in everyone])
         self._joint.compare(everyone)
         before = [earlier.order(inputs) for earlier in self._earlier]
-        used = [names.own(theirs["used"]) for theirs in everyone]
+        used = [
+            {name: rounds for told, rounds in theirs["used"] for name in names.own([told])}
+            for theirs in everyone
+        ]
         self._joint.uneven |= any(theirs["uniform"] != uniform for theirs in everyone)
         alone = any(theirs["alone"] for theirs in everyone)
         others = [names.own(theirs["trained"]) for theirs in everyone] if alone else []
-        self._order = merged_order([*before, *used, *others])
+        self._order = merged_order([*before, *map(tuple, used), *others])
         self._asks = bool(left_out(call, inputs, self._order))
         self._held = frozenset().union(*(names.own(theirs["held"]) for theirs in everyone))
         uses = [
-            frozenset((name, each) for name, rounds in both for each in rounds)
-            for both in (
-                zip(names.own(theirs["used"]), theirs["rounds"], strict=True) for theirs in everyone
-            )
+            frozenset((name, each) for name, rounds in theirs.items() for each in rounds)
+            for theirs in used
         ]
         self._every_round = differ_in_rounds(uses) or any(e.every_round for e in self._earlier)
         anywhere = frozenset[Use]().union(*uses)
@@ -182,7 +166,7 @@ class CaptureInMeeting(CallCapture):
         )
 
     def agree(self, captured: CapturedStep, graphs: Mapping[str, fx.GraphModule]) -> None:
-        self._plans = plans_of(graphs, self._parallel, self._averages)
+        self._plans = self.plans(graphs)
         needed = Agreement.needed_by(captured.graph_module.graph)
         history = [(record.name, record.launches) for record in records_of(captured.graph_module)]
         planned: dict[str, Any] = {
@@ -213,7 +197,7 @@ class CaptureInMeeting(CallCapture):
         unused = UnusedParameters(group, self._joint.topic)
         agreed = RankAgreement(
             *(guards, parameters, unused, self._plans, self._held),
-            *(self._questions, self._asks, self._joint.count()),
+            *(self._questions, self._asks, next(self._joint.numbers)),
             votes=self._votes,
             agreement=self.agreement,
             every_round=self._every_round,

@@ -86,7 +86,8 @@ class Averages:
         """Averages the gradients that any rank has received since the last average."""
         self._queued = False
         ready, self._ready = self._ready, set()
-        with torch.no_grad(), self._explained("all_reduce", "gradients"):
+        explained = sending_explained(self._group, self._step, "all_reduce", "gradients")
+        with torch.no_grad(), explained:
             for index in self._received_by_anyone(ready):
                 self._average_one(self._parameters[index])
 
@@ -121,11 +122,9 @@ class Averages:
             )
 
     def _receive(self, module: nn.Module, args: Any) -> None:
-        with torch.no_grad(), self._explained("broadcast", "buffers"):
+        explained = sending_explained(self._group, self._step, "broadcast", "buffers")
+        with torch.no_grad(), explained:
             broadcast_buffers(module, group_of_buffers(self._group))
-
-    def _explained(self, collective: str, what: str) -> Any:
-        return sending_explained(self._group, self._step, collective, what)
 
 
 def _communicates(module: nn.Module) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from weakref import WeakSet
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,19 +22,19 @@ class JoinedModules:
     """The joined modules in the calls of one step function."""
 
     def __init__(self) -> None:
-        self._modules: WeakSet[nn.Module] = WeakSet()
-        self._bare: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._joined: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+    def _has(self, each: Any) -> bool:
+        return self._joined.get(id(each)) is each
 
     def has_all(self, call: Call) -> bool:
         """True if all modules and parameters of a call have been joined."""
-        return self.has_trained(call) and all(r in self._modules for _, r in call.named_roots())
+        return all(map(self._has, [*_roots(call), *_bare_parameters(call)]))
 
     def has_trained(self, call: Call) -> bool:
         """True if everything that a call trains has been joined."""
-        known, roots = self._bare, [root for _, root in call.named_roots()]
-        return all(root in self._modules for root in roots if is_trained(root)) and all(
-            id(each) in known and known[id(each)]() is each for each in _bare_parameters(call)
-        )
+        trained = filter(is_trained, _roots(call))
+        return all(map(self._has, [*trained, *_bare_parameters(call)]))
 
     def of_all(self, call: Call, *, uneven: bool) -> list[nn.Module]:
         """The modules of a call that all ranks have.
@@ -42,8 +42,7 @@ class JoinedModules:
         Args:
             uneven: as of `join`.
         """
-        even = () if uneven else self._modules
-        return [root for _, root in call.named_roots() if is_trained(root) or root in even]
+        return [r for r in _roots(call) if is_trained(r) or (not uneven and self._has(r))]
 
     def join(self, call: Call, parallel: OverRanks, *, uneven: bool) -> None:
         """Broadcasts rank 0's values as DDP's constructor does, for modules not joined before.
@@ -54,17 +53,17 @@ class JoinedModules:
         """
         if self.has_all(call):
             return
-        group = parallel.everyone
-        for _, root in call.named_roots():
-            if parallel.broadcast and (is_trained(root) or not uneven):
-                with sending_explained(group, 1, "broadcast", "what all ranks start from"):
-                    broadcast_from_first([*root.parameters(), *root.buffers()], group)
-            self._modules.add(root)
-        bare = _bare_parameters(call)
-        if bare and parallel.broadcast:
+        group, roots, bare = parallel.everyone, _roots(call), _bare_parameters(call)
+        if parallel.broadcast:
+            shared = [root for root in roots if is_trained(root) or not uneven]
+            given = [each for root in shared for each in (*root.parameters(), *root.buffers())]
             with sending_explained(group, 1, "broadcast", "what all ranks start from"):
-                broadcast_from_first(bare, group)
-        self._bare.update((id(each), weakref.ref(each)) for each in bare)
+                broadcast_from_first([*given, *bare], group)
+        self._joined.update({id(each): each for each in (*roots, *bare)})
+
+
+def _roots(call: Call) -> list[nn.Module]:
+    return [root for _, root in call.named_roots()]
 
 
 def _bare_parameters(call: Call) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from graphopt import _compat
-from graphopt.errors import CaptureError, CollectiveError
+from graphopt.errors import CollectiveError
 from graphopt.host.decisions.assumptions import Answer
 from graphopt.host.decisions.used import UsedParameters
 from graphopt.host.votes import Agreement, Votes
@@ -27,32 +27,27 @@ from graphopt.runtime.agreement.agreed import (
     OtherRanks,
     RankAgreement,
     ask_before_calls,
-    averages_in,
     first_difference,
-    plans_of,
 )
 from graphopt.runtime.agreement.capture_in_meeting import CaptureInMeeting
 from graphopt.runtime.agreement.joined_modules import JoinedModules
 from graphopt.runtime.agreement.joint_names import JointNames
-from graphopt.runtime.agreement.joint_traces import first_joint_trace, trace_in_order
+from graphopt.runtime.agreement.joint_traces import JointTrace
 from graphopt.runtime.agreement.sharded_models import ShardedModels
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import communication_for
-from graphopt.tracing.captured_dialect import finish
 from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.inputs.collecting import module_tensors
-from graphopt.tracing.inputs.implicit import MoreInputs
 from graphopt.tracing.inputs.remembered import with_remembered
 from graphopt.tracing.ranks.reduction import (
     AgreedOrder,
     MarkedCommunication,
     UnagreedParameterError,
 )
-from graphopt.tracing.retries import retried
 from graphopt.tracing.trace import RawTrace
 
 
-class _CaptureAsAgreed(CallCapture):
+class _CaptureAsAgreed(JointTrace):
     """Captures a call under an earlier agreement, without asking the other ranks.
 
     Args:
@@ -66,10 +61,9 @@ class _CaptureAsAgreed(CallCapture):
     def __init__(
         self, joint: JointCapture, agreed: RankAgreement, parallel: OverRanks, vote: OneVote | None
     ) -> None:
-        super().__init__()
-        self._vote = vote
-        self._joint, self.agreed, self._parallel = joint, agreed, parallel
-        self.agreement = agreed.agreement
+        super().__init__(parallel)
+        self._vote, self._joint = vote, joint
+        self.agreed, self.agreement = agreed, agreed.agreement
         self.answers: tuple[Answer, ...] = ()
         self.difference = ""
 
@@ -83,33 +77,22 @@ class _CaptureAsAgreed(CallCapture):
         assert self.agreed is not None
         call = call if call.decided else call.deciding(self.agreed.likely)
         call = with_remembered(self._joint.prepared(call))
+        captured = None
         try:
-            captured = self._captured(call, self.agreed.held)
+            while captured is None:
+                call, raw, made = self.first_trace(call, self._joint.marked(self._parallel))
+                alone = itertools.takewhile(
+                    lambda answer: type(answer) is not UsedParameters, raw.inputs.answers
+                )
+                self.answers = tuple(alone)
+                order = self._order(raw)
+                communication = self._joint.marked(self._parallel, order)
+                call, captured = self.finished(
+                    call, raw, made, communication, order.names, self.agreed.held
+                )
         except UnagreedParameterError:
             raise NotAsAgreedError from None
         return self._joint.checked(call, captured)
-
-    def _captured(self, call: Call, held: Set[str]) -> CapturedStep:
-        beforehand = True
-        while True:
-            call, raw, made = first_joint_trace(
-                call, self._joint.marked(self._parallel), beforehand=beforehand
-            )
-            alone = itertools.takewhile(
-                lambda answer: type(answer) is not UsedParameters, raw.inputs.answers
-            )
-            self.answers = tuple(alone)
-            order = self._order(raw)
-            communication = self._joint.marked(self._parallel, order)
-            try:
-                with made.present():
-                    found = trace_in_order(call, raw, made, communication, order.names)
-                    if found is not None:
-                        self._averages = averages_in(found[0].graph_module.graph, order.names)
-                        return finish(*found, communication, held)
-                beforehand = False
-            except (MoreInputs, CaptureError) as error:
-                call = retried(call, raw.inputs, error)
 
     def _order(self, raw: RawTrace) -> AgreedOrder:
         assert self.agreed is not None
@@ -127,22 +110,11 @@ class _CaptureAsAgreed(CallCapture):
         before = self.agreement
         needed = Agreement.needed_by(captured.graph_module.graph)
         same = Agreement.of_all([needed.said, before.said]) == before
-        plans = plans_of(graphs, self._parallel, self._averages)
+        plans = self.plans(graphs)
         if not same or plans != self.agreed.plans:
             raise NotAsAgreedError(first_difference(self.agreed.plans, plans, graphs))
         if self._vote is not None and not self._vote(self.agreed.number):
             raise NotAsAgreedError
-
-
-class _UnaveragedCapture(CallCapture):
-    """Captures a call without averages, for modules that are joined."""
-
-    def __init__(self, joint: JointCapture) -> None:
-        super().__init__()
-        self._joint = joint
-
-    def capture(self, call: Call) -> CapturedStep:
-        return self._joint.checked(call, super().capture(call))
 
 
 class JointCapture:
@@ -156,21 +128,20 @@ class JointCapture:
     Args:
         topic: the same text on all ranks, different for different step functions.
         accumulated: whether gradients of earlier calls alone are averaged as well.
-        sharded_models: the models that the step shards; None for kinds that shard none.
 
     Attributes:
+        sharded_models: the models that the step shards; None for kinds that shard none.
         alone: the last capture was one of this rank alone.
         uneven: ranks have other modules besides those that are trained, which keep their values, or
             do not take the same decisions. Each decision is a rank's own then.
     """
 
-    def __init__(
-        self, topic: str, *, accumulated: bool = True, sharded_models: ShardedModels | None = None
-    ) -> None:
+    def __init__(self, topic: str, *, accumulated: bool = True) -> None:
         self.topic, self._accumulated = topic, accumulated
-        self.sharded_models = sharded_models
+        self.sharded_models: ShardedModels | None = None
         self._agreed: list[RankAgreement] = []
-        self._count = 0
+        self.numbers = itertools.count(1)
+        """The numbers of the next agreements, the same on all ranks."""
         self._votes: WeakKeyDictionary[dist.ProcessGroup, Votes] = WeakKeyDictionary()
         self._joined = JoinedModules()
         self.alone = self.uneven = False
@@ -201,8 +172,8 @@ class JointCapture:
             )
         self.alone = True
         if self._joined.has_all(call) and not sync:
-            yield _UnaveragedCapture(self)
-        vote = None if others.vote is None else OneVote(others.vote)
+            yield CallCapture(checked=self.checked)
+        vote = others.vote
         matching = self._matching(call, mode)
         if others.alone:  # the others run what this graph stands on
             matching = [each for each in matching if each is others.agreed]
@@ -249,11 +220,6 @@ class JointCapture:
         may_leave = all(each.agreement.alone and each.questions for each in matching)
         alike = all(each.launches_as(matching[0]) for each in matching)
         return matching if may_leave and alike else []
-
-    def count(self) -> int:
-        """A number for the next agreement, the same on all ranks."""
-        self._count += 1
-        return self._count
 
     def note(self, agreed: RankAgreement | None, earlier: Sequence[RankAgreement]) -> None:
         """Stores an agreement of the ranks, after earlier ones for branches with other

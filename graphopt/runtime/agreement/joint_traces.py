@@ -2,52 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 
 from torch import fx
 
-from graphopt.host.decisions.assumptions import Assumption, assumptions
+from graphopt.errors import CaptureError
+from graphopt.host.decisions.assumptions import Assumption, assumptions, uniform_answers
 from graphopt.host.decisions.used import UsedParameters
+from graphopt.host.votes import decides_alone
+from graphopt.parallel import OverRanks
+from graphopt.runtime.agreement.agreed import CallCapture, Plans, averages_in, plans_of
 from graphopt.tracing.call import Call
 from graphopt.tracing.capture import trace_from_state
+from graphopt.tracing.captured_dialect import finish
+from graphopt.tracing.captured_step import CapturedStep
 from graphopt.tracing.inputs.entries import Inputs
+from graphopt.tracing.inputs.implicit import MoreInputs
 from graphopt.tracing.optimizers.beforehand import with_state_used
 from graphopt.tracing.optimizers.new_state import NewState
 from graphopt.tracing.ranks.reduction import MarkedCommunication
+from graphopt.tracing.retries import retried
 from graphopt.tracing.trace import RawTrace, trace
 
 
-def first_joint_trace(
-    call: Call, communication: MarkedCommunication | None, *, beforehand: bool
-) -> tuple[Call, RawTrace, NewState]:
-    """A first trace without knowledge of the parameters that other ranks use.
+class JointTrace(CallCapture):
+    """The capture of a call whose gradients are averaged in an order that the ranks agree on."""
 
-    Args:
-        beforehand: state that optimizers make in their first step is made before it is traced.
-    """
-    decided = call.decided
-    known = tuple(answer for answer in decided if not isinstance(answer, UsedParameters))
-    call, raw, made = trace_from_state(call.with_answers(known), communication, lasts=beforehand)
-    if len(known) < len(decided):
-        raw.inputs.answers[: len(known)] = decided
-        call = call.with_answers((*decided, *call.decided[len(known) :]))
-    return call, raw, made
+    def __init__(self, parallel: OverRanks) -> None:
+        super().__init__()
+        self._parallel = parallel
+        self._beforehand = True
+        self._averages: list[str] = []
+
+    def first_trace(
+        self, call: Call, communication: MarkedCommunication | None
+    ) -> tuple[Call, RawTrace, NewState]:
+        """A first trace without knowledge of the parameters that other ranks use."""
+        decided, lasts = call.decided, self._beforehand
+        known = tuple(answer for answer in decided if not isinstance(answer, UsedParameters))
+        call, raw, made = trace_from_state(call.with_answers(known), communication, lasts=lasts)
+        if len(known) < len(decided):
+            raw.inputs.answers[: len(known)] = decided
+            call = call.with_answers((*decided, *call.decided[len(known) :]))
+        return call, raw, made
+
+    def finished(
+        self,
+        call: Call,
+        raw: RawTrace,
+        made: NewState,
+        communication: MarkedCommunication | None,
+        order: Sequence[str],
+        held: Set[str],
+    ) -> tuple[Call, CapturedStep | None]:
+        """The captured step in which gradients are averaged in the order of the ranks, or None and
+        the call that is to be traced in place of this one.
+
+        Args:
+            raw, made: the first trace, which averages in this order or is repeated.
+            held: see `finish`.
+        """
+        try:
+            with made.present():
+                found = _in_order(call, raw, made, communication, order)
+                if found is None:  # it does not use the state that was made beforehand
+                    self._beforehand = False
+                    return call, None
+                self._averages = averages_in(found[0].graph_module.graph, order)
+                return call, finish(*found, communication, held)
+        except (MoreInputs, CaptureError) as error:
+            return retried(call, raw.inputs, error), None
+
+    def plans(self, graphs: Mapping[str, fx.GraphModule]) -> Plans:
+        """The plans of the graphs that run."""
+        return plans_of(graphs, self._parallel, self._averages)
 
 
-def trace_in_order(
+def _in_order(
     call: Call,
     raw: RawTrace,
     made: NewState,
     communication: MarkedCommunication | None,
     order: Sequence[str],
 ) -> tuple[RawTrace, NewState] | None:
-    """The trace in which gradients are averaged in the order that the ranks have agreed on; None
-    where it does not use the state that was made beforehand.
-
-    Args:
-        raw: the first trace, which is that one where it has averaged in this order.
-        made: is there.
-    """
     agreed = None if communication is None else communication.agreed
     every_round = agreed is not None and agreed.every_round
     if tuple(order) == tuple(raw.used) and not every_round:
@@ -82,10 +119,8 @@ def trained(call: Call, inputs: Inputs, used: Collection[str]) -> list[str]:
 
 def decisions(raw: RawTrace) -> tuple[int, bool]:
     """The number of uniform decisions in a trace, and whether it takes others."""
-    targets = [node.target for node in raw.graph_module.graph.nodes]
-    found = [each for each in targets if isinstance(each, Assumption)]
-    own = [each for each in found if each.alone and not isinstance(each.answer, UsedParameters)]
-    return sum(not each.alone for each in found), bool(own)
+    graph = raw.graph_module.graph
+    return len(uniform_answers(graph)), any(decides_alone(node.target) for node in graph.nodes)
 
 
 def outcomes(graph: fx.Graph) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphopt import _compat
-from graphopt.errors import CaptureError, CollectiveError, GraphOptError, SpmdMismatchError
+from graphopt.errors import CaptureError, CollectiveError, GraphOptError
 from graphopt.ir.placement import Placement
 from graphopt.ir.rows import RowShards
 from graphopt.parallel import ZeRO
@@ -33,6 +33,7 @@ from graphopt.parallel.sharding import (
     without_offset,
 )
 from graphopt.ranks.meeting import Channel
+from graphopt.ranks.spmd import check_same
 from graphopt.runtime.agreement.joined_modules import broadcast_from_first
 from graphopt.runtime.late.tensors import settle
 from graphopt.tracing.call import Call
@@ -41,6 +42,8 @@ from graphopt.tracing.rollback.reachable import trained_objects
 
 SECONDS = 10.0
 """How long ranks wait for one another where all of them have to gather."""
+
+_SHARD_ALIKE = "all ranks have to build the same model and to give the same parallel="
 
 Slot = tuple[MutableMapping[str, Any], str]
 
@@ -107,7 +110,7 @@ class ShardedModels:
                 hint="leave parallel= out where there is one rank",
             )
         mine = {
-            "stage": f"ZeRO(stage={parallel.stage}, keep_mb={parallel.keep_mb})",
+            "stage": [f"ZeRO(stage={parallel.stage}, keep_mb={parallel.keep_mb})"],
             "groups": [str(list(row)) for row in parallel.mesh],
             "parameters": [
                 f"{name} {parameter.dtype} {list(parameter.shape)}"
@@ -119,12 +122,7 @@ class ShardedModels:
         channel = Channel(parallel.everyone, f"{self._topic} sharded", parallel.timeout)
         everyone = channel.exchange(mine)
         for key in mine:
-            for rank, theirs in enumerate(everyone):
-                if theirs[key] != everyone[0][key]:
-                    raise SpmdMismatchError(
-                        f"rank {rank} has other {key} to shard than rank 0:"
-                        f" {_first_difference(theirs[key], everyone[0][key])}"
-                    )
+            check_same(f"{key} to shard", [theirs[key] for theirs in everyone], _SHARD_ALIKE)
 
     def _shard_parameters(self, call: Call) -> bool:
         chosen = self._chosen(call)
@@ -138,9 +136,9 @@ class ShardedModels:
             tensors = [parameter for _, parameter in chosen]
             broadcast_from_first(tensors, self._parallel.everyone)
         new = {id(parameter): self._sharded(parameter) for _, parameter in chosen}
-        for table, key in _slots(call):
-            if id(table[key]) in new:
-                table[key] = new[id(table[key])]
+        for _, root in call.named_roots():
+            for table, key in _slots_of(root):
+                table[key] = new.get(id(table[key]), table[key])
         for optimizer in _optimizers_of(call):
             for group in optimizer.param_groups:
                 group["params"] = [new.get(id(each), each) for each in group["params"]]
@@ -194,7 +192,7 @@ class ShardedModels:
             yield
             return
         self._meet("full_parameters()")
-        slots = [slot for root in self._live() for slot in _slots_of(root)]
+        slots = [slot for _, root in self._live() for slot in _slots_of(root)]
         sharded = {id(table[key]): table[key] for table, key in slots if is_dtensor(table[key])}
         wholes = {
             number: nn.Parameter(each.full_tensor().detach(), requires_grad=each.requires_grad)
@@ -210,13 +208,11 @@ class ShardedModels:
             self._whole = False
             for table, key, number in places:
                 table[key] = sharded[number]
+            rank, ranks = self.group.rank(), self.group.size()
             with torch.no_grad():
                 for number, each in sharded.items():
-                    self._write_back(each, wholes[number])
-
-    def _write_back(self, sharded: Any, whole: torch.Tensor) -> None:
-        rank, shards = self.group.rank(), RowShards(tuple(sharded.shape), self.group.size())
-        window_of(sharded, shards, rank).copy_(local_part(whole, shards, rank))
+                    shards = RowShards(tuple(each.shape), ranks)
+                    window_of(each, shards, rank).copy_(local_part(wholes[number], shards, rank))
 
     def full_state_dict(self) -> dict[str, Any]:
         """A copy of the models' whole state on the CPU, on all ranks; of several models, with
@@ -227,9 +223,8 @@ class ShardedModels:
         """
         self._meet("full_state_dict()")
         found: dict[str, Any] = {}
-        for name, reference in self._roots.values():
-            root = reference()
-            for key, value in root.state_dict().items() if root is not None else ():
+        for name, root in self._live():
+            for key, value in root.state_dict().items():
                 found[f"{name}.{key}".strip(".")] = _on_cpu(value)
         return found
 
@@ -237,11 +232,11 @@ class ShardedModels:
         channel = Channel(self._parallel.everyone, f"{self._topic} {what}", SECONDS)
         channel.exchange({"what": what})
 
-    def _live(self) -> Iterator[nn.Module]:
-        for _, reference in self._roots.values():
+    def _live(self) -> Iterator[tuple[str, nn.Module]]:
+        for name, reference in self._roots.values():
             root = reference()
             if root is not None:
-                yield root
+                yield name, root
 
 
 def _on_cpu(value: Any) -> Any:
@@ -259,13 +254,8 @@ def _optimizers_of(call: Call) -> list[Optimizer]:
     return list({id(each): each for each in found}.values())
 
 
-def _slots(call: Call) -> Iterator[Slot]:
-    """The places of parameters in the modules of a call."""
-    for _, root in call.named_roots():
-        yield from _slots_of(root)
-
-
 def _slots_of(root: nn.Module) -> Iterator[Slot]:
+    """The places of parameters in a module and those below it."""
     for module in root.modules():
         table = _compat.own_parameters(module)
         yield from ((table, key) for key in list(table) if table[key] is not None)
@@ -295,10 +285,3 @@ def _make_copyable(
         value = state_dict.get(prefix + key)
         if is_dtensor(value) and value.storage_offset():  # type: ignore[union-attr]
             state_dict[prefix + key] = without_offset(value)
-
-
-def _first_difference(mine: Any, first: Any) -> str:
-    if isinstance(mine, str):
-        return f"{mine}, not {first}"
-    pairs = zip([*mine, *[None] * len(first)], [*first, *[None] * len(mine)], strict=False)
-    return next(f"{a}, not {b}" for a, b in pairs if a != b)

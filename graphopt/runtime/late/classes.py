@@ -18,7 +18,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,9 @@ from graphopt._compat.tensor_classes import (
     set_class,
     without_torch_function,
 )
+
+if TYPE_CHECKING:
+    from graphopt.runtime.late.tensors import LateTensors
 
 _METADATA = """
 shape dtype device ndim layout requires_grad is_leaf grad_fn itemsize nbytes names is_cuda is_cpu
@@ -54,14 +57,7 @@ _SETTLES_NOTHING = frozenset(
 _NOT_FORWARDED = frozenset(f"{_METADATA} {_METADATA_METHODS} {_OF_CLASSES} grad".split())
 
 
-class LateOwner(Protocol):
-    """An object with updates in flight."""
-
-    def settle(self) -> None:
-        """Completes the updates in flight."""
-
-
-OWNERS: dict[int, LateOwner] = {}
+OWNERS: dict[int, LateTensors] = {}
 """Who has each late tensor's update in flight, by id: they live as long as they are late."""
 
 

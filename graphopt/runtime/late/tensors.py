@@ -31,7 +31,7 @@ import torch
 
 from graphopt import _compat
 from graphopt._compat.tensor_classes import alias_of, holders_of, set_class, without_torch_function
-from graphopt.runtime.late.classes import OWNERS, late_class
+from graphopt.runtime.late.classes import OWNERS, class_behind, late_class
 
 logger = logging.getLogger("graphopt")
 
@@ -47,7 +47,6 @@ class LateTensors:
     def __init__(self, finish: Callable[[], bool]) -> None:
         self._finish = finish
         self.tensors: list[torch.Tensor] = []
-        self._kinds: list[type] = []
         self._aliases: dict[int, torch.Tensor] = {}
         self._warned = False
 
@@ -78,8 +77,7 @@ class LateTensors:
         return None
 
     def _arm(self, tensor: torch.Tensor) -> bool:
-        kind = type(tensor)
-        late = late_class(kind)
+        late = late_class(type(tensor))
         if late is None:
             return False
         try:
@@ -87,18 +85,16 @@ class LateTensors:
         except TypeError:  # a class with slots
             return False
         self.tensors.append(tensor)
-        self._kinds.append(kind)
         OWNERS[id(tensor)] = self
         return True
 
     def disarm(self) -> None:
         """Restores the original classes of the tensors."""
         tensors, self.tensors = self.tensors, []
-        kinds, self._kinds = self._kinds, []
         self._aliases = {}
-        for tensor, kind in zip(tensors, kinds, strict=True):
+        for tensor in tensors:
             OWNERS.pop(id(tensor), None)
-            set_class(tensor, kind)
+            set_class(tensor, class_behind(type(tensor)))
 
     def own(self, values: list[Any]) -> list[Any]:
         """The values with late tensors replaced by aliases, which the step itself may use."""
