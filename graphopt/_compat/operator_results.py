@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
@@ -143,24 +144,35 @@ class OperatorCall:
         answer.asked = True
         several = type(result) is list or type(result) is tuple
         results = result if several else [result]
-        found = [self._described(one) for one in results]
+        given = {id(tensor): position for position, tensor in enumerate(self._tensors)}
+        stored: defaultdict[int, list[int]] = defaultdict(list)
+        for position, tensor in enumerate(self._tensors):
+            stored[_storage(tensor)].append(position)
+        found = [self._described(one, given, stored) for one in results]
         if any(one is _NOTHING for one in found) or _share(results, found):
             return
         answer.container = type(result) if several else None
         answer.results = found
 
-    def _described(self, result: Any) -> Any:
+    def _described(
+        self, result: Any, given: Mapping[int, int], stored: Mapping[int, list[int]]
+    ) -> Any:
+        """Describes a result of the operator.
+
+        Args:
+            given: positions of the given tensors, by `id`.
+            stored: the same, by storage.
+        """
         if result is None:
             return None
-        for position, tensor in enumerate(self._tensors):
-            if result is tensor:
-                # The operator may have given the tensor other sizes.
-                return _GivenTensor(position) if _kind(tensor) in self._parts else _NOTHING
+        if id(result) in given:
+            # The operator may have given the tensor other sizes.
+            known = _kind(result) in self._parts
+            return _GivenTensor(given[id(result)]) if known else _NOTHING
         kind = _kind(result) if type(result) is FakeTensor else None
         if kind is None or result.constant is not None or result.requires_grad:
             return _NOTHING
-        storage = _storage(result)
-        shares = [i for i, tensor in enumerate(self._tensors) if _storage(tensor) == storage]
+        shares = stored.get(_storage(result))
         if not shares:
             own = result.untyped_storage().nbytes() == _bytes(kind)
             return _NewTensor(kind, None) if own else _NOTHING

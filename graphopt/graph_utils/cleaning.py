@@ -57,9 +57,17 @@ def remove_identities(graph: fx.Graph) -> None:
     >>> [node.name for node in graph.nodes]
     ['x', 'output']
     """
+    sources: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if is_operator(node.target, "aten::detach", "aten::alias"):
-            node.replace_all_uses_with(node.args[0])
+            source = node.args[0]
         elif is_operator(node.target, "aten::copy") and same_kind(*node.args[:2]):
-            node.replace_all_uses_with(node.args[1])
+            source = node.args[1]
+        else:
+            continue
+        sources[node] = sources.get(source, source)
+    # A fused optimizer reads thousands of them: each reader is rewritten once.
+    for reader in dict.fromkeys(user for node in sources for user in node.users):
+        reader.args = fx.map_arg(reader.args, lambda node: sources.get(node, node))
+        reader.kwargs = fx.map_arg(reader.kwargs, lambda node: sources.get(node, node))
     eliminate_dead_code(graph)

@@ -198,11 +198,11 @@ def _shows_the_same(view: torch.Tensor, base: torch.Tensor) -> bool:
 def _place_updates(graph: fx.Graph) -> None:
     """Moves each `copy_` up behind the last read of its destination and behind its value."""
     position = {node: index for index, node in enumerate(graph.nodes)}
-    updates = get_outputs(graph).updates
+    updates = dict.fromkeys(get_outputs(graph).updates)
     for copy in updates:
         placeholder, final = cast(tuple[fx.Node, fx.Node], copy.args)
         before = {*readers_through_views(placeholder), final} - {copy}
-        if not before.isdisjoint(updates):
+        if any(node in updates for node in before):
             continue
         last = max(before, key=position.__getitem__)
         after_placeholders(last).append(copy)
