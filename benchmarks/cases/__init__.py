@@ -1,6 +1,6 @@
 """The coverage set: training loops as people publish them, by family."""
 
-from . import (
+from . import (  # noqa: F401
     adversarial,
     counting,
     language,
@@ -16,9 +16,4 @@ from . import (
 )
 from .case import STEPS, Build, Case, cases, cured_cases, refusals, tensors_of
 
-FAMILIES = (
-    language, vision, adversarial, reinforcement, representation, sequences, optimizers, styles,
-    trainers, counting, randomness, reporting,
-)  # fmt: skip
-
-__all__ = ["FAMILIES", "STEPS", "Build", "Case", "cases", "cured_cases", "refusals", "tensors_of"]
+__all__ = ["STEPS", "Build", "Case", "cases", "cured_cases", "refusals", "tensors_of"]

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, autograd, nn
 from torch.nn import functional as F
+from torch.optim import Adam, AdamW
+from torch.optim.lr_scheduler import LambdaLR
 
-from .case import Case, case, cured, refused, repeated
+from .case import Case, case, cured, mlp, refused, repeated, trains, trains_all
 
 
 def weights_init(module: nn.Module) -> None:
@@ -48,85 +50,84 @@ def images() -> tuple[Tensor]:
     return (torch.rand(4, 3, 8, 8),)
 
 
-@case
-def dcgan() -> Case:
+def generator_and_discriminator() -> tuple[Any, ...]:
+    netG, netD = generator(), discriminator()
+    optimizerD = Adam(netD.parameters(), lr=2e-4, betas=(0.5, 0.999))
+    optimizerG = Adam(netG.parameters(), lr=2e-4, betas=(0.5, 0.999))
+    return netG, netD, optimizerG, optimizerD
+
+
+criterion = nn.BCELoss()
+
+
+@trains_all(generator_and_discriminator, images)
+def dcgan(netG: Any, netD: Any, optimizerG: Any, optimizerD: Any, real: Tensor) -> Any:
     """DCGAN of PyTorch's tutorial: labels filled in, three backwards, two optimizers, numbers
     returned."""
-    netG, netD = generator(), discriminator()
-    criterion = nn.BCELoss()
-    optimizerD = torch.optim.Adam(netD.parameters(), lr=2e-4, betas=(0.5, 0.999))
-    optimizerG = torch.optim.Adam(netG.parameters(), lr=2e-4, betas=(0.5, 0.999))
-
-    def step(netG: Any, netD: Any, optimizerG: Any, optimizerD: Any, real: Tensor) -> Any:
-        netD.zero_grad()
-        b_size = real.size(0)
-        label = torch.full((b_size,), 1.0, dtype=torch.float)
-        output = netD(real).view(-1)
-        errD_real = criterion(output, label)
-        errD_real.backward()
-        D_x = output.mean().item()
-        noise = torch.randn(b_size, 8, 1, 1)
-        fake = netG(noise)
-        label.fill_(0.0)
-        output = netD(fake.detach()).view(-1)
-        errD_fake = criterion(output, label)
-        errD_fake.backward()
-        D_G_z1 = output.mean().item()
-        errD = errD_real + errD_fake
-        optimizerD.step()
-        netG.zero_grad()
-        label.fill_(1.0)
-        output = netD(fake).view(-1)
-        errG = criterion(output, label)
-        errG.backward()
-        D_G_z2 = output.mean().item()
-        optimizerG.step()
-        return errD.item(), errG.item(), D_x, D_G_z1, D_G_z2
-
-    fixed = (netG, netD, optimizerG, optimizerD)
-    return Case(step, repeated(*fixed, draw=images), fixed)
+    netD.zero_grad()
+    b_size = real.size(0)
+    label = torch.full((b_size,), 1.0, dtype=torch.float)
+    output = netD(real).view(-1)
+    errD_real = criterion(output, label)
+    errD_real.backward()
+    D_x = output.mean().item()
+    noise = torch.randn(b_size, 8, 1, 1)
+    fake = netG(noise)
+    label.fill_(0.0)
+    output = netD(fake.detach()).view(-1)
+    errD_fake = criterion(output, label)
+    errD_fake.backward()
+    D_G_z1 = output.mean().item()
+    errD = errD_real + errD_fake
+    optimizerD.step()
+    netG.zero_grad()
+    label.fill_(1.0)
+    output = netD(fake).view(-1)
+    errG = criterion(output, label)
+    errG.backward()
+    D_G_z2 = output.mean().item()
+    optimizerG.step()
+    return errD.item(), errG.item(), D_x, D_G_z1, D_G_z2
 
 
-@case
-def wgan_gp() -> Case:
+def generator_and_critic() -> tuple[Any, ...]:
+    netG, critic = generator(), nn.Sequential(nn.Flatten(), *mlp(192, 16, 1))
+    optimizerG = Adam(netG.parameters(), lr=1e-4, betas=(0.0, 0.9))
+    optimizerD = Adam(critic.parameters(), lr=1e-4, betas=(0.0, 0.9))
+    return netG, critic, optimizerG, optimizerD
+
+
+def penalty(critic: Any, real: Tensor, fake: Tensor) -> Tensor:
+    alpha = torch.rand(real.size(0), 1, 1, 1)
+    mixed = (alpha * real + (1 - alpha) * fake).requires_grad_(True)
+    scores = critic(mixed)
+    gradients = autograd.grad(
+        outputs=scores,
+        inputs=mixed,
+        grad_outputs=torch.ones_like(scores),
+        create_graph=True,
+        retain_graph=True,
+        only_inputs=True,
+    )[0]
+    return ((gradients.view(real.size(0), -1).norm(2, dim=1) - 1) ** 2).mean()
+
+
+@trains_all(generator_and_critic, images, numbered=True)
+def wgan_gp(netG: Any, critic: Any, optG: Any, optD: Any, real: Tensor, index: int) -> Any:
     """WGAN-GP: the critic's step with its gradient penalty; every second call trains the
     generator."""
-    netG, critic = generator(), nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(),
-                                              nn.Linear(16, 1))  # fmt: skip
-    optimizerG = torch.optim.Adam(netG.parameters(), lr=1e-4, betas=(0.0, 0.9))
-    optimizerD = torch.optim.Adam(critic.parameters(), lr=1e-4, betas=(0.0, 0.9))
-
-    def penalty(critic: Any, real: Tensor, fake: Tensor) -> Tensor:
-        alpha = torch.rand(real.size(0), 1, 1, 1)
-        mixed = (alpha * real + (1 - alpha) * fake).requires_grad_(True)
-        scores = critic(mixed)
-        gradients = autograd.grad(
-            outputs=scores,
-            inputs=mixed,
-            grad_outputs=torch.ones_like(scores),
-            create_graph=True,
-            retain_graph=True,
-            only_inputs=True,
-        )[0]
-        return ((gradients.view(real.size(0), -1).norm(2, dim=1) - 1) ** 2).mean()
-
-    def step(netG: Any, critic: Any, optG: Any, optD: Any, real: Tensor, index: int) -> Any:
-        optD.zero_grad()
-        z = torch.randn(real.shape[0], 8, 1, 1)
-        fake = netG(z).detach()
-        d_loss = -critic(real).mean() + critic(fake).mean() + 10 * penalty(critic, real, fake)
-        d_loss.backward()
-        optD.step()
-        if index % 2 == 0:
-            optG.zero_grad()
-            g_loss = -critic(netG(z)).mean()
-            g_loss.backward()
-            optG.step()
-        return d_loss
-
-    fixed = (netG, critic, optimizerG, optimizerD)
-    calls = [(*each, index) for index, each in enumerate(repeated(*fixed, draw=images))]
-    return Case(step, calls, fixed)
+    optD.zero_grad()
+    z = torch.randn(real.shape[0], 8, 1, 1)
+    fake = netG(z).detach()
+    d_loss = -critic(real).mean() + critic(fake).mean() + 10 * penalty(critic, real, fake)
+    d_loss.backward()
+    optD.step()
+    if index % 2 == 0:
+        optG.zero_grad()
+        g_loss = -critic(netG(z)).mean()
+        g_loss.backward()
+        optG.step()
+    return d_loss
 
 
 class VectorQuantizer(nn.Module):
@@ -217,11 +218,7 @@ def train_coder(model: Any, optimizer: Any, data: Tensor) -> Any:
     return error.item(), loss
 
 
-@case
-def vq_vae() -> Case:
-    model = coder(CodebookLoss())
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, amsgrad=False)
-    return Case(train_coder, repeated(model, optimizer, draw=images), [model, optimizer])
+trains(lambda: coder(CodebookLoss()), Adam, images, name="vq_vae", lr=1e-3)(train_coder)
 
 
 @refused("replaces the parameter")
@@ -237,7 +234,7 @@ def vq_vae_replacing_parameters_cured() -> Case:
 
 def _averaging(quantizer: VectorQuantizer) -> Case:
     model = coder(quantizer)
-    optimizer = torch.optim.Adam([*model["encoder"].parameters(), *model["decoder"].parameters()])
+    optimizer = Adam([*model["encoder"].parameters(), *model["decoder"].parameters()])
     return Case(train_coder, repeated(model, optimizer, draw=images), [model, optimizer])
 
 
@@ -255,46 +252,34 @@ class VAE(nn.Module):
         return torch.sigmoid(self.fc4(F.relu(self.fc3(z)))), mu, logvar
 
 
-@case
-def vae() -> Case:
-    model = VAE()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-
-    def step(model: Any, optimizer: Any, data: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        recon, mu, logvar = model(data)
-        bce = F.binary_cross_entropy(recon, data.view(-1, 192), reduction="sum")
-        kld = -0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
-        loss = bce + kld
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return Case(step, repeated(model, optimizer, draw=images), [model, optimizer])
+@trains(VAE, Adam, images, lr=1e-3)
+def vae(model: Any, optimizer: Any, data: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    recon, mu, logvar = model(data)
+    bce = F.binary_cross_entropy(recon, data.view(-1, 192), reduction="sum")
+    kld = -0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
+    loss = bce + kld
+    loss.backward()
+    optimizer.step()
+    return loss
 
 
-@case
-def vae_with_distributions() -> Case:
+@trains(VAE, Adam, images, lr=1e-3)
+def vae_with_distributions(model: Any, optimizer: Any, data: Tensor) -> Tensor:
     """A VAE with torch.distributions and its default argument validation."""
-    model = VAE()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-
-    def step(model: Any, optimizer: Any, data: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        h = F.relu(model.fc1(data.view(-1, 192)))
-        posterior = torch.distributions.Normal(model.fc21(h), model.fc22(h).mul(0.5).exp())
-        prior = torch.distributions.Normal(torch.zeros(4), torch.ones(4))
-        z = posterior.rsample()
-        logits = model.fc4(F.relu(model.fc3(z)))
-        seen = torch.distributions.Bernoulli(logits=logits)
-        likelihood = seen.log_prob((data.view(-1, 192) > 0.5).float()).sum(-1)
-        kl = torch.distributions.kl_divergence(posterior, prior).sum(-1)
-        loss = (kl - likelihood).mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return Case(step, repeated(model, optimizer, draw=images), [model, optimizer])
+    optimizer.zero_grad()
+    h = F.relu(model.fc1(data.view(-1, 192)))
+    posterior = torch.distributions.Normal(model.fc21(h), model.fc22(h).mul(0.5).exp())
+    prior = torch.distributions.Normal(torch.zeros(4), torch.ones(4))
+    z = posterior.rsample()
+    logits = model.fc4(F.relu(model.fc3(z)))
+    seen = torch.distributions.Bernoulli(logits=logits)
+    likelihood = seen.log_prob((data.view(-1, 192) > 0.5).float()).sum(-1)
+    kl = torch.distributions.kl_divergence(posterior, prior).sum(-1)
+    loss = (kl - likelihood).mean()
+    loss.backward()
+    optimizer.step()
+    return loss
 
 
 class Denoiser(nn.Module):
@@ -353,7 +338,7 @@ class Diffusion:
 def _diffusion(average: EMA) -> Case:
     model = Denoiser()
     averaged = copy.deepcopy(model).eval().requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    optimizer = AdamW(model.parameters(), lr=3e-4)
     diffusion, mse = Diffusion(), nn.MSELoss()
 
     def step(model: Any, averaged: Any, optimizer: Any, data: Tensor) -> Tensor:
@@ -366,11 +351,8 @@ def _diffusion(average: EMA) -> Case:
         average.update(averaged, model)
         return loss
 
-    return Case(
-        step,
-        repeated(model, averaged, optimizer, draw=images),
-        [model, averaged, optimizer, vars(diffusion)],
-    )
+    fixed = (model, averaged, optimizer)
+    return Case(step, repeated(*fixed, draw=images), [*fixed, vars(diffusion)])
 
 
 @case
@@ -389,7 +371,7 @@ def diffusion_closed_over() -> Case:
     model = Denoiser()
     shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
     alphas = torch.linspace(0.99, 0.5, 50)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    optimizer = AdamW(model.parameters(), lr=3e-4)
 
     def step(model: Any, optimizer: Any, data: Tensor) -> Tensor:
         t = torch.randint(0, 50, (data.shape[0],))
@@ -432,49 +414,28 @@ def render(raw: Tensor, z: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
     return torch.sum(weights[..., None] * torch.sigmoid(raw[..., :3]), -2), weights
 
 
-@case
-def nerf() -> Case:
-    model = NeRF()
-    optimizer = torch.optim.Adam(params=model.parameters(), lr=5e-4, betas=(0.9, 0.999))
-
-    def step(model: Any, optimizer: Any, origins: Tensor, directions: Tensor, rgb: Tensor) -> Any:
-        z = torch.linspace(2.0, 6.0, 6).expand(origins.shape[0], 6)
-        mids = 0.5 * (z[..., 1:] + z[..., :-1])
-        upper, lower = torch.cat([mids, z[..., -1:]], -1), torch.cat([z[..., :1], mids], -1)
-        z = lower + (upper - lower) * torch.rand(z.shape)
-        points = origins[..., None, :] + directions[..., None, :] * z[..., :, None]
-        colour, _ = render(model(points), z, directions)
-        loss = torch.mean((colour - rgb) ** 2)
-        psnr = -10.0 * torch.log(loss) / torch.log(torch.Tensor([10.0]))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss, psnr
-
-    def rays() -> tuple[Tensor, ...]:
-        return torch.randn(8, 3), torch.randn(8, 3), torch.rand(8, 3)
-
-    def after(index: int, result: Any) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = 5e-4 * 0.1 ** ((index + 1) / 250)
-
-    return Case(step, repeated(model, optimizer, draw=rays), [model, optimizer], after)
+def rays() -> tuple[Tensor, ...]:
+    return torch.randn(8, 3), torch.randn(8, 3), torch.rand(8, 3)
 
 
-@case
-def normalizing_flow() -> Case:
-    """RealNVP with masks in a list of buffers, and a standard normal as a plain attribute."""
-    flow = RealNVP()
-    optimizer = torch.optim.Adam(flow.parameters(), lr=1e-3)
+def slowly_decaying(optimizer: Any) -> LambdaLR:
+    return LambdaLR(optimizer, lambda number: 0.1 ** (number / 250))
 
-    def step(flow: Any, optimizer: Any, x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = -flow.log_prob(x).mean()
-        loss.backward()
-        optimizer.step()
-        return loss
 
-    return Case(step, repeated(flow, optimizer, draw=lambda: (torch.randn(8, 2),)), [flow])
+@trains(NeRF, Adam, rays, slowly_decaying, lr=5e-4, betas=(0.9, 0.999))
+def nerf(model: Any, optimizer: Any, origins: Tensor, directions: Tensor, rgb: Tensor) -> Any:
+    z = torch.linspace(2.0, 6.0, 6).expand(origins.shape[0], 6)
+    mids = 0.5 * (z[..., 1:] + z[..., :-1])
+    upper, lower = torch.cat([mids, z[..., -1:]], -1), torch.cat([z[..., :1], mids], -1)
+    z = lower + (upper - lower) * torch.rand(z.shape)
+    points = origins[..., None, :] + directions[..., None, :] * z[..., :, None]
+    colour, _ = render(model(points), z, directions)
+    loss = torch.mean((colour - rgb) ** 2)
+    psnr = -10.0 * torch.log(loss) / torch.log(torch.Tensor([10.0]))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss, psnr
 
 
 class RealNVP(nn.Module):
@@ -493,3 +454,13 @@ class RealNVP(nn.Module):
             x = (1 - self.mask[i]) * (x - t) * torch.exp(-s) + kept
             total -= s.sum(dim=1)
         return self.prior.log_prob(x) + total
+
+
+@trains(RealNVP, Adam, lambda: (torch.randn(8, 2),), lr=1e-3)
+def normalizing_flow(flow: Any, optimizer: Any, x: Tensor) -> Tensor:
+    """RealNVP with masks in a list of buffers, and a standard normal as a plain attribute."""
+    optimizer.zero_grad()
+    loss = -flow.log_prob(x).mean()
+    loss.backward()
+    optimizer.step()
+    return loss

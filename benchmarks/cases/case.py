@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import numpy
 import torch
+from torch import nn
 
 STEPS = 4
 
@@ -18,7 +22,7 @@ class Case:
     Attributes:
         step: the user's function, unchanged.
         calls: the arguments of each call.
-        state: what is compared afterwards besides the results: modules, optimizers, tensors.
+        state: what is compared afterwards besides the results: whatever `tensors_of` knows.
         after: called after each call with its number and result, as a training loop goes on.
     """
 
@@ -26,7 +30,6 @@ class Case:
     calls: Sequence[tuple[Any, ...]]
     state: Sequence[Any] = ()
     after: Callable[[int, Any], None] | None = None
-    keywords: dict[str, Any] = field(default_factory=dict)
 
 
 Build = Callable[[], Case]
@@ -78,13 +81,82 @@ def cured_cases() -> dict[str, Build]:
     return dict(_CURED)
 
 
-def repeated(*fixed: Any, draw: Callable[[], tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+Step = Callable[..., Any]
+
+
+def trains_all(
+    make: Callable[[], tuple[Any, ...]],
+    draw: Callable[[], tuple[Any, ...]],
+    schedule: Callable[[Any], Any] | None = None,
+    *,
+    numbered: bool = False,
+    name: str = "",
+) -> Callable[[Step], Step]:
+    """Registers a step as a case.
+
+    Args:
+        make: makes what every call is given first, and what is compared afterwards.
+        draw: makes what each call is given on top.
+        schedule: makes a schedule of the last object of `make`, an optimizer; the training loop
+            advances it after each call.
+        numbered: each call is given its number as well.
+        name: of the case, where several have this step; otherwise the step's.
+    """
+
+    def enter(step: Step) -> Step:
+        def build() -> Case:
+            fixed = make()
+            rates = schedule and schedule(fixed[-1])
+            after = rates and (lambda index, result: rates.step())
+            calls = repeated(*fixed, draw=draw)
+            if numbered:
+                calls = [(*call, number) for number, call in enumerate(calls)]
+            return Case(step, calls, fixed, after)
+
+        build.__name__, build.__module__ = name or step.__name__, step.__module__
+        case(build)
+        return step
+
+    return enter
+
+
+def trains(
+    model: Callable[[], nn.Module],
+    optimizer: Callable[..., Any],
+    draw: Callable[[], tuple[Any, ...]],
+    schedule: Callable[[Any], Any] | None = None,
+    *,
+    numbered: bool = False,
+    name: str = "",
+    **options: Any,
+) -> Callable[[Step], Step]:
+    """Registers a step of one model and an optimizer of its parameters, made with `options`."""
+
+    def make() -> tuple[Any, ...]:
+        made = model()
+        return made, optimizer(made.parameters(), **options)
+
+    return trains_all(make, draw, schedule, numbered=numbered, name=name)
+
+
+def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
+    """Linear layers of these widths, with an activation between each two."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), activation()]
+    return nn.Sequential(*layers[:-1])
+
+
+def repeated(
+    *fixed: Any, draw: Callable[[], tuple[Any, ...]], steps: int = STEPS
+) -> list[tuple[Any, ...]]:
     """The arguments of each call: `fixed`, then what `draw` returns."""
-    return [(*fixed, *draw()) for _ in range(STEPS)]
+    return [(*fixed, *draw()) for _ in range(steps)]
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in a module, optimizer or nested value, in a fixed order."""
+    """All tensors in a module, optimizer or nested value, in a fixed order; numbers, numpy's arrays
+    and printed texts are made tensors."""
     if isinstance(value, torch.Tensor):
         yield value
         if value.is_leaf and value.grad is not None:
@@ -103,3 +175,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(item)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield torch.tensor(value, dtype=torch.float64)
+    elif isinstance(value, numpy.ndarray):
+        yield torch.from_numpy(value)
+    elif isinstance(value, io.StringIO):
+        yield torch.tensor(list(value.getvalue().encode()))

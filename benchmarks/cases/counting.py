@@ -9,22 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import SGD, Adam, AdamW
 
-from .case import STEPS, Case, case, cured, refused
-
-
-def network(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, 16), nn.ReLU(), nn.Linear(16, outputs))
+from .case import STEPS, Case, case, cured, mlp, refused, repeated
 
 
 class DelayedAgent:
     """TD3 as published: it counts its calls, and updates the policy in every second one."""
 
     def __init__(self) -> None:
-        self.actor, self.critic = nn.Sequential(network(4, 2), nn.Tanh()), network(6, 1)
+        self.actor, self.critic = nn.Sequential(mlp(4, 16, 2), nn.Tanh()), mlp(6, 16, 1)
         self.actor_target, self.critic_target = copy.deepcopy((self.actor, self.critic))
-        self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=3e-4)
-        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=3e-4)
+        self.actor_optimizer = Adam(self.actor.parameters(), lr=3e-4)
+        self.critic_optimizer = Adam(self.critic.parameters(), lr=3e-4)
         self.total_it, self.policy_freq, self.epsilon = 0, 2, 1.0
 
     def train(self, state: Tensor, action: Tensor, after: Tensor, reward: Tensor) -> Tensor:
@@ -52,17 +49,9 @@ class DelayedAgent:
 
 @case
 def td3_that_counts() -> Case:
-    agent, counts = DelayedAgent(), []
-
-    def after(index: int, loss: Any) -> None:
-        counts[:] = [agent.total_it, agent.epsilon]
-
-    sizes = ((8, 4), (8, 2), (8, 4), (8, 1))
-    calls = [tuple(torch.randn(*size) for size in sizes) for _ in range(STEPS)]
-    nets = [agent.actor, agent.critic, agent.actor_target, agent.critic_target]
-    return Case(
-        agent.train, calls, [*nets, agent.actor_optimizer, agent.critic_optimizer, counts], after
-    )
+    agent = DelayedAgent()
+    calls = [tuple(torch.randn(8, width) for width in (4, 2, 4, 1)) for _ in range(STEPS)]
+    return Case(agent.train, calls, [vars(agent)])
 
 
 class AverageMeter:
@@ -78,40 +67,16 @@ class AverageMeter:
         self.avg = self.sum / self.count
 
 
-@refused("changes history outside its arguments")
-def running_averages() -> Case:
-    """Loss and accuracy in meters, with a list of all losses."""
+def images() -> tuple[Tensor, Tensor]:
+    return torch.rand(6, 3, 8, 8), torch.randint(0, 4, (6,))
+
+
+def metered() -> tuple[Any, list[Any]]:
+    """A step of an image classifier that keeps loss and accuracy in meters, and what it changes."""
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten())
     model.append(nn.Linear(216, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-    losses, top1, history = AverageMeter(), AverageMeter(), []
-
-    def step(images: Tensor, target: Tensor) -> None:
-        output = model(images)
-        loss = F.cross_entropy(output, target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.update(loss.item(), images.size(0))
-        top1.update((output.argmax(1) == target).sum().item() * 100.0 / images.size(0))
-        history.append(loss.item())
-
-    found: list[Any] = []
-
-    def after(index: int, result: Any) -> None:
-        found[:] = [vars(losses).copy(), vars(top1).copy(), list(history)]
-
-    calls = [(torch.rand(6, 3, 8, 8), torch.randint(0, 4, (6,))) for _ in range(STEPS)]
-    return Case(step, calls, [model, optimizer, found], after)
-
-
-@cured
-def running_averages_cured() -> Case:
-    """Loss and accuracy in meters; the list of losses is kept outside the step."""
-    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten())
-    model.append(nn.Linear(216, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-    losses, top1, history = AverageMeter(), AverageMeter(), []
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    losses, top1 = AverageMeter(), AverageMeter()
 
     def step(images: Tensor, target: Tensor) -> float:
         output = model(images)
@@ -123,14 +88,28 @@ def running_averages_cured() -> Case:
         top1.update((output.argmax(1) == target).sum().item() * 100.0 / images.size(0))
         return loss.item()
 
-    found: list[Any] = []
+    return step, [model, optimizer, vars(losses), vars(top1)]
 
-    def after(index: int, result: Any) -> None:
-        history.append(result)
-        found[:] = [vars(losses).copy(), vars(top1).copy(), list(history)]
 
-    calls = [(torch.rand(6, 3, 8, 8), torch.randint(0, 4, (6,))) for _ in range(STEPS)]
-    return Case(step, calls, [model, optimizer, found], after)
+@refused("changes history outside its arguments")
+def running_averages() -> Case:
+    """Loss and accuracy in meters, with a list of all losses."""
+    train, state = metered()
+    history: list[float] = []
+
+    def step(images: Tensor, target: Tensor) -> None:
+        history.append(train(images, target))
+
+    return Case(step, repeated(draw=images), [*state, history])
+
+
+@cured
+def running_averages_cured() -> Case:
+    """Loss and accuracy in meters; the list of losses is kept outside the step."""
+    step, state = metered()
+    history: list[float] = []
+    state = [*state, history]
+    return Case(step, repeated(draw=images), state, lambda index, loss: history.append(loss))
 
 
 class Annealed(nn.Module):
@@ -138,7 +117,7 @@ class Annealed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.decoder = network(12, 8), network(4, 12)
+        self.encoder, self.decoder = mlp(12, 16, 8), mlp(4, 16, 12)
         self.iter, self.warmup = 0, 3
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,8 +132,8 @@ class Annealed(nn.Module):
 
 @case
 def annealed_divergence() -> Case:
-    model, counts = Annealed(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model = Annealed()
+    optimizer = AdamW(model.parameters(), lr=1e-3)
 
     def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
         loss: Tensor = model(x)
@@ -163,8 +142,5 @@ def annealed_divergence() -> Case:
         optimizer.step()
         return loss
 
-    def after(index: int, loss: Any) -> None:
-        counts[:] = [model.iter]
-
-    calls = [(model, optimizer, torch.randn(6, 12)) for _ in range(STEPS)]
-    return Case(step, calls, [model, optimizer, counts], after)
+    calls = repeated(model, optimizer, draw=lambda: (torch.randn(6, 12),))
+    return Case(step, calls, [model, optimizer, vars(model)])

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import SGD, Adam, AdamW, RMSprop
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
-from .case import STEPS, Case, case, repeated
+from .case import STEPS, Case, case, trains, trains_all
 
 VOCABULARY = 48
 LENGTH = 12
@@ -85,62 +87,50 @@ def tokens() -> tuple[Tensor, Tensor]:
     return (torch.randint(0, VOCABULARY, (2, LENGTH)), torch.randint(0, VOCABULARY, (2, LENGTH)))
 
 
-@case
-def nanogpt() -> Case:
-    model = NanoGPT()
-    decay = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
+def decaying_matrices(parameters: Any) -> AdamW:
+    parameters = list(parameters)
+    decay = [p for p in parameters if p.dim() >= 2]
+    others = [p for p in parameters if p.dim() < 2]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95))
-
-    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-        _, loss = model(x, y)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss
-
-    return Case(step, repeated(model, optimizer, draw=tokens), [model, optimizer])
+    return AdamW(groups, lr=6e-4, betas=(0.9, 0.95))
 
 
-@case
-def gradient_accumulation() -> Case:
+@trains(NanoGPT, decaying_matrices, tokens)
+def nanogpt(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    _, loss = model(x, y)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss
+
+
+@trains(NanoGPT, AdamW, tokens, lr=1e-3)
+def gradient_accumulation(model: nn.Module, optimizer: Any, xs: Tensor, ys: Tensor) -> Tensor:
     """Gradient accumulation over microbatches in the step, under bfloat16 autocast."""
-    model = NanoGPT()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step(model: nn.Module, optimizer: Any, xs: Tensor, ys: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        total = torch.zeros(())
-        for x, y in zip(xs.chunk(2), ys.chunk(2), strict=True):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                _, loss = model(x, y)
-                loss = loss / 2
-            loss.backward()
-            total += loss.detach()
-        optimizer.step()
-        return total
-
-    return Case(step, repeated(model, optimizer, draw=tokens), [model, optimizer])
+    optimizer.zero_grad()
+    total = torch.zeros(())
+    for x, y in zip(xs.chunk(2), ys.chunk(2), strict=True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            _, loss = model(x, y)
+            loss = loss / 2
+        loss.backward()
+        total += loss.detach()
+    optimizer.step()
+    return total
 
 
-@case
-def accumulation_by_batch_index() -> Case:
+@trains(NanoGPT, AdamW, tokens, numbered=True, lr=1e-3)
+def accumulation_by_batch_index(
+    model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, batch_idx: int
+) -> Tensor:
     """Gradient accumulation in which `batch_idx` decides if the optimizer steps."""
-    model = NanoGPT()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, batch_idx: int) -> Tensor:
-        _, loss = model(x, y)
-        (loss / 2).backward()
-        if (batch_idx + 1) % 2 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss
-
-    calls = [(model, optimizer, *tokens(), index) for index in range(STEPS)]
-    return Case(step, calls, [model, optimizer])
+    _, loss = model(x, y)
+    (loss / 2).backward()
+    if (batch_idx + 1) % 2 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss
 
 
 class LoRA(nn.Module):
@@ -157,28 +147,28 @@ class LoRA(nn.Module):
         return self.base(x) + self.dropout(x) @ self.a.T @ self.b.T * self.scaling
 
 
-@case
-def lora() -> Case:
-    model = NanoGPT()
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
+def with_lora() -> NanoGPT:
+    model = NanoGPT().requires_grad_(False)
     for block in model.transformer.h:
         block["attn"].c_attn = LoRA(block["attn"].c_attn)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=20)
+    return model
 
-    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-        loss = model(x, y)[1]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
 
-    def after(index: int, loss: Any) -> None:
-        schedule.step()
+def trained_only(parameters: Any) -> AdamW:
+    return AdamW([p for p in parameters if p.requires_grad], lr=1e-2)
 
-    return Case(step, repeated(model, optimizer, draw=tokens), [model, optimizer], after)
+
+def one_cycle(optimizer: Any) -> OneCycleLR:
+    return OneCycleLR(optimizer, 1e-2, total_steps=20)
+
+
+@trains(with_lora, trained_only, tokens, one_cycle)
+def lora(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)[1]
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
 
 
 class Experts(nn.Module):
@@ -216,13 +206,6 @@ def predict_tokens(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Te
     return loss
 
 
-@case
-def mixture_of_experts() -> Case:
-    model = Experts()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return Case(predict_tokens, repeated(model, optimizer, draw=tokens), [model, optimizer])
-
-
 class DenseExperts(Experts):
     """A mixture of experts that runs each expert on every token, weighted by the router."""
 
@@ -235,11 +218,8 @@ class DenseExperts(Experts):
         return self.head((outputs * gates.unsqueeze(-2)).sum(-1))
 
 
-@case
-def mixture_of_experts_dense() -> Case:
-    model = DenseExperts()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return Case(predict_tokens, repeated(model, optimizer, draw=tokens), [model, optimizer])
+trains(Experts, AdamW, tokens, name="mixture_of_experts", lr=1e-3)(predict_tokens)
+trains(DenseExperts, Adam, tokens, name="mixture_of_experts_dense", lr=1e-3)(predict_tokens)
 
 
 class EncoderDecoder(nn.Module):
@@ -265,21 +245,17 @@ class EncoderDecoder(nn.Module):
         return self.head(hidden)
 
 
-@case
-def translation() -> Case:
-    model = EncoderDecoder()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-9)
-    criterion = nn.CrossEntropyLoss(ignore_index=0, label_smoothing=0.1)
+criterion = nn.CrossEntropyLoss(ignore_index=0, label_smoothing=0.1)
 
-    def step(model: nn.Module, optimizer: Any, source: Tensor, target: Tensor) -> Tensor:
-        logits = model(source, target[:, :-1])
-        optimizer.zero_grad()
-        loss = criterion(logits.reshape(-1, logits.shape[-1]), target[:, 1:].reshape(-1))
-        loss.backward()
-        optimizer.step()
-        return loss
 
-    return Case(step, repeated(model, optimizer, draw=tokens), [model, optimizer])
+@trains(EncoderDecoder, Adam, tokens, lr=1e-3, betas=(0.9, 0.98), eps=1e-9)
+def translation(model: nn.Module, optimizer: Any, source: Tensor, target: Tensor) -> Tensor:
+    logits = model(source, target[:, :-1])
+    optimizer.zero_grad()
+    loss = criterion(logits.reshape(-1, logits.shape[-1]), target[:, 1:].reshape(-1))
+    loss.backward()
+    optimizer.step()
+    return loss
 
 
 class MaskedEncoder(nn.Module):
@@ -298,94 +274,73 @@ class MaskedEncoder(nn.Module):
         return self.head(self.encoder(x, mask))
 
 
-@case
-def encoder_with_mask() -> Case:
-    model = MaskedEncoder()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.95)
+def decaying(optimizer: Any) -> StepLR:
+    return StepLR(optimizer, 1, gamma=0.95)
 
-    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-        output = model(x).view(-1, VOCABULARY)
-        loss = F.cross_entropy(output, y.view(-1))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        return loss
 
-    return Case(
-        step,
-        repeated(model, optimizer, draw=tokens),
-        [model, optimizer],
-        lambda index, loss: schedule.step(),
-    )
+@trains(MaskedEncoder, SGD, tokens, decaying, lr=0.5)
+def encoder_with_mask(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    output = model(x).view(-1, VOCABULARY)
+    loss = F.cross_entropy(output, y.view(-1))
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return loss
 
 
 @case
 def lengths_that_vary() -> Case:
     """A language model trained on batches of another length in every call."""
     model = NanoGPT()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-        loss = model(x, y)[1]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    optimizer = AdamW(model.parameters(), lr=1e-3)
     calls = []
     for length in range(6, 6 + STEPS):
         x, y = tokens()
         calls.append((model, optimizer, x[:, :length], y[:, :length].contiguous()))
-    return Case(step, calls, [model, optimizer])
+    return Case(lora, calls, [model, optimizer])
 
 
-@case
-def direct_preference() -> Case:
-    """Direct preference optimization, with a frozen copy of the model as reference."""
+def with_reference() -> tuple[Any, ...]:
     model, reference = NanoGPT(dropout=0.0), NanoGPT(dropout=0.0)
     reference.load_state_dict(model.state_dict())
-    reference.requires_grad_(False)
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-4)
-
-    def likelihood(model: nn.Module, x: Tensor) -> Tensor:
-        logits = model(x)[0][:, :-1].log_softmax(-1)
-        return torch.gather(logits, 2, x[:, 1:].unsqueeze(2)).squeeze(2).sum(-1)
-
-    def step(model: Any, reference: Any, optimizer: Any, chosen: Tensor, rejected: Tensor) -> Any:
-        with torch.no_grad():
-            old_chosen, old_rejected = (
-                likelihood(reference, chosen),
-                likelihood(reference, rejected),
-            )
-        margin = likelihood(model, chosen) - likelihood(model, rejected)
-        losses = -F.logsigmoid(0.1 * (margin - (old_chosen - old_rejected)))
-        optimizer.zero_grad()
-        losses.mean().backward()
-        optimizer.step()
-        return losses.mean(), (margin > 0).float().mean()
-
-    return Case(
-        step, repeated(model, reference, optimizer, draw=tokens), [model, reference, optimizer]
-    )
+    return model, reference.requires_grad_(False), RMSprop(model.parameters(), lr=1e-4)
 
 
-@case
-def distillation() -> Case:
+def likelihood(model: nn.Module, x: Tensor) -> Tensor:
+    logits = model(x)[0][:, :-1].log_softmax(-1)
+    return torch.gather(logits, 2, x[:, 1:].unsqueeze(2)).squeeze(2).sum(-1)
+
+
+@trains_all(with_reference, tokens)
+def direct_preference(
+    model: Any, reference: Any, optimizer: Any, chosen: Tensor, rejected: Tensor
+) -> Any:
+    """Direct preference optimization, with a frozen copy of the model as reference."""
+    with torch.no_grad():
+        old_chosen = likelihood(reference, chosen)
+        old_rejected = likelihood(reference, rejected)
+    margin = likelihood(model, chosen) - likelihood(model, rejected)
+    losses = -F.logsigmoid(0.1 * (margin - (old_chosen - old_rejected)))
+    optimizer.zero_grad()
+    losses.mean().backward()
+    optimizer.step()
+    return losses.mean(), (margin > 0).float().mean()
+
+
+def with_larger() -> tuple[Any, ...]:
     model, teacher = NanoGPT(width=8, layers=1), NanoGPT()
-    teacher.eval()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, teacher.eval(), AdamW(model.parameters(), lr=1e-3)
 
-    def step(model: Any, teacher: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            soft = F.softmax(teacher(x)[0] / 2.0, dim=-1)
-        logits, hard = model(x, y)
-        kl = F.kl_div(F.log_softmax(logits / 2.0, dim=-1), soft, reduction="batchmean") * 4.0
-        loss = 0.5 * hard + 0.5 * kl
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss
 
-    return Case(step, repeated(model, teacher, optimizer, draw=tokens), [model, teacher, optimizer])
+@trains_all(with_larger, tokens)
+def distillation(model: Any, teacher: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        soft = F.softmax(teacher(x)[0] / 2.0, dim=-1)
+    logits, hard = model(x, y)
+    kl = F.kl_div(F.log_softmax(logits / 2.0, dim=-1), soft, reduction="batchmean") * 4.0
+    loss = 0.5 * hard + 0.5 * kl
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss

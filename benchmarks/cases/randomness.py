@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import SGD, Adam
 
-from .case import STEPS, Case, case, cured, refused, repeated
+from .case import Case, cured, mlp, refused, repeated, trains
 
 
-def convolutions() -> tuple[nn.Module, torch.optim.Optimizer]:
+def convolutions() -> tuple[nn.Module, SGD]:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
                         nn.Linear(288, 4))  # fmt: skip
-    return net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    return net, SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+
+
+def images() -> tuple[Tensor, Tensor]:
+    return torch.randn(5, 3, 8, 8), torch.randint(0, 4, (5,))
 
 
 @refused("draws from a generator of Python or numpy")
@@ -39,10 +45,7 @@ def mixup_inside() -> Case:
         optimizer.step()
         return loss.item()
 
-    def draw() -> tuple[Tensor, Tensor]:
-        return torch.randn(5, 3, 8, 8), torch.randint(0, 4, (5,))
-
-    return Case(step, repeated(net, optimizer, draw=draw), [net, optimizer])
+    return Case(step, repeated(net, optimizer, draw=images), [net, optimizer])
 
 
 @cured
@@ -60,11 +63,8 @@ def mixup_inside_cured() -> Case:
         optimizer.step()
         return loss.item()
 
-    def draw() -> tuple[Tensor, Tensor, float]:
-        x, y = torch.randn(5, 3, 8, 8), torch.randint(0, 4, (5,))
-        return x, y, float(numpy.random.beta(1.0, 1.0))
-
-    return Case(step, repeated(net, optimizer, draw=draw), [net, optimizer])
+    calls = repeated(net, optimizer, draw=lambda: (*images(), float(numpy.random.beta(1.0, 1.0))))
+    return Case(step, calls, [net, optimizer])
 
 
 class Decoder(nn.Module):
@@ -110,7 +110,7 @@ def teacher_forcing_cured() -> Case:
 
 
 def translating(model: Decoder) -> Case:
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = Adam(model.parameters())
 
     def step(model: Any, optimizer: Any, source: Tensor, target: Tensor) -> float:
         output = model(source, target, 0.5)
@@ -127,11 +127,30 @@ def translating(model: Decoder) -> Case:
     return Case(step, repeated(model, optimizer, draw=draw), [model, optimizer])
 
 
-def adversaries() -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
-    generator = nn.Sequential(nn.Linear(4, 16), nn.LeakyReLU(0.2), nn.Linear(16, 6), nn.Tanh())
-    critic = nn.Sequential(nn.Linear(6, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1), nn.Sigmoid())
+def adversaries() -> tuple[list[nn.Module], list[Adam]]:
+    leaky = partial(nn.LeakyReLU, 0.2)
+    generator = mlp(4, 16, 6, activation=leaky).append(nn.Tanh())
+    critic = mlp(6, 16, 1, activation=leaky).append(nn.Sigmoid())
     nets: list[nn.Module] = [generator, critic]
-    return nets, [torch.optim.Adam(net.parameters(), lr=2e-4) for net in nets]
+    return nets, [Adam(net.parameters(), lr=2e-4) for net in nets]
+
+
+def play(
+    nets: Any, optimizers: Any, real: Tensor, noise: Tensor, valid: Tensor, fake: Tensor
+) -> tuple[float, float]:
+    """Trains generator and critic on noise and labels."""
+    (generator, critic), (of_generator, of_critic) = nets, optimizers
+    of_generator.zero_grad()
+    made = generator(noise)
+    g_loss = F.binary_cross_entropy(critic(made), valid)
+    g_loss.backward()
+    of_generator.step()
+    of_critic.zero_grad()
+    d_loss = F.binary_cross_entropy(critic(real), valid)
+    d_loss = (d_loss + F.binary_cross_entropy(critic(made.detach()), fake)) / 2
+    d_loss.backward()
+    of_critic.step()
+    return float(g_loss.detach()), float(d_loss.detach())
 
 
 @refused("draws from a generator of Python or numpy")
@@ -141,23 +160,13 @@ def gan_with_noise_of_numpy() -> Case:
     tensor = torch.FloatTensor
 
     def step(nets: Any, optimizers: Any, real: Tensor) -> tuple[float, float]:
-        (generator, critic), (of_generator, of_critic) = nets, optimizers
         valid, fake = tensor(real.size(0), 1).fill_(0.9), tensor(real.size(0), 1).fill_(0.0)
         if random.random() < 0.05:
             valid, fake = fake, valid
-        of_generator.zero_grad()
-        made = generator(tensor(numpy.random.normal(0, 1, (real.shape[0], 4))))
-        g_loss = F.binary_cross_entropy(critic(made), valid)
-        g_loss.backward()
-        of_generator.step()
-        of_critic.zero_grad()
-        d_loss = F.binary_cross_entropy(critic(real), valid)
-        d_loss = (d_loss + F.binary_cross_entropy(critic(made.detach()), fake)) / 2
-        d_loss.backward()
-        of_critic.step()
-        return float(g_loss.detach()), float(d_loss.detach())
+        noise = tensor(numpy.random.normal(0, 1, (real.shape[0], 4)))
+        return play(nets, optimizers, real, noise, valid, fake)
 
-    calls = [(nets, optimizers, torch.rand(5, 6)) for _ in range(STEPS)]
+    calls = repeated(nets, optimizers, draw=lambda: (torch.rand(5, 6),))
     return Case(step, calls, [*nets, *optimizers])
 
 
@@ -169,51 +178,33 @@ def gan_with_noise_of_numpy_cured() -> Case:
     def step(
         nets: Any, optimizers: Any, real: Tensor, noise: Tensor, flip: bool
     ) -> tuple[float, float]:
-        (generator, critic), (of_generator, of_critic) = nets, optimizers
         valid, fake = torch.full((real.size(0), 1), 0.9), torch.zeros(real.size(0), 1)
         if flip:
             valid, fake = fake, valid
-        of_generator.zero_grad()
-        made = generator(noise)
-        g_loss = F.binary_cross_entropy(critic(made), valid)
-        g_loss.backward()
-        of_generator.step()
-        of_critic.zero_grad()
-        d_loss = F.binary_cross_entropy(critic(real), valid)
-        d_loss = (d_loss + F.binary_cross_entropy(critic(made.detach()), fake)) / 2
-        d_loss.backward()
-        of_critic.step()
-        return float(g_loss.detach()), float(d_loss.detach())
+        return play(nets, optimizers, real, noise, valid, fake)
 
-    def drawn() -> tuple[Tensor, bool]:
+    def drawn() -> tuple[Tensor, Tensor, bool]:
         noise = torch.from_numpy(numpy.random.normal(0, 1, (5, 4))).float()
-        return noise, random.random() < 0.05
+        return torch.rand(5, 6), noise, random.random() < 0.05
 
-    calls = [(nets, optimizers, torch.rand(5, 6), *drawn()) for _ in range(STEPS)]
-    return Case(step, calls, [*nets, *optimizers])
+    return Case(step, repeated(nets, optimizers, draw=drawn), [*nets, *optimizers])
 
 
-@case
-def running_loss_as_float() -> Case:
+def two_batches() -> tuple[list[tuple[Tensor, Tensor]]]:
+    return ([(torch.randn(5, 6), torch.randint(0, 3, (5,))) for _ in range(2)],)
+
+
+@trains(partial(mlp, 6, 16, 3), Adam, two_batches, lr=0.01, weight_decay=5e-4)
+def running_loss_as_float(net: Any, optimizer: Any, batches: list[tuple[Tensor, Tensor]]) -> Any:
     """An epoch's mean loss and accuracy in plain numbers, over two batches."""
-    net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=5e-4)
-
-    def train(net: Any, optimizer: Any, batches: list[tuple[Tensor, Tensor]]) -> Any:
-        total_loss, correct, count = 0.0, 0, 0
-        for x, y in batches:
-            optimizer.zero_grad()
-            out = net(x).log_softmax(dim=-1)
-            loss = F.nll_loss(out, y)
-            loss.backward()
-            optimizer.step()
-            total_loss += float(loss.detach()) * x.size(0)
-            correct += int((out.argmax(dim=-1) == y).sum())
-            count += x.size(0)
-        return total_loss / count, correct / count
-
-    def batches() -> list[tuple[Tensor, Tensor]]:
-        return [(torch.randn(5, 6), torch.randint(0, 3, (5,))) for _ in range(2)]
-
-    calls = [(net, optimizer, batches()) for _ in range(STEPS)]
-    return Case(train, calls, [net, optimizer])
+    total_loss, correct, count = 0.0, 0, 0
+    for x, y in batches:
+        optimizer.zero_grad()
+        out = net(x).log_softmax(dim=-1)
+        loss = F.nll_loss(out, y)
+        loss.backward()
+        optimizer.step()
+        total_loss += float(loss.detach()) * x.size(0)
+        correct += int((out.argmax(dim=-1) == y).sum())
+        count += x.size(0)
+    return total_loss / count, correct / count

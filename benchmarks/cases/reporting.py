@@ -5,20 +5,18 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import SGD
 
 import graphopt
 
-from .case import STEPS, Case, cured, refused
-
-
-def network(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, 16), nn.ReLU(), nn.Linear(16, outputs))
+from .case import Case, cured, mlp, refused, repeated
 
 
 class SmoothedValue:
@@ -61,106 +59,58 @@ class MetricLogger:
         return "  ".join(f"{name}: {meter}" for name, meter in self.meters.items())
 
 
-def texts_as_numbers(said: io.StringIO) -> Tensor:
-    """Texts that a case has printed, as numbers for comparison."""
-    return torch.tensor(list(said.getvalue().encode()))
+def detect(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Trains a detector; returns its losses."""
+    out = model(x)
+    loss_dict = {"loss_classifier": F.cross_entropy(out[:, :3], y),
+                 "loss_box_reg": F.smooth_l1_loss(out[:, 3], x[:, 0])}  # fmt: skip
+    losses = sum(loss for loss in loss_dict.values())
+    optimizer.zero_grad()
+    losses.backward()  # type: ignore[union-attr]
+    optimizer.step()
+    return {"loss": losses, **loss_dict}  # type: ignore[dict-item]
+
+
+def detecting(inside: bool) -> Case:
+    """Detection with a logger of losses that are printed, inside of the step or behind it."""
+    model, logger, said = mlp(6, 16, 4), MetricLogger(), io.StringIO()
+    optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9)
+
+    def report(losses: dict[str, Tensor]) -> None:
+        logger.update(**losses)
+        logger.update(lr=optimizer.param_groups[0]["lr"])
+        print(f"Epoch: [0] {logger}", file=said)
+
+    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        report(detect(model, optimizer, x, y))
+
+    calls = repeated(model, optimizer, draw=lambda: (torch.randn(5, 6), torch.randint(3, (5,))))
+    state = [model, optimizer, said]
+    if inside:
+        return Case(step, calls, state)
+    return Case(detect, calls, state, lambda index, losses: report(losses))
 
 
 @refused("makes a text of")
 def detection_with_metric_logger() -> Case:
     """Detection as in torchvision's references: smoothed losses, printed with their medians."""
-    model, logger, said = network(6, 4), MetricLogger(), io.StringIO()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    left: list[Tensor] = []
-
-    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
-        out = model(x)
-        loss_dict = {"loss_classifier": F.cross_entropy(out[:, :3], y),
-                     "loss_box_reg": F.smooth_l1_loss(out[:, 3], x[:, 0])}  # fmt: skip
-        losses = sum(loss for loss in loss_dict.values())
-        optimizer.zero_grad()
-        losses.backward()  # type: ignore[union-attr]
-        optimizer.step()
-        logger.update(loss=losses, **loss_dict)
-        logger.update(lr=optimizer.param_groups[0]["lr"])
-        print(f"Epoch: [0] {logger}", file=said)
-
-    def after(index: int, result: Any) -> None:
-        left[:] = [texts_as_numbers(said)]
-
-    calls = [(model, optimizer, torch.randn(5, 6), torch.randint(3, (5,))) for _ in range(STEPS)]
-    return Case(step, calls, [model, optimizer, left], after)
+    return detecting(inside=True)
 
 
 @cured
 def detection_with_metric_logger_cured() -> Case:
     """Detection that returns its losses; the logger runs outside the step."""
-    model, logger, said = network(6, 4), MetricLogger(), io.StringIO()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    left: list[Tensor] = []
-
-    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        out = model(x)
-        loss_dict = {"loss_classifier": F.cross_entropy(out[:, :3], y),
-                     "loss_box_reg": F.smooth_l1_loss(out[:, 3], x[:, 0])}  # fmt: skip
-        losses = sum(loss for loss in loss_dict.values())
-        optimizer.zero_grad()
-        losses.backward()  # type: ignore[union-attr]
-        optimizer.step()
-        return {"loss": losses, **loss_dict}  # type: ignore[dict-item]
-
-    def after(index: int, result: Any) -> None:
-        logger.update(**result)
-        logger.update(lr=optimizer.param_groups[0]["lr"])
-        print(f"Epoch: [0] {logger}", file=said)
-        left[:] = [texts_as_numbers(said)]
-
-    calls = [(model, optimizer, torch.randn(5, 6), torch.randint(3, (5,))) for _ in range(STEPS)]
-    return Case(step, calls, [model, optimizer, left], after)
+    return detecting(inside=False)
 
 
-@refused("computes with an array of numpy's")
-def segmentation_with_confusion_matrix() -> Case:
-    """Segmentation with a numpy evaluator in the step, as in published DeepLab."""
-    model = nn.Conv2d(1, 3, 3, padding=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    confusion, said, left = np.zeros((3, 3)), io.StringIO(), list[Tensor]()
-
-    def step(model: Any, optimizer: Any, image: Tensor, target: Tensor) -> Any:
-        nonlocal confusion
-        output = model(image)
-        loss = F.cross_entropy(output, target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        pred, truth = np.argmax(output.data.cpu().numpy(), axis=1), target.cpu().numpy()
-        label = 3 * truth[truth < 3].astype("int") + pred[truth < 3]
-        confusion += np.bincount(label, minlength=9).reshape(3, 3)
-        right = np.diag(confusion)
-        iou = np.nanmean(right / (confusion.sum(axis=1) + confusion.sum(axis=0) - right))
-        print("Acc:{}, mIoU:{}, loss: {:.3f}".format(right.sum(), iou, loss.item()), file=said)  # noqa: UP032
-        return loss.item()
-
-    def after(index: int, result: Any) -> None:
-        left[:] = [texts_as_numbers(said), torch.from_numpy(confusion.copy())]
-
-    calls = [
-        (model, optimizer, torch.randn(2, 1, 4, 4), torch.randint(3, (2, 4, 4)))
-        for _ in range(STEPS)
-    ]
-    return Case(step, calls, [model, optimizer, left], after)
-
-
-@cured
-def segmentation_with_confusion_matrix_cured() -> Case:
-    """Segmentation whose evaluator is a callback on each prediction."""
-    model = nn.Conv2d(1, 3, 3, padding=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    confusion, said, left = np.zeros((3, 3)), io.StringIO(), list[Tensor]()
+def segmenting(call: Callable[..., None]) -> Case:
+    """Segmentation with a numpy evaluator that the step runs by `call`."""
+    model, confusion, said = nn.Conv2d(1, 3, 3, padding=1), np.zeros((3, 3)), io.StringIO()
+    optimizer = SGD(model.parameters(), lr=0.1)
 
     def evaluate(output: Tensor, target: Tensor, loss: float) -> None:
         nonlocal confusion
-        pred, truth = np.argmax(output.cpu().numpy(), axis=1), target.cpu().numpy()
+        pred, truth = np.argmax(output.data.cpu().numpy(), axis=1), target.cpu().numpy()
         label = 3 * truth[truth < 3].astype("int") + pred[truth < 3]
         confusion += np.bincount(label, minlength=9).reshape(3, 3)
         right = np.diag(confusion)
@@ -173,62 +123,42 @@ def segmentation_with_confusion_matrix_cured() -> Case:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        graphopt.callback(evaluate, output, target, loss.item())
+        call(evaluate, output, target, loss.item())
         return loss.item()
 
-    def after(index: int, result: Any) -> None:
-        left[:] = [texts_as_numbers(said), torch.from_numpy(confusion.copy())]
+    def images() -> tuple[Tensor, Tensor]:
+        return torch.randn(2, 1, 4, 4), torch.randint(3, (2, 4, 4))
 
-    calls = [
-        (model, optimizer, torch.randn(2, 1, 4, 4), torch.randint(3, (2, 4, 4)))
-        for _ in range(STEPS)
-    ]
-    return Case(step, calls, [model, optimizer, left], after)
+    calls = repeated(model, optimizer, draw=images)
+    return Case(step, calls, [model, optimizer, said, confusion])
 
 
 @refused("computes with an array of numpy's")
-def rate_by_windows_of_losses() -> Case:
-    """A plateau schedule by hand: means of recorded losses decide the learning rate."""
-    model, said = network(4, 1), io.StringIO()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, rates, left = list[float](), list[float](), list[Tensor]()
-
-    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
-        loss = F.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if len(losses) >= 2 and losses[-1] > np.mean(losses[-2:]) * 0.99:
-            for group in optimizer.param_groups:
-                group["lr"] *= 0.5
-            print("reducing lr to", optimizer.param_groups[0]["lr"], file=said)
-        rates.append(optimizer.param_groups[0]["lr"])
-        print(f"{len(losses)}: {loss.item():.4f} of {np.mean(losses[-3:]):.4f}", file=said)
-        return np.mean(losses[-3:])
-
-    def after(index: int, result: Any) -> None:
-        left[:] = [texts_as_numbers(said), torch.tensor([*losses, *rates])]
-
-    calls = [(model, optimizer, torch.randn(6, 4), torch.randn(6, 1)) for _ in range(STEPS)]
-    return Case(step, calls, [model, optimizer, left], after)
+def segmentation_with_confusion_matrix() -> Case:
+    """Segmentation with a numpy evaluator in the step, as in published DeepLab."""
+    return segmenting(lambda function, *values: function(*values))
 
 
 @cured
-def rate_by_windows_of_losses_cured() -> Case:
-    """A plateau schedule outside the step, which returns its loss."""
-    model, said = network(4, 1), io.StringIO()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, rates, left = list[float](), list[float](), list[Tensor]()
+def segmentation_with_confusion_matrix_cured() -> Case:
+    """Segmentation whose evaluator is a callback on each prediction."""
+    return segmenting(graphopt.callback)
 
-    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> float:
+
+def plateau(inside: bool) -> Case:
+    """A plateau schedule by hand, inside of the step or behind it."""
+    model, said = mlp(4, 16, 1), io.StringIO()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    losses, rates = list[float](), list[float]()
+
+    def train(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> float:
         loss = F.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         return loss.item()
 
-    def after(index: int, loss: Any) -> None:
+    def record(loss: float) -> Any:
         losses.append(loss)
         if len(losses) >= 2 and losses[-1] > np.mean(losses[-2:]) * 0.99:
             for group in optimizer.param_groups:
@@ -236,7 +166,25 @@ def rate_by_windows_of_losses_cured() -> Case:
             print("reducing lr to", optimizer.param_groups[0]["lr"], file=said)
         rates.append(optimizer.param_groups[0]["lr"])
         print(f"{len(losses)}: {loss:.4f} of {np.mean(losses[-3:]):.4f}", file=said)
-        left[:] = [texts_as_numbers(said), torch.tensor([*losses, *rates])]
+        return np.mean(losses[-3:])
 
-    calls = [(model, optimizer, torch.randn(6, 4), torch.randn(6, 1)) for _ in range(STEPS)]
-    return Case(step, calls, [model, optimizer, left], after)
+    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+        return record(train(model, optimizer, x, y))
+
+    calls = repeated(model, optimizer, draw=lambda: (torch.randn(6, 4), torch.randn(6, 1)))
+    state = [model, optimizer, said, losses, rates]
+    if inside:
+        return Case(step, calls, state)
+    return Case(train, calls, state, lambda index, loss: record(loss))
+
+
+@refused("computes with an array of numpy's")
+def rate_by_windows_of_losses() -> Case:
+    """A plateau schedule by hand: means of recorded losses decide the learning rate."""
+    return plateau(inside=True)
+
+
+@cured
+def rate_by_windows_of_losses_cured() -> Case:
+    """A plateau schedule outside the step, which returns its loss."""
+    return plateau(inside=False)

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from .case import Case, case, repeated
+from .case import Case, case, repeated, trains, trains_all
 
 
 def encoder() -> nn.Module:
@@ -23,42 +25,37 @@ def views() -> tuple[Tensor, Tensor]:
     return torch.rand(6, 3, 8, 8), torch.rand(6, 3, 8, 8)
 
 
-@case
-def simclr() -> Case:
+contrastive_loss = nn.CrossEntropyLoss()
+
+
+def info_nce(features: Tensor) -> tuple[Tensor, Tensor]:
+    n = features.shape[0] // 2
+    labels = torch.cat([torch.arange(n) for _ in range(2)], dim=0)
+    labels = (labels.unsqueeze(0) == labels.unsqueeze(1)).float()
+    features = F.normalize(features, dim=1)
+    similarity = torch.matmul(features, features.T)
+    mask = torch.eye(labels.shape[0], dtype=torch.bool)
+    labels = labels[~mask].view(labels.shape[0], -1)
+    similarity = similarity[~mask].view(similarity.shape[0], -1)
+    positives = similarity[labels.bool()].view(labels.shape[0], -1)
+    negatives = similarity[~labels.bool()].view(similarity.shape[0], -1)
+    logits = torch.cat([positives, negatives], dim=1)
+    return logits / 0.07, torch.zeros(logits.shape[0], dtype=torch.long)
+
+
+def cosine(optimizer: Any) -> CosineAnnealingLR:
+    return CosineAnnealingLR(optimizer, T_max=10)
+
+
+@trains(encoder, Adam, views, cosine, lr=3e-4, weight_decay=1e-4)
+def simclr(model: Any, optimizer: Any, a: Tensor, b: Tensor) -> Tensor:
     """SimCLR with the well-known repository's loss: a boolean mask removes the diagonal."""
-    model = encoder()
-    optimizer = torch.optim.Adam(model.parameters(), 3e-4, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
-    criterion = nn.CrossEntropyLoss()
-
-    def info_nce(features: Tensor) -> tuple[Tensor, Tensor]:
-        n = features.shape[0] // 2
-        labels = torch.cat([torch.arange(n) for _ in range(2)], dim=0)
-        labels = (labels.unsqueeze(0) == labels.unsqueeze(1)).float()
-        features = F.normalize(features, dim=1)
-        similarity = torch.matmul(features, features.T)
-        mask = torch.eye(labels.shape[0], dtype=torch.bool)
-        labels = labels[~mask].view(labels.shape[0], -1)
-        similarity = similarity[~mask].view(similarity.shape[0], -1)
-        positives = similarity[labels.bool()].view(labels.shape[0], -1)
-        negatives = similarity[~labels.bool()].view(similarity.shape[0], -1)
-        logits = torch.cat([positives, negatives], dim=1)
-        return logits / 0.07, torch.zeros(logits.shape[0], dtype=torch.long)
-
-    def step(model: Any, optimizer: Any, a: Tensor, b: Tensor) -> Tensor:
-        logits, labels = info_nce(model(torch.cat([a, b])))
-        loss = criterion(logits, labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return Case(
-        step,
-        repeated(model, optimizer, draw=views),
-        [model, optimizer],
-        lambda index, loss: schedule.step(),
-    )
+    logits, labels = info_nce(model(torch.cat([a, b])))
+    loss = contrastive_loss(logits, labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
 
 
 class MoCo(nn.Module):
@@ -102,69 +99,43 @@ class MoCo(nn.Module):
         return logits, labels
 
 
-@case
-def moco() -> Case:
-    model = MoCo()
-    optimizer = torch.optim.SGD(
-        [p for p in model.parameters() if p.requires_grad], 0.03, momentum=0.9, weight_decay=1e-4
-    )
-
-    def step(model: Any, optimizer: Any, a: Tensor, b: Tensor) -> Tensor:
-        output, target = model(a, b)
-        loss = F.cross_entropy(output, target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return Case(step, repeated(model, optimizer, draw=views), [model, optimizer])
+def momentum(parameters: Any) -> SGD:
+    trained = [p for p in parameters if p.requires_grad]
+    return SGD(trained, 0.03, momentum=0.9, weight_decay=1e-4)
 
 
-@case
-def byol() -> Case:
+@trains(MoCo, momentum, views)
+def moco(model: Any, optimizer: Any, a: Tensor, b: Tensor) -> Tensor:
+    output, target = model(a, b)
+    loss = F.cross_entropy(output, target)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def with_predictor() -> tuple[Any, ...]:
     online, predictor = encoder(), nn.Linear(8, 8)
     target = copy.deepcopy(online).requires_grad_(False)
-    optimizer = torch.optim.AdamW([*online.parameters(), *predictor.parameters()], lr=1e-3)
-
-    def step(online: Any, predictor: Any, target: Any, optimizer: Any, a: Any, b: Any) -> Tensor:
-        def loss_of(p: Tensor, z: Tensor) -> Tensor:
-            return 2 - 2 * F.cosine_similarity(p, z.detach(), dim=-1).mean()
-
-        with torch.no_grad():
-            z1, z2 = target(a), target(b)
-        loss = loss_of(predictor(online(a)), z2) + loss_of(predictor(online(b)), z1)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        for p, t in zip(online.parameters(), target.parameters(), strict=True):
-            t.data.mul_(0.99).add_(p.data, alpha=0.01)
-        return loss
-
-    fixed = (online, predictor, target, optimizer)
-    return Case(step, repeated(*fixed, draw=views), fixed)
+    optimizer = AdamW([*online.parameters(), *predictor.parameters()], lr=1e-3)
+    return online, predictor, target, optimizer
 
 
-@case
-def dino() -> Case:
-    """DINO, whose loss module keeps the centre of the teacher's outputs."""
-    student = encoder()
-    teacher = copy.deepcopy(student).requires_grad_(False)
-    criterion = DINOLoss()
-    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
+def loss_of(p: Tensor, z: Tensor) -> Tensor:
+    return 2 - 2 * F.cosine_similarity(p, z.detach(), dim=-1).mean()
 
-    def step(student: Any, teacher: Any, criterion: Any, optimizer: Any, a: Any, b: Any) -> Tensor:
-        outputs = student(torch.cat([a, b]))
-        loss = criterion(outputs, teacher(torch.cat([a, b])))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            for s, t in zip(student.parameters(), teacher.parameters(), strict=True):
-                t.data.mul_(0.996).add_((1 - 0.996) * s.detach().data)
-        return loss
 
-    fixed = (student, teacher, criterion, optimizer)
-    return Case(step, repeated(*fixed, draw=views), fixed)
+@trains_all(with_predictor, views)
+def byol(online: Any, predictor: Any, target: Any, optimizer: Any, a: Any, b: Any) -> Tensor:
+    with torch.no_grad():
+        z1, z2 = target(a), target(b)
+    loss = loss_of(predictor(online(a)), z2) + loss_of(predictor(online(b)), z1)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    for p, t in zip(online.parameters(), target.parameters(), strict=True):
+        t.data.mul_(0.99).add_(p.data, alpha=0.01)
+    return loss
 
 
 class DINOLoss(nn.Module):
@@ -191,6 +162,26 @@ class DINOLoss(nn.Module):
         self.center = self.center * 0.9 + batch * (1 - 0.9)
 
 
+def with_teacher() -> tuple[Any, ...]:
+    student = encoder()
+    teacher = copy.deepcopy(student).requires_grad_(False)
+    return student, teacher, DINOLoss(), AdamW(student.parameters(), lr=1e-3)
+
+
+@trains_all(with_teacher, views)
+def dino(student: Any, teacher: Any, criterion: Any, optimizer: Any, a: Any, b: Any) -> Tensor:
+    """DINO, whose loss module keeps the centre of the teacher's outputs."""
+    outputs = student(torch.cat([a, b]))
+    loss = criterion(outputs, teacher(torch.cat([a, b])))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        for s, t in zip(student.parameters(), teacher.parameters(), strict=True):
+            t.data.mul_(0.996).add_((1 - 0.996) * s.detach().data)
+    return loss
+
+
 class CLIP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -202,26 +193,21 @@ class CLIP(nn.Module):
         return self.logit_scale.exp() * a @ b.t()
 
 
-@case
-def clip() -> Case:
-    model = CLIP()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-6)
+def captioned() -> tuple[Tensor, Tensor]:
+    return torch.rand(6, 3, 8, 8), torch.randint(0, 20, (6, 5))
 
-    def step(model: Any, optimizer: Any, images: Tensor, texts: Tensor) -> Tensor:
-        logits = model(images, texts)
-        labels = torch.arange(len(images))
-        loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            model.logit_scale.clamp_(0, 4.6052)
-        return loss
 
-    def pairs() -> tuple[Tensor, Tensor]:
-        return torch.rand(6, 3, 8, 8), torch.randint(0, 20, (6, 5))
-
-    return Case(step, repeated(model, optimizer, draw=pairs), [model, optimizer])
+@trains(CLIP, AdamW, captioned, lr=1e-3, betas=(0.9, 0.98), eps=1e-6)
+def clip(model: Any, optimizer: Any, images: Tensor, texts: Tensor) -> Tensor:
+    logits = model(images, texts)
+    labels = torch.arange(len(images))
+    loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        model.logit_scale.clamp_(0, 4.6052)
+    return loss
 
 
 class GCN(nn.Module):
@@ -245,7 +231,7 @@ def graph() -> tuple[Tensor, ...]:
 
 def _gcn(sparse: bool, by_index: bool) -> Case:
     model = GCN()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
+    optimizer = Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
     x, adjacency, labels, train = graph()
     chosen = train.nonzero().squeeze(1) if by_index else train
 
@@ -282,7 +268,7 @@ def gcn_sparse() -> Case:
 def word2vec() -> Case:
     """word2vec with negative sampling from a table of weights."""
     model = nn.ModuleDict({"u": nn.Embedding(20, 8), "v": nn.Embedding(20, 8)})
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    optimizer = Adagrad(model.parameters(), lr=0.1)
     frequencies = torch.rand(20)
 
     def step(model: Any, optimizer: Any, centre: Tensor, context: Tensor) -> Tensor:
@@ -303,17 +289,13 @@ def word2vec() -> Case:
     return Case(step, repeated(model, optimizer, draw=pairs), [model, optimizer])
 
 
-@case
-def triplets() -> Case:
-    model = encoder()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
-    criterion = nn.TripletMarginLoss(margin=1.0)
+triplet_loss = nn.TripletMarginLoss(margin=1.0)
 
-    def step(model: Any, optimizer: Any, anchor: Tensor, positive: Tensor) -> Tensor:
-        loss = criterion(model(anchor), model(positive), model(anchor.flip(0)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss
 
-    return Case(step, repeated(model, optimizer, draw=views), [model, optimizer])
+@trains(encoder, SGD, views, lr=0.05, momentum=0.9, nesterov=True)
+def triplets(model: Any, optimizer: Any, anchor: Tensor, positive: Tensor) -> Tensor:
+    loss = triplet_loss(model(anchor), model(positive), model(anchor.flip(0)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.optim import Adam, AdamW
 
-from .case import STEPS, Case, case, repeated
+from .case import STEPS, Case, case, trains
 
 
 class Classifier(nn.Module):
@@ -42,34 +44,18 @@ def texts() -> tuple[Tensor, Tensor]:
     return torch.randint(0, 20, (4, 7)), torch.randint(0, 3, (4,))
 
 
-def _recurrent(model: nn.Module) -> Case:
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return Case(classify, repeated(model, optimizer, draw=texts), [model, optimizer])
-
-
-@case
-def lstm() -> Case:
-    return _recurrent(Classifier(nn.LSTM, num_layers=2, dropout=0.2))
-
-
-@case
-def bidirectional_lstm() -> Case:
-    return _recurrent(Classifier(nn.LSTM, bidirectional=True))
-
-
-@case
-def gru() -> Case:
-    return _recurrent(Classifier(nn.GRU))
-
-
-@case
-def elman() -> Case:
-    return _recurrent(Classifier(nn.RNN))
+for name, kind, options in (
+    ("lstm", nn.LSTM, {"num_layers": 2, "dropout": 0.2}),
+    ("bidirectional_lstm", nn.LSTM, {"bidirectional": True}),
+    ("gru", nn.GRU, {}),
+    ("elman", nn.RNN, {}),
+):
+    trains(partial(Classifier, kind, **options), Adam, texts, name=name, lr=1e-3)(classify)
 
 
 def _packed(lengths: list[Tensor]) -> Case:
     model = Classifier(nn.LSTM)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = Adam(model.parameters(), lr=1e-3)
     calls = []
     for each in lengths:
         x, y = texts()
@@ -99,24 +85,23 @@ class Speech(nn.Module):
         return F.log_softmax(self.fc(self.rnn(h)[0]), dim=2).transpose(0, 1)
 
 
-@case
-def speech_with_ctc() -> Case:
-    model = Speech()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
-    criterion = nn.CTCLoss(blank=0, zero_infinity=True)
+ctc_loss = nn.CTCLoss(blank=0, zero_infinity=True)
 
-    def step(model: Any, optimizer: Any, x: Any, y: Any, in_len: Any, out_len: Any) -> Tensor:
-        optimizer.zero_grad()
-        loss = criterion(model(x), y, in_len, out_len)
-        loss.backward()
-        optimizer.step()
-        return loss
 
-    def batch() -> tuple[Tensor, ...]:
-        return (torch.randn(3, 6, 10), torch.randint(1, 5, (3, 4)), torch.full((3,), 10),
-                torch.tensor([4, 3, 2]))  # fmt: skip
+def spoken() -> tuple[Tensor, ...]:
+    lengths = torch.full((3,), 10), torch.tensor([4, 3, 2])
+    return torch.randn(3, 6, 10), torch.randint(1, 5, (3, 4)), *lengths
 
-    return Case(step, repeated(model, optimizer, draw=batch), [model, optimizer])
+
+@trains(Speech, AdamW, spoken, lr=5e-4)
+def speech_with_ctc(
+    model: Any, optimizer: Any, x: Any, y: Any, in_len: Any, out_len: Any
+) -> Tensor:
+    optimizer.zero_grad()
+    loss = ctc_loss(model(x), y, in_len, out_len)
+    loss.backward()
+    optimizer.step()
+    return loss
 
 
 class Decoder(nn.Module):
@@ -139,23 +124,14 @@ class Decoder(nn.Module):
         return torch.stack(outputs, 1)
 
 
-@case
-def seq2seq_decoder() -> Case:
-    model = Decoder()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-
-    def step(model: Any, optimizer: Any, targets: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        logits = model(targets)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    def draw() -> tuple[Tensor]:
-        return (torch.randint(0, 20, (4, 5)),)
-
-    return Case(step, repeated(model, optimizer, draw=draw), [model, optimizer])
+@trains(Decoder, Adam, lambda: (torch.randint(0, 20, (4, 5)),), lr=1e-3)
+def seq2seq_decoder(model: Any, optimizer: Any, targets: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    logits = model(targets)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten())
+    loss.backward()
+    optimizer.step()
+    return loss
 
 
 @case

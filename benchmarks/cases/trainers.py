@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Adagrad, Adam
 
-from .case import STEPS, Case, case
+from .case import STEPS, Case, case, mlp, repeated
 
 
 def translator() -> nn.Module:
@@ -34,8 +35,8 @@ class CycleGAN:
         self.G_A, self.G_B, self.D_A, self.D_B = translator(), translator(), patches(), patches()
         of_generators = [*self.G_A.parameters(), *self.G_B.parameters()]
         of_discriminators = [*self.D_A.parameters(), *self.D_B.parameters()]
-        self.optimizer_G = torch.optim.Adam(of_generators, lr=2e-4, betas=(0.5, 0.999))
-        self.optimizer_D = torch.optim.Adam(of_discriminators, lr=2e-4, betas=(0.5, 0.999))
+        self.optimizer_G = Adam(of_generators, lr=2e-4, betas=(0.5, 0.999))
+        self.optimizer_D = Adam(of_discriminators, lr=2e-4, betas=(0.5, 0.999))
         self.real_label, self.fake_label = torch.tensor(1.0), torch.tensor(0.0)
 
     def set_input(self, a: Tensor, b: Tensor) -> None:
@@ -78,16 +79,13 @@ class CycleGAN:
 @case
 def cycle_gan() -> Case:
     model = CycleGAN()
-    batches = [(torch.rand(1, 3, 8, 8), torch.rand(1, 3, 8, 8)) for _ in range(STEPS)]
+    batches = repeated(draw=lambda: (torch.rand(1, 3, 8, 8), torch.rand(1, 3, 8, 8)))
     model.set_input(*batches[0])
-    found: list[Any] = []
 
     def after(index: int, result: Any) -> None:
-        found[:] = [model.loss_G, model.loss_cycle, model.loss_D_A, model.loss_D_B, model.fake_B]
         model.set_input(*batches[(index + 1) % STEPS])
 
-    nets = [model.G_A, model.G_B, model.D_A, model.D_B, model.optimizer_G, model.optimizer_D]
-    return Case(model.optimize_parameters, [()] * STEPS, [*nets, found], after)
+    return Case(model.optimize_parameters, [()] * STEPS, [vars(model)], after)
 
 
 @case
@@ -95,9 +93,8 @@ def features_of_hooks() -> Case:
     """Feature distillation: hooks store a frozen teacher's features in a dictionary."""
 
     def network() -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 4)
-        )
+        layers = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 4)
+        return nn.Sequential(*layers)
 
     teacher, student = network().eval().requires_grad_(False), network()
     features: dict[str, Tensor] = {}
@@ -110,7 +107,7 @@ def features_of_hooks() -> Case:
 
     teacher[0].register_forward_hook(keeping("teacher"))  # type: ignore[operator]
     student[0].register_forward_hook(keeping("student"))  # type: ignore[operator]
-    optimizer = torch.optim.Adam(student.parameters(), lr=1e-3)
+    optimizer = Adam(student.parameters(), lr=1e-3)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
@@ -124,7 +121,7 @@ def features_of_hooks() -> Case:
         optimizer.step()
         return loss
 
-    calls = [(torch.rand(4, 3, 8, 8), torch.randint(0, 4, (4,))) for _ in range(STEPS)]
+    calls = repeated(draw=lambda: (torch.rand(4, 3, 8, 8), torch.randint(0, 4, (4,))))
     return Case(step, calls, [teacher, student, optimizer, features])
 
 
@@ -134,7 +131,7 @@ class Language:
     def __init__(self) -> None:
         self.embed, self.rnn, self.head = nn.Embedding(20, 8), nn.GRU(8, 8), nn.Linear(8, 20)
         self.nets = nn.ModuleList([self.embed, self.rnn, self.head])
-        self.optimizer = torch.optim.Adagrad(self.nets.parameters(), lr=0.1)
+        self.optimizer = Adagrad(self.nets.parameters(), lr=0.1)
         self.hidden = torch.zeros(1, 3, 8)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
@@ -150,27 +147,20 @@ class Language:
 
 @case
 def stateful_language_model() -> Case:
-    model, hidden = Language(), []
-
-    def after(index: int, loss: Any) -> None:
-        hidden[:] = [model.hidden]
-
-    calls = [tuple(torch.randint(0, 20, (2, 5, 3))) for _ in range(STEPS)]
-    return Case(model.step, calls, [model.nets, model.optimizer, hidden], after)
+    model = Language()
+    calls = repeated(draw=lambda: tuple(torch.randint(0, 20, (2, 5, 3))))
+    return Case(model.step, calls, [vars(model)])
 
 
 class TD3:
     """TD3 with twin critics; policy and targets follow in every second call."""
 
     def __init__(self) -> None:
-        def network(inputs: int, outputs: int) -> nn.Sequential:
-            return nn.Sequential(nn.Linear(inputs, 16), nn.ReLU(), nn.Linear(16, outputs))
-
-        self.actor = nn.Sequential(network(4, 2), nn.Tanh())
-        self.critic = nn.ModuleList([network(6, 1), network(6, 1)])
+        self.actor = nn.Sequential(mlp(4, 16, 2), nn.Tanh())
+        self.critic = nn.ModuleList([mlp(6, 16, 1), mlp(6, 16, 1)])
         self.actor_target, self.critic_target = copy.deepcopy((self.actor, self.critic))
-        self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=3e-4)
-        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=3e-4)
+        self.actor_optimizer = Adam(self.actor.parameters(), lr=3e-4)
+        self.critic_optimizer = Adam(self.critic.parameters(), lr=3e-4)
         self.total_it, self.policy_freq, self.tau = 0, 2, 0.005
 
     def train(self, state: Tensor, action: Tensor, after: Tensor, reward: Tensor) -> Tensor:
@@ -211,5 +201,4 @@ def td3() -> Case:
         (torch.randn(6, 4), torch.rand(6, 2), torch.randn(6, 4), torch.randn(6, 1))
         for _ in range(STEPS + 3)
     ]
-    nets = [agent.actor, agent.critic, agent.actor_target, agent.critic_target]
-    return Case(agent.train, calls, [*nets, agent.actor_optimizer, agent.critic_optimizer], after)
+    return Case(agent.train, calls, [vars(agent)], after)

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from .case import STEPS, Case, case, repeated
+from .case import Case, case, mlp, repeated, trains, trains_all
 
 
 class BasicBlock(nn.Module):
@@ -51,46 +53,34 @@ def classify(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-@case
-def resnet_with_schedule() -> Case:
-    model = resnet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
-    then = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, then], [2])
-    return Case(
-        classify,
-        repeated(model, optimizer, draw=labelled),
-        [model, optimizer],
-        lambda index, loss: schedule.step(),
-    )
+def warm_up_then_cosine(optimizer: Any) -> SequentialLR:
+    schedules = [LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, 10)]
+    return SequentialLR(optimizer, schedules, [2])
 
 
-@case
-def accuracy_returned() -> Case:
+trains(
+    resnet, SGD, labelled, warm_up_then_cosine,
+    name="resnet_with_schedule", lr=0.1, momentum=0.9, weight_decay=5e-4,
+)(classify)  # fmt: skip
+
+
+@trains(resnet, Adam, labelled)
+def accuracy_returned(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     """Image classification that returns loss and correct answers as numbers."""
+    model.train()
+    optimizer.zero_grad()
+    outputs = model(x)
+    _, preds = torch.max(outputs, 1)
+    loss = F.cross_entropy(outputs, y)
+    loss.backward()
+    optimizer.step()
+    return loss.item() * x.size(0), torch.sum(preds == y.data).item()
+
+
+def classified_by(criterion: Any) -> Case:
+    """Classification by a loss that the step knows by its closure."""
     model = resnet()
-    optimizer = torch.optim.Adam(model.parameters())
-
-    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
-        model.train()
-        optimizer.zero_grad()
-        outputs = model(x)
-        _, preds = torch.max(outputs, 1)
-        loss = F.cross_entropy(outputs, y)
-        loss.backward()
-        optimizer.step()
-        return loss.item() * x.size(0), torch.sum(preds == y.data).item()
-
-    return Case(step, repeated(model, optimizer, draw=labelled), [model, optimizer])
-
-
-@case
-def class_weights() -> Case:
-    """A loss with a buffer of class weights, which the step knows by its closure."""
-    model = resnet()
-    optimizer = torch.optim.AdamW(model.parameters())
-    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0]))
+    optimizer = AdamW(model.parameters())
 
     def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -100,6 +90,12 @@ def class_weights() -> Case:
         return loss
 
     return Case(step, repeated(model, optimizer, draw=labelled), [model, optimizer])
+
+
+@case
+def class_weights() -> Case:
+    """A loss with a buffer of class weights."""
+    return classified_by(nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0])))
 
 
 class FocalLoss:
@@ -116,24 +112,13 @@ class FocalLoss:
 
 @case
 def focal_loss() -> Case:
-    model = resnet()
-    optimizer = torch.optim.AdamW(model.parameters())
-    criterion = FocalLoss(torch.tensor([0.1, 0.2, 0.3, 0.2, 0.2]))
-
-    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return Case(step, repeated(model, optimizer, draw=labelled), [model, optimizer])
+    return classified_by(FocalLoss(torch.tensor([0.1, 0.2, 0.3, 0.2, 0.2])))
 
 
 @case
 def mixup() -> Case:
     model = resnet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = SGD(model.parameters(), lr=0.1)
 
     def step(model: Any, optimizer: Any, x: Tensor, y: Tensor, lam: float) -> Tensor:
         index = torch.randperm(x.size(0))
@@ -145,17 +130,15 @@ def mixup() -> Case:
         optimizer.step()
         return loss
 
-    calls = [
-        (*each, 0.1 + 0.2 * i) for i, each in enumerate(repeated(model, optimizer, draw=labelled))
-    ]
-    return Case(step, calls, [model, optimizer])
+    each = enumerate(repeated(model, optimizer, draw=labelled))
+    return Case(step, [(*call, 0.1 + 0.2 * index) for index, call in each], [model, optimizer])
 
 
 @case
 def amp_with_scaler() -> Case:
     """An active GradScaler, with bfloat16 so that it works on a CPU."""
     model = resnet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
 
     def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -172,36 +155,31 @@ def amp_with_scaler() -> Case:
     return Case(step, repeated(model, optimizer, draw=labelled), [model, optimizer, scaler])
 
 
-@case
-def averaged_model() -> Case:
-    """A model average by torch.optim.swa_utils, updated in the step."""
+def with_average() -> tuple[Any, ...]:
     model = resnet()
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
-    optimizer = torch.optim.AdamW(model.parameters())
+    return model, averaged, AdamW(model.parameters())
 
-    def step(model: Any, averaged: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-        loss = classify(model, optimizer, x, y)
-        averaged.update_parameters(model)
-        return loss
 
-    fixed = (model, averaged, optimizer)
-    return Case(step, repeated(*fixed, draw=labelled), fixed)
+@trains_all(with_average, labelled)
+def averaged_model(model: Any, averaged: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    """A model average by torch.optim.swa_utils, updated in the step."""
+    loss = classify(model, optimizer, x, y)
+    averaged.update_parameters(model)
+    return loss
 
 
 @case
 def averaged_model_between_calls() -> Case:
     model = resnet()
     averaged = AveragedModel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return Case(
-        classify,
-        repeated(model, optimizer, draw=labelled),
-        [model, averaged, optimizer],
-        lambda index, loss: averaged.update_parameters(model),
-    )
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    calls = repeated(model, optimizer, draw=labelled)
+    state = [model, averaged, optimizer]
+    return Case(classify, calls, state, lambda index, loss: averaged.update_parameters(model))
 
 
-class SAM(torch.optim.Optimizer):
+class SAM(Optimizer):
     """Sharpness-aware minimization, as in its best-known implementation."""
 
     def __init__(self, params: Any, base: Any, rho: float = 0.05, **kwargs: Any) -> None:
@@ -237,33 +215,27 @@ class SAM(torch.optim.Optimizer):
 
     def _grad_norm(self) -> Tensor:
         device = self.param_groups[0]["params"][0].device
-        return torch.norm(
-            torch.stack(
-                [
-                    ((torch.abs(p) if group["adaptive"] else 1.0) * p.grad).norm(p=2).to(device)
-                    for group in self.param_groups
-                    for p in group["params"]
-                    if p.grad is not None
-                ]
-            ),
-            p=2,
-        )
+        norms = [
+            ((torch.abs(p) if group["adaptive"] else 1.0) * p.grad).norm(p=2).to(device)
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        return torch.norm(torch.stack(norms), p=2)
 
 
-@case
-def sharpness_aware() -> Case:
-    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 5))
-    optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+def flat() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), *mlp(192, 16, 5))
 
-    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.first_step(zero_grad=True)
-        F.cross_entropy(model(x), y).backward()
-        optimizer.second_step(zero_grad=True)
-        return loss
 
-    return Case(step, repeated(model, optimizer, draw=labelled), [model, optimizer])
+@trains(flat, SAM, labelled, base=SGD, lr=0.1, momentum=0.9)
+def sharpness_aware(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.first_step(zero_grad=True)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.second_step(zero_grad=True)
+    return loss
 
 
 class ViT(nn.Module):
@@ -284,22 +256,14 @@ class ViT(nn.Module):
         return self.head(self.encoder(x)[:, 0])
 
 
-@case
-def vision_transformer() -> Case:
-    model = ViT()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    return Case(
-        classify,
-        repeated(model, optimizer, draw=labelled),
-        [model, optimizer],
-        lambda index, loss: schedule.step(),
-    )
+def inverse(optimizer: Any) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
-@case
-def masked_autoencoder() -> Case:
-    """A masked autoencoder that shuffles patches by an argsort of noise."""
+trains(ViT, AdamW, labelled, inverse, name="vision_transformer", lr=1e-3, fused=True)(classify)
+
+
+def autoencoder() -> nn.Module:
     model = nn.ModuleDict(
         {
             "embed": nn.Linear(12, 16),
@@ -308,108 +272,105 @@ def masked_autoencoder() -> Case:
         }
     )
     model.mask_token = nn.Parameter(torch.zeros(1, 1, 16))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
-
-    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-        patches = x.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).reshape(4, 16, 12)
-        n, length, _ = patches.shape
-        keep = int(length * 0.25)
-        noise = torch.rand(n, length)
-        shuffle = torch.argsort(noise, dim=1)
-        restore = torch.argsort(shuffle, dim=1)
-        kept = shuffle[:, :keep]
-        seen = torch.gather(model["embed"](patches), 1, kept.unsqueeze(-1).repeat(1, 1, 16))
-        mask = torch.ones([n, length])
-        mask[:, :keep] = 0
-        mask = torch.gather(mask, dim=1, index=restore)
-        h = model["encoder"](seen)
-        h = torch.cat([h, model.mask_token.repeat(n, length - keep, 1)], dim=1)
-        h = torch.gather(h, 1, restore.unsqueeze(-1).repeat(1, 1, 16))
-        loss = ((model["decoder"](h) - patches) ** 2).mean(dim=-1)
-        loss = (loss * mask).sum() / mask.sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return Case(step, repeated(model, optimizer, draw=labelled), [model, optimizer])
+    return model
 
 
-@case
-def segmentation() -> Case:
-    """A small U-Net with a Dice loss and class weights in a global tensor."""
-    model = nn.ModuleDict(
+@trains(autoencoder, AdamW, labelled, lr=1e-3, betas=(0.9, 0.95))
+def masked_autoencoder(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    """A masked autoencoder that shuffles patches by an argsort of noise."""
+    patches = x.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).reshape(4, 16, 12)
+    n, length, _ = patches.shape
+    keep = int(length * 0.25)
+    noise = torch.rand(n, length)
+    shuffle = torch.argsort(noise, dim=1)
+    restore = torch.argsort(shuffle, dim=1)
+    kept = shuffle[:, :keep]
+    seen = torch.gather(model["embed"](patches), 1, kept.unsqueeze(-1).repeat(1, 1, 16))
+    mask = torch.ones([n, length])
+    mask[:, :keep] = 0
+    mask = torch.gather(mask, dim=1, index=restore)
+    h = model["encoder"](seen)
+    h = torch.cat([h, model.mask_token.repeat(n, length - keep, 1)], dim=1)
+    h = torch.gather(h, 1, restore.unsqueeze(-1).repeat(1, 1, 16))
+    loss = ((model["decoder"](h) - patches) ** 2).mean(dim=-1)
+    loss = (loss * mask).sum() / mask.sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def unet() -> nn.Module:
+    return nn.ModuleDict(
         {
             "down": nn.Conv2d(3, 8, 3, 2, 1),
             "up": nn.ConvTranspose2d(8, 8, 2, 2),
             "out": nn.Conv2d(11, 2, 1),
         }
     )
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-4, momentum=0.9, foreach=True)
 
-    def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-        h = model["up"](F.relu(model["down"](x)))
-        logits = model["out"](torch.cat([x, F.interpolate(h, x.shape[2:], mode="bilinear")], 1))
-        target = (x.mean(1) > 0.5).long()
-        soft = F.softmax(logits, 1)
-        hot = F.one_hot(target, 2).permute(0, 3, 1, 2).float()
-        dice = (2 * (soft * hot).sum() + 1e-6) / (soft.sum() + hot.sum() + 1e-6)
-        loss = F.cross_entropy(logits, target, weight=PIXEL_WEIGHTS) + 1 - dice
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        return loss
 
-    return Case(step, repeated(model, optimizer, draw=labelled), [model, optimizer])
+@trains(unet, RMSprop, labelled, lr=1e-4, momentum=0.9, foreach=True)
+def segmentation(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    """A small U-Net with a Dice loss and class weights in a global tensor."""
+    h = model["up"](F.relu(model["down"](x)))
+    logits = model["out"](torch.cat([x, F.interpolate(h, x.shape[2:], mode="bilinear")], 1))
+    target = (x.mean(1) > 0.5).long()
+    soft = F.softmax(logits, 1)
+    hot = F.one_hot(target, 2).permute(0, 3, 1, 2).float()
+    dice = (2 * (soft * hot).sum() + 1e-6) / (soft.sum() + hot.sum() + 1e-6)
+    loss = F.cross_entropy(logits, target, weight=PIXEL_WEIGHTS) + 1 - dice
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizer.step()
+    return loss
 
 
 PIXEL_WEIGHTS = torch.tensor([0.3, 0.7])
 
 
-@case
-def detection_losses() -> Case:
+def detector() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1), nn.ReLU(), nn.Conv2d(8, 9, 1))
+
+
+def boxes_with_labels() -> tuple[Tensor, ...]:
+    return torch.rand(2, 3, 4, 4), torch.rand(32, 4), torch.randint(0, 5, (32,))
+
+
+@trains(detector, SGD, boxes_with_labels, lr=0.01)
+def detection_losses(
+    model: Any, optimizer: Any, x: Tensor, boxes: Tensor, labels: Tensor
+) -> Tensor:
     """Detection losses on matching anchors, whose number a mask decides in each batch."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1), nn.ReLU(), nn.Conv2d(8, 9, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def step(model: Any, optimizer: Any, x: Tensor, boxes: Tensor, labels: Tensor) -> Tensor:
-        out = model(x).permute(0, 2, 3, 1).reshape(-1, 9)
-        positive = labels > 0
-        box_loss = F.smooth_l1_loss(out[positive][:, :4], boxes[positive], reduction="sum")
-        class_loss = F.cross_entropy(out[:, 4:], labels)
-        loss = class_loss + box_loss / positive.sum().clamp(min=1)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    calls = [
-        (model, optimizer, torch.rand(2, 3, 4, 4), torch.rand(32, 4), torch.randint(0, 5, (32,)))
-        for _ in range(STEPS)
-    ]
-    return Case(step, calls, [model, optimizer])
+    out = model(x).permute(0, 2, 3, 1).reshape(-1, 9)
+    positive = labels > 0
+    box_loss = F.smooth_l1_loss(out[positive][:, :4], boxes[positive], reduction="sum")
+    class_loss = F.cross_entropy(out[:, 4:], labels)
+    loss = class_loss + box_loss / positive.sum().clamp(min=1)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
 
 
-@case
-def mean_teacher() -> Case:
-    """Mean teacher: labels of -1 are left out, and the step number sets the teacher's rate."""
+def with_teacher() -> tuple[Any, ...]:
     model = resnet()
-    teacher = copy.deepcopy(model).requires_grad_(False)
-    optimizer = torch.optim.Adam(model.parameters())
+    return model, copy.deepcopy(model).requires_grad_(False), Adam(model.parameters())
 
-    def step(model: Any, teacher: Any, optimizer: Any, x: Any, y: Any, global_step: int) -> Tensor:
-        out = model(x)
-        with torch.no_grad():
-            goal = teacher(x + torch.randn_like(x) * 0.1).softmax(1)
-        loss = F.cross_entropy(out, y, ignore_index=-1) + F.mse_loss(out.softmax(1), goal)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        alpha = min(1 - 1 / (global_step + 1), 0.99)
-        for ema, parameter in zip(teacher.parameters(), model.parameters(), strict=True):
-            ema.data.mul_(alpha).add_(parameter.data, alpha=1 - alpha)
-        return loss
 
-    fixed = (model, teacher, optimizer)
-    calls = [(*each, i) for i, each in enumerate(repeated(*fixed, draw=labelled))]
-    return Case(step, calls, fixed)
+@trains_all(with_teacher, labelled, numbered=True)
+def mean_teacher(
+    model: Any, teacher: Any, optimizer: Any, x: Any, y: Any, global_step: int
+) -> Tensor:
+    """Mean teacher: labels of -1 are left out, and the step number sets the teacher's rate."""
+    out = model(x)
+    with torch.no_grad():
+        goal = teacher(x + torch.randn_like(x) * 0.1).softmax(1)
+    loss = F.cross_entropy(out, y, ignore_index=-1) + F.mse_loss(out.softmax(1), goal)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    alpha = min(1 - 1 / (global_step + 1), 0.99)
+    for ema, parameter in zip(teacher.parameters(), model.parameters(), strict=True):
+        ema.data.mul_(alpha).add_(parameter.data, alpha=1 - alpha)
+    return loss
