@@ -105,7 +105,7 @@ def test_updates_are_not_free() -> None:
 
 def test_rings_and_trees() -> None:
     link = Network("toy", alpha=1.0, bytes_per_second=10.0, start=0.25)
-    assert link(Collective("all_reduce", 80, 2, "g")) == (2.25, 8.0, ("network",), 0.0)
+    assert link(Collective("all_reduce", 80, 2, "g")) == (2.25, 8.0, ("network",), 0.0, 1)
     assert link(Collective("all_reduce", 80, 8, "g"))[:2] == (6.25, 14.0)  # a tree of depth 3
     assert link(Collective("all_gather_into_tensor", 80, 4, "g"))[:2] == (3.25, 6.0)
     assert link(Collective("reduce_scatter_tensor", 80, 4, "g"))[:2] == (3.25, 6.0)

@@ -6,6 +6,7 @@ import itertools
 import json
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -236,6 +237,21 @@ def test_no_order_is_faster_than_the_bound(program: Program, random: Random) -> 
     for _ in range(20):
         order = any_order(program, random)
         assert simulate_program(order).step_seconds >= bound * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("at_once", "seconds"), [(1, [6, 8, 11]), (2, [11, 4, 10]), (3, [11, 6, 8])]
+)
+def test_collectives_that_a_backend_runs_at_once_share_the_link(
+    at_once: int, seconds: list[float]
+) -> None:
+    given = program("c1 L0=6 L1=2 L2=3 W0 W1 W2")
+    messages = [
+        replace(each, transfer=each.transfer._replace(at_once=at_once)) for each in given.messages
+    ]
+    shared = Program(given.order, given.late, given.seconds, messages)
+    slots = simulate_program(shared).collectives
+    assert [slot.end - slot.launched for slot in slots] == pytest.approx(seconds)
 
 
 def test_the_longest_tail_goes_first() -> None:

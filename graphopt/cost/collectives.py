@@ -80,6 +80,7 @@ class Transfer(NamedTuple):
         transfer: seconds that it keeps its links busy, alone on them.
         links: names of what it shares with other groups.
         overhead: seconds that it takes away from compute.
+        at_once: how many collectives of its group the backend runs at the same time.
 
     >>> from graphopt.cost import collective_of, default_cost_model
     >>> launch = graphopt.comm.get_all_comm_blocks(gm)[0].comm_node
@@ -91,6 +92,7 @@ class Transfer(NamedTuple):
     transfer: float
     links: tuple[str, ...] = (SHARED_LINK,)
     overhead: float = 0.0
+    at_once: int = 1
 
     @property
     def seconds(self) -> float:
@@ -150,6 +152,7 @@ class Network:
         overhead: seconds that each collective takes away from compute, whatever its size.
         scatters_singly: whether tensors that are scattered in one call go one after another, as
             with gloo, and start as often.
+        at_once: how many collectives of a group share the link, as two do with gloo.
 
     >>> from graphopt.cost import NETWORKS, Network
     >>> all(isinstance(network, Network) for network in NETWORKS.values())
@@ -162,6 +165,7 @@ class Network:
     start: float = 0.0
     overhead: float = 0.0
     scatters_singly: bool = False
+    at_once: int = 1
 
     def __post_init__(self) -> None:
         least = min(self.alpha, self.start, self.overhead)
@@ -177,7 +181,7 @@ class Network:
         singly = self.scatters_singly and collective.kind.startswith("reduce_scatter")
         starts = collective.tensors if singly else 1
         latency = starts * (self.start + steps * self.alpha)
-        return Transfer(latency, seconds, overhead=starts * self.overhead)
+        return Transfer(latency, seconds, overhead=starts * self.overhead, at_once=self.at_once)
 
 
 def _steps_and_passes(collective: Collective) -> tuple[float, float]:

@@ -213,13 +213,13 @@ def _encode_communication(communication: Callable[[Collective], Transfer]) -> di
 
 def _network(network: Network) -> list[Any]:
     rates = (network.alpha, network.bytes_per_second, network.start)
-    return [network.name, *rates, network.overhead, network.scatters_singly]
+    return [network.name, *rates, network.overhead, network.scatters_singly, network.at_once]
 
 
 def _decode_communication(content: dict[str, Any]) -> Network | CollectiveTable:
-    name, *rates, singly = content["network"]
+    name, *rates, singly, at_once = content["network"]
     alpha, rate, start, overhead = map(float, rates)
-    network = Network(str(name), alpha, rate, start, overhead, scatters_singly=singly is True)
+    network = Network(str(name), alpha, rate, start, overhead, singly is True, at_once=int(at_once))
     if "points" not in content:
         return network
     points = {

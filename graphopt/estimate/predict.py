@@ -38,6 +38,8 @@ _CORE_SECONDS_PER_BYTE = 0.85e-9
 """Core-seconds that gloo takes for each byte which a rank sends while it receives one."""
 _MOST_OF_A_CORE = 0.5
 """A link too fast for gloo is not faster than this lets it be."""
+_AT_ONCE = 2
+"""The number of collectives of a group that gloo runs at the same time, on two threads."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,8 @@ def predict(
         gm: the graph of a step that averages its gradients (`captured_for_ranks`); left unchanged.
         costs: whose compute counts.
     """
+    if _by_gloo(gm):
+        network = replace(network, at_once=_AT_ONCE)
     here = CostModel(costs.compute, network, slowdown_of(gm, network))
     for count in ranks:
         yield _prediction(gm, here, count)
@@ -145,11 +149,16 @@ def predict(
 def slowdown_of(gm: fx.GraphModule, network: Network) -> float:
     """The share by which compute slows down during communication, which needs CPU threads with
     gloo."""
-    sent = [known_value(block.comm_node) for block in get_all_comm_blocks(gm)]
-    if any(tensor.device.type != "cpu" for tensor in tensors_in(sent)):
+    if not _by_gloo(gm):
         return 0.0
     taken = min(_MOST_OF_A_CORE, _CORE_SECONDS_PER_BYTE * network.bytes_per_second)
     return taken / (1 - taken)
+
+
+def _by_gloo(gm: fx.GraphModule) -> bool:
+    """True if all that a graph sends is on the CPU."""
+    sent = [known_value(block.comm_node) for block in get_all_comm_blocks(gm)]
+    return all(tensor.device.type == "cpu" for tensor in tensors_in(sent))
 
 
 def _prediction(gm: fx.GraphModule, costs: CostModel, ranks: int) -> Prediction:

@@ -1,16 +1,18 @@
 """A fluid model of links: simultaneous transfers share each link fairly.
 
-A group is a queue: its first message is *active*, all others wait behind it. An active message
-first takes its latency, which needs no link, then its transfer. Those that transfer at once have
-max-min fair rates (Bertsekas and Gallager, "Data networks", section 6.5.2): of all links, the one
-that gives the smallest share decides it for its messages, and so on with what is left.
+A group is a queue: its first messages, as many as its backend runs at once, are *active*, all
+others wait behind them. An active message first takes its latency, which needs no link, then its
+transfer. Those that transfer at once have max-min fair rates (Bertsekas and Gallager, "Data
+networks", section 6.5.2): of all links, the one that gives the smallest share decides it for its
+messages, and so on with what is left.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from graphopt.schedule.program import Message
 
@@ -29,16 +31,14 @@ class MessageInFlight:
     Attributes:
         message: of the program.
         launched: seconds at its launch.
-        start: seconds when it became first in its group's queue, or None.
+        start: seconds when it became active, or None.
         end: seconds at its arrival, or None.
-        behind: the message before it in its group's queue at its launch, or None.
     """
 
     message: Message
     launched: float
     start: float | None = None
     end: float | None = None
-    behind: MessageInFlight | None = None
     latency_left: float = field(init=False)
     transfer_left: float = field(init=False)
 
@@ -59,12 +59,9 @@ class Links:
     def launch(self, flight: MessageInFlight) -> None:
         """Appends a message to its group's queue."""
         queue = self._queues.setdefault(flight.message.group, deque())
-        if queue:
-            flight.behind = queue[-1]
-        else:
-            flight.start = flight.launched
-            self.busy += 1
+        self.busy += not queue
         queue.append(flight)
+        _begin(queue, flight.launched)
 
     def handed_on(self) -> HandedOn:
         """Returns what an iteration that ends now leaves to the next one."""
@@ -100,15 +97,13 @@ class Links:
     def _arrive(self, flight: MessageInFlight, now: float) -> None:
         flight.end = now
         queue = self._queues[flight.message.group]
-        queue.popleft()
-        if queue:
-            queue[0].start = now
-        else:
-            self.busy -= 1
+        queue.remove(flight)
+        self.busy -= not queue
+        _begin(queue, now)
 
     def _state(self) -> tuple[list[MessageInFlight], list[float]]:
         """Returns the active messages and the rate of each."""
-        heads = [queue[0] for queue in self._queues.values() if queue]
+        heads = [flight for queue in self._queues.values() for flight in _active(queue)]
         if len(heads) == 1:
             return heads, [CAPACITY]
         wanted = tuple(
@@ -117,6 +112,16 @@ class Links:
         if wanted not in self._rates:
             self._rates[wanted] = fair_rates(wanted)
         return heads, self._rates[wanted]
+
+
+def _active(queue: deque[MessageInFlight]) -> Iterator[MessageInFlight]:
+    return islice(queue, queue[0].message.transfer.at_once if queue else 0)
+
+
+def _begin(queue: deque[MessageInFlight], now: float) -> None:
+    """Starts the messages that have become active."""
+    for flight in _active(queue):
+        flight.start = now if flight.start is None else flight.start
 
 
 def _left(before: float, taken: float) -> float:
