@@ -7,6 +7,9 @@ in the forward; but who recomputes does so because they could not be held until 
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import fx
@@ -15,7 +18,9 @@ from graphopt.graph_utils import written
 from graphopt.ir.metadata import phase_of
 from graphopt.schedule import Program
 
-Bits = NDArray[np.uint8]
+States = dict[fx.Node, list[fx.Node]]
+Bits = int
+"""A set of messages: bit `n` says if message `n` is in it."""
 
 
 class ComputeBetween:
@@ -33,8 +38,8 @@ class ComputeBetween:
 
     def __init__(self, program: Program) -> None:
         count = len(program.messages)
-        forward = _reached_from(program, _Forward(program))
-        backward = _reached_from(program, _Backward(program))
+        states = {n: written(n) for n in program.order if n in program.late and written(n)}
+        forward, backward = _needed_messages(program, states), _needing_messages(program, states)
         nodes = [node for node in program.order if node in program.seconds]
         self.seconds = np.asarray([program.seconds[node] for node in nodes])
         self.needing = _unpacked([forward[node] for node in nodes], count)
@@ -51,85 +56,56 @@ class ComputeBetween:
 
 
 def _unpacked(rows: list[Bits], count: int) -> NDArray[np.bool_]:
-    """Returns rows of bits as a matrix with `count` columns."""
-    if not rows:
-        return np.zeros((0, count), dtype=bool)
-    return np.unpackbits(np.stack(rows), axis=1)[:, :count].astype(bool)
+    """Returns sets of messages as a matrix with `count` columns."""
+    size = (count + 7) // 8
+    packed = np.frombuffer(b"".join(row.to_bytes(size, "little") for row in rows), dtype=np.uint8)
+    bits = np.unpackbits(packed.reshape(len(rows), size), axis=1, bitorder="little")
+    return bits[:, :count].astype(bool)
 
 
-def _reached_from(program: Program, way: _Forward | _Backward) -> dict[fx.Node, Bits]:
-    """Returns for each node a row of bits that says which messages reach it; nodes with the same
-    row share it."""
-    empty: Bits = np.zeros((len(program.messages) + 7) // 8, dtype=np.uint8)
+def _needed_messages(program: Program, states: States) -> dict[fx.Node, Bits]:
+    """Returns for each node the messages whose results it needs.
+
+    Args:
+        states: for each late node, the inputs of the step that it updates.
+    """
+    loss, behind = _behind_loss(program)
+    late, after_loss = program.late, set(behind)
     rows: dict[fx.Node, Bits] = {}
-    for node in way.order:
-        row = empty
-        for source in way.sources(node):
-            found = rows.get(source, empty)
-            if found is not empty:
-                row = found if row is empty else row | found
-        started = way.started(node)
-        if started is not None:
-            row = row.copy()
-            row[started // 8] |= 128 >> (started % 8)
+    for node in program.order:
+        sources = node.all_input_nodes
+        if node in late:  # what it needs of others was computed in the iteration before
+            sources = [s for s in sources if s in late or s.op == "placeholder"]
+        elif loss and node in after_loss:
+            sources = [*sources, loss]
+        row = _union(rows, sources)
+        if node in program.waited:
+            row |= 1 << program.waited[node].index
         rows[node] = row
-        way.passed_on(node, row, rows)
+        for state in states.get(node, ()):
+            rows[state] |= row
     return rows
 
 
-class _Forward:
-    """Traversal from messages to the nodes that need them."""
-
-    def __init__(self, program: Program) -> None:
-        self.order = program.order
-        self._program = program
-        self._states = _states_written_late(program)
-        loss, behind = _behind_loss(program)
-        self._loss = {node: [loss] for node in behind if loss is not None}
-
-    def sources(self, node: fx.Node) -> list[fx.Node]:
-        late = self._program.late
-        if node not in late:
-            return [*node.all_input_nodes, *self._loss.get(node, ())]
-        # What a late node needs of others was computed in the iteration before.
-        return [s for s in node.all_input_nodes if s in late or s.op == "placeholder"]
-
-    def started(self, node: fx.Node) -> int | None:
-        message = self._program.waited.get(node)
-        return None if message is None else message.index
-
-    def passed_on(self, node: fx.Node, row: Bits, rows: dict[fx.Node, Bits]) -> None:
-        for state in self._states.get(node, ()):
-            rows[state] = rows[state] | row
-
-
-class _Backward:
-    """Traversal from messages to the nodes that they need."""
-
-    def __init__(self, program: Program) -> None:
-        self.order = program.order[::-1]
-        self._program = program
-        self._states = _states_written_late(program)
-        self._loss, self._behind = _behind_loss(program)
-
-    def sources(self, node: fx.Node) -> list[fx.Node]:
-        late = self._program.late
-        behind = self._behind if node is self._loss else ()
+def _needing_messages(program: Program, states: States) -> dict[fx.Node, Bits]:
+    """Returns for each node the messages whose launches need it."""
+    loss, behind = _behind_loss(program)
+    late = program.late
+    rows: dict[fx.Node, Bits] = {}
+    for node in reversed(program.order):
         users = [user for user in node.users if node in late or user not in late]
-        reads = [user for state in self._states.get(node, ()) for user in state.users]
-        return [*users, *behind, *(user for user in reads if user not in late)]
-
-    def started(self, node: fx.Node) -> int | None:
-        message = self._program.launched.get(node)
-        return None if message is None else message.index
-
-    def passed_on(self, node: fx.Node, row: Bits, rows: dict[fx.Node, Bits]) -> None:
-        """Does nothing: `sources` already includes the readers of a state."""
+        reads = [user for state in states.get(node, ()) for user in state.users]
+        users += [user for user in reads if user not in late]
+        row = _union(rows, [*users, *(behind if node is loss else ())])
+        if node in program.launched:
+            row |= 1 << program.launched[node].index
+        rows[node] = row
+    return rows
 
 
-def _states_written_late(program: Program) -> dict[fx.Node, list[fx.Node]]:
-    """Maps late nodes to the inputs of the step that they update."""
-    return {node: written(node) for node in program.order if node in program.late and written(node)}
+def _union(rows: dict[fx.Node, Bits], nodes: list[fx.Node]) -> Bits:
+    """Returns the messages of all these nodes."""
+    return reduce(or_, (rows.get(node, 0) for node in nodes), 0)
 
 
 def _behind_loss(program: Program) -> tuple[fx.Node | None, list[fx.Node]]:

@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -99,14 +99,6 @@ def first_difference(left: Sequence[torch.Tensor], expected: Sequence[torch.Tens
     return None
 
 
-def timed(name: str, build: Build, steps: int, backend: str | None) -> Outcome:
-    """Times later steps of a case, of eager and of `torch.compile`."""
-    times = step_times(partial(built, build), steps, backend)
-    return Outcome(
-        name, "timed", eager_step=times.eager, step_ratio=times.ratio, torch_ratio=times.torch
-    )
-
-
 def judged(name: str, build: Build, device: str = "cpu") -> Outcome:
     """Runs a case eagerly and captured, and compares."""
     try:
@@ -170,10 +162,13 @@ def found(name: str, build: Build, options: argparse.Namespace) -> Outcome:
     """Runs everything that is asked for on one case, each in a process of its own."""
     outcome = in_process(name, partial(judged, name, build, options.device), options.device)
     if options.steps and outcome.verdict == "bitwise":
-        job = partial(timed, name, build, options.steps, options.against)
-        times = in_process(name, job, options.device)
-        outcome.eager_step, outcome.step_ratio = times.eager_step, times.step_ratio
-        outcome.torch_ratio = times.torch_ratio
+
+        def timed() -> Outcome:
+            times = step_times(partial(built, build), options.steps, options.against)
+            return replace(outcome, **times)
+
+        times = in_process(name, timed, options.device)
+        return times if times.verdict == "bitwise" else outcome
     return outcome
 
 

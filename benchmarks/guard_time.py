@@ -8,19 +8,17 @@ What the figures mean and how they are taken: benchmarks/README.md.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
+from itertools import product
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
+import figures
 import torch
-from rich.console import Console
+from figures import Figures, spread, spread_text
 from rich.table import Table
-from spread import Figures, spread
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -50,17 +48,9 @@ class TimedStep(graphopt.TrainStep):
         return self._run_graph(*args)
 
 
-class Tiny(nn.Module):
+def tiny(parameters: int) -> nn.Module:
     """A model of many tiny layers, each with weight and bias."""
-
-    def __init__(self, parameters: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(parameters // 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(parameters // 2)))
 
 
 def step_reading(values: int) -> Callable[..., Tensor]:
@@ -88,7 +78,7 @@ def step_reading(values: int) -> Callable[..., Tensor]:
 
 def measure(parameters: int, values: int, calls: int) -> Figures:
     """Measures the milliseconds of each call after the first ones."""
-    model = Tiny(parameters)
+    model = tiny(parameters)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     step = TimedStep(step_reading(values))
     for _ in range(WARM_UP_CALLS + calls):
@@ -105,40 +95,30 @@ def measure(parameters: int, values: int, calls: int) -> Figures:
     }
 
 
-def parse() -> argparse.Namespace:
-    """Parses the command line options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def table(found: list[Figures]) -> Table:
+    """The table of all steps."""
+    columns = ("parameters", "values", "captures")
+    return figures.table(
+        [
+            {column: row[column] for column in columns}
+            | {
+                "ms a call": spread_text(row["spread"]),
+                "ms of CPU": median(row["cpu_milliseconds"]),
+            }
+            for row in found
+        ]
     )
-    parser.add_argument("--parameters", type=int, nargs="+", default=[150, 1000])
-    parser.add_argument("--values", type=int, nargs="+", default=[0, 300])
-    parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
-    return parser.parse_args()
 
 
 def main() -> None:
     """Runs the measurements that the command line asks for and prints them."""
-    options = parse()
-    found = [
-        measure(parameters, values, options.calls)
-        for parameters in options.parameters
-        for values in options.values
-    ]
-    table = Table("parameters", "values", "captures", "ms a call", "quartiles", "ms of CPU")
-    for row in found:
-        low, high = row["spread"]["quartiles"]
-        table.add_row(
-            str(row["parameters"]),
-            str(row["values"]),
-            str(row["captures"]),
-            f"{median(row['milliseconds']):.2f}",
-            f"{low:.2f} to {high:.2f}",
-            f"{median(row['cpu_milliseconds']):.2f}",
-        )
-    Console().print(table)
-    if options.json:
-        options.json.write_text(json.dumps({"torch": torch.__version__, "guards": found}, indent=2))
+    parser = figures.parser(__doc__)
+    parser.add_argument("--parameters", type=int, nargs="+", default=[150, 1000])
+    parser.add_argument("--values", type=int, nargs="+", default=[0, 300])
+    parser.add_argument("--calls", type=int, default=200)
+    options = parser.parse_args()
+    steps = product(options.parameters, options.values)
+    figures.tabulate(options, [[measure(*step, options.calls) for step in steps]], table)
 
 
 if __name__ == "__main__":

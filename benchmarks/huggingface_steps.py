@@ -8,53 +8,40 @@ What the figures mean and how they are taken: benchmarks/README.md.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+import figures
 import torch
 import transformers
-from guard_time import TimedStep
-from rich.console import Console
+from figures import Figures
+from guard_time import WARM_UP_CALLS, TimedStep
 from rich.table import Table
-from spread import Figures
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-WARM_UP_CALLS = 5
 VOCABULARY = 128
 LENGTH = 32
 TEXT = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "intermediate_size": 128}
+GROUPED = {**TEXT, **HEADS, "num_key_value_heads": 2}
+OPT = {"num_attention_heads": 4, "ffn_dim": 128, "word_embed_proj_dim": 64}
+IMAGES = {"hidden_size": 64, "num_hidden_layers": 2, "image_size": 32, "patch_size": 8}
+DECODER = {"hidden_size": 64, "num_hidden_layers": 1}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3ForCausalLM", {**TEXT, **HEADS, "pad_token_id": 0}),
     "gpt_neox": ("GPTNeoXForCausalLM", {**TEXT, **HEADS}),
-    "opt": (
-        "OPTForCausalLM",
-        {**TEXT, "num_attention_heads": 4, "ffn_dim": 128, "word_embed_proj_dim": 64},
-    ),
-    "qwen2": ("Qwen2ForCausalLM", {**TEXT, **HEADS, "num_key_value_heads": 2}),
-    "qwen3": ("Qwen3ForCausalLM", {**TEXT, **HEADS, "num_key_value_heads": 2, "head_dim": 16}),
+    "opt": ("OPTForCausalLM", {**TEXT, **OPT}),
+    "qwen2": ("Qwen2ForCausalLM", GROUPED),
+    "qwen3": ("Qwen3ForCausalLM", {**GROUPED, "head_dim": 16}),
     "electra": ("ElectraForMaskedLM", {**TEXT, **HEADS, "embedding_size": 32}),
     "vit_mae": (
         "ViTMAEForPreTraining",
-        {
-            "hidden_size": 64,
-            "num_hidden_layers": 2,
-            **HEADS,
-            "image_size": 32,
-            "patch_size": 8,
-            "decoder_hidden_size": 64,
-            "decoder_num_hidden_layers": 1,
-            "decoder_num_attention_heads": 4,
-            "decoder_intermediate_size": 128,
-        },
+        {**IMAGES, **HEADS} | {f"decoder_{name}": size for name, size in (DECODER | HEADS).items()},
     ),
-    "llama": ("LlamaForCausalLM", {**TEXT, **HEADS, "num_key_value_heads": 2}),
+    "llama": ("LlamaForCausalLM", GROUPED),
     "bert": ("BertForMaskedLM", {**TEXT, **HEADS}),
     "gpt2": (
         "GPT2LMHeadModel",
@@ -117,42 +104,31 @@ def measure(name: str, calls: int, fused: bool) -> Figures:
     }
 
 
-def parse() -> argparse.Namespace:
-    """Parses the command line options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def table(found: list[Figures]) -> Table:
+    """The table of all models."""
+    ratios = [row["ratio"] for row in found]
+    return figures.table(
+        [
+            {column: row[column] for column in ("model", "parameters", "captures")}
+            | {f"{label} ms": median(times) for label, times in row["milliseconds"].items()}
+            | {"guards ms": median(row["guards"])}
+            | {column: row[column] for column in ("ratio", "ratio of minima")}
+            for row in found
+        ],
+        caption=f"ratios: median {median(ratios):.2f}, largest {max(ratios):.2f}",
     )
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument("--fused", action="store_true", help="AdamW(fused=True)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
-    return parser.parse_args()
 
 
 def main() -> None:
     """Runs the measurements that the command line asks for and prints them."""
-    options = parse()
+    parser = figures.parser(__doc__)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--fused", action="store_true", help="AdamW(fused=True)")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    columns = ("model", "parameters", "captures", "eager ms", "captured ms", "guards ms")
-    table = Table(*columns, "ratio", "ratio of minima")
-    found = []
-    for name in options.models:
-        row = measure(name, options.calls, options.fused)
-        found.append(row)
-        table.add_row(
-            name,
-            str(row["parameters"]),
-            str(row["captures"]),
-            *(f"{median(row['milliseconds'][label]):.2f}" for label in ("eager", "captured")),
-            f"{median(row['guards']):.2f}",
-            f"{row['ratio']:.2f}",
-            f"{row['ratio of minima']:.2f}",
-        )
-    ratios = [row["ratio"] for row in found]
-    Console().print(table)
-    print(f"ratios: median {median(ratios):.2f}, largest {max(ratios):.2f}")
-    if options.json:
-        options.json.write_text(json.dumps({"torch": torch.__version__, "steps": found}, indent=2))
+    rows = [measure(name, options.calls, options.fused) for name in options.models]
+    figures.tabulate(options, [rows], table)
 
 
 if __name__ == "__main__":

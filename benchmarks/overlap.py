@@ -12,20 +12,21 @@ from __future__ import annotations
 import argparse
 import inspect
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import figures
 import ranks
 import torch
 import torch.distributed as dist
 from emulated_link import set_rate
-from ranks import WARM_UP_STEPS, Event, RandomState, Reporter, paired, slowest
+from figures import Figures, spread, spread_text
+from ranks import WARM_UP_STEPS, paired, slowest
 from rich.table import Table
-from spread import Figures, spread
 from step_models import FORMS, MODELS, average_of, drawn_batch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,48 +35,48 @@ from torch.optim.lr_scheduler import LambdaLR
 import graphopt
 
 COMPUTE, COMMUNICATION = "compute alone", "communication alone"
-DDP_DEFAULT = "DDP, 25 MB"
 _OF_NEWER_VERSIONS = {"batched_grad_copy": True}
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 DDP_OPTIONS = {name: value for name, value in _OF_NEWER_VERSIONS.items() if name in _KNOWN}
+ADAM: dict[str, Any] = {"lr": 1e-3, "fused": True}
 CHUNK = 2**20
 Batches = Sequence[tuple[Tensor, Tensor]]
 
 
 class Training:
-    """A model that one variant trains.
+    """A model that one variant trains, with random numbers of its own.
 
     Args:
         buckets_mb: the bucket size of DistributedDataParallel; None: the bare model.
-        pipeline: the pipeline of graphopt; None: the eager step.
+        compiled: options of `graphopt.compile`; none: the eager step.
     """
 
-    def __init__(
-        self, task: Figures, buckets_mb: float | None = None, pipeline: Any | None = None
-    ) -> None:
+    def __init__(self, task: Figures, buckets_mb: float | None = None, **compiled: Any) -> None:
         torch.manual_seed(0)
         self.model = MODELS[task["model"]]()
         self.trained: nn.Module = self.model
+        self.form = FORMS[task["form"]]
         if buckets_mb is not None:
             self.trained = DistributedDataParallel(
                 self.model,
                 bucket_cap_mb=buckets_mb,
                 gradient_as_bucket_view=True,
-                static_graph=not FORMS[task["form"]].local,
+                static_graph=not self.form.local,
                 **DDP_OPTIONS,
             )
-        self.form = FORMS[task["form"]]
         self.besides = (average_of(self.model),) if self.form.averaged else ()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
-        self._schedule = LambdaLR(self.optimizer, lambda number: 1 / (1 + number))
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), **ADAM)
+        if self.form.scheduled:
+            self._schedule = LambdaLR(self.optimizer, lambda number: 1 / (1 + number))
         self.step: Callable[..., Tensor] = self.form.step
-        if pipeline is not None:
-            self.step = graphopt.compile(self.step, pipeline=pipeline)
-        self._random = RandomState(1)
+        if compiled:
+            self.step = graphopt.compile(self.step, **compiled)
+        torch.manual_seed(1)
+        self._random = torch.get_rng_state()
 
     def run(self, batches: Batches) -> None:
-        """Runs one step for each batch, with random numbers of its own."""
-        self._random.restore()
+        """Runs one step for each batch."""
+        torch.set_rng_state(self._random)
         for inputs, targets in batches:
             loss = self.step(self.trained, self.optimizer, inputs, targets, *self.besides)
             if self.form.scheduled:
@@ -84,26 +85,20 @@ class Training:
                 loss.item()
         if isinstance(self.step, graphopt.TrainStep):
             self.step.flush()
-        self._random.save()
+        self._random = torch.get_rng_state()
 
 
 class Communication:
     """The communication of a step alone: the bytes of all gradients, in chunks."""
 
     def __init__(self, task: Figures) -> None:
-        size = gradient_bytes(task["model"])
-        flat = torch.zeros(size // 4)
-        self._chunks = flat.split(CHUNK // 4)
+        self._chunks = torch.zeros(gradient_bytes(task["model"]) // 4).split(CHUNK // 4)
 
     def run(self, batches: Batches) -> None:
         """Averages all chunks once for each batch."""
         for _ in batches:
-            for work in self.launch():
+            for work in [dist.all_reduce(chunk, async_op=True) for chunk in self._chunks]:
                 work.wait()
-
-    def launch(self) -> list[dist.Work]:
-        """Launches the averages of one step."""
-        return [dist.all_reduce(chunk, async_op=True) for chunk in self._chunks]
 
 
 def gradient_bytes(model: str) -> int:
@@ -114,12 +109,8 @@ def gradient_bytes(model: str) -> int:
 
 def variants(task: Figures) -> dict[str, Any]:
     """All variants that take turns, by name."""
-    made: dict[str, Any] = {
-        COMPUTE: Training(task),
-        COMMUNICATION: Communication(task),
-        DDP_DEFAULT: Training(task, buckets_mb=25),
-    }
-    for size in task["sweep"]:
+    made: dict[str, Any] = {COMPUTE: Training(task), COMMUNICATION: Communication(task)}
+    for size in (25, *task["sweep"]):
         made[f"DDP, {size:g} MB"] = Training(task, buckets_mb=size)
     for name in ("default", "auto"):
         made[f"graphopt, {name}"] = Training(task, pipeline=name)
@@ -160,38 +151,50 @@ class AdjustedLink:
 
 
 def turns(task: Figures) -> Figures:
-    """Runs all turns; returns seconds per step by variant, and parameter differences to DDP."""
-    made = {COMPUTE: Training(task)} if task["compute_only"] else variants(task)
+    """Runs all turns of all variants."""
+    return take_turns(task, {COMPUTE: Training(task)} if task["alone"] else variants(task))
+
+
+def batches_of(task: Figures) -> Callable[[], tuple[Tensor, Tensor]]:
+    """A source of this rank's batches."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    calls: Counter[str] = Counter()
+    return partial(drawn_batch, task["model"], generator, task["batch"])
 
-    def given() -> tuple[Tensor, Tensor]:
-        return drawn_batch(task["model"], generator, task["batch"])
 
+def take_turns(task: Figures, made: Mapping[str, Any]) -> Figures:
+    """Runs all turns of variants; returns by variant the seconds and sent bytes of a step and the
+    parameters' differences to DDP, and the link's rates."""
     link = AdjustedLink(task) if task["bits_per_second"] else None
+    sent: dict[str, list[float]] = {name: [] for name in made}
 
     def seconds(name: str, batches: Batches) -> float:
-        taken = timed(made[name], batches)
-        calls[name] += 1
-        if calls[name] > WARM_UP_STEPS and link is not None:
+        before, start = sent_bytes(), time.perf_counter()
+        made[name].run(batches)
+        taken = (time.perf_counter() - start) / len(batches)
+        sent[name].append((sent_bytes() - before) / len(batches))
+        if len(sent[name]) > WARM_UP_STEPS and link is not None:
             link.after(name, taken)
         return taken
 
-    first = 0 if link is None else 1
-    found = ranks.in_turns(list(made), seconds, given, task["rounds"], task["turn"], first)
-    result = {"seconds": found, "differences": differences(made)}
-    result["rates"] = None if link is None else link.rates
-    return result
+    given, first = batches_of(task), 0 if link is None else 1
+    return {
+        "seconds": ranks.in_turns(list(made), seconds, given, task["rounds"], task["turn"], first),
+        "sent": {name: median(values) for name, values in sent.items()},
+        "rates": None if link is None else link.rates,
+        "differences": differences(made),
+    }
 
 
-def timed(variant: Any, batches: Batches) -> float:
-    """The seconds per step of one turn."""
-    start = time.perf_counter()
-    variant.run(batches)
-    return (time.perf_counter() - start) / len(batches)
+def sent_bytes() -> int:
+    """The bytes that this host has sent over its link."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == "link0":
+            return int(counts.split()[8])
+    return 0
 
 
-def differences(made: dict[str, Any]) -> dict[str, float]:
+def differences(made: Mapping[str, Any]) -> dict[str, float]:
     """The largest difference of any parameter to DDP's, by variant."""
     reference = next((v for n, v in made.items() if n.startswith("DDP,")), None)
     if reference is None:
@@ -211,13 +214,6 @@ def whole(tensor: Any) -> Tensor:
     return found.detach()
 
 
-def work(task: Figures, folder: Path) -> None:
-    """Runs the task of one emulated host."""
-    reporter = Reporter(folder)
-    with ranks.process_group(folder, reporter):
-        reporter.send("turns", **turns(task))
-
-
 # ------------------------------------------------------------------------------------ launching
 
 
@@ -231,81 +227,67 @@ def link_bits(model: str, hosts: int) -> float:
     return 8 * gradient_bytes(model) * 2 * (hosts - 1) / hosts
 
 
-def task_of(model: str, form: str, options: argparse.Namespace) -> Figures:
-    """The task of a rank, as JSON."""
-    names = ["sweep", "pipelines", "rounds", "turn", "batch"]
-    chosen = {name: getattr(options, name) for name in names}
-    unshaped = {"compute_only": False, "ratio": 0.0, "bits_per_second": None}
-    return {"model": model, "form": form, **unshaped, **chosen}
-
-
-def measure(options: argparse.Namespace) -> Iterator[Figures]:
-    """Measures one row of figures for each model, form and ratio."""
+def measure(
+    script: str, options: argparse.Namespace, row: Callable[[Figures, list[Figures]], Figures]
+) -> Iterator[Figures]:
+    """Measures one row of figures for each model, form and ratio, on ranks that run `script`."""
+    chosen = {name: value for name, value in vars(options).items() if name not in ("work", "json")}
     for model, form in product(options.models, options.forms):
-        task = task_of(model, form, options)
-        few = task | {"compute_only": True, "rounds": 3}
-        alone = min(slowest(ranks.run_work(__file__, few, options.ranks))[COMPUTE])
+        task = chosen | {"model": model, "form": form, "alone": False}
+        few = task | {"alone": True, "bits_per_second": None, "rounds": 3}
+        alone = min(slowest(ranks.run_work(script, few, options.ranks))[COMPUTE])
         for ratio in options.ratios:
             bits = link_bits(model, options.ranks)
             rate = link_rate(bits, alone, ratio) if ratio else None
             shaped = task | {"ratio": ratio, "bits_per_second": rate}
-            yield figures(shaped, ranks.run_work(__file__, shaped, options.ranks, rate))
+            yield row(shaped, ranks.run_work(script, shaped, options.ranks, rate))
 
 
-def figures(task: Figures, results: list[Event]) -> Figures:
+def row_of(task: Figures, results: list[Figures]) -> Figures:
     """The medians, and the ratios to the bounds and to the best DDP of each round."""
-    seconds, rates = slowest(results), results[0]["rates"]
+    seconds = slowest(results)
     bound = [max(a, b) for a, b in zip(seconds[COMPUTE], seconds[COMMUNICATION], strict=True)]
     ddp = [name for name in seconds if name.startswith("DDP")]
     best = min(ddp, key=lambda name: median(seconds[name]))
     return {
-        "model": task["model"],
-        "form": task["form"],
-        "batch": task["batch"],
-        "ratio": task["ratio"],
-        "bits_per_second": rates and median(rates),
+        **{key: task[key] for key in ("model", "form", "batch", "ratio")},
+        **{key: results[0][key] for key in ("rates", "differences")},
         "best_ddp": best,
         "seconds": seconds,
         "per_bound": {name: spread(paired(times, bound)) for name, times in seconds.items()},
         "per_best": {name: spread(paired(times, seconds[best])) for name, times in seconds.items()},
-        "differences": results[0]["differences"],
     }
 
 
 def table(row: Figures) -> Table:
     """The table of one model on one link."""
-    rate = row["bits_per_second"]
-    link = "no shaped link" if rate is None else f"{rate / 1e6:.0f} Mbit/s"
-    made = Table(
-        *("variant", "ms", "/ bound", "/ best DDP", "|Δ|"),
-        title=f"{row['model']}, {row['form']}, batch x {row['batch']}, communication / compute set"
-        f" to {row['ratio']:g} ({link})",
+    title = f"{row['model']}, {row['form']}, batch x {row['batch']}"
+    return figures.table(
+        [
+            {
+                "variant": name + (" (best)" if name == row["best_ddp"] else ""),
+                "ms": f"{1e3 * median(times):.1f}",
+                "/ bound": spread_text(row["per_bound"][name]),
+                "/ best DDP": spread_text(row["per_best"][name]),
+                "|Δ|": f"{row['differences'][name]:g}" if name in row["differences"] else "",
+            }
+            for name, times in row["seconds"].items()
+        ],
+        title=f"{title}, communication / compute set to {row['ratio']:g} ({link_of(row)})",
     )
-    for name, times in row["seconds"].items():
-        difference = row["differences"].get(name)
-        made.add_row(
-            name + (" (best)" if name == row["best_ddp"] else ""),
-            f"{1e3 * median(times):.1f}",
-            shown(row["per_bound"][name]),
-            shown(row["per_best"][name]),
-            "" if difference is None else f"{difference:g}",
-        )
-    return made
 
 
-def shown(found: Figures) -> str:
-    """The median and quartiles as text."""
-    low, high = found["quartiles"]
-    return f"{found['median']:.3f} [{low:.3f}-{high:.3f}]"
+def link_of(row: Figures) -> str:
+    """The link on which a row was measured."""
+    return f"{median(row['rates']) / 1e6:.0f} Mbit/s" if row["rates"] else "no shaped link"
 
 
 # ------------------------------------------------------------------------------- command line
 
 
-def parse() -> argparse.Namespace:
-    """Parses the command line options."""
-    parser = ranks.parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=2, help="emulated hosts")
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """A parser of the options that all benchmarks with emulated hosts have."""
+    parser = ranks.parser(doc)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["stack"])
     parser.add_argument(
         "--ratios",
@@ -314,7 +296,6 @@ def parse() -> argparse.Namespace:
         default=[1.0],
         help="communication / compute that the link is set for; 0: no shaped link",
     )
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=["plain"])
     parser.add_argument(
         "--batch",
         type=int,
@@ -323,20 +304,21 @@ def parse() -> argparse.Namespace:
         help="N times the batch: sending takes less of the cores beside N times the compute",
     )
     parser.add_argument("--sweep", nargs="*", type=float, default=[0.25, 0.5, 1, 2, 5], help="MB")
-    parser.add_argument("--pipelines", nargs="*", default=[], help="further ones, as text")
     parser.add_argument(
         "--turn", type=int, default=20, help="steps of one variant before the next one's turn"
     )
     parser.add_argument("--rounds", type=int, default=10, help="turns, at least 2")
-    return parser.parse_args()
+    return parser
 
 
 def main() -> None:
     """Measures, prints tables and writes files."""
-    options = parse()
-    if ranks.works(options, work):
-        return
-    ranks.tabulate(options, measure(options), table)
+    parser = parser_of(__doc__)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=["plain"])
+    parser.add_argument("--pipelines", nargs="*", default=[], help="further ones, as text")
+    options = parser.parse_args()
+    if not ranks.works(options, turns):
+        figures.tabulate(options, measure(__file__, options, row_of), table)
 
 
 if __name__ == "__main__":

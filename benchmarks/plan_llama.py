@@ -20,21 +20,19 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import ranks
+import figures
 import torch
+from figures import Figures, seconds_of
 from rich.table import Table
 from torch import Tensor, fx
 
 import graphopt
 from graphopt.testing import pretended
-
-Figures = dict[str, Any]
 
 
 def step(model: Any, optimizer: Any, words: Tensor, following: Tensor) -> Tensor:
@@ -44,19 +42,6 @@ def step(model: Any, optimizer: Any, words: Tensor, following: Tensor) -> Tensor
     optimizer.step()
     optimizer.zero_grad()
     return loss
-
-
-class Stopwatch:
-    """A stopwatch of CPU seconds, by name of the work."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.process_time()
-
-    def took(self, name: str) -> None:
-        """Assigns the CPU seconds since the last call to a name."""
-        now = time.process_time()
-        self.seconds[name], self._last = now - self._last, now
 
 
 def planned(options: Figures) -> Figures:
@@ -69,28 +54,27 @@ def planned(options: Figures) -> Figures:
     from graphopt.verify.equivalence import Proof
     from graphopt.verify.sharding.marker_meaning import sharing_problems
 
-    arguments = _arguments(options)
-    watch, kind = Stopwatch(), graphopt.ZeRO(stage=options["stage"])
-    captured = capture_call(Call(step, arguments, {}), communication_for(kind), lasts=True)
-    watch.took("capture")
+    call, kind = Call(step, _arguments(options), {}), graphopt.ZeRO(stage=options["stage"])
+    seconds: dict[str, float] = {}
+    seconds["capture"], captured = seconds_of(
+        lambda: capture_call(call, communication_for(kind), lasts=True)
+    )
     gm = captured.graph_module
     given, _ = copy_graph(gm.graph)
-    parallelize(gm, kind)
-    watch.took("expand")
-    problems = list(sharing_problems(kind.meaning, given, gm, Proof()))
+    seconds["expand"], _ = seconds_of(lambda: parallelize(gm, kind))
+    seconds["proof"], problems = seconds_of(
+        lambda: list(sharing_problems(kind.meaning, given, gm, Proof()))
+    )
     assert not problems, problems
-    watch.took("proof")
     expanded = fx.GraphModule(gm, copy_graph(gm.graph)[0])
     module = graphopt.IterGraphModule(gm)
-    watch.took("copy")
-    graphopt.PassManager(default_pipeline()).run(module)
-    watch.took("passes, proven")
-    del watch.seconds["copy"]
-    found = {"nodes": len(expanded.graph.nodes), "seconds": watch.seconds}
+    passes = graphopt.PassManager(default_pipeline())
+    seconds["passes, proven"], _ = seconds_of(lambda: passes.run(module))
+    found = {"nodes": len(expanded.graph.nodes), "seconds": seconds}
     found |= {"given": _simulated(expanded), "default": _simulated(module)}
-    if options["inductor"] and options["stage"] == 3:
+    if options["limit"] and options["stage"] == 3:
         held = max(0, found["default"]["peak"] - found["given"]["peak"])
-        found["inductor"] = _by_inductor(expanded, held, options["inductor"])
+        found["inductor"] = _by_inductor(expanded, held, options["limit"])
     return found
 
 
@@ -162,35 +146,41 @@ def _by_inductor(gm: fx.GraphModule, held: int, limit: float) -> Figures | str:
 
 def table(found: Figures) -> Table:
     """The table of figures."""
-    title = f"{found['ranks']} ranks, stage {found['stage']}, {found['nodes']} nodes"
-    seconds = (f"{name} {taken:.1f}" for name, taken in found["seconds"].items())
-    made = Table(title=title, caption=f"seconds of CPU: {', '.join(seconds)}")
-    columns = ("step ms", "compute", "sending", "/ bound", "/ due", "peak GiB", "collectives")
-    for column in ("", *columns):
-        made.add_column(column, justify="right" if column else "left")
+    rows = []
     for name in ("given", "default", "inductor"):
         row = found.get(name)
         if isinstance(row, str):
-            made.add_row(name, row)
+            rows.append({"": f"{name}: {row}"})
         elif row:
-            times = (f"{1e3 * row[key]:.0f}" for key in ("seconds", "compute", "communication"))
-            ratios = (f"{row['seconds'] / row[key]:.3f}" for key in ("bound", "due_bound"))
-            held = f"{row['peak'] / 2**30:.1f}"
-            made.add_row(name, *times, *ratios, held, str(row["collectives"]))
-    return made
+            names = {"step ms": "seconds", "compute": "compute", "sending": "communication"}
+            rows.append(
+                {"": name}
+                | {column: f"{1e3 * row[key]:.0f}" for column, key in names.items()}
+                | {"/ bound": f"{row['seconds'] / row['bound']:.3f}"}
+                | {"/ due": f"{row['seconds'] / row['due_bound']:.3f}"}
+                | {"peak GiB": f"{row['peak'] / 2**30:.1f}", "collectives": row["collectives"]}
+            )
+    seconds = (f"{name} {taken:.1f}" for name, taken in found["seconds"].items())
+    title = f"{found['ranks']} ranks, stage {found['stage']}, {found['nodes']} nodes"
+    return figures.table(rows, title=title, caption=f"seconds of CPU: {', '.join(seconds)}")
 
 
 def planned_rows(given: argparse.Namespace) -> Iterator[Figures]:
     """Plans a step for each number of ranks and stage."""
-    for ranks_, stage in product(given.ranks, given.stages):
-        options = {name: getattr(given, name) for name in ("layers", "batch", "length", "inductor")}
-        options |= {"checkpointed": not given.no_checkpoints, "ranks": ranks_, "stage": stage}
-        yield options | pretended("cuda:90", ranks=ranks_).run(planned, options)
+    for ranks, stage in product(given.ranks, given.stages):
+        options = {name: getattr(given, name) for name in ("layers", "batch", "length")}
+        options |= {
+            "checkpointed": not given.no_checkpoints,
+            "ranks": ranks,
+            "stage": stage,
+            "limit": given.inductor,
+        }
+        yield options | pretended("cuda:90", ranks=ranks).run(planned, options)
 
 
 def main() -> None:
     """Plans, prints tables and writes a file."""
-    parser = ranks.parser(__doc__)
+    parser = figures.parser(__doc__)
     parser.add_argument("--ranks", nargs="+", type=int, default=[64, 512])
     parser.add_argument("--stages", nargs="+", type=int, choices=[1, 3], default=[1, 3])
     parser.add_argument("--layers", type=int, default=32)
@@ -199,7 +189,7 @@ def main() -> None:
     parser.add_argument("--no-checkpoints", action="store_true", help="keep all activations")
     parser.add_argument("--inductor", type=float, default=120, help="seconds for its scheduler")
     given = parser.parse_args()
-    ranks.tabulate(given, planned_rows(given), table)
+    figures.tabulate(given, planned_rows(given), table)
 
 
 if __name__ == "__main__":

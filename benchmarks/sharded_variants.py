@@ -8,55 +8,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import RandomState
-from spread import Figures
-from step_models import FORMS, MODELS, Block
-from torch import Tensor, nn
+from figures import Figures
+from overlap import ADAM, Training
+from step_models import Block
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 
-import graphopt
 from graphopt.demo.model import Block as GPTBlock
 
 PLAIN, TUNED = "FSDP2, plain", "FSDP2, tuned"
-OPTIONS: dict[str, Any] = {"lr": 1e-3, "fused": True}
 
 
-class ShardedTraining:
-    """A training by a step function; subclasses shard it."""
-
-    def __init__(self, task: Figures) -> None:
-        torch.manual_seed(0)
-        self.model = MODELS[task["model"]]()
-        self.trained: nn.Module = self.model
-        self.step: Any = FORMS[task["form"]].step
-        self._random = RandomState(1)
-
-    def run(self, batches: Any) -> None:
-        """Runs one step for each batch, with random numbers of its own."""
-        self._random.restore()
-        for inputs, targets in batches:
-            self.step(self.trained, self.optimizer, inputs, targets)
-        if isinstance(self.step, graphopt.TrainStep):
-            self.step.flush()
-        self._random.save()
-
-
-class ZeroOptimizer(ShardedTraining):
+class ZeroOptimizer(Training):
     """DDP with the sharded optimizer of `torch.distributed.optim`."""
 
     def __init__(self, task: Figures, buckets_mb: float) -> None:
-        super().__init__(task)
-        self.trained = DistributedDataParallel(
-            self.model, bucket_cap_mb=buckets_mb, gradient_as_bucket_view=True, static_graph=True
-        )
+        super().__init__(task, buckets_mb)
         self.optimizer = ZeroRedundancyOptimizer(
-            self.model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **OPTIONS
+            self.model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **ADAM
         )
 
 
-class FullySharded(ShardedTraining):
+class FullySharded(Training):
     """FSDP2 with a group for each block.
 
     Args:
@@ -73,7 +47,7 @@ class FullySharded(ShardedTraining):
         root: Any = fully_shard(self.model, reshard_after_forward=reshard)
         if tuned:
             self._tune(root, blocks)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **OPTIONS)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **ADAM)
 
     def _tune(self, root: Any, blocks: list[Any]) -> None:
         root._set_unshard_async_op(True)
@@ -112,13 +86,3 @@ def _exchange() -> Any:
                     output_tensor.mul_(1 / group.size())
 
     return Exchange()
-
-
-class Sharded(ShardedTraining):
-    """The unchanged step under `graphopt.ZeRO`."""
-
-    def __init__(self, task: Figures, stage: int, keep_mb: float | None = None) -> None:
-        super().__init__(task)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **OPTIONS)
-        kind = graphopt.ZeRO(stage=stage, keep_mb=keep_mb)
-        self.step = graphopt.compile(self.step, parallel=kind)

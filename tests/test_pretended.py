@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,8 @@ from graphopt.graph_utils import is_operator
 from graphopt.saved import load_graph
 from graphopt.testing import pretended
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "without_a_gpu.md"
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAGE, BENCHMARKS = REPOSITORY / "docs" / "without_a_gpu.md", REPOSITORY / "benchmarks"
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 
@@ -173,3 +176,20 @@ def test_the_default_pipeline_makes_a_sharded_step_faster(stage: int, tmp_path: 
     command = [sys.executable, "-m", "graphopt", "show", path]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "reduce_scatter_tensor_coalesced" in shown and "_fused_adamw" in shown
+
+
+def test_the_benchmark_shows_a_plan_that_inductor_does_not_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of stage 1 there are two rows; the seconds that Inductor may take are no row."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    benchmark = importlib.import_module("plan_llama")
+    names = ("seconds", "compute", "communication", "bound", "due_bound", "peak", "collectives")
+    figures = dict.fromkeys(names, 1)
+    found = {"nodes": 9, "seconds": {"capture": 0.5}, "given": figures, "default": figures}
+    ranks = SimpleNamespace(run=lambda planned, options: found)
+    monkeypatch.setattr(benchmark, "pretended", lambda *device, **options: ranks)
+    options = SimpleNamespace(ranks=[64], stages=[1], layers=1, batch=1, length=8)
+    options.no_checkpoints, options.inductor = False, 120.0
+    (row,) = benchmark.planned_rows(options)
+    assert benchmark.table(row).row_count == 2

@@ -45,7 +45,7 @@ def rollout() -> tuple[Tensor, ...]:
 
 @trains(Agent, Adam, rollout, lr=2.5e-4, eps=1e-5)
 def ppo(agent: Any, optimizer: Any, obs: Any, actions: Any, old: Any, adv: Any, ret: Any,
-         values: Any) -> Any:  # fmt: skip
+        values: Any) -> Any:  # fmt: skip
     """PPO: CleanRL's update of one minibatch."""
     _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions.long())
     logratio = newlogprob - old
@@ -201,7 +201,7 @@ def transitions() -> tuple[Tensor, ...]:
 
 @trains_all(with_target, transitions)
 def dqn_masked(policy: Any, target: Any, optimizer: Any, state: Any, action: Any, nxt: Any,
-         done: Any) -> Any:  # fmt: skip
+               done: Any) -> Any:  # fmt: skip
     """DQN whose target network runs on the masked rows only."""
     values = policy(state).gather(1, action)
     next_values = torch.zeros(state.shape[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -229,39 +230,30 @@ def graph() -> tuple[Tensor, ...]:
     return torch.randn(10, 6), adjacency, torch.randint(0, 3, (10,)), train
 
 
-def _gcn(sparse: bool, by_index: bool) -> Case:
+def on_graph(sparse: bool, by_index: bool) -> tuple[Any, ...]:
     model = GCN()
     optimizer = Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
     x, adjacency, labels, train = graph()
-    chosen = train.nonzero().squeeze(1) if by_index else train
-
-    def step(model: Any, optimizer: Any, x: Any, adjacency: Any, y: Any, mask: Any) -> Tensor:
-        model.train()
-        optimizer.zero_grad()
-        out = F.log_softmax(model(x, adjacency), dim=1)
-        loss = F.nll_loss(out[mask], y[mask])
-        loss.backward()
-        optimizer.step()
-        return loss
-
     adjacency = adjacency.to_sparse() if sparse else adjacency
-    call = (model, optimizer, x, adjacency, labels, chosen)
-    return Case(step, [call] * 4, [model, optimizer])
+    return model, optimizer, x, adjacency, labels, train.nonzero().squeeze(1) if by_index else train
 
 
-@case
-def gcn() -> Case:
-    return _gcn(sparse=False, by_index=True)
+def classify_nodes(model: Any, optimizer: Any, x: Any, adjacency: Any, y: Any, mask: Any) -> Tensor:
+    model.train()
+    optimizer.zero_grad()
+    out = F.log_softmax(model(x, adjacency), dim=1)
+    loss = F.nll_loss(out[mask], y[mask])
+    loss.backward()
+    optimizer.step()
+    return loss
 
 
-@case
-def gcn_with_mask() -> Case:
-    return _gcn(sparse=False, by_index=False)
-
-
-@case
-def gcn_sparse() -> Case:
-    return _gcn(sparse=True, by_index=True)
+for name, sparse, by_index in (
+    ("gcn", False, True),
+    ("gcn_with_mask", False, False),
+    ("gcn_sparse", True, True),
+):
+    trains_all(partial(on_graph, sparse, by_index), lambda: (), name=name)(classify_nodes)
 
 
 @case
