@@ -9,9 +9,9 @@ Neither processes nor threads nor a backend take part, so that two runs give the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,9 +30,6 @@ from graphopt.replicas.replica_generators import ReplicaGenerators
 
 class ReplicaError(GraphOptError, RuntimeError):
     """A node cannot be computed for the replicas; the message names it."""
-
-
-Environment = dict[fx.Node, Any]
 
 
 class Lockstep:
@@ -75,44 +72,25 @@ class Lockstep:
             CollectiveError: a collective cannot be computed: ranks send different shapes, say.
             ReplicaError: any other node cannot.
         """
-        environments: list[Environment] = [{} for _ in range(self.count)]
-        unused = _last_uses(graph_module.graph)
-        given = [iter(values) for values in inputs]
         with torch.no_grad(), without_autocast():
-            for node in graph_module.graph.nodes:
-                if node.op == "placeholder":
-                    results = [next(values) for values in given]
-                elif node.op == "output":
-                    return [_arguments(node, values)[0][0] for values in environments]
-                else:
-                    results = self._results(graph_module, node, environments)
-                for environment, result in zip(environments, results, strict=True):
-                    environment[node] = result
-                    for done in unused.get(node, ()):
-                        del environment[done]
-        raise AssertionError("a graph ends in an output")
+            found: list[Any] = _Replicas(graph_module, self).run(
+                *zip(*inputs, strict=True), enable_io_processing=False
+            )
+        return found
 
-    def _results(
-        self, graph_module: fx.GraphModule, node: fx.Node, environments: Sequence[Environment]
-    ) -> list[Any]:
-        try:
-            return self._run_node(graph_module, node, environments)
-        except GraphOptError:
-            raise
-        except Exception as error:
-            raise ReplicaError(f"{error}\n  > {node.format_node()}") from error
+    def results(
+        self, node: fx.Node, function: Any, calls: Sequence[tuple[Any, Any]]
+    ) -> Sequence[Any]:
+        """The results of a node for each replica.
 
-    def _run_node(
-        self, graph_module: fx.GraphModule, node: fx.Node, environments: Sequence[Environment]
-    ) -> list[Any]:
-        if node.op == "get_attr":
-            return self._constants(graph_module, node)
-        calls = [_arguments(node, environment) for environment in environments]
+        Args:
+            function: the function that it calls.
+            calls: the arguments of each replica.
+        """
         if is_collective(node):
             return self._communicate(node, calls)
         if is_wait(node):
             return [args[0] for args, _ in calls]
-        function = _function(graph_module, node)
         if is_host_call(node):
             if not self._callbacks:
                 return [None] * self.count
@@ -124,13 +102,6 @@ class Lockstep:
             with acting_as(replica):
                 results.append(function(*args, **kwargs))
         return results
-
-    def _constants(self, graph_module: fx.GraphModule, node: fx.Node) -> list[Any]:
-        """A copy of a constant for each replica, since a graph may write to it."""
-        value = attrgetter(str(node.target))(graph_module)
-        if not isinstance(value, torch.Tensor):
-            return [value] * self.count
-        return [value, *(value.clone() for _ in range(1, self.count))]
 
     def _draw(self, function: Any, replica: int, args: Any, kwargs: Any) -> Any:
         with self._generators.of(replica, [*args, *kwargs.values()]):
@@ -168,26 +139,39 @@ class Lockstep:
         return found
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """The values that are used last by each node."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    seen: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        for value in (node, *node.all_input_nodes):
-            if value not in seen:
-                seen.add(value)
-                found.setdefault(node, []).append(value)
-    return found
+class _Replicas(fx.Interpreter):
+    """Runs a graph whose values are sequences, of one value for each replica."""
+
+    def __init__(self, graph_module: fx.GraphModule, lockstep: Lockstep) -> None:
+        super().__init__(graph_module)
+        self.extra_traceback, self._lockstep = False, lockstep
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "placeholder":
+            return next(self.args_iter)
+        count, target = self._lockstep.count, n.target
+        if n.op == "get_attr":
+            value = self.fetch_attr(str(target))
+            is_tensor = isinstance(value, torch.Tensor)  # to which a graph may write
+            return [value, *(value.clone() if is_tensor else value for _ in range(1, count))]
+        calls = [self._arguments(n, replica) for replica in range(count)]
+        if n.op == "output":
+            return [args[0] for args, _ in calls]
+        function: Any = self.fetch_attr(str(target)) if n.op == "call_module" else target
+        if n.op == "call_method":
+            function = functools.partial(_call_method, str(target))
+        try:
+            return self._lockstep.results(n, function, calls)
+        except GraphOptError:
+            raise
+        except Exception as error:
+            raise ReplicaError(f"{error}\n  > {n.format_node()}") from error
+
+    def _arguments(self, node: fx.Node, replica: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = node.args, node.kwargs
+        args, kwargs = fx.node.map_arg(given, lambda value: self.env[value][replica])
+        return args, kwargs
 
 
-def _arguments(node: fx.Node, environment: Environment) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), environment.__getitem__)
-    return args, kwargs
-
-
-def _function(graph_module: fx.GraphModule, node: fx.Node) -> Any:
-    if node.op == "call_function":
-        return node.target
-    if node.op == "call_module":
-        return graph_module.get_submodule(str(node.target))
-    return lambda self, *args, **kwargs: getattr(self, str(node.target))(*args, **kwargs)
+def _call_method(name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(value, name)(*args, **kwargs)
