@@ -97,16 +97,17 @@ class Branch:
 
     def _found(self, index: int, other: Branch, make_ready: MakeReady) -> ResumedBranch:
         graph = self.module.graph
-        node, assumption = assumption_number(graph, index)
+        node = assumption_number(graph, index)
+        assert node is not None, "it has failed"
         rest = continuation_of(StoppedGraph(graph, self._begins, node), other.module)
         handing, positions = handing_out(self.module, node, rest.taken)
         make_ready(handing)
-        launched = launched_before(handing.first_executable, assumption, rest.drawn)
+        launched = launched_before(handing.first_executable, node.target, rest.drawn)
         make_ready(rest.module)
         launched += ["then", *launched_by(rest.module.first_executable)]
         handing.meta.update(self.module.meta)
         self.module = handing
-        logger.info("another branch goes on from %d values: %s", len(positions), assumption)
+        logger.info("another branch goes on from %d values: %s", len(positions), node.target)
         found = ResumedBranch(rest, positions, launched)
         found._family = self._family
         self._family.add(found)

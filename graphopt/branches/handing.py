@@ -14,7 +14,7 @@ from itertools import takewhile
 from torch import fx
 
 from graphopt.branches.continuation import NotSharedError
-from graphopt.host.decisions.assumptions import Assumption, calls_function, hand_out
+from graphopt.host.decisions.assumptions import calls_function, hand_out
 from graphopt.ir.operators import draws, is_collective
 from graphopt.iter_graph import IterGraphModule, copy_graph
 from graphopt.verify.checks.launches import launch_of
@@ -37,10 +37,11 @@ def handing_out(
     return IterGraphModule(fx.GraphModule(step, graph)), positions
 
 
-def launched_before(executable: fx.Graph, assumption: Assumption, drawn: int) -> list[str]:
+def launched_before(executable: fx.Graph, assumption: object, drawn: int) -> list[str]:
     """The collectives that an executable graph launches before an assumption.
 
     Args:
+        assumption: the target of its node.
         drawn: how many operators draw random numbers before it.
 
     Raises:

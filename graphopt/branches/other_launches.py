@@ -25,11 +25,10 @@ def warn_of_other_launches(one: BoundStep, other: BoundStep, failed: AssumptionF
     Args:
         failed: the decision.
     """
-    try:
-        decided, _ = assumption_number(one.module.graph, failed.index)
-        instead, _ = assumption_number(other.module.graph, failed.index)
-    except LookupError:  # a library that finds out that it is traced does not decide any more
-        return
+    decided = assumption_number(one.module.graph, failed.index)
+    instead = assumption_number(other.module.graph, failed.index)
+    if decided is None or instead is None:
+        return  # a library that finds out that it is traced does not decide any more
     for name in sorted(one.apart | other.apart):
         ranks = _compat.ranks_of_group(name) or ()
         differs = _differ(_launches(decided, name), _launches(instead, name))

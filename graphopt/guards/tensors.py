@@ -36,7 +36,15 @@ class TensorGuards:
             for entry in inputs.module_tensors
             if entry.rebindable
         ]
-        self._note_marks()
+        # The `__dict__` of each tensor: reading a lazy parameter's attribute would be a use of it.
+        marks = [(entry, vars(entry.tensor)) for entry in inputs.module_tensors]
+        inside = {(id(owner), key) for _, (owner, key), _ in self._rebindable}
+        self._marked = [
+            (entry, now, {key: _INPUT if (id(now), key) in inside else now[key] for key in now})
+            for entry, now in marks
+            if now
+        ]
+        self._unmarked = [attributes for _, attributes in marks if not attributes]
         self._attributes = list(_attribute_slots(call, inputs))
         self._sharing = _sharing(call, inputs) if self._rebindable else []
         self._storages = [(h, _layout(h)) for h in inputs.placeholders if isinstance(h, Storage)]
@@ -52,18 +60,6 @@ class TensorGuards:
         self._gradients = self._gradients_now()
         plain = not (self._other_parameters or any(self._gradients))
         self._without = identities([None] * len(self._same_parameters)) if plain else None
-
-    def _note_marks(self) -> None:
-        """Records the user-set attributes of tensors, by their `__dict__`: reading a lazy
-        parameter's attribute would be a use of it."""
-        marks = [(entry, vars(entry.tensor)) for entry in self._inputs.module_tensors]
-        inside = {(id(owner), key) for _, (owner, key), _ in self._rebindable}
-        self._marked = [
-            (entry, now, {key: _INPUT if (id(now), key) in inside else now[key] for key in now})
-            for entry, now in marks
-            if now
-        ]
-        self._unmarked = [attributes for _, attributes in marks if not attributes]
 
     def storages(self) -> frozenset[int]:
         """Returns the storages of all module tensors; some tensors get others in each call."""

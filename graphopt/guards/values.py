@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -84,13 +84,7 @@ def change(kind: tuple[Any, ...] | None, now: Any) -> str:
 def describe(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
     """Formats the first difference between two kinds of tensors."""
     names = ("shape", "stride", "layout", "dtype", "device", "requires_grad", "class")
-    differing = _differing(names, before, now)
-    name, old, new = next(differing)
+    pairs = zip(names, before, now, strict=True)
+    name, old, new = next(each for each in pairs if each[1] != each[2])
     old, new = (list(each) if isinstance(each, torch.Size) else each for each in (old, new))
     return f"{name} {old} became {new}"
-
-
-def _differing(
-    names: tuple[str, ...], before: tuple[Any, ...], now: tuple[Any, ...]
-) -> Iterator[tuple[str, Any, Any]]:
-    return ((n, a, b) for n, a, b in zip(names, before, now, strict=True) if a != b)

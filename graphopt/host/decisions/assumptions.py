@@ -99,12 +99,12 @@ def uniform_answers(graph: fx.Graph) -> tuple[Answer, ...]:
     return tuple(t.answer for t in targets if isinstance(t, Assumption) and not t.alone)
 
 
-def assumption_number(graph: fx.Graph, index: int) -> tuple[fx.Node, Assumption]:
-    """The assumption of that index: its node and its target."""
-    for node in graph.nodes:
+def assumption_number(graph: fx.Graph, index: int) -> fx.Node | None:
+    """The assumption of that index; None if there is none."""
+    for node in assumptions(graph):
         if isinstance(node.target, Assumption) and node.target.index == index:
-            return node, node.target
-    raise LookupError(f"the graph has no assumption {index}")
+            return node
+    return None
 
 
 def calls_function(node: fx.Node) -> bool:

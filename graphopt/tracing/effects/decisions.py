@@ -90,16 +90,12 @@ class Decider:
         Raises:
             CaptureError: it cannot be known.
         """
-        line = current_user_line()
-        known = self._known_answers()
-        self._refuse_many(line)
+        line = self._next_line()
         unknown = kind is int and not self._knows(number)
         alone = self._is_own(unknown or not self._is_alike(number))
-        assumption = Assumption(self._count, str(line), alone)
+        assumption = Assumption(self._count, line, alone)
         asked = self._recorded(assumption, number)
-        if self._count == len(known):
-            known.append(self._answer(asked, kind, alone))
-        return self._assumed(assumption)
+        return self._assumed(assumption, self._outcome(lambda: self._answer(asked, kind, alone)))
 
     def _is_own(self, now: bool) -> bool:
         """True if the next decision may differ between ranks, or follows one that may."""
@@ -135,14 +131,10 @@ class Decider:
         Raises:
             CaptureError: they cannot be known.
         """
-        line = current_user_line()
-        known = self._known_answers()
-        self._refuse_many(line)
-        assumption = ValuesAssumption(self._count, str(line), self._is_own(True))
+        assumption = ValuesAssumption(self._count, self._next_line(), self._is_own(True))
         asked = self._recorded(assumption, tensor)
-        if self._count == len(known):
-            known.append(tuple(self._values.of(asked).tolist()))
-        return cast(tuple[int, ...], self._assumed(assumption))
+        answer = self._outcome(lambda: tuple(self._values.of(asked).tolist()))
+        return cast(tuple[int, ...], self._assumed(assumption, answer))
 
     def used(
         self, positions: Sequence[int], sent: Sequence[torch.Tensor], likely: tuple[int, ...]
@@ -155,14 +147,13 @@ class Decider:
             likely: the answer that is taken for true until the graph runs.
         """
         known = self._inputs.answers
-        self._refuse_many(current_user_line())
-        assumption = UsedParametersQuestion(self._count, str(current_user_line()), positions)
+        assumption = UsedParametersQuestion(self._count, self._next_line(), positions)
         _compat.record_call(assumption, sent)
         guess = assumption.outcome(likely)
         found = known[self._count] if self._count < len(known) else None
         if not isinstance(found, UsedParameters) or not found.is_of(positions):
             known.insert(self._count, guess)  # the others are answers to what comes behind
-        answer = cast(UsedParameters, self._assumed(assumption))
+        answer = cast(UsedParameters, self._assumed(assumption, known[self._count]))
         return tuple(is_used for _, is_used in answer)
 
     def _recorded(self, assumption: Assumption, value: Any) -> Any:
@@ -170,18 +161,21 @@ class Decider:
         _compat.record_call(assumption, [value])
         return next(iter(reversed(self._tracer.graph.nodes))).args[0]
 
-    def _known_answers(self) -> list[Answer]:
-        """The known outcomes, where the next decision is none on what other ranks use."""
+    def _outcome(self, find: Callable[[], Answer]) -> Answer:
+        """The known outcome of the next decision, which is none on what other ranks use, else the
+        one that `find` gives."""
         known = self._inputs.answers
         while self._count < len(known) and isinstance(known[self._count], UsedParameters):
             del known[self._count]  # of a question that this trace does not ask
-        return known
+        if self._count == len(known):
+            known.append(find())
+        return known[self._count]
 
-    def _assumed(self, assumption: Assumption) -> Answer:
-        """Takes the known outcome of the next assumption."""
-        assumption.answer = self._inputs.answers[self._count]
+    def _assumed(self, assumption: Assumption, answer: Answer) -> Answer:
+        """Ends a decision, whose assumption is recorded."""
+        assumption.answer = answer
         self._count += 1
-        return assumption.answer
+        return answer
 
     def sized(self, function: Any, result: Any) -> Any:
         """Gives an operator's data-dependent result sizes: symbols, or numbers on which the graph
@@ -205,24 +199,18 @@ class Decider:
             return result
         if self._inputs.sizes is SizesKept.UNKNOWN:
             return result
-        line = current_user_line()
-        self._refuse_many(line)
-        answer = self._sizes(node, places)
+        line = self._next_line()
+        answer = self._outcome(lambda: self._sizes(node, places))
+        assert isinstance(answer, Sizes)
         numbers, symbols = self._known(answer, places)
         self._relations.add(self._count, answer, places, symbols)
         result = with_sizes(result, [number for _, number in unknown], numbers)
-        self._assume(node, result, places, answer, str(line))
-        self._count += 1
+        self._assume(node, result, places, answer, line)
         return result
 
     def _sizes(self, node: fx.Node, places: Sequence[Place]) -> Sizes:
-        known = self._known_answers()
-        if self._count == len(known):
-            real = self._values.of(node)
-            known.append(Sizes(number_at(real, place) for place in places))
-        answer = known[self._count]
-        assert isinstance(answer, Sizes)
-        return answer
+        real = self._values.of(node)
+        return Sizes(number_at(real, place) for place in places)
 
     def _known(self, answer: Sizes, places: Sequence[Place]) -> tuple[list[Any], list[Any]]:
         """The numbers for sizes in the trace, and their symbols (None for plain numbers)."""
@@ -254,8 +242,8 @@ class Decider:
             values = [fx.Proxy(source, self._tracer)]  # the number may be a constant
         counts = len(values), self._relations, self._is_own(True)
         assumption = SizeAssumption(self._count, line, where, *counts)
-        assumption.answer = answer
         self._tracer.create_proxy("call_function", assumption, tuple(values), {})
+        self._assumed(assumption, answer)
 
     def _answer(self, number: Any, kind: type, alone: bool) -> Answer:
         """The value of a number in this call. Where it depends on collectives, a guess; of a
@@ -276,13 +264,20 @@ class Decider:
         guessed = together and not known and not alone
         return True if guessed else cast(Answer, kind(values.of(number)))
 
-    def _refuse_many(self, line: Any) -> None:
+    def _next_line(self) -> str:
+        """The user's line of the next decision.
+
+        Raises:
+            CaptureError: there are too many.
+        """
+        line = current_user_line()
         if self._count == LIMIT:
             raise CaptureError(
                 f"it takes more than {LIMIT} decisions by values of tensors",
                 location=line,
                 hint=WITHOUT_BRANCHES,
             )
+        return str(line)
 
 
 class _NoValues:
