@@ -119,7 +119,7 @@ class ResumedBranch(Branch):
 
     Args:
         rest: the continuation: the graph that is left.
-        positions: the positions of the values that it takes, among those that are handed out.
+        positions: of the values that it takes, among those that the failed graph hands out.
         launched: the collectives that have been launched, and those that it launches.
 
     Attributes:
@@ -130,7 +130,7 @@ class ResumedBranch(Branch):
         self, rest: Continuation, positions: Sequence[int], launched: Sequence[str]
     ) -> None:
         super().__init__(rest.module, rest.begins)
-        self._positions, self._same = positions, rest.same
+        self.positions, self._same = positions, rest.same
         digest = hashlib.sha256(repr(list(launched)).encode()).digest()
         self.plan = 1 + int.from_bytes(digest[:7], "big")
 
@@ -140,10 +140,6 @@ class ResumedBranch(Branch):
     def fits(self, before: Sequence[Any], flat: Sequence[Any]) -> bool:
         """True if the inputs that both graphs must share are the same."""
         return all(_is_same(before[i], flat[j]) for i, j in self._same)
-
-    def take(self, handed_out: Sequence[Any]) -> list[Any]:
-        """The values to continue from, among those that the failed graph hands out."""
-        return [handed_out[position] for position in self._positions]
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -184,17 +180,6 @@ class ResumePoint:
     handed_out: Sequence[Any]
     drawn: DrawnStates
     sent: SentBefore = field(default_factory=dict)
-
-    def begun(self, other: Branch, flat: Callable[[], Sequence[Any]]) -> ResumedCall | None:
-        """The continuation of the call in another branch, or None if there is none.
-
-        Args:
-            flat: gives its inputs.
-        """
-        found = self.branch.onward(self.index, other)
-        if found is None or not found.fits(self.flat, flat()):
-            return None
-        return ResumedCall(found, found.take(self.handed_out), self)
 
 
 @dataclass

@@ -53,16 +53,16 @@ def begun(
         call: with its decisions.
         step: the number of the training step's call, counted from 1.
     """
-    found = None
-    if other is not None:
+    found = None if other is None else left.branch.onward(left.index, other.branch)
+    if found is not None and other is not None:
         bound = call.using(other.captured.besides) or call
         with without_torch_function():  # to look at tensors is no use of them
-            found = left.begun(other.branch, lambda: other.values(bound))
+            found = found if found.fits(left.flat, other.values(bound)) else None
+    there = [] if found is None else [left.handed_out[position] for position in found.positions]
     left.handed_out = ()
-    if by.agreed is None:
-        return found
-    plan = 0 if found is None else found.branch.plan
-    return found if by.agreed.votes.alike(plan, step) else None
+    plan = 0 if found is None else found.plan
+    agreed = by.agreed is None or by.agreed.votes.alike(plan, step)
+    return None if found is None or not agreed else ResumedCall(found, there, left)
 
 
 def learn(
