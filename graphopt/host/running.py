@@ -87,9 +87,9 @@ class CallbackRun:
         self,
         storages: Callable[[], frozenset[int]],
         rank: int | None,
-        step: int = 0,
-        agreed: RankAgreement | None = None,
-        given: Any = ((), {}),
+        step: int,
+        agreed: RankAgreement | None,
+        given: Any,
     ) -> None:
         self._storages, self._rank, self._step = storages, rank, step
         self._agreed, self._given = agreed, given

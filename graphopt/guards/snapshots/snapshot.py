@@ -4,7 +4,7 @@
     ─────────────────────────────────   ────────────────────────────────────────────────────────────
     all that is in dictionaries, empty  by words of the objects' memory, all in one call
     containers, closure variables, …    (`known_words.py`): versions, sizes, references
-    whole lists, dictionaries that vary as one flat list (`containers.py`)
+    whole lists, dictionaries that vary as one flat list (`conditions.py`)
     items, attributes, classes          one by one, without a Python function for any of them
     shapes, dtypes, … of tensors        by the C++ code that torch.compile has for that
 
