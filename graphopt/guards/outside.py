@@ -79,9 +79,6 @@ class OutsideGuard:
                 self._described.append((record.modules[id(held.get())][0], held))
         return [each for key, each in record.modules.items() if key not in within]
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     @property
     def alive(self) -> bool:
         """True if the guard may fit again."""
@@ -256,16 +253,12 @@ class _Following:
         return None
 
     def settle(self, entries: Sequence[GuardedPlace]) -> None:
-        """Makes the values found the expected ones."""
-        self.take()
-        for entry, value in zip(entries, self._values, strict=True):
-            entry.found(value)
-
-    def take(self) -> None:
-        """Makes the objects found the guarded ones."""
+        """Makes the objects found the guarded ones, and the values found the expected ones."""
         for held, value in self._found.items():
             if held.owner is None and held.get() is not value:
                 held.take(value)
+        for entry, value in zip(entries, self._values, strict=True):
+            entry.found(value)
 
     def _object(self, held: GuardedObject) -> Any:
         if held not in self._found:

@@ -51,6 +51,7 @@ class HostCall:
         place: where in the program it was called, the same in each capture; empty: nowhere.
 
     Attributes:
+        count: how many values of the node it looks at; None: all.
         counts: how often places were reached; all graphs of one step share them.
         first: no update of state comes before it in the program.
         last: no update of state follows it in the program.
@@ -63,6 +64,8 @@ class HostCall:
     >>> host_call_of(insert_callback(gm.graph, print, loss, every=10)).every
     10
     """
+
+    count: int | None = None
 
     def __init__(
         self, fn: Callable[..., Any], arguments: Sequence[Any], every: int = 1, place: Place = ()
@@ -121,7 +124,7 @@ class HostCall:
         """
         if _compat.is_recording():
             _compat.record_call(self, values)
-        elif not _compat.is_fake_mode_on() and not any(map(_compat.is_fake, values)):
+        elif not _compat.is_fake_mode_on() and not any(map(_compat.is_fake, values[: self.count])):
             self.run(values)
 
     def run(self, values: Sequence[Any]) -> None:

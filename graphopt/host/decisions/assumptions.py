@@ -17,11 +17,10 @@ takes what those launched so far have given.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import fx
 
-from graphopt import _compat
 from graphopt.errors import AssumptionFailedError
 from graphopt.host import HostCall, is_host_call
 
@@ -44,7 +43,7 @@ class Assumption(HostCall):
         count: how many values of the node it looks at; what follows are inputs of the graph.
     """
 
-    count = 1
+    count: int = 1
 
     def __init__(self, index: int, place: str, alone: bool = False) -> None:
         super().__init__(_nothing, ())
@@ -52,24 +51,23 @@ class Assumption(HostCall):
         self.index, self.line, self.alone = index, place, alone
         self.answer: Answer = True
 
-    def __call__(self, *values: Any) -> None:
-        if _compat.is_recording():
-            _compat.record_call(self, values)
-        elif not _compat.is_fake_mode_on() and not _compat.is_fake(values[0]):
-            self.run(values)
-
     def run(self, values: Sequence[Any]) -> None:
-        """Raises `AssumptionFailedError` if the first value differs from that at capture."""
-        found = cast(Any, type(self.answer))(values[0])
-        if found != self.answer:
-            raise self.failed(found, values)
+        """Raises `AssumptionFailedError`, with the values that are handed out, if the outcome is
+        another one than at capture."""
+        found = self.outcome(values)
+        if not self.holds(found):
+            error = AssumptionFailedError(self.index, found, self.line)
+            error.handed_out = tuple(values[self.count :])
+            error.alone = self.alone
+            raise error
 
-    def failed(self, found: Answer, values: Sequence[Any]) -> AssumptionFailedError:
-        """Builds the error for another outcome, with the values that are handed out."""
-        error = AssumptionFailedError(self.index, found, self.line)
-        error.handed_out = tuple(values[self.count :])
-        error.alone = self.alone
-        return error
+    def outcome(self, values: Sequence[Any]) -> Answer:
+        """The outcome in the call that runs."""
+        return type(self.answer)(values[0])
+
+    def holds(self, found: Answer) -> bool:
+        """True if the graph holds for an outcome."""
+        return found == self.answer
 
     def __repr__(self) -> str:
         return f"graphopt.assumption({self.index}: {self.answer!r})"
@@ -78,10 +76,8 @@ class Assumption(HostCall):
 class ValuesAssumption(Assumption):
     """An assumption that compares all integers of a tensor with those at capture."""
 
-    def run(self, values: Sequence[Any]) -> None:
-        found = tuple(values[0].tolist())
-        if found != self.answer:
-            raise self.failed(found, values)
+    def outcome(self, values: Sequence[Any]) -> Answer:
+        return tuple(values[0].tolist())
 
 
 def _nothing() -> None:

@@ -88,14 +88,16 @@ class SizeAssumption(Assumption):
         self.relations = relations
         self._places = places
 
-    def run(self, values: Sequence[Any]) -> None:
+    def outcome(self, values: Sequence[Any]) -> Sizes:
         found = Sizes(
             int(values[which]) if dimension is None else values[which].shape[dimension]
             for which, dimension in self._places
         )
         self.relations.found[self.index] = found
-        if not self.relations.hold(self.index, self.relations.found):
-            raise self.failed(found, values)
+        return found
+
+    def holds(self, found: Answer) -> bool:
+        return self.relations.hold(self.index, self.relations.found)
 
 
 def found_before(graph: fx.Graph, index: int) -> dict[int, Sizes]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from graphopt.host.decisions.assumptions import Assumption
+from graphopt.host.decisions.assumptions import Answer, Assumption
 from graphopt.host.running import current_run
 
 
@@ -40,14 +40,12 @@ class UsedParametersQuestion(Assumption):
         super().__init__(index, place, alone=True)
         self.positions, self.count = tuple(positions), len(positions)
 
-    def run(self, values: Sequence[Any]) -> None:
+    def outcome(self, values: Sequence[Any]) -> Answer:
         running = current_run()
         used = None if running is None else running.used_anywhere(self.positions)
-        found = None if used is None else self.outcome(used)
-        if found is not None and found != self.answer:
-            raise self.failed(found, values)
+        return self.answer if used is None else self.outcome_of(used)
 
-    def outcome(self, used: Sequence[int]) -> UsedParameters:
+    def outcome_of(self, used: Sequence[int]) -> UsedParameters:
         """The outcome where these parameters are used by some rank."""
         return UsedParameters(zip(self.positions, used, strict=True))
 

@@ -149,7 +149,7 @@ class Decider:
         known = self._inputs.answers
         assumption = UsedParametersQuestion(self._count, self._next_line(), positions)
         _compat.record_call(assumption, sent)
-        guess = assumption.outcome(likely)
+        guess = assumption.outcome_of(likely)
         found = known[self._count] if self._count < len(known) else None
         if not isinstance(found, UsedParameters) or not found.is_of(positions):
             known.insert(self._count, guess)  # the others are answers to what comes behind
