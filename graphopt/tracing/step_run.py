@@ -64,7 +64,12 @@ from graphopt.tracing.results.collector import ResultCollector, TraceOutcome
 from graphopt.tracing.results.recipes import Recipes
 from graphopt.tracing.results.signature import PlacedResult, Signature, leaves_of
 from graphopt.tracing.rollback.host_state import HostState
-from graphopt.tracing.rollback.substitute import StandIns, has_left_over, insert
+from graphopt.tracing.rollback.substitute import (
+    StandIns,
+    has_left_over,
+    insert,
+    inserted_containers,
+)
 from graphopt.tracing.rollback.tensor_keys import found_as_keys, identified
 from graphopt.tracing.scalars import numbers
 from graphopt.tracing.scalars.conversions import converted, converting
@@ -151,6 +156,7 @@ class StepRun:
             )
             self.outside.left_over = frozenset(map(id, filter(has_left_over, self._optimizers)))
             insert(self._optimizers, self._inputs, traced)
+            self.outside.stand_in_containers = inserted_containers(self._inputs)
             marks = StandInAttributes(self._call.leaves, self._inputs, traced)
             held = AttributesBefore(self._call, self.outside, traced.by_id, self._alone)
             self._shared.begin(traced)

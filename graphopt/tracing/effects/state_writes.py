@@ -15,7 +15,7 @@ that is not followed is found later and refused, and so is a list that it change
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -26,7 +26,7 @@ import torch
 
 from graphopt import _compat
 from graphopt.guards.values import is_plain
-from graphopt.tracing.effects.tuples import is_tensor, leaves_of
+from graphopt.tracing.effects.tuples import is_tensor, leaves_of, nests_in
 from graphopt.tracing.effects.written_values import MadeAnew, refused_object, written_value
 from graphopt.tracing.inputs.entries import is_exact, may_be_input
 from graphopt.tracing.inputs.implicit import ImplicitInputFinder
@@ -61,6 +61,7 @@ def take_placed(
     gradients = set(map(id, traced.gradients.values()))
     places = _PlacedValues(*(record, finder, traced.by_id, gradients, made, set(map(id, tables))))
     all_written = list(record.written_places())
+    record.note_standing()
     for replaced in filter(partial(_is_found, record), record.replaced_own()):
         finder.carries(replaced.path, replaced.place)
     behind = [_keys_behind(written) for written in all_written]
@@ -262,7 +263,7 @@ def _is_found(record: OutsideRecord, item: WrittenPlace) -> bool:
         return False
     if any(map(_compat.is_fake, tensors)):
         return False
-    own = {id(item.place.holder)} | set(map(id, _tuples_in(before)))
+    own = {id(item.place.holder)} | set(map(id, nests_in(before)))
     places = record.places_of(before)
     of_tensors = chain.from_iterable(map(record.places_of, tensors))
     if not all(place.identity == item.place.identity for place in places):
@@ -270,10 +271,3 @@ def _is_found(record: OutsideRecord, item: WrittenPlace) -> bool:
     if not all(id(place.holder) in own for place in of_tensors if tensors[0] is not before):
         return False
     return bool(places) or record.path_to(before) is not None
-
-
-def _tuples_in(value: Any) -> Iterator[Any]:
-    """The tuple or list itself, and all tuples and lists nested in it."""
-    if isinstance(value, (tuple, list)):
-        yield value
-        yield from chain.from_iterable(map(_tuples_in, value))

@@ -8,6 +8,7 @@ self.hidden = cell(x, self.hidden)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -87,6 +88,13 @@ class TupleTable(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return len(self._leaves())
+
+
+def nests_in(value: Any) -> Iterator[Any]:
+    """The tuple or list itself, and all tuples and lists nested in it."""
+    if isinstance(value, (tuple, list)):
+        yield value
+        yield from chain.from_iterable(map(nests_in, value))
 
 
 def with_leaf(value: Any, position: int, leaf: Any) -> Any:

@@ -40,6 +40,12 @@ def written_value(
     if record.is_outside(value):
         record.pin(value)
         return Constant(value)
+    if record.is_standing(value):
+        raise CaptureError(
+            f"it puts the {type(value).__name__} of tensors that it finds in a place into another"
+            " place as well, and each call may find another one",
+            hint=f"put a copy there: {type(value).__name__}(…)",
+        )
     if id(value) in made:
         return made[id(value)].nest
     nest = None if id(value) in within else _compat.open_nest(value)

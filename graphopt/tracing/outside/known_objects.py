@@ -6,7 +6,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -30,6 +30,20 @@ class GivenObjects(dict[int, Any]):
     opened: Collection[int] = ()
 
 
+class StandInContainer(NamedTuple):
+    """A list or tuple of stand-ins that the trace has put in place of one of tensors.
+
+    Attributes:
+        place: the place in which it, or what it is a part of, stands.
+        whole: what stands there.
+        itself: the list or tuple.
+    """
+
+    place: OutsidePlace
+    whole: Any
+    itself: Any
+
+
 class KnownObjects:
     """The objects outside a step, and the identity requirements of the step on them.
 
@@ -42,6 +56,7 @@ class KnownObjects:
             own, by id, each with where it is.
         stands_for: the tensors that have stand-ins, by the ids of these.
         stand_ins: of tensors of modules, by the ids of these.
+        stand_in_containers: lists and tuples of stand-ins, by id.
         storages: of the stand-ins.
         compared: where it asks whether a tensor is one that has a stand-in.
         owners: by the id of what is found only as a part of an object, what gives that object.
@@ -58,6 +73,8 @@ class KnownObjects:
         self.of_call: Mapping[int, tuple[Any, Path]] = {}
         self.stands_for: Mapping[int, torch.Tensor] = {}
         self.stand_ins: Mapping[int, torch.Tensor] = WeakValueDictionary()
+        self.stand_in_containers: dict[int, StandInContainer] = {}
+        self._standing: Set[int] = frozenset()
         self._marked: set[tuple[int, str]] = set()
         self.storages: Set[Any] = frozenset()
         self.compared: SourceLine | None = None
@@ -90,9 +107,22 @@ class KnownObjects:
         return stand_in if (id(stand_in), name) in self._marked else value
 
     def is_outside(self, value: Any) -> bool:
-        """True if an object existed before the step."""
+        """True if an object existed before the step, other than what the trace has put in place of
+        one."""
+        if id(value) in self.stand_in_containers:
+            return False
         built_in = isinstance(value, type) and not gc.is_tracked(value)
         return built_in or id(value) in self._paths or value in self._existing
+
+    def note_standing(self) -> None:
+        """Notes which of the containers of stand-ins are where the step has found them, when it is
+        over."""
+        found = self.stand_in_containers.items()
+        self._standing = {key for key, each in found if each.place.now() is each.whole}
+
+    def is_standing(self, value: Any) -> bool:
+        """True if a container of stand-ins is where the step has found it, also afterwards."""
+        return id(value) in self._standing
 
     def is_made_here(self, value: Any) -> bool:
         """True if the step has created an object, even if it found it outside later."""

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from graphopt import _compat
 from graphopt.errors import CaptureError
 from graphopt.ir.user_frames import current_location
-from graphopt.tracing.effects.tuples import with_leaf
+from graphopt.tracing.effects.tuples import TupleTable, nests_in, with_leaf
 from graphopt.tracing.inputs.entries import (
     ArgumentNumber,
     Inputs,
@@ -36,6 +36,7 @@ from graphopt.tracing.optimizers.optimizer_state import (
 )
 from graphopt.tracing.optimizers.setting_place import may_be_left
 from graphopt.tracing.optimizers.watched_state import WatchedState
+from graphopt.tracing.outside.known_objects import StandInContainer
 from graphopt.tracing.outside.places import MISSING, OutsidePlace
 from graphopt.tracing.rollback.contents import containers_kept
 from graphopt.tracing.rollback.generators import undisturbed
@@ -117,6 +118,18 @@ def insert(optimizers: Sequence[Optimizer], inputs: Inputs, traced: StandIns) ->
     states: dict[int, defaultdict[Any, Any]] = {}
     for index, optimizer in enumerate(optimizers):
         _insert_into_optimizer(optimizer, index, inputs, traced, groups, states)
+
+
+def inserted_containers(inputs: Inputs) -> dict[int, StandInContainer]:
+    """The lists and tuples of stand-ins in places whose tensors are inputs, by id."""
+    tables = (owner for entry in inputs.module_tensors for owner, _ in entry.slots)
+    found: dict[int, StandInContainer] = {}
+    for table in tables:
+        if isinstance(table, TupleTable):
+            whole = table.place.now()
+            for each in nests_in(whole):
+                found[id(each)] = StandInContainer(table.place, whole, each)
+    return found
 
 
 def _insert_into_optimizer(
