@@ -17,6 +17,7 @@ from graphopt.tracing.results.signature import (
     Computed,
     Constant,
     FromCall,
+    FromPlace,
     Nested,
     PlacedResult,
     Recipe,
@@ -122,6 +123,8 @@ class _GraphRun:
             return recipe.value
         if isinstance(recipe, FromCall):
             return found_in(self.call.given, self.call.leaves, recipe.path)
+        if isinstance(recipe, FromPlace):
+            return recipe.now()
         if isinstance(recipe, Nested):  # which is made once in each call
             if id(recipe) not in self._made:
                 leaves = [self.value(leaf) for leaf in recipe.leaves]

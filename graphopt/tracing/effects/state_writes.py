@@ -61,7 +61,6 @@ def take_placed(
     gradients = set(map(id, traced.gradients.values()))
     places = _PlacedValues(*(record, finder, traced.by_id, gradients, made, set(map(id, tables))))
     all_written = list(record.written_places())
-    record.note_standing()
     for replaced in filter(partial(_is_found, record), record.replaced_own()):
         finder.carries(replaced.path, replaced.place)
     behind = [_keys_behind(written) for written in all_written]
@@ -263,7 +262,7 @@ def _is_found(record: OutsideRecord, item: WrittenPlace) -> bool:
         return False
     if any(map(_compat.is_fake, tensors)):
         return False
-    own = {id(item.place.holder)} | set(map(id, nests_in(before)))
+    own = {id(item.place.holder)} | {id(each) for _, each in nests_in(before)}
     places = record.places_of(before)
     of_tensors = chain.from_iterable(map(record.places_of, tensors))
     if not all(place.identity == item.place.identity for place in places):

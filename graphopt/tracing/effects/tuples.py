@@ -8,7 +8,6 @@ self.hidden = cell(x, self.hidden)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -90,11 +89,12 @@ class TupleTable(MutableMapping[Any, Any]):
         return len(self._leaves())
 
 
-def nests_in(value: Any) -> Iterator[Any]:
-    """The tuple or list itself, and all tuples and lists nested in it."""
+def nests_in(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """The tuple or list itself, and all tuples and lists nested in it, with their positions."""
     if isinstance(value, (tuple, list)):
-        yield value
-        yield from chain.from_iterable(map(nests_in, value))
+        yield path, value
+        for position, item in enumerate(value):
+            yield from nests_in(item, (*path, position))
 
 
 def with_leaf(value: Any, position: int, leaf: Any) -> Any:

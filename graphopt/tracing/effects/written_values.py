@@ -15,7 +15,7 @@ from graphopt.errors import CaptureError
 from graphopt.tracing.effects.argument_changes import ContainerChange
 from graphopt.tracing.outside.places import OutsidePlace, is_value
 from graphopt.tracing.outside.record import OutsideRecord
-from graphopt.tracing.results.signature import Constant, FromCall
+from graphopt.tracing.results.signature import Constant, FromCall, FromPlace
 from graphopt.tracing.rollback.nests import leaves_in
 from graphopt.tracing.scalars.numbers import SYMBOLIC
 from graphopt.tracing.tensors.attributes import AttributeChange
@@ -37,15 +37,12 @@ def written_value(
         return Constant(value)
     if id(value) in record.of_call:  # which are those of each call
         return FromCall(record.of_call[id(value)][1])
+    if id(value) in record.stand_in_containers:  # what each call finds there
+        _, place, path = record.stand_in_containers[id(value)]
+        return FromPlace(place, path)
     if record.is_outside(value):
         record.pin(value)
         return Constant(value)
-    if record.is_standing(value):
-        raise CaptureError(
-            f"it puts the {type(value).__name__} of tensors that it finds in a place into another"
-            " place as well, and each call may find another one",
-            hint=f"put a copy there: {type(value).__name__}(…)",
-        )
     if id(value) in made:
         return made[id(value)].nest
     nest = None if id(value) in within else _compat.open_nest(value)

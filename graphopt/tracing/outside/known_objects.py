@@ -34,14 +34,14 @@ class StandInContainer(NamedTuple):
     """A list or tuple of stand-ins that the trace has put in place of one of tensors.
 
     Attributes:
-        place: the place in which it, or what it is a part of, stands.
-        whole: what stands there.
         itself: the list or tuple.
+        place: the place in which it, or what it is a part of, stands.
+        path: its position in what stands there.
     """
 
-    place: OutsidePlace
-    whole: Any
     itself: Any
+    place: OutsidePlace
+    path: tuple[int, ...]
 
 
 class KnownObjects:
@@ -74,7 +74,6 @@ class KnownObjects:
         self.stands_for: Mapping[int, torch.Tensor] = {}
         self.stand_ins: Mapping[int, torch.Tensor] = WeakValueDictionary()
         self.stand_in_containers: dict[int, StandInContainer] = {}
-        self._standing: Set[int] = frozenset()
         self._marked: set[tuple[int, str]] = set()
         self.storages: Set[Any] = frozenset()
         self.compared: SourceLine | None = None
@@ -113,16 +112,6 @@ class KnownObjects:
             return False
         built_in = isinstance(value, type) and not gc.is_tracked(value)
         return built_in or id(value) in self._paths or value in self._existing
-
-    def note_standing(self) -> None:
-        """Notes which of the containers of stand-ins are where the step has found them, when it is
-        over."""
-        found = self.stand_in_containers.items()
-        self._standing = {key for key, each in found if each.place.now() is each.whole}
-
-    def is_standing(self, value: Any) -> bool:
-        """True if a container of stand-ins is where the step has found it, also afterwards."""
-        return id(value) in self._standing
 
     def is_made_here(self, value: Any) -> bool:
         """True if the step has created an object, even if it found it outside later."""

@@ -20,6 +20,7 @@ from graphopt.tracing.results.signature import (
     Computed,
     Constant,
     FromCall,
+    FromPlace,
     Live,
     Nested,
     Recipe,
@@ -143,7 +144,7 @@ class Recipes:
     def of_nest(self, value: Any) -> Recipe:
         """The recipe of a nested value, whose containers are new in each call unless they are
         arguments or existed before the step."""
-        if isinstance(value, (Constant, FromCall)):
+        if isinstance(value, (Constant, FromCall, FromPlace)):
             return value
         if id(value) in self._of_call:
             return FromCall(self._of_call[id(value)][1])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch
@@ -96,7 +98,23 @@ class FromCall:
     path: Path
 
 
-Recipe = Computed | Live | View | Constant | Nested | FromCall
+@dataclass(frozen=True)
+class FromPlace:
+    """A recipe for a list or tuple of tensors that each call finds in a place.
+
+    Attributes:
+        path: its position in what stands there.
+    """
+
+    place: OutsidePlace
+    path: tuple[int, ...]
+
+    def now(self) -> Any:
+        """What is there."""
+        return reduce(getitem, self.path, self.place.now())
+
+
+Recipe = Computed | Live | View | Constant | Nested | FromCall | FromPlace
 
 
 def leaves_of(recipe: Recipe) -> Iterator[Recipe]:

@@ -126,9 +126,8 @@ def inserted_containers(inputs: Inputs) -> dict[int, StandInContainer]:
     found: dict[int, StandInContainer] = {}
     for table in tables:
         if isinstance(table, TupleTable):
-            whole = table.place.now()
-            for each in nests_in(whole):
-                found[id(each)] = StandInContainer(table.place, whole, each)
+            for path, each in nests_in(table.place.now()):
+                found[id(each)] = StandInContainer(each, table.place, path)
     return found
 
 
