@@ -295,6 +295,76 @@ def test_every_call_is_eager_s(step: Step, between: Callable[[Any, int], None]) 
         assert graphs <= 2  # states without a history, and with one
 
 
+def moves(s: Any, out: Tensor) -> Any:
+    s.kept, s.states = s.states, [out, s.states[0]]
+
+
+def moves_a_tuple(s: Any, out: Tensor) -> Any:
+    s.kept, s.pair = s.pair, (out, s.pair[0])
+
+
+def puts_into_a_dictionary(s: Any, out: Tensor) -> Any:
+    s.kept = {"old": s.states, "pair": s.pair}
+    s.states, s.pair = [out], (out,)
+
+
+def leaves_it_in_two_places(s: Any, out: Tensor) -> Any:
+    s.kept = s.beside = s.states
+    s.states = [out, s.kept[1]]
+    return s.kept, s.beside
+
+
+def leaves_a_part(s: Any, out: Tensor) -> Any:
+    s.kept, s.nested = s.nested[0], ((out,), s.nested[0])
+
+
+def shares(s: Any, out: Tensor) -> Any:
+    s.kept = s.beside = s.states
+
+
+MOVES = (
+    moves,
+    moves_a_tuple,
+    puts_into_a_dictionary,
+    leaves_it_in_two_places,
+    leaves_a_part,
+    shares,
+)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("move", MOVES)
+def test_a_list_that_is_found_is_left_itself(move: Callable[..., Any], changed: bool) -> None:
+    """What stands for it while the step is traced stays nowhere."""
+
+    def trained(compiled: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        states, pair = [_zeros(), _zeros()], (_zeros(), _zeros())
+        s = SimpleNamespace(states=states, pair=pair, nested=((_zeros(),), (_zeros(),)))
+
+        def step(x: Tensor) -> Any:
+            optimizer.zero_grad()
+            out = model(x + s.states[0] + s.pair[0] + s.nested[0][0])
+            out.square().mean().backward()
+            optimizer.step()
+            return move(s, out.detach())
+
+        run: Any = graphopt.compile(step) if compiled else step
+        rows = []
+        for call in range(5):
+            if changed and call in (1, 3):
+                s.states = [_zeros() + call, _zeros()]
+            found = s.states, s.pair, s.nested[0]
+            returned = run(torch.randn(2, 3))
+            same = [s.kept is each for each in (*found, s.states, getattr(s, "beside", None))]
+            rows.append((same, str((returned, s.kept, s.states, s.pair, s.nested))))
+        return rows
+
+    assert trained(True) == trained(False)
+
+
 def test_a_variable_of_a_closure() -> None:
     found = []
     for compiled in (False, True):

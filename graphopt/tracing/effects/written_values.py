@@ -39,7 +39,7 @@ def written_value(
         return FromCall(record.of_call[id(value)][1])
     if id(value) in record.stand_in_containers:  # what each call finds there
         _, place, path = record.stand_in_containers[id(value)]
-        return FromPlace(place, path)
+        made[id(value)] = MadeNest(value, FromPlace(place, path))
     if record.is_outside(value):
         record.pin(value)
         return Constant(value)
@@ -57,7 +57,8 @@ def written_value(
 
 
 class MadeNest(NamedTuple):
-    """A new object or container of a step, with the recipes of its parts."""
+    """A new object or container of a step, with the recipes of its parts, or one that each call
+    finds in a place."""
 
     value: Any
     nest: Any

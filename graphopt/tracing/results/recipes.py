@@ -144,12 +144,12 @@ class Recipes:
     def of_nest(self, value: Any) -> Recipe:
         """The recipe of a nested value, whose containers are new in each call unless they are
         arguments or existed before the step."""
-        if isinstance(value, (Constant, FromCall, FromPlace)):
-            return value
         if id(value) in self._of_call:
             return FromCall(self._of_call[id(value)][1])
         if id(value) in self._left:
             value = self._left[id(value)].nest
+        if isinstance(value, (Constant, FromCall, FromPlace)):
+            return value
         if self._is_there(value) or is_value(value):
             return Constant(value)
         if id(value) not in self._nests:
