@@ -150,7 +150,7 @@ def by_a_callback(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[S
     def step(number: int, x: Tensor) -> Any:
         group["lr"] = 0.05 / (number + 1)
         loss = trained(model, optimizer, x)
-        graphopt.callback(lambda: kept.append(group["lr"]))
+        graphopt.callback(kept.append, group["lr"])
         group["lr"] *= 0.5
         return loss
 

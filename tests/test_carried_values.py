@@ -393,11 +393,6 @@ def changed_behind(s: Any, model: Any, h: Tensor) -> None:
     h.mul_(2)
 
 
-def one_that_stands_outside(s: Any, model: Any, h: Tensor) -> None:
-    s.rows = [*s.rows[-2:], s.beside]
-    s.beside.add_(1)
-
-
 def a_buffer(s: Any, model: Any, h: Tensor) -> None:
     s.rows = s.rows[-2:] + [model.buffer]  # noqa: RUF005
     model.buffer.add_(1)
@@ -456,7 +451,6 @@ def kept(step: TensorsInListsStep) -> Loop:
     "step",
     [
         changed_behind,
-        one_that_stands_outside,
         a_buffer,
         tensor_in_list_and_attribute,
         summed_before,
@@ -467,3 +461,12 @@ def kept(step: TensorsInListsStep) -> Loop:
 )
 def test_tensors_in_lists_are_eager_s_in_every_call(step: TensorsInListsStep) -> None:
     graphs_of(lambda: kept(step), calls=5)
+
+
+def test_a_tensor_outside_is_not_put_into_a_list_that_is_read() -> None:
+    def one_that_stands_outside(s: Any, model: Any, h: Tensor) -> None:
+        s.rows = [*s.rows[-2:], s.beside]
+        s.beside.add_(1)
+
+    with pytest.raises(graphopt.CaptureError, match=r"reads s\.rows outside its arguments"):
+        graphs_of(lambda: kept(one_that_stands_outside), calls=5)

@@ -60,7 +60,7 @@ USES: dict[str, tuple[Callable[[int, Tensor], Any], int]] = {
     "modulus": (lambda n, x: x * pow(n, 2, 5), 6),
     "imported by name": (lambda n, x: x * cos(n) + floor(n / 2) + highest(n, 3), 1),
     "further functions": (lambda n, x: x * math.atan2(n, 2) + math.gcd(n, 4) + math.isqrt(n), 1),
-    "scalars of numpy": (lambda n, x: x * numpy.cos(n) + float(numpy.sqrt(n)) + 0.5 * ARRAY[n], 1),
+    "scalars of numpy": (lambda n, x: x * numpy.cos(n) + float(numpy.sqrt(n)) + 0.5 * ARRAY[n], 6),
     "divided by numpy's": (lambda n, x: x * (n / ARRAY[n]) + ARRAY[n] / 3, 1),
     "number of numpy's returned": (lambda n, x: [x.sum() * n, ARRAY[n] * n], 1),
     "sorted": (lambda n, x: x * sorted([n, 3])[0], 2),

@@ -193,7 +193,7 @@ def test_a_quotient_of_counts_beside_sizes_that_depend_on_values() -> None:
         out = model(x)
         loss = out[mask].sum()
         loss.backward()
-        return int((out.argmax(1)[mask] == 1).sum()) / int(mask.sum()), float(loss)
+        return int((out.argmax(1)[mask] == 1).sum()) / int(mask.sum()), float(loss.detach())
 
     run = graphopt.compile(step)
     for number in range(3):
