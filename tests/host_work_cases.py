@@ -57,7 +57,7 @@ class Program:
     def left(self) -> list[Any]:
         """All that it keeps."""
         kept = [self.rows, self.nested, self.queue, self.seen, self.counter, self.text, HISTORY]
-        kept += [self.array, self.bytes, self.path.read_text(), self.file.getvalue()]
+        kept += [self.array, self.bytes, self.path.read_bytes(), self.file.getvalue()]
         return [*map(str, kept), *(p.tolist() for p in self.model.parameters())]
 
 

@@ -172,7 +172,8 @@ def test_a_value_that_each_call_keeps(kept: str) -> None:
             found.append(repr((history, table, ends, writer.rows, writer.last, latest)))
     forget()
     assert found[:4] == found[4:]
-    assert found[0] != found[1]
+    if kept not in ("quotient", "rounded"):  # which are the same in each call
+        assert found[0] != found[1]
     assert len(run.captures) == 1
 
 

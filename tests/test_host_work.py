@@ -99,7 +99,8 @@ SHOWN_LATER = [param for param in ALL if "clock" not in str(param.id)]
 
 
 @pytest.mark.parametrize(("work", "pattern"), SHOWN_LATER)
-@pytest.mark.filterwarnings("ignore:a warning")
+@pytest.mark.filterwarnings("ignore:a warning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 def test_each_cure_gives_what_eager_code_gives(
     work: Work, pattern: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

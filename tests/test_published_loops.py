@@ -68,8 +68,8 @@ class Embedded(nn.Module):
 class Adversary:
     """Moves embeddings along their gradients, and puts them back."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, anew: bool) -> None:
+        self.model, self.anew = model, anew
         self.backup: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
 
@@ -94,7 +94,10 @@ class Adversary:
             if "emb" in name:
                 assert name in self.backup
                 parameter.data = self.backup[name]
-        self.backup = {}
+        if self.anew:
+            self.backup = {}
+        else:
+            self.backup.clear()
 
     def keep_gradients(self) -> None:
         for name, parameter in self.model.named_parameters():
@@ -108,7 +111,10 @@ class Adversary:
 
 def fgm() -> Loop:
     model = Embedded()
-    optimizer, adversary = torch.optim.Adam(model.parameters(), lr=0.01), Adversary(model)
+    optimizer, adversary = (
+        torch.optim.Adam(model.parameters(), lr=0.01),
+        Adversary(model, anew=False),
+    )
 
     def step(number: int, x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(model(y), y)
@@ -123,9 +129,9 @@ def fgm() -> Loop:
     return Loop(step, lambda: [*model.parameters(), len(adversary.backup)])
 
 
-def pgd() -> Loop:
+def pgd(anew: bool = False) -> Loop:
     model = Embedded()
-    optimizer, adversary = torch.optim.Adam(model.parameters(), lr=0.01), Adversary(model)
+    optimizer, adversary = torch.optim.Adam(model.parameters(), lr=0.01), Adversary(model, anew)
 
     def step(number: int, x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(model(y), y)
@@ -250,7 +256,6 @@ LOOPS: dict[str, Callable[[], Loop]] = {
     "an array that changes": an_array_that_changes_between_calls,
     "FGM": fgm,
     "PGD": pgd,
-    "RAdam": lambda: rectified(in_group=False),
     "a tuple that is replaced": replaced_tuple,
     "cumulative averages": cumulative_average,
 }
@@ -279,3 +284,22 @@ def test_loops_are_those_of_eager(name: str) -> None:
         else:
             assert one == other
     assert made <= captures + 1  # the first call of an optimizer may be a graph of its own
+
+
+AS_PUBLISHED = {
+    "PGD": (
+        lambda: pgd(anew=True),
+        r"reads adversary\.backup outside its arguments and changes it",
+    ),
+    "RAdam": (lambda: rectified(in_group=False), r"needs a graph for each value of optimizer"),
+    "RAdam, kept in a group": (
+        lambda: rectified(in_group=True),
+        r"needs a graph for each value of optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "reason"), AS_PUBLISHED.values(), ids=list(AS_PUBLISHED))
+def test_loops_that_are_refused_as_published(make: Callable[[], Loop], reason: str) -> None:
+    with pytest.raises(graphopt.CaptureError, match=reason):
+        trained(make, compiled=True)

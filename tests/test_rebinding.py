@@ -7,7 +7,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -275,26 +274,6 @@ def with_a_history() -> Loop:
     return Loop(step, lambda: [model, outside([holder.delta])])
 
 
-def of_arrays() -> Loop:
-    """Deep SVDD: a radius is a quantile that numpy computes; a bias and its gradient likewise."""
-    model, holder = nn.Linear(4, 2), SimpleNamespace(radius=torch.tensor(0.0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(number: int, x: Tensor) -> Any:
-        distance = model(x).square().sum(1)
-        loss = holder.radius**2 + F.relu(distance - holder.radius**2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        bias: Any = model.bias
-        bias.grad.data = torch.tensor(bias.grad.numpy() * 2)
-        optimizer.step()
-        bias.data = torch.from_numpy(bias.detach().numpy() * 0.9)
-        holder.radius.data = torch.tensor(np.quantile(np.sqrt(distance.detach().numpy()), 0.9))
-        return loss, holder.radius * 2
-
-    return Loop(step, lambda: [model, outside([holder.radius])])
-
-
-@pytest.mark.parametrize("make", [free, replaced, with_a_history, of_arrays])
+@pytest.mark.parametrize("make", [free, replaced, with_a_history])
 def test_tensors_outside(make: Callable[[], Loop]) -> None:
     assert graphs_of(make, 6) <= 3
