@@ -17,13 +17,16 @@ from graphopt.errors import CaptureError
 from graphopt.graph_utils import is_dense
 from graphopt.ir.user_frames import current_location
 from graphopt.tracing.optimizers.optimizer_state import entries_at
+from graphopt.tracing.rollback.nests import leaves_in
 from graphopt.tracing.scalars.numbers import SYMBOLIC, TracedFloat
 
 
 def holds_read(value: Any) -> bool:
     """True if nested lists contain numbers that are known only when a step runs."""
-    if isinstance(value, (list, tuple)):
-        return any(map(holds_read, value))
+    return any(map(_is_read, leaves_in(value, lambda each: isinstance(each, (list, tuple)))))
+
+
+def _is_read(value: Any) -> bool:
     if issubclass(type(value), TracedFloat):
         return not isinstance(value, int)  # integers that are known before a call are constants
     return issubclass(type(value), SYMBOLIC)
