@@ -64,9 +64,10 @@ from graphopt.comm.buckets import (
     pinned_nodes,
     raise_launches,
 )
-from graphopt.comm.fusing import copy_out, copy_sent_names, first_reader, flat_members, replace_all
+from graphopt.comm.fusing import copy_out, copy_sent_names, first_reader, flat_members
 from graphopt.comm.unfused import why_unfused
 from graphopt.graph_utils import move_after
+from graphopt.graph_utils.cleaning import replace_all
 from graphopt.ir.effects import Effects
 from graphopt.ir.metadata import fake_value
 from graphopt.manager import PassArgumentError, graph_optimization_pass

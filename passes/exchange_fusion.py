@@ -41,8 +41,9 @@ from graphopt.comm.buckets import (
     fusable_blocks,
     pinned_nodes,
 )
-from graphopt.comm.fusing import copy_sent_names, first_reader, flat_members, replace_all
+from graphopt.comm.fusing import copy_sent_names, first_reader, flat_members
 from graphopt.graph_utils import is_operator, move_after
+from graphopt.graph_utils.cleaning import replace_all
 from graphopt.ir.effects import Effects
 from graphopt.ir.metadata import fake_value
 from graphopt.manager import PassArgumentError, graph_optimization_pass

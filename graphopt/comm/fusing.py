@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -63,18 +63,6 @@ def copy_out(graph: fx.Graph, result: fx.Node, wait: fx.Node) -> fx.Node:
     """Copies `result` just before the first node that reads `wait`."""
     with graph.inserting_before(min(wait.users)):
         return communicating(graph, aten.clone.default, (result,), result)
-
-
-def replace_all(replacements: Mapping[fx.Node, fx.Node]) -> None:
-    """Replaces nodes in all their users at once; one at a time would be quadratic for long
-    lists."""
-
-    def replaced(node: fx.Node) -> fx.Node:
-        return replacements.get(node, node)
-
-    for user in dict.fromkeys(user for node in replacements for user in node.users):
-        user.args = fx.map_arg(user.args, replaced)
-        user.kwargs = fx.map_arg(user.kwargs, replaced)
 
 
 def copy_sent_names(blocks: Sequence[CommBlock], launch: fx.Node) -> None:
