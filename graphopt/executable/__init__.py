@@ -9,7 +9,7 @@ removes their `copy_`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,6 +28,7 @@ from graphopt.graph_utils import (
     same_kind,
     set_outputs,
 )
+from graphopt.graph_utils.cleaning import replace_all
 from graphopt.ir.effects import Effects
 from graphopt.ir.entries import ListCall, list_call
 from graphopt.ir.inplace import inplace_form
@@ -97,23 +98,25 @@ class _StorageReuse:
         if not pairs or not all(self._may_overwrite(node, *pair) for pair in pairs):
             return
         node.target = written
+        self._take_over(node, pairs)
+
+    def _take_over(self, node: fx.Node, pairs: Iterable[tuple[fx.Node, Sequence[fx.Node]]]) -> None:
+        """Records that each source now holds the value of its results."""
+        replaced: dict[fx.Node, fx.Node] = {}
         for source, results in pairs:
-            self._take_over(node, source, results)
-
-    def _take_over(self, node: fx.Node, source: fx.Node, results: Sequence[fx.Node]) -> None:
-        """Records that `source` now holds the value of `results`."""
-        for result in results:
-            if result is node:
+            for result in results:
                 self._effects.join(source, result)
-            else:
-                self._replace(result, source)
-                self._graph.erase_node(result)
+                if result is not node:
+                    self._ends_in(source, result)
+                    replaced[result] = source
+        replace_all(replaced)
+        for result in replaced:
+            self._graph.erase_node(result)
 
-    def _replace(self, result: fx.Node, source: fx.Node) -> None:
-        self._effects.join(source, result)
+    def _ends_in(self, source: fx.Node, result: fx.Node) -> None:
+        """Records that `source` becomes the state that `result` becomes."""
         if result in self._finals:
             self._finals.setdefault(source, self._finals[result])
-        result.replace_all_uses_with(source)
 
     def _may_overwrite(self, node: fx.Node, source: fx.Node, results: Sequence[fx.Node]) -> bool:
         effects = self._effects
@@ -171,12 +174,15 @@ class _StorageReuse:
             args[position] = [self._own(node, *entry) for entry in _entries(call, position)]
         node.args = tuple(args)
         node.target = fused_in_place(node.target)
-        for getitem in list(node.users):
-            for leaf in list(getitem.users):
-                assert isinstance(getitem.args[1], int) and isinstance(leaf.args[1], int)
-                source = cast(Any, args[getitem.args[1]])[leaf.args[1]]
-                self._take_over(node, source, [leaf])
-            self._graph.erase_node(getitem)
+        lists = list(node.users)
+        pairs = []
+        for leaf in (leaf for each in lists for leaf in each.users):
+            position = cast(fx.Node, leaf.args[0]).args[1]
+            assert isinstance(position, int) and isinstance(leaf.args[1], int)
+            pairs.append((cast(Any, args[position])[leaf.args[1]], [leaf]))
+        self._take_over(node, pairs)
+        for each in lists:
+            self._graph.erase_node(each)
 
     def _own(self, node: fx.Node, source: fx.Node, results: Sequence[fx.Node]) -> fx.Node:
         return source if self._may_overwrite(node, source, results) else self._cloned(source, node)
@@ -195,9 +201,11 @@ class _StorageReuse:
         call_original(node, form, own)
         for source, results in pairs:
             if results == [node]:  # what it gives itself is another thing, or nothing
-                self._replace(node, own[source])
-            else:
-                self._take_over(node, own[source], results)
+                self._effects.join(own[source], node)
+                self._ends_in(own[source], node)
+                node.replace_all_uses_with(own[source])
+        held = [(own[source], results) for source, results in pairs if results != [node]]
+        self._take_over(node, held)
         for item in [each for each in node.users if each.op != "output" and not each.users]:
             self._graph.erase_node(item)
 
