@@ -5,9 +5,8 @@
 
 For each number of ranks and stage, in a process of its own that believes in an H100: seconds of CPU
 for capture, expansion, passes and proofs; then simulated seconds of a step after the default
-pipeline, beside the larger of its compute and its communication ("bound"), beside the bound that
-knows what has to be computed and sent before and after each collective ("due"; `due_dates.py`), and
-the bytes that it holds.
+pipeline, beside the larger of its compute and its communication ("bound"), and the bytes that it
+holds.
 All tables take some minutes of CPU; each is printed when it is done.
 
 With stage 3 the scheduler of Inductor orders the same captured graph, with the same costs, in the
@@ -90,15 +89,12 @@ def _arguments(options: Figures) -> tuple[Any, ...]:
 
 
 def _simulated(gm: fx.GraphModule) -> Figures:
-    from due_dates import due_date_bound
-
     step = graphopt.simulate(gm)
     return {
         "seconds": step.step_seconds,
         "compute": step.compute_seconds,
         "communication": step.comm_seconds,
         "bound": step.bound_seconds,
-        "due_bound": due_date_bound(step),
         "peak": step.peak_bytes,
         "collectives": len(step.collectives),
     }
@@ -157,7 +153,6 @@ def table(found: Figures) -> Table:
                 {"": name}
                 | {column: f"{1e3 * row[key]:.0f}" for column, key in names.items()}
                 | {"/ bound": f"{row['seconds'] / row['bound']:.3f}"}
-                | {"/ due": f"{row['seconds'] / row['due_bound']:.3f}"}
                 | {"peak GiB": f"{row['peak'] / 2**30:.1f}", "collectives": row["collectives"]}
             )
     seconds = (f"{name} {taken:.1f}" for name, taken in found["seconds"].items())

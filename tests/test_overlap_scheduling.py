@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 import graphopt
+from due_dates import due_date_bound
 from graphopt.cost import NETWORKS, Collective, CostModel, Transfer
 from graphopt.cost.roofline import DEVICES, RooflineCost, is_free
 from graphopt.graph_utils import is_collective, is_random
@@ -25,7 +26,6 @@ from graphs import training_step
 from llama_steps import Llama, llama_step
 from sharded import Sizes, sharded_step
 from sketch import Sketch, c10d, targets
-from timelines import due_date_bound
 
 LARGE = {"width": 4096, "hidden": 14336, "heads": 32, "tokens": 8192}
 

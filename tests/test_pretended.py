@@ -184,7 +184,7 @@ def test_the_benchmark_shows_a_plan_that_inductor_does_not_order(
     """Of stage 1 there are two rows; the seconds that Inductor may take are no row."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     benchmark = importlib.import_module("plan_llama")
-    names = ("seconds", "compute", "communication", "bound", "due_bound", "peak", "collectives")
+    names = ("seconds", "compute", "communication", "bound", "peak", "collectives")
     figures = dict.fromkeys(names, 1)
     found = {"nodes": 9, "seconds": {"capture": 0.5}, "given": figures, "default": figures}
     ranks = SimpleNamespace(run=lambda planned, options: found)

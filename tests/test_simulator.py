@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import graphopt
+from due_dates import Job, due_date_bound, jackson
 from graphopt.cost import CostModel, Transfer
 from graphopt.ir.metadata import set_phase
 from graphopt.parallel import OverRanks
@@ -28,7 +29,7 @@ from graphopt.schedule.program import step_peak_bytes
 from graphopt.testing import fake_ranks
 from graphs import training_step
 from slices import examples
-from timelines import Job, due_date_bound, jackson, program
+from timelines import program
 from zero_cases import VOCABULARY, Language
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default

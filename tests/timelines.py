@@ -10,21 +10,13 @@ W0~       wait for message 0 of the iteration before
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import fx
 
 from graphopt.cost import Transfer
 from graphopt.schedule import Message, Program
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
-
-from due_dates import Job, due_date_bound, jackson
-
-__all__ = ["Job", "due_date_bound", "jackson", "program"]
 
 c10d = torch.ops._c10d_functional
 

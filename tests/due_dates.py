@@ -30,9 +30,9 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
-from compute_between import ComputeBetween
 from numpy.typing import NDArray
 
+from compute_between import ComputeBetween
 from graphopt.schedule import Message, Program, Timeline
 
 Seconds = NDArray[np.float64]
