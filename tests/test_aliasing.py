@@ -53,6 +53,47 @@ def test_returned_value_that_a_buffer_is_updated_to() -> None:
     both(step, lambda: [Average()], batches(4))
 
 
+def test_a_buffer_that_a_value_of_another_shape_is_copied_to() -> None:
+    """The proof follows a `copy_` in place of a `copy` that repeats its source."""
+
+    class Filled(Average):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("filled", torch.zeros(3, 1))
+
+    def step(model: Filled, x: Tensor) -> Tensor:
+        new = model.layer(x).mean().detach()
+        model.filled.copy_(new)
+        model.average.copy_(model.filled.sum())
+        return model.average * model.filled
+
+    both(step, lambda: [Filled()], batches(3))
+
+
+@pytest.mark.parametrize("updated", ["whole", "same", "turned", "first", "inner", "every_second"])
+def test_one_of_several_tensors_over_a_storage_is_updated(updated: str) -> None:
+    class Several(Average):
+        def __init__(self) -> None:
+            super().__init__()
+            whole = torch.arange(4.0)
+            views = {
+                "whole": whole,
+                "same": whole.detach(),
+                "turned": whole.view(2, 2).t(),
+                "first": whole[:2],
+                "inner": whole[1:3],
+                "every_second": whole[::2],
+            }
+            for name, view in views.items():
+                self.register_buffer(name, view)
+
+    def step(model: Several, x: Tensor) -> Tensor:
+        getattr(model, updated).add_(model.layer(x).mean().detach())
+        return torch.cat([each.flatten() for _, each in model.named_buffers()])
+
+    both(step, lambda: [Several()], batches(3))
+
+
 def test_tensor_attribute_that_the_user_keeps() -> None:
     def step(model: Average, x: Tensor) -> Tensor:
         model.last = model.layer(x).mean().detach() + model.last

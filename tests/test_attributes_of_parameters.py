@@ -136,6 +136,28 @@ def test_an_attribute_that_a_step_deletes_is_refused() -> None:
     assert model.weight.once == 1.0  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("of", ["model", "layer", "optimizer"])
+@pytest.mark.parametrize("value", [3, torch.ones(2), [torch.ones(2)]], ids=str)
+def test_an_attribute_of_a_module_or_optimizer_that_a_step_deletes_is_refused(
+    of: str, value: Any
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    owner: Any = {"model": model, "layer": model[0], "optimizer": optimizer}[of]
+    owner.once = value
+
+    def step(x: Tensor) -> Any:
+        model(x).sum().backward()
+        optimizer.step()
+        del owner.once
+        owner.other = 3
+        del owner.other
+
+    with pytest.raises(graphopt.CaptureError, match=r"deletes the attribute [\w.]*once"):
+        graphopt.compile(step)(torch.ones(1, 2))
+    assert owner.once is value
+
+
 def test_a_refused_step_leaves_the_attributes() -> None:
     model = nn.Linear(2, 2)
     model.weight.mask = mask = torch.ones(2, 2)  # type: ignore[attr-defined]

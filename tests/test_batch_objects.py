@@ -291,18 +291,50 @@ def test_nothing_of_a_batch_is_kept_alive() -> None:
         assert gone() is None
 
 
-def test_a_changed_list_in_an_object_is_refused() -> None:
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("new", [lambda row: row * 2, lambda row: None, lambda row: 3])
+def test_a_changed_list_in_an_object_is_refused(new: Callable[[Any], Any], place: int) -> None:
     def step(model: Any, optimizer: Any, b: Any) -> Any:
-        b.rows[0] = b.rows[0] * 2
-        return trained(model, optimizer, b.rows[0], b.y)
+        first = b.rows[0]
+        b.rows[place] = new(first)
+        return trained(model, optimizer, first, b.y)
 
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    given = Batch(x(), y(), rows=[x(), "text"])
+    given = Batch(x(), y(), rows=[x(), "text", x()])
     before = [*given.rows]
     with pytest.raises(graphopt.CaptureError, match="changes a list among its arguments"):
         graphopt.compile(step)(model, optimizer, given)
     assert all(now is then for now, then in zip(given.rows, before, strict=True))
+
+
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "tuple": lambda b: b.mixed,
+    "list": lambda b: b.rows,
+    "tuple in a list": lambda b: b.rows[1],
+    "dictionary in a tuple": lambda b: b.deep[0],
+    "object": lambda b: b.inner,
+    "tuple in an object": lambda b: b.inner.mixed,
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_stands_in_an_object_is_left_in_another_place_itself(part: str) -> None:
+    """What stands for it while the step is traced stays nowhere."""
+
+    def step(model: Any, optimizer: Any, b: Any) -> Any:
+        trained(model, optimizer, b.x, b.y)
+        b.kept = PARTS[part](b)
+
+    model = nn.Linear(4, 3)
+    compiled = graphopt.compile(step)
+    for _ in range(3):
+        inner = Batch(x(), y(), mixed=(x(), 1))
+        mixed, deep, rows = (x(), 2, None), ({"a": x()}, x()), [x(), (x(), x())]
+        given = Batch(x(), y(), mixed=mixed, deep=deep, rows=rows, inner=inner)
+        compiled(model, torch.optim.SGD(model.parameters(), 0.1), given)
+        assert given.kept is PARTS[part](given)  # type: ignore[attr-defined]
+        assert rows[0].sum() == rows[0].sum() and given.mixed is mixed  # type: ignore[attr-defined]
 
 
 class Pair(NamedTuple):

@@ -23,6 +23,7 @@ import random_changes
 import random_steps
 import random_tensors
 import random_trainings
+import random_writes
 
 Found = tuple[list[Any], str]
 """What each call leaves, and the class of the error that ends it, if one does."""
@@ -141,6 +142,28 @@ def _changes(module: ModuleType, compiled: bool) -> Found:
     return found, ""
 
 
+def writes(seed: int, module: ModuleType, compiled: bool) -> Found:
+    torch.manual_seed(0)
+    model, s = random_writes.Model(), random_writes.state()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+    module.OUT["held"].append(s)
+    step = compiled_if(compiled, module.step)
+    found: list[Any] = []
+    for i in range(4):
+        try:
+            returned = step(model, optimizer, torch.randn(4, 3) + i, s)
+        except Exception as error:
+            return found, type(error).__name__
+        attributes = [vars(model).get(name) for name in random_writes.ATTRIBUTES]
+        left = [returned, s, module.OUT, *attributes, vars(optimizer).get("mark")]
+        found.append(random_writes.shown([*left, *model.parameters()]))
+        try:
+            module.between(i, s, model)
+        except Exception as error:
+            return found, f"between: {type(error).__name__}"
+    return found, ""
+
+
 class Kind(NamedTuple):
     """Programs of one kind: `source` writes one, `run` says what it leaves."""
 
@@ -155,6 +178,7 @@ KINDS = {
     "tensors": Kind(random_tensors.source, tensors, range(4)),
     "trainings": Kind(random_trainings.source, trainings, range(3)),
     "changes": Kind(random_changes.source, changes, range(3)),
+    "writes": Kind(random_writes.source, writes, range(6)),
 }
 
 

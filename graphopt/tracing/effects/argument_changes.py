@@ -14,6 +14,7 @@ from operator import is_
 from typing import Any
 
 from graphopt.errors import CaptureError
+from graphopt.tracing.effects.tuples import TupleTable, nests_in
 from graphopt.tracing.inputs.argument_objects import AttributesOf, OpenedObjects
 from graphopt.tracing.rollback.nests import Path, containers_in
 
@@ -74,8 +75,13 @@ class GivenContainers:
     def places(self) -> dict[int, tuple[Any, Path]]:
         """The containers and opened objects by id, with their paths."""
         found = {id(container): (container, path) for path, container, _ in reversed(self._before)}
-        inner = ((value, (InObject(root), *path)) for value, root, path in self._objects.found)
-        return found | {id(value): (value, path) for value, path in inner}
+        inner = [*self._objects.found]
+        for of in {id(field.table): field.table for field in self._objects.fields}.values():
+            if isinstance(of.table, TupleTable):
+                nests = nests_in(of.table.place.now())
+                inner += [(each, of.root, (*of.path, *path)) for path, each in nests]
+        paths = ((value, (InObject(root), *path)) for value, root, path in inner)
+        return found | {id(value): (value, path) for value, path in paths}
 
     def changes(self) -> Iterator[ContainerChange]:
         """The changes of all containers since before the step.

@@ -110,6 +110,10 @@ class _PlacedValues:
         if read and note_counted(self.finder, written.path, place, before, value):
             place.write(before)  # the step is traced anew, and not everything is put back
             return None
+        removed = value is MISSING and before is not MISSING and place.is_item
+        if removed and not is_tensor(written.owner):
+            there = OutsidePlace("has", place.holder, place.key)
+            record.holds(there, True, written.path, written.line)  # or eager code raises
         if id(place.holder) in self.others:
             return None
         weak = isinstance(place.key, weakref.ref)
@@ -121,7 +125,7 @@ class _PlacedValues:
         if self._is_moved(written, value) and self.finder.carries(written.path, place):
             place.write(before)
             return None
-        found = isinstance(before, torch.Tensor) and value is self._stand_in(before)
+        found = self._is_stand_in(before, value)
         in_place = found and id(value) not in self.gradients and record.depends_on(place)
         left = value if in_place else _left_by_each_call(record, written, value, self.made)
         if left is None:
@@ -134,7 +138,7 @@ class _PlacedValues:
         """Restores an item of a list, and refuses another tensor there."""
         before = written.before
         written.place.write(before)
-        if value is not before and not (is_tensor(before) and value is self._stand_in(before)):
+        if value is not before and not self._is_stand_in(before, value):
             self.record.unrepeated.add(written.path, written.line)
 
     def _refuse(self, written: WrittenPlace, value: Any, weak: bool) -> None:
@@ -163,8 +167,11 @@ class _PlacedValues:
             return False
         return self.record.is_outside(value) and _is_found(self.record, written)
 
-    def _stand_in(self, tensor: torch.Tensor) -> Any:
-        return self.stand_ins.get(id(tensor), self.finder.stand_in_of(tensor))
+    def _is_stand_in(self, before: Any, value: Any) -> bool:
+        """True if a value stands for the tensor that was there before."""
+        if not is_tensor(before) or not is_tensor(value):
+            return False
+        return value is self.stand_ins.get(id(before), self.finder.stand_in_of(before))
 
 
 def _leave(record: OutsideRecord, written: WrittenPlace, value: Any) -> None:
@@ -213,6 +220,8 @@ def _left_by_each_call(
 ) -> Any:
     """The value that each call stores (see `written_value`), or None if only the capture does."""
     place, reads = written.place, record.depends_on(written.place)
+    if value is MISSING and not place.is_item:
+        return None
     if value is MISSING and (record.is_input(place) or record.goes_by_keys(place.holder)):
         return Constant(MISSING)
     if _is_traced(value):

@@ -7,6 +7,7 @@ self.hidden = cell(x, self.hidden)
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
@@ -89,12 +90,12 @@ class TupleTable(MutableMapping[Any, Any]):
         return len(self._leaves())
 
 
-def nests_in(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """The tuple or list itself, and all tuples and lists nested in it, with their positions."""
-    if isinstance(value, (tuple, list)):
+def nests_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The container itself, and all that are nested in it, with their positions and keys."""
+    if isinstance(value, (tuple, list, deque, dict)):
         yield path, value
-        for position, item in enumerate(value):
-            yield from nests_in(item, (*path, position))
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from nests_in(item, (*path, key))
 
 
 def with_leaf(value: Any, position: int, leaf: Any) -> Any:

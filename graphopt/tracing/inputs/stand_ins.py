@@ -97,7 +97,11 @@ def _without_gradient(stand_in: torch.Tensor, live: torch.Tensor) -> torch.Tenso
 
 def _member(base: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     """The stand-in of one of several tensors that share the storage `base`."""
-    view = torch.as_strided(base, real.shape, real.stride(), int(real.storage_offset())).detach()
+    place = real.shape, real.stride(), int(real.storage_offset())
+    if place == (base.shape, base.stride(), int(base.storage_offset())):
+        view = base.detach()
+    else:
+        view = torch.as_strided(base, *place).detach()
     if isinstance(real, torch.nn.Parameter):
         view = _compat.as_parameter(view)
     return view.requires_grad_(accumulates(real))

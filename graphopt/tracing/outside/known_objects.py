@@ -41,7 +41,7 @@ class StandInContainer(NamedTuple):
 
     itself: Any
     place: OutsidePlace
-    path: tuple[int, ...]
+    path: tuple[Any, ...]
 
 
 class KnownObjects:

@@ -107,7 +107,7 @@ class FromPlace:
     """
 
     place: OutsidePlace
-    path: tuple[int, ...]
+    path: tuple[Any, ...]
 
     def now(self) -> Any:
         """What is there."""

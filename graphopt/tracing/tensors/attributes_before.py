@@ -90,10 +90,12 @@ class AttributesBefore:
         """Yields the changed attributes at the end of the step.
 
         Raises:
-            CaptureError: it has registered parameters, buffers or submodules.
+            CaptureError: it has registered parameters, buffers or submodules, or deleted an
+                attribute.
         """
         for registered in self._registered:
             registered.refuse_changed(self._record)
+        self._refuse_deleted()
         for name, table, before in () if self._alone else self._buffers:
             for key, value in table.items():
                 if value is not None and before.get(key) is None:
@@ -103,6 +105,16 @@ class AttributesBefore:
                         hint="register it with its shape and dtype outside the step",
                     )
         yield from self.changes()
+
+    def _refuse_deleted(self) -> None:
+        for name, (now, before) in zip(self._names, self.tables, strict=True):
+            for key in (key for key in before if key not in now):
+                raise CaptureError(
+                    f"it deletes the attribute {name}.{key}".replace(" .", " ")
+                    + ", which would happen at capture only",
+                    location=self._record.location_of(OutsidePlace("item", now, key)),
+                    hint="set it to None",
+                )
 
     def note_counted(self, finder: ImplicitInputFinder) -> None:
         """Tells the finder of numbers in attributes that the step has changed."""
@@ -139,7 +151,7 @@ def _stands_for(before: Any, after: Any, by_id: Mapping[int, torch.Tensor]) -> b
     if not (isinstance(after, kinds) and isinstance(before, kinds) and before):
         return False
     return len(after) == len(before) and all(
-        by_id.get(id(_referent(old))) is _referent(new)
+        by_id.get(id(_referent(old)), MISSING) is _referent(new)
         for old, new in zip(before, after, strict=True)
     )
 

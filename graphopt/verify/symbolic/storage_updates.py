@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import torch
 from torch import fx
 
 from graphopt.graph_utils import written
@@ -55,11 +56,14 @@ class StorageUpdates:
             before, source = arguments["self"], arguments["src"]
             if arguments["non_blocking"]:
                 raise NotDecidedError("it copies asynchronously (non_blocking=True)", node)
-        value = _copied(self._terms, before, source, destination)
-        if value is None:
+        if not isinstance(source, TensorValue) or not isinstance(before, TensorValue):
             self._reading.refuse_pending(node)
-            raise NotDecidedError("what it writes has another shape than its destination", node)
-        return self._put(node, destination, value)
+            raise NotDecidedError("it copies what is no tensor", node)
+        if source.shape != before.shape:
+            arguments = {"self": before, "src": source, "non_blocking": False}
+            value = self._applied(node, torch.ops.aten.copy.default, arguments)
+            return self.written(node, destination, value)
+        return self._put(node, destination, _copied(self._terms, source, destination))
 
     def written(self, node: fx.Node, destination: fx.Node, value: Any) -> Any:
         """Overwrites `destination` with a value that may have another layout."""
@@ -149,13 +153,9 @@ class StorageUpdates:
         return value
 
 
-def _copied(terms: Terms, before: Any, source: Any, destination: fx.Node) -> TensorValue | None:
-    if not isinstance(source, TensorValue) or not isinstance(before, TensorValue):
-        return None
-    if source.shape != before.shape:
-        return None
+def _copied(terms: Terms, source: TensorValue, destination: fx.Node) -> TensorValue:
+    """Returns what a destination holds once a value of its shape has been copied there."""
     fake = fake_value(destination)
-    if source.dtype == before.dtype:
-        same = source.stride == before.stride and source.device == before.device
-        return source if same else tensor_value(source.segments, fake)
-    return tensor_value(converted(terms, source, fake), fake)
+    if source.dtype != fake.dtype:
+        return tensor_value(converted(terms, source, fake), fake)
+    return with_layout(source, fake)
