@@ -177,9 +177,9 @@ class _StorageReuse:
         lists = list(node.users)
         pairs = []
         for leaf in (leaf for each in lists for leaf in each.users):
-            position = cast(fx.Node, leaf.args[0]).args[1]
-            assert isinstance(position, int) and isinstance(leaf.args[1], int)
-            pairs.append((cast(Any, args[position])[leaf.args[1]], [leaf]))
+            place, index = cast(fx.Node, leaf.args[0]).args[1], leaf.args[1]
+            assert isinstance(place, int) and isinstance(index, int)
+            pairs.append((cast(Any, args[place])[index], [leaf]))
         self._take_over(node, pairs)
         for each in lists:
             self._graph.erase_node(each)

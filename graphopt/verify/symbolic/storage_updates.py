@@ -158,4 +158,4 @@ def _copied(terms: Terms, source: TensorValue, destination: fx.Node) -> TensorVa
     fake = fake_value(destination)
     if source.dtype != fake.dtype:
         return tensor_value(converted(terms, source, fake), fake)
-    return with_layout(source, fake)
+    return cast(TensorValue, with_layout(source, fake))
