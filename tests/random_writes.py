@@ -178,9 +178,10 @@ def shown(value: Any) -> list[Any]:
         if not isinstance(inner, (list, tuple, dict)):
             found.append((type(each), repr(each)))
             return
-        again = not isinstance(inner, tuple) and id(inner) in known
-        found.append((type(each), known.setdefault(id(inner), len(known)) if again else None))
-        known.setdefault(id(inner), len(known))
+        again, first = id(inner) in known, None
+        if not isinstance(inner, tuple):  # of which an equal one is as good
+            first = known.setdefault(id(inner), len(known))
+        found.append((type(each), first, len(inner)))
         for key, part in () if again else _items(inner):
             found.append(key)
             see(part)
