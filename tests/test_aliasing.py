@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +93,59 @@ def test_one_of_several_tensors_over_a_storage_is_updated(updated: str) -> None:
         return torch.cat([each.flatten() for _, each in model.named_buffers()])
 
     both(step, lambda: [Several()], batches(3))
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda x: x.expand(3, 4),
+    "a dimension before": lambda x: x.expand(1, 1, 3, 4)[0],
+    "turned": lambda x: x.t().expand(4, 3),
+    "as another": lambda x: x.expand_as(x),
+    "a part": lambda x: x.narrow(0, 1, 1).expand(1, 4),
+    "of a part": lambda x: x.expand(3, 4)[1:],
+}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_write_through_an_expand_that_repeats_nothing(name: str, shared: bool) -> None:
+    """torch's functionalization adds a difference there, which rounds."""
+
+    def step(model: Average, state: list[Tensor], x: Tensor) -> Tensor:
+        with torch.no_grad():
+            VIEWS[name](state[0]).mul_(1.1)
+        return model.layer(x).mean() + state[0].sum()
+
+    def make() -> list[Any]:
+        state = torch.randn(3, 4)
+        return [Average(), [state, state.view(-1)[:5] if shared else torch.zeros(1)]]
+
+    kept = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model, state = make()
+        held = SimpleNamespace(state=state)
+
+        def closed(x: Tensor, model: Any = model, held: Any = held) -> Tensor:
+            return step(model, held.state, x)
+
+        run = graphopt.compile(closed) if compiled else closed
+        kept.append([[run(*each).item(), state[0].tolist()] for each in batches(3)])
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize(
+    "write", [lambda x: x.unfold(0, 2, 2).mul_(1.1), lambda x: x.unfold(0, 2, 3)[0].add_(1)]
+)
+def test_a_write_through_unfold_is_refused(write: Callable[[Tensor], Any]) -> None:
+    def step(model: Average, x: Tensor) -> Tensor:
+        write(model.scales)
+        return model.layer(x).mean()
+
+    model = Average()
+    model.register_buffer("scales", torch.ones(5))
+    with pytest.raises(graphopt.CaptureError, match="unfold"):
+        graphopt.compile(step)(model, *batches(1)[0])
+    assert torch.equal(model.get_buffer("scales"), torch.ones(5))
 
 
 def test_tensor_attribute_that_the_user_keeps() -> None:

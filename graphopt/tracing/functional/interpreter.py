@@ -27,6 +27,7 @@ from graphopt.tracing.exactness import averages, fused, statistics
 from graphopt.tracing.functional.rewriting import (
     explained_at,
     has_strides_of,
+    is_expanded,
     keep_strides,
     refuse_unusual_writes,
     with_strides,
@@ -241,6 +242,10 @@ class RawGraphRunner(fx.Interpreter):
             )
         if fused_optimizer(target) is not None:
             return self._update_lists(target, args, kwargs)
+        assert self._running is not None
+        traced_value = known_value(self._running)
+        if is_operator(target, "aten::expand") and not is_expanded(traced_value):
+            return _with_dimensions_before(args[0], traced_value.dim())
         if args and isinstance(args[0], list) and rounds_a_list_in_place(target, args[0]):
             return self._update_each(target, args, kwargs)
         functional = inplace.functional_form(target, args) if args else None
@@ -299,6 +304,15 @@ def _written_functionally(form: FunctionalForm, args: Any, kwargs: dict[str, Any
 
 def _are_contiguous(nodes: Any) -> bool:
     return all(fake_value(node).is_contiguous() for node in nodes)
+
+
+def _with_dimensions_before(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """What `expand` gives where it repeats nothing. A write to what `expand` itself gives is, in
+    torch's functionalization, added as a difference, which rounds."""
+    view: torch.Tensor = aten.alias.default(tensor)
+    for _ in range(count - tensor.dim()):
+        view = aten.unsqueeze.default(view, 0)
+    return view
 
 
 def _each_entry(target: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, list[Any]]]:

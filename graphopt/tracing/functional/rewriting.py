@@ -48,7 +48,8 @@ def refuse_unusual_writes(node: fx.Node) -> None:
     One is a change of an argument's own shape or strides. Another is writing to an expanded
     tensor, some elements of which are one in memory, or to a part of one: eager refuses most such
     operators, lets the order of its kernel decide in the others, and what stands for the write in
-    a graph rounds. So is writing to what is read elsewhere, see `overlapping`. Another one is a
+    a graph rounds. So is writing to what is read elsewhere, see `overlapping`, and through what
+    `unfold` gives: torch's functionalization loses what lies between the windows. Another one is a
     list operator of which one entry reads or writes what another one writes, such as a weight that
     is given twice.
     """
@@ -59,8 +60,16 @@ def refuse_unusual_writes(node: fx.Node) -> None:
     if form_of(node.target) is not None:
         _refuse_given_twice(node)
     for target in written(node):
-        if any(is_expanded(known_value(each)) for each in viewed(target)):
+        through = list(viewed(target))
+        if any(is_expanded(known_value(each)) for each in through):
             raise expanded_write(node)
+        if any(is_operator(each.target, "aten::unfold") for each in through):
+            raise CaptureError(
+                f"it writes through what unfold gives ({node.target}), which torch makes zeros of"
+                " the elements between the windows",
+                location=source_line(node),
+                hint="write to the tensor itself, by an index, or through as_strided",
+            )
     refuse_overlapping(node)
 
 

@@ -58,6 +58,7 @@ class OutsideRecord(OutsideReads):
     Attributes:
         times_written: how often the step has written to a place, by its identity.
         optimizers: whose state the step uses, by id.
+        changed_at: the line that changes what the step has read, if it does that.
         left_over: ids of those whose state also holds that of parameters in none of their groups.
     """
 
@@ -75,6 +76,7 @@ class OutsideRecord(OutsideReads):
         self.modules: dict[int, tuple[str, torch.nn.Module]] = {}
         self.functions_of_torch: set[types.CodeType] = set()
         self.changed: tuple[OutsideRead, Any] | None = None
+        self.changed_at: str | None = None
         self.times_written: Counter[tuple[Any, ...]] = Counter()
         self._left_in: dict[int, Any] = {}
 
@@ -82,6 +84,8 @@ class OutsideRecord(OutsideReads):
         """Ends the trace: looks for what the step changed."""
         self.unrepeated.finish()
         self.changed = self._changed()
+        if self.changed is not None:
+            self.changed_at = self.location_of(self.changed[0].place)
         self._hold_replaced()
         for identity, (container, line) in self.rewritten.items():
             self.holds_contents(container, line, self._left_in.get(identity))

@@ -115,7 +115,7 @@ def refuse_changed_reads(record: OutsideRecord) -> None:
     """Refuses a step that changes the outside state it reads.
 
     Raises:
-        CaptureError: naming the line that reads.
+        CaptureError: naming the line that changes it, or the one that reads.
         MoreInputs: it changes a bool, a text or None, which each call may do.
     """
     if record.changed is not None:
@@ -152,7 +152,7 @@ def _refuse(record: OutsideRecord, read: OutsideRead, now: Any) -> None:
     raise CaptureError(
         f"it reads {read.path} outside its arguments and changes it{became}, which would happen at"
         " capture only",
-        location=read.line,
+        location=record.changed_at or read.line,
         hint=_HINT,
     )
 
