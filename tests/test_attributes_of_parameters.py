@@ -153,9 +153,9 @@ def test_an_attribute_of_a_module_or_optimizer_that_a_step_deletes_is_refused(
         owner.other = 3
         del owner.other
 
-    with pytest.raises(graphopt.CaptureError, match=r"deletes the attribute [\w.]*once"):
+    with pytest.raises(graphopt.CaptureError, match=r"deletes the attribute [\w.]*once") as refused:
         graphopt.compile(step)(torch.ones(1, 2))
-    assert owner.once is value
+    assert owner.once is value and "del owner.once" in str(refused.value)
 
 
 def test_a_refused_step_leaves_the_attributes() -> None:

@@ -288,6 +288,7 @@ class StepRun:
     ) -> tuple[list[AttributeChange], list[ContainerChange]]:
         """The changes of attributes and argument containers that each call makes."""
         record, made = self.outside, self._left
+        held.refuse_deleted()
         held_now = list(held.changes())
         attributes = [attribute_told(record, change, made) for change in held_now]
         changes = [change_told(record, change, made) for change in given.changes()]

@@ -90,12 +90,10 @@ class AttributesBefore:
         """Yields the changed attributes at the end of the step.
 
         Raises:
-            CaptureError: it has registered parameters, buffers or submodules, or deleted an
-                attribute.
+            CaptureError: it has registered parameters, buffers or submodules.
         """
         for registered in self._registered:
             registered.refuse_changed(self._record)
-        self._refuse_deleted()
         for name, table, before in () if self._alone else self._buffers:
             for key, value in table.items():
                 if value is not None and before.get(key) is None:
@@ -106,7 +104,12 @@ class AttributesBefore:
                     )
         yield from self.changes()
 
-    def _refuse_deleted(self) -> None:
+    def refuse_deleted(self) -> None:
+        """Refuses a step that has deleted an attribute, while the record knows its lines.
+
+        Raises:
+            CaptureError: naming the line.
+        """
         for name, (now, before) in zip(self._names, self.tables, strict=True):
             for key in (key for key in before if key not in now):
                 raise CaptureError(
