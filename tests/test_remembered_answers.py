@@ -173,6 +173,41 @@ def test_settings_of_torch_are_part_of_the_question() -> None:
     assert kind() is torch.float32
 
 
+PATTERNS = ((0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (0, 1, 2))
+"""Which of three arguments are one tensor."""
+
+WRITES: dict[str, Callable[..., Any]] = {
+    "copy_": lambda a, b, c: a.copy_(b),
+    "mul_": lambda a, b, c: a.mul_(b),
+    "lerp_": lambda a, b, c: a.lerp_(b, c),
+    "addcmul_": lambda a, b, c: a.addcmul_(b, c),
+    "addmm_": lambda a, b, c: a.addmm_(b, c),
+    "masked_fill_": lambda a, b, c: a.masked_fill_(b > c, 2),
+    "a list": lambda a, b, c: torch._foreach_addcmul_([a], [b], [c]),
+    "out": lambda a, b, c: torch.add(b, c, out=a),
+}
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize("taught", PATTERNS, ids=str)
+@pytest.mark.parametrize("name", WRITES)
+def test_a_tensor_that_is_given_twice_is_another_question(
+    name: str, taught: tuple[int, ...]
+) -> None:
+    def step(xs: list[Tensor], pattern: tuple[int, ...]) -> list[Tensor]:
+        held = [x * 1 for x in xs]
+        given = [held[position] for position in pattern]
+        result = WRITES[name](*given)
+        if isinstance(result, Tensor):
+            result.add_(1)
+        return [held[position] * 3 for position in range(3)]
+
+    xs = [torch.rand(2, 2) for _ in range(3)]
+    for pattern in (taught, *PATTERNS):
+        captured = graphopt.compile(step, pipeline="none")(xs, pattern)
+        assert all(map(torch.equal, captured, step(xs, pattern))), pattern
+
+
 def test_nothing_is_remembered_outside_a_trace() -> None:
     from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_mode, make_fx
 

@@ -71,12 +71,16 @@ class OperatorCall:
         key: everything that decides what it gives.
     """
 
-    __slots__ = ("_args", "_func", "_kwargs", "_mode", "_parts", "_tensors", "_tracer", "key")
+    __slots__ = (
+        *("_args", "_func", "_kwargs", "_mode", "_parts", "_positions", "_tensors", "_tracer"),
+        "key",
+    )
 
     def __init__(self, tracer: Any, func: Any) -> None:
         self._tracer, self._func = tracer, func
         self._mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         self._tensors: list[FakeTensor] = []
+        self._positions: dict[int, int] = {}
         correction = getattr(self._mode, "correction", None)
         self._parts: list[Any] = [func, correction, *_settings()]
         self._args: tuple[Any, ...] = ()
@@ -124,7 +128,9 @@ class OperatorCall:
         kind = _kind(tensor)
         if kind is None or tensor.fake_mode is not self._mode:
             raise _UnknownError
-        self._parts.append(kind)
+        first = self._positions.setdefault(id(tensor), len(self._tensors))
+        # `x.mul_(x)` gives its first argument and its second: another question than `x.mul_(y)`.
+        self._parts += (kind,) if first == len(self._tensors) else (kind, first)
         self._tensors.append(tensor)
         node: fx.Node = slot.proxy.node
         return node
@@ -144,31 +150,28 @@ class OperatorCall:
         answer.asked = True
         several = type(result) is list or type(result) is tuple
         results = result if several else [result]
-        given = {id(tensor): position for position, tensor in enumerate(self._tensors)}
         stored: defaultdict[int, list[int]] = defaultdict(list)
         for position, tensor in enumerate(self._tensors):
             stored[_storage(tensor)].append(position)
-        found = [self._described(one, given, stored) for one in results]
+        found = [self._described(one, stored) for one in results]
         if any(one is _NOTHING for one in found) or _share(results, found):
             return
         answer.container = type(result) if several else None
         answer.results = found
 
-    def _described(
-        self, result: Any, given: Mapping[int, int], stored: Mapping[int, list[int]]
-    ) -> Any:
+    def _described(self, result: Any, stored: Mapping[int, list[int]]) -> Any:
         """Describes a result of the operator.
 
         Args:
-            given: positions of the given tensors, by `id`.
-            stored: the same, by storage.
+            stored: positions of the given tensors, by storage.
         """
         if result is None:
             return None
-        if id(result) in given:
+        position = self._positions.get(id(result))
+        if position is not None:
             # The operator may have given the tensor other sizes.
             known = _kind(result) in self._parts
-            return _GivenTensor(given[id(result)]) if known else _NOTHING
+            return _GivenTensor(position) if known else _NOTHING
         kind = _kind(result) if type(result) is FakeTensor else None
         if kind is None or result.constant is not None or result.requires_grad:
             return _NOTHING
