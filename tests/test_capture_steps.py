@@ -94,6 +94,63 @@ def test_hooks(hook: str) -> None:
     twins.finish(captures=1)
 
 
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_of_a_layer_that_is_frozen_for_a_while(hook: str) -> None:
+    def build() -> World:
+        built = world(optimizer="sgd-momentum-foreach")
+        HOOKS[hook](built.model.layers[1])
+        return built
+
+    def freeze_or_not(w: World) -> None:
+        layer = w.model.layers[1]
+        layer.requires_grad_(not layer.weight.requires_grad)
+
+    twins = Twins(build)
+    for i in range(STEPS):
+        twins.step(*MLP_CASE.batch(i))
+        twins.both(freeze_or_not)
+    twins.finish()
+
+
+NUMBERS_VIEWED: dict[str, Callable[[Tensor], Tensor]] = {
+    "imaginary": lambda h: h * 1j,
+    "complex": lambda h: (h * (1 + 2j)) / (0.5 - 1j),
+    "real times": lambda h: h.real * 1j,
+    "power": lambda h: h ** (0.5 + 1j),
+    "minus": lambda h: (1j - h) - 2j * h,
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS_VIEWED)
+def test_complex_numbers_of_python(name: str) -> None:
+    """Backwards view their conjugates."""
+
+    class Phases(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.phase = nn.Linear(8, 8), nn.Parameter(torch.randn(4).cfloat())
+
+        def forward(self, x: Tensor) -> Tensor:
+            pairs = torch.view_as_complex(self.linear(x).reshape(-1, 4, 2)) * self.phase
+            return NUMBERS_VIEWED[name](pairs).abs()
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        loss: Tensor = model(x).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def build() -> World:
+        model = Phases()
+        return World(step, [model], [torch.optim.SGD(model.parameters(), lr=0.1)])
+
+    twins = Twins(build)
+    for _ in range(3):
+        twins.step(torch.randn(3, 8))
+    twins.finish(captures=1)
+
+
 @pytest.mark.parametrize("model", ["mlp", "partial", "convnet"])
 def test_accumulation_over_several_calls(model: str) -> None:
     twins = Twins(lambda: world(accumulate, model))

@@ -374,6 +374,13 @@ def test_parameters_that_are_not_updated_get_no_state(traces: list[None]) -> Non
     assert len(traces) == 1
 
 
+def test_a_fused_optimizer_has_a_parameter_that_its_kernel_does_not_take() -> None:
+    """Torch refuses it where it gets a gradient, and this one never does."""
+    model = Parts()
+    model.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    assert_as_eager(plain, OPTIMIZERS["AdamW, fused"], model)
+
+
 @pytest.mark.parametrize("step", [looks_at_length, asks_for_parameter, saves_state, copies_state])
 def test_a_step_that_looks_at_state_finds_none_in_its_first_call(step: Step) -> None:
     assert_as_eager(step, OPTIMIZERS["Adam"], nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)))

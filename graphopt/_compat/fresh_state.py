@@ -121,7 +121,7 @@ def _steps_as_its_class(optimizer: Optimizer) -> bool:
 def _have_known_kinds(optimizer: Optimizer) -> bool:
     """True unless a first step refuses parameters of a kind that no fused kernel takes."""
     try:
-        if vars(optimizer).get(_TO_LOOK):
+        if vars(optimizer).get(_TO_LOOK) or any(g.get("fused") for g in optimizer.param_groups):
             for parameter in _parameters(optimizer):
                 _device_dtype_check_for_fused(parameter)
     except RuntimeError:

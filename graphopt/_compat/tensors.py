@@ -108,12 +108,19 @@ def count_hooks_on_sum(tensor: torch.Tensor) -> int:
 
 
 def copy_hooks(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copies the gradient hooks of the first tensor of each pair to the second."""
+    """Copies the gradient hooks of the first tensor of each pair to the second, also those of a
+    parameter that has been frozen since, to which torch adds none."""
     for source, target in pairs:
-        for hook in (source._backward_hooks or {}).values():
+        of_gradient, of_sum = (table or {} for table in hook_tables(source))
+        frozen = bool(of_gradient or of_sum) and not target.requires_grad
+        if frozen:
+            target.requires_grad_(True)
+        for hook in of_gradient.values():
             target.register_hook(hook)
-        for hook in (getattr(source, "_post_accumulate_grad_hooks", None) or {}).values():
+        for hook in of_sum.values():
             target.register_post_accumulate_grad_hook(hook)
+        if frozen:
+            target.requires_grad_(False)
 
 
 def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:

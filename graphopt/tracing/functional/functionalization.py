@@ -46,6 +46,7 @@ from graphopt.ir.metadata import (
     set_value,
     some_of,
 )
+from graphopt.ir.operators import may_alias
 from graphopt.ir.views import is_pure_view
 from graphopt.tracing.effects.decisions import SIZED
 from graphopt.tracing.effects.torch_generators import drop_idle_restores
@@ -88,6 +89,7 @@ def functionalize(raw: RawTrace) -> tuple[fx.GraphModule, list[int]]:
     graph = graph_module.graph
     _tag_arithmetic(graph)
     split_waits(graph)
+    _name_viewed_numbers(graph)
     remove_identities(graph)
     keep_apart(raw.graph_module.graph, graph)
     _write_back(graph, raw, updated)
@@ -112,6 +114,23 @@ def _tag_arithmetic(graph: fx.Graph) -> None:
         if node.op == "call_function" and phase_of(node) is None:
             for source in node.all_input_nodes[:1]:
                 node.meta.update(some_of(source, *OF_TRACE))
+
+
+_TYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+
+
+def _name_viewed_numbers(graph: fx.Graph) -> None:
+    """Makes tensors of numbers that are viewed, as a backward views the conjugate of `1j`: a view
+    is then one of a node."""
+    for node in graph.nodes:
+        if node.op == "call_function" and not node.all_input_nodes and may_alias(node):
+            number, *others = node.args
+            given: dict[str, Any] = {"dtype": _TYPES[type(number)], "device": torch.device("cpu")}
+            with graph.inserting_before(node):
+                tensor = call_function_with_meta(
+                    graph, aten.scalar_tensor.default, (number,), given, like=node
+                )
+            node.args = (tensor, *others)
 
 
 _PROFILING = (
