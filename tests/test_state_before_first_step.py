@@ -251,12 +251,34 @@ def test_momenta_that_lie_in_memory_as_gradients_do(traces: list[None]) -> None:
     assert len(traces) > 1
 
 
-def test_a_momentum_that_the_step_sets(traces: list[None]) -> None:
+SET: dict[str, tuple[Callable[[Any], Optimizer], Callable[[dict[str, Any], float], Any]]] = {
+    "momentum": (MOMENTA["momentum"], lambda group, n: group.update(momentum=-group["momentum"])),
+    "from no momentum": (OPTIMIZERS["SGD"], lambda group, n: group.update(momentum=0.9)),
+    "dampening": (MOMENTA["momentum"], lambda group, n: group.update(dampening=0.5)),
+    "to no momentum": (OPTIMIZERS["RMSprop, centered"], lambda group, n: group.update(momentum=0)),
+    "not centered": (
+        OPTIMIZERS["RMSprop, centered"],
+        lambda group, n: group.update(centered=False),
+    ),
+    "no amsgrad": (OPTIMIZERS["Adam, amsgrad"], lambda group, n: group.update(amsgrad=False)),
+    "fused": (OPTIMIZERS["Adam"], lambda group, n: group.update(fused=True)),
+    "rate of Rprop": (OPTIMIZERS["Rprop"], lambda group, n: group.update(lr=0.3 * n)),
+    "rate of ASGD": (OPTIMIZERS["ASGD"], lambda group, n: group.update(lr=0.3 * n)),
+    "rate, multiplied": (OPTIMIZERS["ASGD"], lambda group, n: group.update(lr=group["lr"] * 0.5)),
+    "rate as tensor": (OPTIMIZERS["ASGD, rate as tensor"], lambda group, n: group["lr"].mul_(0.5)),
+}
+"""Settings that the step changes before its first update, which makes the state after them."""
+
+
+@pytest.mark.parametrize("name", SET)
+def test_a_setting_that_the_step_changes_first(name: str, traces: list[None]) -> None:
+    make, change = SET[name]
+
     def changing(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
-        optimizer.param_groups[0]["momentum"] *= -1
+        change(optimizer.param_groups[0], 1.0 + float(x[0, 0]))
         return plain(model, optimizer, x)
 
-    assert_as_eager(changing, lambda p: SGD(p, lr=0.1, momentum=0.9), layers())
+    assert_as_eager(changing, make, layers())
     assert len(traces) > 1
 
 

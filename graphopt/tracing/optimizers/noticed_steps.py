@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch.optim import SGD, Optimizer
+from torch.optim import ASGD, SGD, Optimizer, Rprop
 
 from graphopt import _compat
 from graphopt._compat.backward import is_in_backward
@@ -37,17 +38,19 @@ def notice_steps(
 
     def noticed(index: int, optimizer: Optimizer) -> Callable[..., Any]:
         step = optimizer.step
-        settings = _of_momenta(optimizer)
+        settings = _of_beginning(optimizer)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if averages and is_in_backward():
                 raise _in_backward(optimizer)
             stepped.append(index)
             before(optimizer)
+            as_found = _are_same(_of_beginning(optimizer), settings)
             unwatched = watched([optimizer.state], on=False)
             with tagger.during("optimizer"), _branches_explained(optimizer), unwatched:
                 result = step(*args, **kwargs)
-                if not _momenta_become_gradients(optimizer, settings):
+                as_found &= _are_same(_of_beginning(optimizer), settings)
+                if not as_found or not _momenta_become_gradients(optimizer):
                     note_other_beginning(optimizer.state)
                 return result
 
@@ -58,25 +61,46 @@ def notice_steps(
     return stepped
 
 
-def _of_momenta(optimizer: Optimizer) -> list[int]:
-    """The settings by which `SGD` adds gradients to momenta, by id."""
-    if type(optimizer) is not SGD:
-        return []
-    groups, keys = optimizer.param_groups, ("momentum", "dampening")
-    return [id(group[key]) for group in groups for key in keys]
+_OF_BEGINNING = ("momentum", "centered", "amsgrad", "capturable", "fused")
+_OF_BEGINNING_TOO: dict[type, tuple[str, ...]] = {
+    SGD: ("dampening",),
+    Rprop: ("lr",),
+    ASGD: ("lr",),
+}
 
 
-def _momenta_become_gradients(optimizer: Any, settings: list[int]) -> bool:
+Settings: TypeAlias = list[tuple[Callable[[], Any], int]]
+"""Settings of an optimizer, with the counts of writes to tensors."""
+
+
+def _of_beginning(optimizer: Optimizer) -> Settings:
+    """The settings that decide which state torch's optimizers make and what it holds. What the
+    trace has made is not kept alive."""
+    keys = (*_OF_BEGINNING, *_OF_BEGINNING_TOO.get(type(optimizer), ()))
+    values = [group.get(key) for group in optimizer.param_groups for key in keys]
+    with _compat.without_modes():
+        return [(_reference(value), _count_writes(value)) for value in values]
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    made = isinstance(value, (torch.Tensor, torch.SymFloat))
+    return weakref.ref(value) if made else lambda: value
+
+
+def _count_writes(value: Any) -> int:
+    return _compat.version_of(value) if isinstance(value, torch.Tensor) else 0
+
+
+def _are_same(ours: Settings, theirs: Settings) -> bool:
+    pairs = zip(ours, theirs, strict=False)
+    return len(ours) == len(theirs) and all(a() is b() and n == m for (a, n), (b, m) in pairs)
+
+
+def _momenta_become_gradients(optimizer: Any) -> bool:
     """True if momenta of negative zeros have become what `SGD` makes in its first step: the
-    gradients, where these lie in memory as parameters and momenta do.
-
-    Args:
-        settings: those of momenta when the step began.
-    """
+    gradients, where these lie in memory as parameters and momenta do."""
     if type(optimizer) is not SGD or not isinstance(optimizer.state, WatchedState):
         return True
-    if _of_momenta(optimizer) != settings:
-        return False
     with _compat.without_modes():
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         momenta = [(p, optimizer.state.get(p, {}).get("momentum_buffer")) for p in parameters]
