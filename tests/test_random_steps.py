@@ -1,5 +1,6 @@
 """Random steps do what eager code does, or are refused: over what stands outside them, what changes
-there between calls, containers among their arguments, tensors that share memory, and trainings."""
+there between calls, containers among their arguments, tensors that share memory, trainings, and
+what modules and autograd offer."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ import torch
 import graphopt
 import random_arguments
 import random_changes
+import random_features
 import random_steps
 import random_tensors
 import random_trainings
@@ -164,6 +166,27 @@ def writes(seed: int, module: ModuleType, compiled: bool) -> Found:
     return found, ""
 
 
+def features(seed: int, module: ModuleType, compiled: bool) -> Found:
+    torch.manual_seed(0)
+    model, rows = random_features.Model(), [4]
+    other, optimizer = copy.deepcopy(model), module.make(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=2)
+    step = compiled_if(compiled, module.step)
+    found: list[Any] = []
+    for i in range(4):
+        drawn = torch.Generator().manual_seed(i)
+        x = torch.randn(rows[0], random_features.SIZE, generator=drawn)
+        y, words = (torch.randint(most, (rows[0],), generator=drawn) for most in (6, 10))
+        try:
+            returned = step(model, optimizer, other, scaler, x, y, words, i)
+            left = random_features.left(model, other, optimizer, scaler)
+            found.append(random_features.bits([returned, x.grad, *left]))
+            module.between(model, optimizer, i, rows)
+        except Exception as error:
+            return found, type(error).__name__
+    return found, ""
+
+
 class Kind(NamedTuple):
     """Programs of one kind: `source` writes one, `run` says what it leaves."""
 
@@ -179,6 +202,7 @@ KINDS = {
     "trainings": Kind(random_trainings.source, trainings, range(3)),
     "changes": Kind(random_changes.source, changes, range(3)),
     "writes": Kind(random_writes.source, writes, range(6)),
+    "features": Kind(random_features.source, features, range(6)),
 }
 
 
