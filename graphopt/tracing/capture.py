@@ -142,8 +142,14 @@ def first_trace(
         if lasts and optimizers != call.optimizer_objects():
             optimizers, made = call.optimizer_objects(), NO_STATE  # no two states at once
             made = state_beforehand(optimizers)
-        with made.present():
-            found = _attempt(call, communication)
+        try:
+            with made.present():
+                found = _attempt(call, communication)
+        except CaptureError as error:
+            if not made or not isinstance(error.__cause__, KeyError):
+                raise
+            lasts, made = False, NO_STATE  # the step sets what its optimizer makes: `amsgrad`
+            continue
         if not isinstance(found, Call):
             return call, found, made
         call = found
