@@ -79,16 +79,16 @@ HOOKS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+def hooked(hook: str) -> World:
+    built = world(optimizer="sgd-momentum-foreach")
+    HOOKS[hook](built.model.layers[1])
+    return built
+
+
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks(hook: str) -> None:
     """Hooks that stay within tensors are part of the step, on modules and on parameters."""
-
-    def build() -> World:
-        built = world(optimizer="sgd-momentum-foreach")
-        HOOKS[hook](built.model.layers[1])
-        return built
-
-    twins = Twins(build)
+    twins = Twins(lambda: hooked(hook))
     for i in range(STEPS):
         twins.step(*MLP_CASE.batch(i))
     twins.finish(captures=1)
@@ -96,16 +96,11 @@ def test_hooks(hook: str) -> None:
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_of_a_layer_that_is_frozen_for_a_while(hook: str) -> None:
-    def build() -> World:
-        built = world(optimizer="sgd-momentum-foreach")
-        HOOKS[hook](built.model.layers[1])
-        return built
-
     def freeze_or_not(w: World) -> None:
         layer = w.model.layers[1]
         layer.requires_grad_(not layer.weight.requires_grad)
 
-    twins = Twins(build)
+    twins = Twins(lambda: hooked(hook))
     for i in range(STEPS):
         twins.step(*MLP_CASE.batch(i))
         twins.both(freeze_or_not)

@@ -123,7 +123,7 @@ def _name_viewed_numbers(graph: fx.Graph) -> None:
     """Makes tensors of numbers that are viewed, as a backward views the conjugate of `1j`: a view
     is then one of a node."""
     for node in graph.nodes:
-        if node.op == "call_function" and not node.all_input_nodes and may_alias(node):
+        if may_alias(node) and not node.all_input_nodes:
             number, *others = node.args
             given: dict[str, Any] = {"dtype": _TYPES[type(number)], "device": torch.device("cpu")}
             with graph.inserting_before(node):

@@ -92,8 +92,10 @@ def _count_writes(value: Any) -> int:
 
 
 def _are_same(ours: Settings, theirs: Settings) -> bool:
-    pairs = zip(ours, theirs, strict=False)
-    return len(ours) == len(theirs) and all(a() is b() and n == m for (a, n), (b, m) in pairs)
+    if len(ours) != len(theirs):
+        return False
+    pairs = zip(ours, theirs, strict=True)
+    return all(a() is b() and n == m for (a, n), (b, m) in pairs)
 
 
 def _momenta_become_gradients(optimizer: Any) -> bool:
